@@ -1,0 +1,134 @@
+"""What every door shares: flat flags with a YAML file behind them, and user errors that end in one sentence."""
+
+import difflib
+import os
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+
+class UserError(Exception):
+    """Something the user can mend. Its text is what they read: what is wrong, with the values involved, and the remedy.
+
+    Several problems found together are raised together, one a line.
+    """
+
+
+class FlagParser(HfArgumentParser):
+    """Transformers' parser over dataclasses, with whole flag names only and errors that are one sentence."""
+
+    def __init__(self, dataclass_types: Iterable[type], description: str):
+        super().__init__(dataclass_types, allow_abbrev=False, description=description)
+        self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of defaults; flags override it.")
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].upper()}{message[1:].rstrip('.')}. See --help.")
+
+    @property
+    def names(self) -> list[str]:
+        return [field.name for dataclass_type in self.dataclass_types for field in fields(dataclass_type)]
+
+    def parse(self, arguments: list[str], default_config: Path | None = None) -> tuple[tuple, set[str]]:
+        """The filled dataclasses, and the names of the fields the user set: by flag, or in a config file of their own.
+
+        `default_config` is read where no `--config` is given, and does not count as the user's word.
+
+        Raises:
+            UserError: an unknown flag or key (the nearest known one is named), a value of the wrong type, a missing
+                or unreadable file.
+        """
+        given = {argument[2:].split("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")}
+        config_path = self.named_config(arguments) or default_config
+        from_file = read_yaml(config_path, self.names) if config_path else {}
+        for group in EXCLUSIVE:
+            if given & group:  # a flag of a group clears what the file says of the whole group
+                from_file = {name: value for name, value in from_file.items() if name not in group}
+        self.set_defaults(**{name: _as_flag(value) for name, value in from_file.items()})
+        namespace, rest = self.parse_known_args(arguments)
+        if rest:
+            raise UserError(_unknown("flag", rest[0], [f"--{name}" for name in [*self.names, "config"]]))
+        filled = []
+        for dataclass_type in self.dataclass_types:
+            filled.append(dataclass_type(**{f.name: getattr(namespace, f.name) for f in fields(dataclass_type)}))
+        if config_path is not None and config_path != default_config:
+            given |= from_file.keys()
+        return tuple(filled), given
+
+    def named_config(self, arguments: list[str]) -> Path | None:
+        for position, argument in enumerate(arguments):
+            if argument == "--config" and position + 1 < len(arguments):
+                return Path(arguments[position + 1])
+            if argument.startswith("--config="):
+                return Path(argument.removeprefix("--config="))
+        return None
+
+
+# Three ways to say how long a run is: whichever is given last wins as a whole.
+EXCLUSIVE = (frozenset({"max_steps", "num_train_epochs", "max_train_tokens"}),)
+
+
+def read_yaml(path: Path, known: list[str]) -> dict[str, Any]:
+    """The keys and values of a flat YAML file.
+
+    Raises:
+        UserError: no such file, not YAML, not a flat mapping, or keys that are not in `known`.
+    """
+    if not path.is_file():
+        siblings = sorted(str(path.parent / other.name) for other in path.parent.glob("*.yaml"))
+        nearest = difflib.get_close_matches(str(path), siblings, n=1, cutoff=0.0)
+        hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        raise UserError(f"There is no config file {path}.{hint}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must be a list of `name: value` lines, but holds a {type(content).__name__}.")
+    unknown = [_unknown("key", str(key), known) for key in content if key not in known]
+    nested = [f"{key} in {path} is nested; keys are flat." for key, value in content.items() if isinstance(value, dict)]
+    if unknown or nested:
+        raise UserError("\n".join([f"{path}: {sentence}" for sentence in unknown] + nested))
+    return content
+
+
+def run(main: Callable[[list[str]], None]) -> NoReturn:
+    """Runs a door and exits: 0 when done, 1 with the sentence of a `UserError` and no traceback, 130 after Ctrl-C."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":  # every process of a job finds the same problem; one says it
+            for sentence in str(error).splitlines():
+                print(f"error: {sentence}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _unknown(kind: str, name: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(name.split("=")[0], known, n=1)
+    hint = f" Did you mean {nearest[0]}?" if nearest else " See --help for all of them."
+    return f"Unknown {kind} {name}.{hint}"
+
+
+def _as_flag(value: Any) -> Any:
+    """A YAML value as it would stand on the command line, so that argparse checks its type as it checks a flag's."""
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return value if value is None else str(value)
+
+
+def whole_number_or_auto(value: str) -> str:
+    """argparse type of a field that is a positive number or `auto`."""
+    if value != "auto" and not (value.isdecimal() and int(value) > 0):
+        raise ArgumentTypeError(f"must be a positive whole number or auto, not {value!r}")
+    return value

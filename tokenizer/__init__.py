@@ -1,0 +1,1 @@
+"""Text -> tokens: read a corpus, make a tokenizer, write a token store."""

@@ -1,0 +1,132 @@
+"""What the run computes on and with: device, precision, compilation, attention."""
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from typing import Literal
+
+import psutil
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import TorchDynamoPlugin
+
+from command_line import UserError
+
+
+@dataclass
+class DeviceArguments:
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = field(
+        default="auto", metadata={"help": "Precision of matrix products; weights stay fp32. auto: what the device is good at."}
+    )
+    torch_compile: str = field(
+        default="auto", metadata={"help": "true, false or auto (where a C++ compiler is found): compile model and loss."}
+    )
+    torch_compile_mode: str | None = field(
+        default=None, metadata={"help": "Mode of torch.compile, such as max-autotune-no-cudagraphs."}
+    )
+    attn_implementation: str = field(
+        default="sdpa", metadata={"help": "sdpa, eager, flash_attention_2 or flex_attention (see Transformers)."}
+    )
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Recompute activations in the backward pass: less memory, about a third slower."}
+    )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`DeviceArguments` with every `auto` decided."""
+
+    mixed_precision: str
+    torch_compile: bool
+    notes: tuple[str, ...]  # what the user should hear about it
+
+
+def decide(arguments: DeviceArguments) -> Setup:
+    """
+    Raises:
+        UserError: a precision that the device does not have, or a value that is none of the choices.
+    """
+    problems, notes = [], []
+    precision = arguments.mixed_precision
+    if precision == "auto" and (launched := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) != "no":
+        precision = launched  # the launcher says `no` also when nobody asked it
+    if precision == "auto":
+        precision = _best_precision()
+    if precision == "fp16" and not torch.cuda.is_available():
+        problems.append("mixed_precision is fp16, but there is no GPU here and CPUs train in bf16 or no; use auto.")
+    if precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        problems.append(f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has none; use fp16 or auto.")
+
+    asked = arguments.torch_compile.lower()
+    if asked not in ("auto", "true", "false"):
+        problems.append(f"torch_compile is {arguments.torch_compile!r}; it must be true, false or auto.")
+    if asked == "auto" and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        asked = "true"
+    compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+    if asked == "auto" and compiler is None:
+        notes.append("torch.compile is off: no C++ compiler (g++ or clang++) was found; it would make steps faster.")
+    if shutil.which("nvidia-smi") and torch.version.cuda is None:
+        notes.append("There is an NVIDIA device, but this torch is CPU-only: install a CUDA build of torch to use it.")
+    if problems:
+        raise UserError("\n".join(problems))
+    compiled = asked == "true" or (asked == "auto" and compiler is not None)
+    return Setup(precision, compiled, tuple(notes))
+
+
+def _best_precision() -> str:
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    if torch.backends.mps.is_available():
+        return "no"
+    # Without these instructions, bf16 on a CPU is emulated and slower than fp32.
+    return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "no"
+
+
+def start_accelerator(setup: Setup, arguments: DeviceArguments, report_to: list[str], output_dir: str) -> Accelerator:
+    """
+    Raises:
+        UserError: the environment asks for more processes than Accelerate made.
+    """
+    torch.set_float32_matmul_precision("high")  # TF32 where a GPU multiplies fp32
+    _use_all_cores()
+    plugin = None
+    if setup.torch_compile:
+        # One graph with the loss inside; every batch has the same shape.
+        plugin = TorchDynamoPlugin(
+            backend="inductor", mode=arguments.torch_compile_mode, fullgraph=True, dynamic=False
+        )
+    accelerator = Accelerator(
+        mixed_precision=setup.mixed_precision,
+        dynamo_plugin=plugin,
+        log_with=report_to or None,
+        project_dir=output_dir,
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    asked = int(os.environ.get("WORLD_SIZE", 1))
+    if asked != accelerator.num_processes:
+        raise UserError(
+            f"The environment asks for {asked} processes (WORLD_SIZE), but Accelerate sees {accelerator.num_processes}; "
+            f"on CPU, launch with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {asked}."
+        )
+    return accelerator
+
+
+def _use_all_cores() -> None:
+    """The launcher exports OMP_NUM_THREADS=1 where nobody told it otherwise, which on a CPU would idle all other cores."""
+    if os.environ.get("OMP_NUM_THREADS") == "1" and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        physical = psutil.cpu_count(logical=False) or os.cpu_count()
+        cores = min(physical, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else physical
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def describe(accelerator: Accelerator, setup: Setup, arguments: DeviceArguments) -> str:
+    """One line: `CPU (2 threads), fp32, compiled, attention: sdpa, 1 process`."""
+    if accelerator.device.type == "cuda":
+        where = torch.cuda.get_device_name(accelerator.device)
+    else:
+        threads = torch.get_num_threads()
+        where = f"{accelerator.device.type.upper()} ({threads} thread{'s' if threads > 1 else ''})"
+    precision = {"no": "fp32"}.get(setup.mixed_precision, setup.mixed_precision)
+    compiled = "compiled" if setup.torch_compile else "not compiled"
+    processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
+    return f"{where}, {precision}, {compiled}, attention: {arguments.attn_implementation}, {processes}"

@@ -1,0 +1,154 @@
+"""Validation: loss, perplexity and bits per byte over the held-out text.
+
+    python -m training.evaluate runs/x                                  # the whole validation split of the run's store
+    python -m training.evaluate runs/x/checkpoints/step_00001000 --data data/other
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from command_line import FlagParser, UserError, run
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from tokenizer.store import Split, TokenStore
+from training.batches import split_windows
+from training.run_folder import CONFIG_FILE, find_model, run_of
+from training.step import NextTokenLoss
+
+IGNORED = -100  # the target that cross-entropy leaves out
+
+
+@dataclass
+class EvaluationArguments:
+    eval_strategy: Literal["no", "steps", "epoch"] = field(
+        default="steps", metadata={"help": "When to validate and sample: every eval_steps, at each epoch's end, or never."}
+    )
+    eval_steps: int = field(default=500, metadata={"help": "Steps between validations."})
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Score only this many windows of one context, evenly spread; all where left out."}
+    )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    loss: float  # nats a token
+    bits_per_byte: float  # comparable across tokenizers
+    tokens: int  # scored
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "eval_loss": self.loss,
+            "eval_perplexity": self.perplexity,
+            "eval_bits_per_byte": self.bits_per_byte,
+            "eval_tokens": self.tokens,
+        }
+
+
+@torch.no_grad()
+def evaluate(
+    loss: nn.Module,
+    tokens: np.ndarray,
+    split: Split,
+    context: int,
+    micro_batch: int,
+    accelerator: Accelerator,
+    max_eval_samples: int | None = None,
+) -> Evaluation:
+    """Scores `tokens` (n,) in windows that overlap by one, so that each token but the first is a target once.
+
+    `loss` is the prepared `NextTokenLoss`; all processes take part and get the same result.
+    """
+    loss.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=_float64_device(accelerator.device))  # nats, targets
+    for windows in eval_windows(
+        tokens, context, micro_batch, accelerator.process_index, accelerator.num_processes, max_eval_samples
+    ):
+        inputs, targets = split_windows(windows, accelerator.device)
+        sums[0] += loss(inputs.clamp(min=0), targets, 1).to(sums.device)  # clamp: padding is -100
+        sums[1] += (targets != IGNORED).sum().to(sums.device)
+    loss.train()
+    nats, scored = accelerator.reduce(sums, reduction="sum").tolist()
+    mean = nats / scored
+    return Evaluation(mean, mean / math.log(2) * split.tokens / split.bytes, int(scored))
+
+
+def eval_windows(
+    tokens: np.ndarray, context: int, micro_batch: int, rank: int, processes: int, max_samples: int | None
+) -> Iterator[torch.Tensor]:
+    """This process's batches, (micro_batch, context + 1) int64; what lies beyond the end is -100.
+
+    Every process yields the same number of batches of the same shape, if need be of padding.
+    """
+    count = -(-(len(tokens) - 1) // context)
+    starts = np.arange(count, dtype=np.int64) * context
+    if max_samples is not None and max_samples < count:
+        starts = starts[np.linspace(0, count - 1, max_samples).astype(np.int64)]
+    per_round = micro_batch * processes
+    for first in range(0, len(starts), per_round):
+        mine = starts[first + rank * micro_batch : first + (rank + 1) * micro_batch]
+        rows = np.full((micro_batch, context + 1), IGNORED, dtype=np.int64)
+        for row, start in zip(rows, mine, strict=False):
+            window = tokens[start : start + context + 1]
+            row[: len(window)] = window
+        yield torch.from_numpy(rows)
+
+
+def _store_of_run(name: str) -> TokenStore:
+    from training.config import read_config  # composes this module's arguments too: above, it would be a circle
+    from training.data import open_store
+
+    config = read_config(["--config", str(run_of(Path(name)) / CONFIG_FILE)])
+    return open_store(config.data.data, config.corpus, config.vocabulary, print)
+
+
+def _float64_device(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+@dataclass
+class EvaluateDoor:
+    model: str | None = field(default=None, metadata={"help": "A run folder or a model folder; may be given without flag."})
+    data: str | None = field(default=None, metadata={"help": "Token store to score; the run's own where left out."})
+    per_device_eval_batch_size: int = field(default=16, metadata={"help": "Sequences scored at once."})
+
+
+def main(arguments: list[str]) -> None:
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--model", *arguments]
+    (door,), _ = FlagParser((EvaluateDoor,), __doc__.splitlines()[0]).parse(arguments)
+    if door.model is None:
+        raise UserError("Name a run: python -m training.evaluate runs/x")
+    folder = find_model(door.model)
+    store = TokenStore(door.data) if door.data else _store_of_run(door.model)
+    model = GPT2ScratchForCausalLM.from_pretrained(folder)
+    if model.config.vocab_size != store.metadata.vocab_size:
+        raise UserError(
+            f"{folder} has a vocabulary of {model.config.vocab_size} tokens, {store.folder} one of "
+            f"{store.metadata.vocab_size}; score it on a store made with its own tokenizer."
+        )
+    accelerator = Accelerator()
+    result = evaluate(
+        accelerator.prepare(NextTokenLoss(model)),
+        store.memory_map("val"),
+        store.metadata.val,
+        model.config.n_positions,
+        door.per_device_eval_batch_size,
+        accelerator,
+    )
+    accelerator.print(json.dumps({"model": str(folder), "data": str(store.folder), **asdict(result)} | result.metrics()))
+
+
+if __name__ == "__main__":
+    run(main)

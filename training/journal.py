@@ -1,0 +1,188 @@
+"""What a run says: metrics.jsonl, the screen, and any tracker that Accelerate knows."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from command_line import UserError
+
+
+@dataclass
+class JournalArguments:
+    logging_steps: int = field(default=10, metadata={"help": "Steps between log lines; each waits for the device once."})
+    report_to: list[str] = field(
+        default_factory=list, metadata={"help": "Trackers of Accelerate to log to: tensorboard, wandb, ... or all."}
+    )
+
+
+def tracker_problems(report_to: list[str]) -> list[str]:
+    """Accelerate drops a tracker that is not installed without a word."""
+    known = [str(tracker) for tracker in LoggerType if tracker != LoggerType.ALL]
+    installed = [str(tracker) for tracker in get_available_trackers()]
+    problems = []
+    for name in report_to:
+        if name != "all" and name not in known:
+            problems.append(f"report_to names {name!r}; the trackers are {', '.join(known)}.")
+        elif name != "all" and name not in installed:
+            problems.append(f"report_to names {name}, which is not installed: pip install {name}.")
+    return problems
+
+
+class Journal:
+    """Used by every process; only the main one writes."""
+
+    def __init__(self, metrics: Path, accelerator: Accelerator, max_steps: int, first_step: int):
+        self.metrics = metrics
+        self.accelerator = accelerator
+        self.max_steps = max_steps
+        self.step = first_step
+        self.main = accelerator.is_main_process
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.bar = self._bar(first_step) if self.main and self.console.is_terminal else None
+        self.losses = torch.zeros((), device=accelerator.device)
+        self.steps_since_log = 0
+        self.restart_clock()
+
+    def _bar(self, first_step: int) -> Progress:
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[line]}"))
+        bar = Progress(*columns, console=self.console, expand=True)
+        bar.add_task("train", total=self.max_steps, completed=first_step, line="first step ...")
+        bar.start()
+        return bar
+
+    def count(self, loss: torch.Tensor, tokens: int) -> None:
+        """Adds a step's loss, on the device, without waiting for it."""
+        self.losses += loss
+        self.steps_since_log += 1
+        self.steps_timed += 1
+        self.tokens_timed += tokens
+
+    def restart_clock(self) -> None:
+        self.steps_timed, self.tokens_timed, self.paused = 0, 0, 0.0
+        self.since = time.perf_counter()
+
+    def first_step_done(self) -> None:
+        """Compilation counts as neither speed nor ETA. Waits for the device, once a run."""
+        float(self.losses)
+        self.say(f"First step after {clock(time.perf_counter() - self.since)} (compilation included).")
+        self.restart_clock()
+
+    def log(self, step: int, epoch: float, learning_rate: float, grad_norm: torch.Tensor, tokens: int) -> None:
+        """One log line: the mean loss since the last one. The only place in a step that waits for the device.
+
+        Raises:
+            UserError: the loss is not a number any more.
+        """
+        loss = self.accelerator.reduce(self.losses / self.steps_since_log, reduction="mean").item()  # waits here
+        seconds = time.perf_counter() - self.since - self.paused
+        entry = {
+            "step": step,
+            "epoch": round(epoch, 4),
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "grad_norm": float(grad_norm),
+            "tokens": tokens,
+        }
+        line = f"loss {loss:.3f}"
+        if self.steps_timed:
+            entry["tokens_per_second"] = round(self.tokens_timed / seconds, 1)
+            left = (self.max_steps - step) * seconds / self.steps_timed
+            line += f"  {self.tokens_timed / seconds:,.0f} tok/s  ETA {clock(left)}"
+        if not math.isfinite(loss):
+            raise UserError(
+                f"The loss is {loss} at step {step}; what was saved before is intact. Resume with a lower learning_rate "
+                f"({learning_rate:.2e} now) or another seed."
+            )
+        self._write(entry, step)
+        self._show(step, line, f"lr {learning_rate:.2e}")
+        self.losses.zero_()
+        self.steps_since_log = 0
+        self.restart_clock()
+
+    def log_evaluation(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        self._write({"step": step, "epoch": round(epoch, 4), **metrics}, step)
+        self.say(
+            f"step {step}: validation loss {metrics['eval_loss']:.4f}, perplexity {metrics['eval_perplexity']:.2f}, "
+            f"{metrics['eval_bits_per_byte']:.3f} bits per byte"
+        )
+
+    def say(self, text: str) -> None:
+        if self.main:
+            self.console.print(text, markup=False)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens inside does not count as training time."""
+        before = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - before
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        self.accelerator.end_training()
+
+    def start_trackers(self, name: str, settings: dict[str, Any]) -> None:
+        """Opens the trackers of `report_to`, and gives them every setting that has a value."""
+        plain = {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in settings.items()}
+        self.accelerator.init_trackers(name, config=plain)
+
+    def _show(self, step: int, line: str, more: str) -> None:
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=step, line=line)
+        elif self.main:
+            print(f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {line}  {more}", flush=True)
+
+    def _write(self, entry: dict[str, Any], step: int) -> None:
+        if self.main:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        numbers = {name: value for name, value in entry.items() if name != "step"}
+        self.accelerator.log(numbers, step=step)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The entries of a metrics.jsonl; a last line cut off by a crash is left out."""
+    if not path.is_file():
+        return []
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            break
+    return entries
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Takes out what was logged after the checkpoint that a run resumes from, so that the file reads as one run."""
+    entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
+    fresh = path.with_name(f".{path.name}.unfinished")
+    fresh.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    os.replace(fresh, path)
+
+
+def best_step(path: Path) -> int | None:
+    """The step with the lowest validation loss."""
+    scored = [entry for entry in read_metrics(path) if "eval_loss" in entry]
+    return min(scored, key=lambda entry: entry["eval_loss"])["step"] if scored else None
+
+
+def clock(seconds: float) -> str:
+    """3661 -> 1:01:01; 61 -> 1:01"""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

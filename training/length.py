@@ -1,0 +1,31 @@
+"""How long a run is: in steps, in epochs, or in tokens."""
+
+import math
+from dataclasses import dataclass, field
+
+from training.batches import BatchPlan
+
+
+@dataclass
+class LengthArguments:
+    """One of the three; one epoch where none is given."""
+
+    max_steps: int | None = field(default=None, metadata={"help": "Length of the run in steps."})
+    num_train_epochs: float | None = field(default=None, metadata={"help": "Length of the run in passes over the text."})
+    max_train_tokens: int | None = field(default=None, metadata={"help": "Length of the run in tokens."})
+
+
+def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> tuple[int | None, list[str]]:
+    """The number of steps, or what is wrong with the wish. A last step that is begun is done whole."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    if len(given) > 1:
+        pairs = " and ".join(f"{name} {value}" for name, value in given.items())
+        return None, [f"{pairs} are given together; the length of a run is only one of them."]
+    problems = [f"{name} is {value}; it must be above 0." for name, value in given.items() if not value > 0]
+    if problems:
+        return None, problems
+    if arguments.max_steps is not None:
+        return arguments.max_steps, []
+    if arguments.max_train_tokens is not None:
+        return math.ceil(arguments.max_train_tokens / (batches.sequences * batches.context)), []
+    return math.ceil((arguments.num_train_epochs or 1) * windows / batches.sequences), []

@@ -1,0 +1,46 @@
+"""The model of a run: flags, and what the token store decides, become a `GPT2ScratchForCausalLM`."""
+
+from dataclasses import asdict, dataclass, field
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+
+
+@dataclass
+class ModelArguments:
+    """The fields of `GPT2ScratchConfig`, under its names and with its defaults; the vocabulary is the store's."""
+
+    n_layer: int = field(default=12, metadata={"help": "Number of transformer blocks."})
+    n_head: int = field(default=12, metadata={"help": "Attention heads a block; must divide n_embd."})
+    n_embd: int = field(default=768, metadata={"help": "Width of the residual stream."})
+    n_positions: int = field(default=512, metadata={"help": "Context length in tokens."})
+    n_inner: int | None = field(default=None, metadata={"help": "Width of the MLP; 4 * n_embd where left out."})
+    activation_function: str = field(default="gelu", metadata={"help": "gelu (exact) or gelu_new (GPT-2's tanh)."})
+    tie_word_embeddings: bool = field(default=False, metadata={"help": "Use the token embedding as the head too."})
+    embd_pdrop: float = field(default=0.0, metadata={"help": "Dropout probability after the embeddings."})
+    attn_pdrop: float = field(default=0.0, metadata={"help": "Dropout probability on the attention weights."})
+    resid_pdrop: float = field(default=0.0, metadata={"help": "Dropout probability on what a block adds."})
+    layer_norm_epsilon: float = field(default=1e-5, metadata={"help": "Added to the variance in LayerNorm."})
+    initializer_range: float = field(default=0.02, metadata={"help": "Standard deviation of the initial weights."})
+
+
+def model_config(
+    arguments: ModelArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase
+) -> tuple[GPT2ScratchConfig | None, list[str]]:
+    """The configuration, or the problems that forbid it."""
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    try:
+        return GPT2ScratchConfig(vocab_size=vocab_size, **asdict(arguments), **special), []
+    except StrictDataclassError as error:
+        return None, [f"{problem}." for problem in str(error.__cause__ or error).split("; ")]
+
+
+def build_model(config: GPT2ScratchConfig, attn_implementation: str) -> GPT2ScratchForCausalLM:
+    """Fresh weights from the current random state, in fp32."""
+    model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=attn_implementation)
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    return model

@@ -1,0 +1,71 @@
+"""AdamW, and the learning rate as a function of the step."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+@dataclass
+class OptimArguments:
+    learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate."})
+    min_learning_rate: float = field(default=6e-5, metadata={"help": "Learning rate of the last step."})
+    warmup_steps: int = field(default=100, metadata={"help": "Steps over which the rate rises linearly to its peak."})
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = field(
+        default="cosine", metadata={"help": "How the rate falls from its peak to min_learning_rate; constant: it does not."}
+    )
+    weight_decay: float = field(default=0.1, metadata={"help": "Decoupled weight decay, on matrices only."})
+    adam_beta1: float = field(default=0.9, metadata={"help": "Decay of AdamW's first moment."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "Decay of AdamW's second moment."})
+    adam_epsilon: float = field(default=1e-8, metadata={"help": "Added to AdamW's denominator."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are scaled down to this norm; 0: never."})
+
+    def problems(self) -> list[str]:
+        found = []
+        if not self.learning_rate > 0:
+            found.append(f"learning_rate is {self.learning_rate}; it must be above 0.")
+        if not 0 <= self.min_learning_rate <= self.learning_rate:
+            found.append(
+                f"min_learning_rate is {self.min_learning_rate}; it must be between 0 and learning_rate, "
+                f"{self.learning_rate}."
+            )
+        if self.warmup_steps < 0:
+            found.append(f"warmup_steps is {self.warmup_steps}; it must be at least 0.")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1.")
+        for name in ("weight_decay", "adam_epsilon", "max_grad_norm"):
+            if getattr(self, name) < 0:
+                found.append(f"{name} is {getattr(self, name)}; it must be at least 0.")
+        return found
+
+
+def learning_rate_at(step: int, max_steps: int, arguments: OptimArguments) -> float:
+    """The rate of step 0 .. max_steps - 1: linear warm-up to the peak, then down to `min_learning_rate` at the last."""
+    peak, floor, warmup = arguments.learning_rate, arguments.min_learning_rate, arguments.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if arguments.lr_scheduler_type == "constant":
+        return peak
+    progress = min(1.0, (step - warmup) / max(1, max_steps - 1 - warmup))  # 0 .. 1
+    if arguments.lr_scheduler_type == "linear":
+        return peak + (floor - peak) * progress
+    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def build_optimizer(model: nn.Module, arguments: OptimArguments, device: torch.device) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019) that decays matrices and leaves biases and LayerNorms alone."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": arguments.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=arguments.learning_rate,
+        betas=(arguments.adam_beta1, arguments.adam_beta2),
+        eps=arguments.adam_epsilon,
+        fused=device.type in ("cuda", "cpu"),
+    )

@@ -1,0 +1,155 @@
+"""Text from a model: what `generate.py` streams and what training prints to show how the model learns."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from command_line import UserError
+from tokenizer.store import TokenStore
+from tokenizer.vocabulary import is_character
+
+OPENING_TOKENS = 16  # of a validation document, where no prompts are given
+
+
+@dataclass
+class SamplingArguments:
+    sample_prompts: list[str] = field(
+        default_factory=list, metadata={"help": "Prompts to continue at each validation; openings of held-out text where left out."}
+    )
+    sample_tokens: int = field(default=64, metadata={"help": "New tokens a prompt; 0 for no samples."})
+    sample_temperature: float = field(default=0.8, metadata={"help": "Temperature of the samples; 0 takes the likeliest."})
+    sample_top_k: int = field(default=50, metadata={"help": "Sample from this many likeliest tokens; 0 for all."})
+
+
+def generation_config(temperature: float, top_k: int = 0, top_p: float = 1.0, **others) -> GenerationConfig:
+    """The usual flags as Transformers understands them; temperature 0 is greedy."""
+    if temperature == 0:
+        return GenerationConfig(do_sample=False, **others)
+    return GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, **others)
+
+
+class TextStream(BaseStreamer):
+    """Decodes ids as they come and passes on text once it is whole characters."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
+        self.tokenizer = tokenizer
+        self.write = write
+        self.ids: list[int] = []
+        self.written = 0
+        self.prompt_follows = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.prompt_follows:  # generate hands over its prompt first
+            self.prompt_follows = False
+            return
+        self.ids += value.flatten().tolist()
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # perhaps the first bytes of a character
+            self.write(text[self.written :])
+            self.written = len(text)
+
+    def end(self) -> None:
+        self.prompt_follows = True
+
+
+@torch.no_grad()
+def continue_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    max_new_tokens: int,
+    config: GenerationConfig,
+    write: Callable[[str], object] = lambda text: None,
+) -> str:
+    """Continues `prompt`, also beyond the model's context: when that is full, its second half becomes the new prompt.
+
+    `write` receives the text as it comes. Returns all of the continuation.
+
+    Raises:
+        UserError: the prompt has a character that the tokenizer does not know, or is empty where it cannot be.
+    """
+    context = model.config.n_positions
+    ids = encode_prompt(tokenizer, prompt)[-context + 1 :]  # a prompt that fills the context leaves room for nothing
+    tokens = torch.tensor([ids], device=model.device)  # (1, T)
+    stream = TextStream(tokenizer, write)
+    config.pad_token_id, config.eos_token_id = model.config.pad_token_id, model.config.eos_token_id
+    while max_new_tokens > 0:
+        room = min(max_new_tokens, context - tokens.shape[1])
+        config.max_new_tokens = room
+        output = model.generate(tokens, generation_config=config, streamer=stream)
+        max_new_tokens -= room
+        if output[0, -1].item() == model.config.eos_token_id:
+            break
+        tokens = output[:, -max(1, context // 2) :]
+    return tokenizer.decode(stream.ids, skip_special_tokens=True)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """The ids of `prompt`; of an empty one, the token that begins a text."""
+    if is_character(tokenizer):
+        unknown = sorted(set(prompt) - set(tokenizer.get_vocab()))
+        if unknown:
+            raise UserError(
+                f"The prompt has {', '.join(map(repr, unknown))}, which this model of {len(tokenizer)} characters has "
+                f"never seen; leave it out."
+            )
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    if not ids and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id]
+    if not ids:
+        raise UserError("The prompt is empty, and this model's tokenizer has no token that begins a text; give one.")
+    return ids
+
+
+def prompts_of(arguments: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The prompts given, or the openings of the first three validation documents."""
+    if arguments.sample_prompts:
+        return arguments.sample_prompts
+    tokens, offsets = store.memory_map("val"), store.offsets("val")
+    openings = [tokens[start : start + OPENING_TOKENS] for start in offsets[:-1][:3]]
+    return [tokenizer.decode(opening.tolist(), skip_special_tokens=True) for opening in openings]
+
+
+def sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    arguments: SamplingArguments,
+    seed: int,
+) -> list[tuple[str, str]]:
+    """Prompt and continuation, for each prompt; the same ones for the same weights."""
+    if arguments.sample_tokens == 0:
+        return []
+    torch.manual_seed(seed)
+    config = generation_config(arguments.sample_temperature, arguments.sample_top_k)
+    training = model.training
+    model.eval()
+    samples = [(prompt, continue_text(model, tokenizer, prompt, arguments.sample_tokens, config)) for prompt in prompts]
+    model.train(training)
+    return samples
+
+
+def write_samples(path: Path, step: int, samples: list[tuple[str, str]]) -> None:
+    """Appends a section to samples.md."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"## step {step}\n\n" + "".join(f"{fenced(prompt + text)}\n\n" for prompt, text in samples))
+
+
+def forget_samples_after(path: Path, step: int) -> None:
+    """Takes out the sections of later steps."""
+    if path.is_file():
+        sections = re.split(r"^(?=## step \d+$)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        kept = [section for section in sections if section.strip() and int(section.split()[2]) <= step]
+        path.write_text("".join(kept), encoding="utf-8")
+
+
+def fenced(text: str) -> str:
+    """A code block whose fence is longer than any in `text`."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"

@@ -1,0 +1,59 @@
+"""One step of training: the hot path. Nothing here waits for the device."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from training.batches import TrainBatches, mix
+
+
+class NextTokenLoss(nn.Module):
+    """The model with the loss inside, so that one compiled graph holds both and logits never leave it."""
+
+    def __init__(self, model: GPT2ScratchForCausalLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: int) -> torch.Tensor:
+        """Cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`; -100 is ignored."""
+        outputs = self.model(
+            input_ids=inputs, labels=targets, shift_labels=targets, num_items_in_batch=divisor, use_cache=False
+        )
+        return outputs.loss
+
+
+@dataclass
+class Trainer:
+    """What a step needs, prepared by Accelerate."""
+
+    accelerator: Accelerator
+    loss: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: TrainBatches
+    max_grad_norm: float
+    seed: int
+
+    def step(self, step: int, learning_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Trains on global batch `step`. Returns this process's mean loss and the gradient norm before clipping, as
+        tensors on the device."""
+        plan = self.batches.plan
+        # Dropout is a function of (seed, step, rank), as the data is: nothing to save, nothing to restore.
+        torch.manual_seed(mix(mix(self.seed, step), self.accelerator.process_index) >> 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        total = torch.zeros((), device=self.accelerator.device)
+        for micro_step in range(plan.accumulation):
+            inputs, targets = self.batches(step, micro_step)  # (B, T) each
+            with self.accelerator.accumulate(self.loss):
+                loss = self.loss(inputs, targets, targets.numel())
+                self.accelerator.backward(loss)
+                total += loss.detach()
+                if self.accelerator.sync_gradients:
+                    grad_norm = self.accelerator.clip_grad_norm_(self.loss.parameters(), self.max_grad_norm or math.inf)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return total / plan.accumulation, grad_norm
