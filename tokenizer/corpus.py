@@ -32,10 +32,13 @@ class CorpusArguments:
     )
     validation_fraction: float = field(
         default=0.01,
-        metadata={"help": "Share of the documents held out for validation, above 0 and below 1; of a lone document, its tail."},
+        metadata={
+            "help": "Share of the documents held out for validation, above 0 and below 1; of a lone document, its tail."
+        },
     )
     strict: bool = field(
-        default=False, metadata={"help": "Refuse text that is not clean instead of mending and counting up to 1 percent."}
+        default=False,
+        metadata={"help": "Refuse text that is not clean instead of mending and counting up to 1 percent."},
     )
 
 
@@ -119,7 +122,9 @@ class Corpus:
                 else:
                     self.counts["empty_records"] += 1
         except (ValueError, TypeError, OSError, StopIteration, datasets.exceptions.DatasetsError) as error:
-            raise UserError(f"{label} cannot be read: {' '.join(str(error).split())[:300] or 'it is empty'}.") from error
+            raise UserError(
+                f"{label} cannot be read: {' '.join(str(error).split())[:300] or 'it is empty'}."
+            ) from error
 
     def _text_column(self, record: dict, label: str) -> str:
         wanted = self.arguments.text_column
@@ -156,7 +161,9 @@ class Corpus:
         if self.arguments.strict and bad:
             raise UserError(f"{where} is not clean ({self._left_out()}), and --strict allows nothing else.")
         if bad.get("bad_bytes", 0) > TOLERATED_SHARE * self.counts["bytes"]:
-            raise UserError(f"{where} is not UTF-8 text: {bad['bad_bytes']:,} of {self.counts['bytes']:,} bytes are invalid.")
+            raise UserError(
+                f"{where} is not UTF-8 text: {bad['bad_bytes']:,} of {self.counts['bytes']:,} bytes are invalid."
+            )
         if bad.get("empty_records", 0) > TOLERATED_SHARE * (self.counts["documents"] + bad.get("empty_records", 0)):
             raise UserError(
                 f"{where}: {bad['empty_records']:,} records hold no text against {self.counts['documents']:,} that do; "

@@ -1,8 +1,8 @@
 """Text -> token store.
 
-    python -m tokenizer.pretokenize --input my.txt --output data/my
-    python -m tokenizer.pretokenize --input books/ notes.jsonl --output data/books --vocab_size 16000
-    python -m tokenizer.pretokenize --input user/dataset --tokenizer openai-community/gpt2 --output data/theirs
+python -m tokenizer.pretokenize --input my.txt --output data/my
+python -m tokenizer.pretokenize --input books/ notes.jsonl --output data/books --vocab_size 16000
+python -m tokenizer.pretokenize --input user/dataset --tokenizer openai-community/gpt2 --output data/theirs
 """
 
 import hashlib
@@ -56,7 +56,9 @@ def pretokenize(
         if TokenStore.is_store(folder):
             store = TokenStore(folder)
             if store.metadata.fingerprint != fingerprint:
-                raise UserError(f"{folder} is a store of other text or other settings; name another --output or delete it.")
+                raise UserError(
+                    f"{folder} is a store of other text or other settings; name another --output or delete it."
+                )
             say(f"{folder} holds these tokens already.")
             return store
         _check_writable(folder)

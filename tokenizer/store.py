@@ -1,10 +1,10 @@
 """The token store: a folder of tokens that says what it is.
 
-    train.bin, val.bin                  ids, little-endian uint16 (uint32 from 65,500 tokens on), nanoGPT reads them as
-                                        they are; every document ends with the end-of-text id, if there is one
-    train.offsets.bin, val.offsets.bin  int64, where each document starts, and the end: documents + 1 numbers
-    tokenizer/                          loads with AutoTokenizer
-    metadata.json                       what all of that is, written last: without it there is no store
+train.bin, val.bin                  ids, little-endian uint16 (uint32 from 65,500 tokens on), nanoGPT reads them as
+                                    they are; every document ends with the end-of-text id, if there is one
+train.offsets.bin, val.offsets.bin  int64, where each document starts, and the end: documents + 1 numbers
+tokenizer/                          loads with AutoTokenizer
+metadata.json                       what all of that is, written last: without it there is no store
 """
 
 import hashlib
@@ -70,7 +70,9 @@ class TokenStore:
         if not (self.folder / "tokenizer" / "tokenizer.json").is_file():
             problems.append(f"{self.folder} has lost its tokenizer/tokenizer.json.")
         elif vocabulary.sha256(self.folder / "tokenizer") != self.metadata.tokenizer_sha256:
-            problems.append(f"{self.folder / 'tokenizer'} is another tokenizer than the one these tokens were made with.")
+            problems.append(
+                f"{self.folder / 'tokenizer'} is another tokenizer than the one these tokens were made with."
+            )
         if problems:
             raise UserError("\n".join(f"{problem} Make the store anew." for problem in problems))
 
@@ -138,7 +140,9 @@ def _read_metadata(folder: Path) -> Metadata:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["format_version"]
         if version > FORMAT_VERSION:
-            raise UserError(f"{folder} is a store of format {version}; this version reads up to {FORMAT_VERSION}. Update.")
+            raise UserError(
+                f"{folder} is a store of format {version}; this version reads up to {FORMAT_VERSION}. Update."
+            )
         splits = {split: Split(**content.pop(split)) for split in SPLITS}
         return Metadata(**content, **splits)
     except (ValueError, KeyError, TypeError) as error:

@@ -29,7 +29,9 @@ Encoder = Callable[[list[str]], list[np.ndarray]]
 class VocabularyArguments:
     vocab_size: int | None = field(
         default=None,
-        metadata={"help": "Number of tokens. From text: what the BPE is trained to (32000). Of a store: must be its own."},
+        metadata={
+            "help": "Number of tokens. From text: what the BPE is trained to (32000). Of a store: must be its own."
+        },
     )
     tokenizer_type: Literal["bpe", "character"] = field(
         default="bpe", metadata={"help": "What to make from text: a byte-level BPE, or one token a character."}
