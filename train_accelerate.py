@@ -1,9 +1,9 @@
 """Tokens -> checkpoints: the whole run, told from top to bottom.
 
-    accelerate launch --quiet train_accelerate.py                                  # the quickstart: nothing to download
-    accelerate launch --quiet train_accelerate.py --data my.txt                    # your own text, or a token store
-    accelerate launch --quiet train_accelerate.py --config presets/gpt2.yaml --data data/my
-    accelerate launch --quiet train_accelerate.py --resume_from_checkpoint runs/x  # go on where it stopped
+accelerate launch --quiet train_accelerate.py                                  # the quickstart: nothing to download
+accelerate launch --quiet train_accelerate.py --data my.txt                    # your own text, or a token store
+accelerate launch --quiet train_accelerate.py --config presets/gpt2.yaml --data data/my
+accelerate launch --quiet train_accelerate.py --resume_from_checkpoint runs/x  # go on where it stopped
 """
 
 import torch
@@ -39,7 +39,9 @@ def main(arguments: list[str]) -> None:
     plan = make_plan(config, store, tokenizer, accelerator)
     folder = RunFolder(config.run.output_dir)
     resume_from = open_run(config.run, config.flat(), say)
-    state = TrainState(0, 0, config.seed, plan.tokens_per_step, store.metadata.identity, store.metadata.tokenizer_sha256)
+    state = TrainState(
+        0, 0, config.seed, plan.tokens_per_step, store.metadata.identity, store.metadata.tokenizer_sha256
+    )
     if resume_from is not None:
         state = check_same_run(resume_from, plan.model, state)
         if state.step >= plan.max_steps:
@@ -83,7 +85,9 @@ def main(arguments: list[str]) -> None:
     for note in setup.notes:
         say(f"         {note}")
     say(f"Model:   {parameters:,} parameters ({plan.describe_model()})")
-    say(f"Data:    {store.folder}: {store.metadata.train.tokens:,} tokens, {where}; {plan.order.windows:,} windows an epoch")
+    say(
+        f"Data:    {store.folder}: {store.metadata.train.tokens:,} tokens, {where}; {plan.order.windows:,} windows an epoch"
+    )
     say(f"Length:  {plan.describe_length()}")
     say(f"Run:     {folder.path}" + (f", going on after {resume_from.name}" if resume_from else ""))
 
@@ -131,7 +135,13 @@ def main(arguments: list[str]) -> None:
             if plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, done):
                 limit = None if last else config.evaluation.max_eval_samples
                 result = evaluate(
-                    loss, eval_tokens, store.metadata.val, plan.model.n_positions, plan.batches.micro_batch, accelerator, limit
+                    loss,
+                    eval_tokens,
+                    store.metadata.val,
+                    plan.model.n_positions,
+                    plan.batches.micro_batch,
+                    accelerator,
+                    limit,
                 )
                 journal.log_evaluation(done, plan.epoch(done), result.metrics())
                 samples = show_samples(done, aloud=last)

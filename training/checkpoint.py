@@ -32,11 +32,13 @@ STATE_FOLDER = "training_state"
 @dataclass
 class CheckpointArguments:
     save_strategy: Literal["no", "steps", "epoch"] = field(
-        default="steps", metadata={"help": "When to save: every save_steps, at each epoch's end, or only at the very end."}
+        default="steps",
+        metadata={"help": "When to save: every save_steps, at each epoch's end, or only at the very end."},
     )
     save_steps: int = field(default=500, metadata={"help": "Steps between checkpoints."})
     save_total_limit: int | None = field(
-        default=None, metadata={"help": "Keep this many checkpoints, and the best by validation loss; all where left out."}
+        default=None,
+        metadata={"help": "Keep this many checkpoints, and the best by validation loss; all where left out."},
     )
 
 
@@ -193,7 +195,9 @@ def _seal(folder: Path, step: int) -> None:
         _sync(path)
         files[str(path.relative_to(folder).as_posix())] = {"size": path.stat().st_size, "sha256": _sha256(path)}
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"format_version": 1, "step": step, "files": files}, indent=2) + "\n", encoding="utf-8")
+    manifest.write_text(
+        json.dumps({"format_version": 1, "step": step, "files": files}, indent=2) + "\n", encoding="utf-8"
+    )
     for path in (manifest, folder / STATE_FOLDER, folder):
         _sync(path)
 
@@ -209,5 +213,3 @@ def _sync(path: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-

@@ -22,11 +22,14 @@ SPLIT_SEED = PretokenizeArguments.seed  # not the run's: runs that differ in see
 @dataclass
 class DataArguments:
     data: str | None = field(
-        default=None, metadata={"help": "What to train on: a token store, or text (file, folder, glob, Hub dataset id)."}
+        default=None,
+        metadata={"help": "What to train on: a token store, or text (file, folder, glob, Hub dataset id)."},
     )
     data_placement: Literal["auto", "ram", "mmap"] = field(
         default="auto",
-        metadata={"help": "Where the tokens lie: in RAM, or memory-mapped. auto: RAM where they fit half of what is free."},
+        metadata={
+            "help": "Where the tokens lie: in RAM, or memory-mapped. auto: RAM where they fit half of what is free."
+        },
     )
 
 

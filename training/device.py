@@ -16,10 +16,12 @@ from command_line import UserError
 @dataclass
 class DeviceArguments:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = field(
-        default="auto", metadata={"help": "Precision of matrix products; weights stay fp32. auto: what the device is good at."}
+        default="auto",
+        metadata={"help": "Precision of matrix products; weights stay fp32. auto: what the device is good at."},
     )
     torch_compile: str = field(
-        default="auto", metadata={"help": "true, false or auto (where a C++ compiler is found): compile model and loss."}
+        default="auto",
+        metadata={"help": "true, false or auto (where a C++ compiler is found): compile model and loss."},
     )
     torch_compile_mode: str | None = field(
         default=None, metadata={"help": "Mode of torch.compile, such as max-autotune-no-cudagraphs."}
@@ -28,7 +30,8 @@ class DeviceArguments:
         default="sdpa", metadata={"help": "sdpa, eager, flash_attention_2 or flex_attention (see Transformers)."}
     )
     gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Recompute activations in the backward pass: less memory, about a third slower."}
+        default=False,
+        metadata={"help": "Recompute activations in the backward pass: less memory, about a third slower."},
     )
 
 
@@ -54,7 +57,11 @@ def decide(arguments: DeviceArguments) -> Setup:
         precision = _best_precision()
     if precision == "fp16" and not torch.cuda.is_available():
         problems.append("mixed_precision is fp16, but there is no GPU here and CPUs train in bf16 or no; use auto.")
-    if precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if (
+        precision == "bf16"
+        and torch.cuda.is_available()
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         problems.append(f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has none; use fp16 or auto.")
 
     asked = arguments.torch_compile.lower()
@@ -92,9 +99,7 @@ def start_accelerator(setup: Setup, arguments: DeviceArguments, report_to: list[
     plugin = None
     if setup.torch_compile:
         # One graph with the loss inside; every batch has the same shape.
-        plugin = TorchDynamoPlugin(
-            backend="inductor", mode=arguments.torch_compile_mode, fullgraph=True, dynamic=False
-        )
+        plugin = TorchDynamoPlugin(backend="inductor", mode=arguments.torch_compile_mode, fullgraph=True, dynamic=False)
     accelerator = Accelerator(
         mixed_precision=setup.mixed_precision,
         dynamo_plugin=plugin,

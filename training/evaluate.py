@@ -1,7 +1,7 @@
 """Validation: loss, perplexity and bits per byte over the held-out text.
 
-    python -m training.evaluate runs/x                                  # the whole validation split of the run's store
-    python -m training.evaluate runs/x/checkpoints/step_00001000 --data data/other
+python -m training.evaluate runs/x                                  # the whole validation split of the run's store
+python -m training.evaluate runs/x/checkpoints/step_00001000 --data data/other
 """
 
 import json
@@ -29,11 +29,13 @@ IGNORED = -100  # the target that cross-entropy leaves out
 @dataclass
 class EvaluationArguments:
     eval_strategy: Literal["no", "steps", "epoch"] = field(
-        default="steps", metadata={"help": "When to validate and sample: every eval_steps, at each epoch's end, or never."}
+        default="steps",
+        metadata={"help": "When to validate and sample: every eval_steps, at each epoch's end, or never."},
     )
     eval_steps: int = field(default=500, metadata={"help": "Steps between validations."})
     max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Score only this many windows of one context, evenly spread; all where left out."}
+        default=None,
+        metadata={"help": "Score only this many windows of one context, evenly spread; all where left out."},
     )
 
 
@@ -119,7 +121,9 @@ def _float64_device(device: torch.device) -> torch.device:
 
 @dataclass
 class EvaluateDoor:
-    model: str | None = field(default=None, metadata={"help": "A run folder or a model folder; may be given without flag."})
+    model: str | None = field(
+        default=None, metadata={"help": "A run folder or a model folder; may be given without flag."}
+    )
     data: str | None = field(default=None, metadata={"help": "Token store to score; the run's own where left out."})
     per_device_eval_batch_size: int = field(default=16, metadata={"help": "Sequences scored at once."})
 
@@ -147,7 +151,9 @@ def main(arguments: list[str]) -> None:
         door.per_device_eval_batch_size,
         accelerator,
     )
-    accelerator.print(json.dumps({"model": str(folder), "data": str(store.folder), **asdict(result)} | result.metrics()))
+    accelerator.print(
+        json.dumps({"model": str(folder), "data": str(store.folder), **asdict(result)} | result.metrics())
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ from command_line import UserError
 
 @dataclass
 class JournalArguments:
-    logging_steps: int = field(default=10, metadata={"help": "Steps between log lines; each waits for the device once."})
+    logging_steps: int = field(
+        default=10, metadata={"help": "Steps between log lines; each waits for the device once."}
+    )
     report_to: list[str] = field(
         default_factory=list, metadata={"help": "Trackers of Accelerate to log to: tensorboard, wandb, ... or all."}
     )
@@ -57,7 +59,12 @@ class Journal:
         self.restart_clock()
 
     def _bar(self, first_step: int) -> Progress:
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[line]}"))
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[line]}"),
+        )
         bar = Progress(*columns, console=self.console, expand=True)
         bar.add_task("train", total=self.max_steps, completed=first_step, line="first step ...")
         bar.start()

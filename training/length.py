@@ -11,7 +11,9 @@ class LengthArguments:
     """One of the three; one epoch where none is given."""
 
     max_steps: int | None = field(default=None, metadata={"help": "Length of the run in steps."})
-    num_train_epochs: float | None = field(default=None, metadata={"help": "Length of the run in passes over the text."})
+    num_train_epochs: float | None = field(
+        default=None, metadata={"help": "Length of the run in passes over the text."}
+    )
     max_train_tokens: int | None = field(default=None, metadata={"help": "Length of the run in tokens."})
 
 

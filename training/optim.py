@@ -14,7 +14,8 @@ class OptimArguments:
     min_learning_rate: float = field(default=6e-5, metadata={"help": "Learning rate of the last step."})
     warmup_steps: int = field(default=100, metadata={"help": "Steps over which the rate rises linearly to its peak."})
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = field(
-        default="cosine", metadata={"help": "How the rate falls from its peak to min_learning_rate; constant: it does not."}
+        default="cosine",
+        metadata={"help": "How the rate falls from its peak to min_learning_rate; constant: it does not."},
     )
     weight_decay: float = field(default=0.1, metadata={"help": "Decoupled weight decay, on matrices only."})
     adam_beta1: float = field(default=0.9, metadata={"help": "Decay of AdamW's first moment."})

@@ -77,9 +77,7 @@ def make_plan(
         largest = accelerator.gather(
             torch.tensor([_largest_micro_batch(model, accelerator)], device=accelerator.device)
         ).min()
-        batches, batch_problems = plan_batches(
-            config.batch, model.n_positions, accelerator.num_processes, int(largest)
-        )
+        batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, int(largest))
         problems += batch_problems
         try:
             order = WindowOrder(store.metadata.train.tokens, model.n_positions, config.seed)

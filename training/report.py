@@ -87,7 +87,9 @@ Made from {", ".join(Path(source).name for source in data.sources)}; tokenizer `
 
 def _training(settings: dict[str, Any], hardware: str) -> str:
     private = ("output_dir", "data", "tokenizer", "resume_from_checkpoint", "overwrite_output_dir")  # may hold paths
-    lines = "\n".join(f"{name}: {value}" for name, value in settings.items() if value is not None and name not in private)
+    lines = "\n".join(
+        f"{name}: {value}" for name, value in settings.items() if value is not None and name not in private
+    )
     return f"## Training\n\n{hardware}\n\n```yaml\n{lines}\n```"
 
 
@@ -112,5 +114,3 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
     return True
-
-

@@ -1,12 +1,12 @@
 """The run folder: what lies where, and whether a run may begin, go on, or is over.
 
-    runs/x/
-        config.yaml      every setting; `--config` runs it again
-        metrics.jsonl    one object a log line
-        samples.md       what the model wrote at each validation
-        report.md        the run told in one page, with plots
-        checkpoints/     see checkpoint.py
-        model/           the model to use: the newest checkpoint's, without its training state
+runs/x/
+    config.yaml      every setting; `--config` runs it again
+    metrics.jsonl    one object a log line
+    samples.md       what the model wrote at each validation
+    report.md        the run told in one page, with plots
+    checkpoints/     see checkpoint.py
+    model/           the model to use: the newest checkpoint's, without its training state
 """
 
 import shutil
@@ -34,9 +34,12 @@ class RunArguments:
     output_dir: str | None = field(
         default=None, metadata={"help": "The run folder; runs/NAME of the config file or the data where left out."}
     )
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Delete what is in the run folder and start anew."})
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Delete what is in the run folder and start anew."}
+    )
     resume_from_checkpoint: str | None = field(
-        default=None, metadata={"help": "Go on with a run (its folder: the newest checkpoint) or from one of its checkpoints."}
+        default=None,
+        metadata={"help": "Go on with a run (its folder: the newest checkpoint) or from one of its checkpoints."},
     )
     seed: int = field(default=1337, metadata={"help": "Decides initial weights, data order and dropout."})
 
@@ -97,7 +100,9 @@ def _named_checkpoint(source: Path, folder: RunFolder, say: Callable[[str], None
     if not is_checkpoint(source):
         newest = RunFolder(source).newest_checkpoint(say)
         if newest is None:
-            raise UserError(f"{source} has no complete checkpoint to resume from; start it anew with the first command.")
+            raise UserError(
+                f"{source} has no complete checkpoint to resume from; start it anew with the first command."
+            )
         return newest
     if not (source / checkpoints.MANIFEST).is_file():
         raise UserError(f"{source} was never finished (it has no {checkpoints.MANIFEST}); resume from another one.")
