@@ -23,8 +23,10 @@ class UserError(Exception):
 class FlagParser(HfArgumentParser):
     """Transformers' parser over dataclasses, with whole flag names only and errors that are one sentence."""
 
-    def __init__(self, dataclass_types: Iterable[type], description: str):
+    def __init__(self, dataclass_types: Iterable[type], description: str, positional: str | None = None):
+        """`positional` names the field that a first argument without a flag fills."""
         super().__init__(dataclass_types, allow_abbrev=False, description=description)
+        self.positional = positional
         self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of defaults; flags override it.")
 
     def error(self, message: str) -> NoReturn:
@@ -43,6 +45,8 @@ class FlagParser(HfArgumentParser):
             UserError: an unknown flag or key (the nearest known one is named), a value of the wrong type, a missing
                 or unreadable file.
         """
+        if self.positional and arguments and not arguments[0].startswith("-"):
+            arguments = [f"--{self.positional}", *arguments]
         given = {argument[2:].split("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")}
         config_path = self.named_config(arguments) or default_config
         from_file = read_yaml(config_path, self.names) if config_path else {}
@@ -108,6 +112,9 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
             for sentence in str(error).splitlines():
                 print(f"error: {sentence}", file=sys.stderr, flush=True)
         sys.exit(1)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)

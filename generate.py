@@ -1,0 +1,82 @@
+"""Streams text from a run, a checkpoint, a model folder or a Hub id.
+
+python generate.py runs/x --prompt "Once upon a time"
+python generate.py runs/x/checkpoints/step_00001000 --prompt "Once" --temperature 0
+python generate.py openai-community/gpt2 --prompt "Once" --max_new_tokens 200 --top_p 0.9
+"""
+
+import sys
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+import modeling_gpt2scratch  # noqa: F401  registers the architecture: our models need no trust_remote_code here
+from command_line import FlagParser, UserError, run
+from tokenizer import vocabulary
+from training.run_folder import find_model
+from training.sampling import continue_text, generation_config
+
+
+@dataclass
+class GenerateArguments:
+    model: str | None = field(default=None, metadata={"help": "What to load; may be given without its flag."})
+    prompt: str = field(default="", metadata={"help": "Text to continue; empty begins a new text."})
+    max_new_tokens: int = field(default=100, metadata={"help": "Number of tokens to write, also beyond the context."})
+    num_return_sequences: int = field(default=1, metadata={"help": "Number of continuations, one after the other."})
+    temperature: float = field(default=0.8, metadata={"help": "Above 1 wilder, below 1 tamer, 0 always the likeliest."})
+    top_k: int = field(default=50, metadata={"help": "Choose among this many likeliest tokens; 0 for all."})
+    top_p: float = field(default=1.0, metadata={"help": "Choose among the likeliest that make up this share."})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1, tokens that were used get less likely."})
+    seed: int | None = field(default=None, metadata={"help": "The same seed writes the same text."})
+
+    def check(self) -> None:
+        problems = [
+            f"{name} is {getattr(self, name)}; it must be {rule}."
+            for name, rule, good in (
+                ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
+                ("num_return_sequences", "at least 1", self.num_return_sequences >= 1),
+                ("temperature", "at least 0", self.temperature >= 0),
+                ("top_k", "at least 0", self.top_k >= 0),
+                ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
+                ("repetition_penalty", "above 0", self.repetition_penalty > 0),
+            )
+            if not good
+        ]
+        if self.model is None:
+            problems.append('Name a model: python generate.py runs/x --prompt "Once"')
+        if problems:
+            raise UserError("\n".join(problems))
+
+
+def write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def main(arguments: list[str]) -> None:
+    parser = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model")
+    (options,), _ = parser.parse(arguments)
+    options.check()
+    source = find_model(options.model)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    tokenizer = vocabulary.load(source)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    config = generation_config(
+        options.temperature, options.top_k, options.top_p, repetition_penalty=options.repetition_penalty
+    )
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    for _ in range(options.num_return_sequences):
+        write(options.prompt)
+        continue_text(model, tokenizer, options.prompt, options.max_new_tokens, config, write)
+        write("\n")
+
+
+if __name__ == "__main__":
+    transformers_logging.disable_progress_bar()
+    run(main)
