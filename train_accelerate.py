@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
     # ---- decide: whatever can be wrong is found here, before the first step ----------------------------------------
     config = read_config(arguments)
     setup = decide(config.device)
-    accelerator = start_accelerator(setup, config.device, config.journal.report_to, config.run.output_dir)
+    accelerator = start_accelerator(setup, config.device, config.journal.trackers(), config.run.output_dir)
     say = accelerator.print
     store = open_store(config.data.data, config.corpus, config.vocabulary, say)
     tokenizer = store.load_tokenizer()
@@ -51,6 +51,8 @@ def main(arguments: list[str]) -> None:
             )
             return
 
+    accelerator.wait_for_everyone()  # all have read the run folder before it changes
+
     # ---- build --------------------------------------------------------------------------------------------------
     if accelerator.is_main_process:
         begin(folder, resume_from)
@@ -68,7 +70,7 @@ def main(arguments: list[str]) -> None:
     if resume_from is not None:
         checkpoints.load_optimizer(resume_from, model, optimizer)
     accelerator.gradient_accumulation_steps = plan.batches.accumulation
-    loss, optimizer = accelerator.prepare(NextTokenLoss(model), optimizer)
+    loss, optimizer = accelerator.prepare(NextTokenLoss(model).train(), optimizer)
     if accelerator.scaler is not None and state.grad_scaler:
         accelerator.scaler.load_state_dict(state.grad_scaler)
     processes = accelerator.num_processes

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
 from command_line import UserError
 
 PIECE_BYTES = 1 << 20
@@ -84,9 +87,7 @@ class Corpus:
                     digest.update(block)
             digest.update(b"\xff")
         for repository in self.hub_datasets:
-            from huggingface_hub import HfApi
-
-            digest.update(f"{repository}@{HfApi().dataset_info(repository).sha}".encode())
+            digest.update(f"{repository}@{_revision(repository)}".encode())
         digest.update(repr(self.arguments.text_column).encode())
         return digest.hexdigest()
 
@@ -206,6 +207,19 @@ def _is_hub_id(entry: str) -> bool:
     parts = entry.split("/")
     plain = all(part and part.strip(".") and not set(part) & set("*?[~\\ ") for part in parts)
     return len(parts) == 2 and plain and not Path(entry).exists() and not Path(parts[0]).exists()
+
+
+def _revision(repository: str) -> str:
+    """The commit a Hub dataset stands at.
+
+    Raises:
+        UserError: there is no such dataset, or the Hub cannot be reached.
+    """
+    try:
+        return HfApi().dataset_info(repository).sha
+    except (HfHubHTTPError, OSError) as error:
+        reason = "has no such dataset" if isinstance(error, RepositoryNotFoundError) else "cannot be reached to look"
+        raise UserError(f"{repository} is no file or folder here, and the Hub {reason}.") from error
 
 
 def _is_binary(path: Path) -> bool:

@@ -50,6 +50,10 @@ class TrainConfig:
         """Whether `data` is text, which has to be tokenized first."""
         return not is_store(self.data.data)
 
+    @property
+    def trains_bpe(self) -> bool:
+        return self.text and self.vocabulary.tokenizer is None and self.vocabulary.tokenizer_type == "bpe"
+
     def flat(self) -> dict[str, Any]:
         """Every field under its flag's name."""
         parts = [getattr(self, part.name) for part in fields(self) if part.name != "given"]
@@ -87,6 +91,8 @@ def read_config(arguments: list[str]) -> TrainConfig:
     config = TrainConfig(*filled, given=given)
     if config.data.data is None:
         raise UserError("Name what to train on: --data, a text file, a folder or a token store.")
+    if "vocab_size" not in given and not config.trains_bpe:
+        config.vocabulary.vocab_size = None  # the quickstart's word on it is about text
     if resumed and "output_dir" not in given:
         config.run.output_dir = str(resumed)
     elif config.run.output_dir is None:

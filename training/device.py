@@ -74,6 +74,11 @@ def decide(arguments: DeviceArguments) -> Setup:
         notes.append("torch.compile is off: no C++ compiler (g++ or clang++) was found; it would make steps faster.")
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
         notes.append("There is an NVIDIA device, but this torch is CPU-only: install a CUDA build of torch to use it.")
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation != "1":
+        notes.append(
+            f"The launcher's gradient_accumulation_steps {accumulation} is not used: tokens_per_step decides it."
+        )
     if problems:
         raise UserError("\n".join(problems))
     compiled = asked == "true" or (asked == "auto" and compiler is not None)
@@ -89,7 +94,9 @@ def _best_precision() -> str:
     return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "no"
 
 
-def start_accelerator(setup: Setup, arguments: DeviceArguments, report_to: list[str], output_dir: str) -> Accelerator:
+def start_accelerator(
+    setup: Setup, arguments: DeviceArguments, trackers: list[str] | None, output_dir: str
+) -> Accelerator:
     """
     Raises:
         UserError: the environment asks for more processes than Accelerate made.
@@ -103,7 +110,7 @@ def start_accelerator(setup: Setup, arguments: DeviceArguments, report_to: list[
     accelerator = Accelerator(
         mixed_precision=setup.mixed_precision,
         dynamo_plugin=plugin,
-        log_with=report_to or None,
+        log_with=trackers,
         project_dir=output_dir,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )

@@ -7,7 +7,7 @@ python -m training.evaluate runs/x/checkpoints/step_00001000 --data data/other
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -129,9 +129,7 @@ class EvaluateDoor:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--model", *arguments]
-    (door,), _ = FlagParser((EvaluateDoor,), __doc__.splitlines()[0]).parse(arguments)
+    (door,), _ = FlagParser((EvaluateDoor,), __doc__.splitlines()[0], positional="model").parse(arguments)
     if door.model is None:
         raise UserError("Name a run: python -m training.evaluate runs/x")
     folder = find_model(door.model)
@@ -151,9 +149,7 @@ def main(arguments: list[str]) -> None:
         door.per_device_eval_batch_size,
         accelerator,
     )
-    accelerator.print(
-        json.dumps({"model": str(folder), "data": str(store.folder), **asdict(result)} | result.metrics())
-    )
+    accelerator.print(json.dumps({"model": str(folder), "data": str(store.folder)} | result.metrics()))
 
 
 if __name__ == "__main__":

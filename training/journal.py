@@ -29,16 +29,20 @@ class JournalArguments:
         default_factory=list, metadata={"help": "Trackers of Accelerate to log to: tensorboard, wandb, ... or all."}
     )
 
+    def trackers(self) -> list[str] | None:
+        """Those that Accelerate can open; what is wrong with the others is told with all other problems."""
+        return [name for name in self.report_to if not tracker_problems([name])] or None
+
 
 def tracker_problems(report_to: list[str]) -> list[str]:
-    """Accelerate drops a tracker that is not installed without a word."""
-    known = [str(tracker) for tracker in LoggerType if tracker != LoggerType.ALL]
-    installed = [str(tracker) for tracker in get_available_trackers()]
+    """What Accelerate would drop without a word, or end in a traceback for."""
+    known = [str(tracker) for tracker in LoggerType]
+    installed = ["all", *(str(tracker) for tracker in get_available_trackers())]
     problems = []
     for name in report_to:
-        if name != "all" and name not in known:
+        if name not in known:
             problems.append(f"report_to names {name!r}; the trackers are {', '.join(known)}.")
-        elif name != "all" and name not in installed:
+        elif name not in installed:
             problems.append(f"report_to names {name}, which is not installed: pip install {name}.")
     return problems
 

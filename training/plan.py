@@ -65,7 +65,7 @@ def make_plan(
     """
     problems = config.problems()
     vocab_size = store.metadata.vocab_size
-    if config.vocabulary.vocab_size not in (None, vocab_size) and "vocab_size" in config.given and not config.text:
+    if config.vocabulary.vocab_size not in (None, vocab_size) and not config.text:
         problems.append(
             f"vocab_size is {config.vocabulary.vocab_size}, but the store {store.folder} has {vocab_size} tokens; "
             f"leave vocab_size out or use a store of that size."

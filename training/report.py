@@ -52,7 +52,7 @@ def _how_to_use(model: Path) -> str:
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{model.as_posix()}")
+tokenizer = AutoTokenizer.from_pretrained("{model.as_posix()}", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("{model.as_posix()}", trust_remote_code=True)
 inputs = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=30)[0]))
