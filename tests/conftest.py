@@ -1,0 +1,102 @@
+"""Small real things: a text, a token store made from it, and a way to train on it in this process."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+
+import train_accelerate
+from tokenizer.corpus import CorpusArguments
+from tokenizer.pretokenize import pretokenize
+from tokenizer.vocabulary import VocabularyArguments
+
+REPOSITORY = Path(__file__).parent.parent
+WORDS = "the of and a to in is was he for it with as his on be at by had not are but from or have an they".split()
+
+# A model of a few thousand parameters, a run of a few seconds.
+TINY = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 16,
+    "n_positions": 16,
+    "tokens_per_step": 64,
+    "max_steps": 6,
+    "learning_rate": 0.01,
+    "min_learning_rate": 0.0,
+    "warmup_steps": 2,
+    "logging_steps": 1,
+    "eval_steps": 3,
+    "save_steps": 3,
+    "torch_compile": "false",
+    "mixed_precision": "no",
+    "sample_tokens": 8,
+    "sample_prompts": "the",
+}
+
+
+def prose(seed: int, words: int = 4000) -> str:
+    """Text with a little structure: the same for the same seed."""
+    choice = random.Random(seed).choice
+    sentences = (" ".join(choice(WORDS) for _ in range(8)) for _ in range(words // 8))
+    return "\n".join(sentence.capitalize() + "." for sentence in sentences) + "\n"
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stores")
+    for i in range(8):
+        (folder / f"text{i}.txt").write_text(prose(i, 800), encoding="utf-8")
+    return pretokenize(
+        [str(folder)],
+        folder / "store",
+        CorpusArguments(validation_fraction=0.2),
+        VocabularyArguments(vocab_size=300),
+        seed=1,
+        say=lambda text: None,
+    )
+
+
+def flags(**settings) -> list[str]:
+    """`--name value` for every setting that is not None."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def train(store):
+    """Trains in this process; returns the run folder."""
+
+    def run(output_dir: Path, *more: str, **settings) -> Path:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
+        train_accelerate.main([*flags(**settings), *more])
+        return output_dir
+
+    return run
+
+
+@pytest.fixture
+def launch():
+    """Runs a door as a user would, in a process of its own."""
+
+    def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP"))}
+        return subprocess.run(
+            [sys.executable, *map(str, command)],
+            cwd=REPOSITORY,
+            env=clean | {"OMP_NUM_THREADS": "1"} | environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+import torch
+
+from command_line import UserError
+from training.batches import BatchArguments, BatchPlan, TrainBatches, WindowOrder, permute, plan_batches
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 1000, 4097])
+def test_permutation_hits_every_place_once(n):
+    assert sorted(permute(np.arange(n, dtype=np.uint64), n, key=7).tolist()) == list(range(n))
+
+
+def test_permutation_is_not_the_identity_and_depends_on_the_key():
+    places = np.arange(1000, dtype=np.uint64)
+    one, other = permute(places, 1000, key=1), permute(places, 1000, key=2)
+    assert (one == places).mean() < 0.02
+    assert (one == other).mean() < 0.02
+
+
+def test_order_is_the_same_everywhere_and_forever():
+    """Literal numbers: a change here would break the resuming of every run there is."""
+    assert WindowOrder(1000, 8, seed=1337).starts(0, 6).tolist() == STARTS
+
+
+STARTS = [663, 911, 887, 975, 487, 671]
+
+
+def test_an_epoch_sees_every_window_once_and_the_next_one_in_another_order():
+    order = WindowOrder(1003, 10, seed=3)
+    first, second = order.starts(0, order.windows), order.starts(order.windows, order.windows)
+    for starts in (first, second):
+        assert len(np.unique(starts)) == order.windows
+        assert (np.diff(np.sort(starts)) == 10).all()
+        assert starts.min() >= 0
+        assert starts.max() + 10 < 1003
+    assert (first != second).any()
+
+
+def test_successive_epochs_cut_the_text_at_different_places():
+    order = WindowOrder(10_000, 64, seed=0)
+    offsets = {int(order.starts(epoch * order.windows, order.windows).min()) for epoch in range(20)}
+    assert len(offsets) > 10
+
+
+@pytest.mark.parametrize("n_tokens", range(9, 40))
+def test_windows_never_leave_the_text(n_tokens):
+    order = WindowOrder(n_tokens, 8, seed=n_tokens)
+    starts = order.starts(0, 200)
+    assert starts.min() >= 0
+    assert starts.max() + 8 < n_tokens
+
+
+def test_any_position_costs_the_same():
+    order = WindowOrder(10**12, 1024, seed=0)
+    assert len(order.starts(10**13 + 5, 8)) == 8
+
+
+def test_blocks_join_seamlessly():
+    order = WindowOrder(100_000, 16, seed=5)
+    assert order.starts(4090, 12).tolist() == [int(order.starts(g, 1)[0]) for g in range(4090, 4102)]
+
+
+@pytest.mark.parametrize(("micro_batch", "accumulation", "processes"), [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)])
+def test_a_step_sees_the_same_samples_however_it_is_split(micro_batch, accumulation, processes):
+    tokens = np.arange(2000, dtype=np.uint16)
+    plan = BatchPlan(16, micro_batch, accumulation, processes)
+    order = WindowOrder(2000, 16, seed=1)
+    seen = []
+    for micro_step in range(accumulation):
+        for rank in range(processes):
+            inputs, targets = TrainBatches(tokens, order, plan, rank, torch.device("cpu"))(5, micro_step)
+            assert torch.equal(targets, inputs + 1)  # the tokens count up
+            seen += inputs[:, 0].tolist()
+    assert seen == order.starts(40, 8).tolist()
+
+
+def test_batches_are_int64_from_any_store_dtype():
+    for dtype in ("<u2", "<u4"):
+        tokens = np.full(100, 65_000, dtype=dtype)
+        batches = TrainBatches(tokens, WindowOrder(100, 8, 0), BatchPlan(8, 4, 1, 1), 0, torch.device("cpu"))
+        inputs, _ = batches(0, 0)
+        assert inputs.dtype == torch.int64
+        assert inputs.shape == (4, 8)
+        assert (inputs == 65_000).all()
+
+
+def test_a_text_shorter_than_one_context_is_refused_with_both_lengths():
+    with pytest.raises(UserError, match="has 8 tokens, fewer than one context of 8"):
+        WindowOrder(8, 8, seed=0)
+
+
+def test_auto_takes_the_largest_micro_batch_that_divides_the_batch():
+    plan, problems = plan_batches(BatchArguments(tokens_per_step=48 * 16), 16, 2, largest_micro_batch=10)
+    assert problems == []
+    assert (plan.micro_batch, plan.accumulation, plan.processes) == (8, 3, 2)
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
+    arguments = BatchArguments(tokens_per_step=1000, per_device_train_batch_size="4")
+    plan, problems = plan_batches(arguments, 64, 1, largest_micro_batch=100)
+    assert plan is None
+    assert problems == [
+        "tokens_per_step 1000 is not a multiple of 256 (context 64 x 1 process x micro-batch 4); "
+        "the nearest are 768 or 1024."
+    ]

@@ -1,0 +1,41 @@
+"""The way of the data is a straight line: who may import whom."""
+
+import ast
+
+import pytest
+
+from conftest import REPOSITORY
+
+ROOMS = ("modeling_gpt2scratch", "tokenizer", "training", "publishing")
+MAY_IMPORT = {
+    "modeling_gpt2scratch": set(),
+    "tokenizer": {"command_line"},
+    "training": {"command_line", "tokenizer", "modeling_gpt2scratch"},
+    "publishing": {"command_line", "training", "modeling_gpt2scratch"},
+}
+OURS = {*ROOMS, "command_line", "train_accelerate", "push_to_hub", "generate", "benchmarks", "tests"}
+
+
+def imports_of(path) -> set[str]:
+    """Top-level packages that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_arrows_run_one_way(room):
+    files = list((REPOSITORY / room).glob("*.py"))
+    assert files
+    for path in files:
+        assert imports_of(path) & OURS <= MAY_IMPORT[room] | {room}, path.name
+
+
+def test_training_from_a_store_does_not_need_datasets(launch):
+    """`None` in sys.modules makes an import fail, as if it were not installed."""
+    result = launch("-c", "import sys; sys.modules['datasets'] = None; import train_accelerate, training.evaluate")
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.testing
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2
+from training.batches import BatchPlan, TrainBatches, WindowOrder
+from training.optim import OptimArguments, build_optimizer
+from training.step import NextTokenLoss, Trainer
+
+CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+TOKENS = np.random.default_rng(0).integers(0, 50, 3000).astype(np.uint16)
+
+
+def trainer(model, micro_batch: int, accumulation: int, seed: int = 0) -> Trainer:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    optimizer = build_optimizer(model, OptimArguments(learning_rate=0.01), accelerator.device)
+    loss, optimizer = accelerator.prepare(NextTokenLoss(model), optimizer)
+    plan = BatchPlan(16, micro_batch, accumulation, 1)
+    batches = TrainBatches(TOKENS, WindowOrder(len(TOKENS), 16, seed=1), plan, 0, accelerator.device)
+    return Trainer(accelerator, loss, optimizer, batches, max_grad_norm=1.0, seed=seed)
+
+
+def fresh(config: GPT2ScratchConfig = CONFIG) -> GPT2ScratchForCausalLM:
+    torch.manual_seed(0)
+    return GPT2ScratchForCausalLM(config)
+
+
+def test_loss_equals_gpt2s():
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=16, vocab_size=50)).eval()
+    windows = torch.randint(0, 50, (3, 17))
+    theirs = gpt2(windows[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), windows[:, 1:].flatten())
+    ours = NextTokenLoss(from_gpt2(gpt2))(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), 48)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("micro_batch", "accumulation"), [(4, 2), (1, 8)])
+def test_accumulation_equals_the_large_batch(micro_batch, accumulation):
+    whole, parts = fresh(), fresh()
+    one, other = trainer(whole, 8, 1).step(3, 0.01), trainer(parts, micro_batch, accumulation).step(3, 0.01)
+    torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-6)  # loss
+    torch.testing.assert_close(one[1], other[1], rtol=0, atol=1e-6)  # gradient norm
+    for (name, a), b in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5, msg=name)
+
+
+def test_dropout_is_a_function_of_seed_and_step():
+    config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"resid_pdrop": 0.5})
+
+    def loss_of(step: int, seed: int) -> float:
+        torch.rand(7)  # whatever was drawn before does not matter
+        return trainer(fresh(config), 4, 1, seed).step(step, 0.0)[0].item()
+
+    assert loss_of(2, seed=0) == loss_of(2, seed=0)
+    assert loss_of(2, seed=0) != loss_of(2, seed=1)
+
+
+def test_a_step_returns_two_scalars_and_no_logits():
+    loss, grad_norm = trainer(fresh(), 4, 1).step(0, 0.01)
+    assert loss.shape == grad_norm.shape == ()
+    assert not loss.requires_grad
+
+
+def test_model_and_loss_are_one_graph_compiled_once():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    loss = torch.compile(NextTokenLoss(fresh()), backend=counter, fullgraph=True, dynamic=False)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        windows = torch.randint(0, 50, (2, 17), generator=generator)
+        loss(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), 32).backward()
+    assert counter.frame_count == 1
+
+
+def test_the_compiled_step_builds_no_attention_mask():
+    """A (T, T) tensor in the graph would mean that attention left its fast path."""
+    torch._dynamo.reset()
+    shapes = []
+
+    def look(graph: torch.fx.GraphModule, inputs):
+        shapes.extend(tuple(node.meta["example_value"].shape) for node in graph.graph.nodes if _is_tensor(node))
+        return graph
+
+    loss = torch.compile(NextTokenLoss(fresh()), backend=look, fullgraph=True, dynamic=False)
+    loss(torch.zeros(2, 11, dtype=torch.int64), torch.zeros(2, 11, dtype=torch.int64), 22)
+    assert shapes
+    assert not [shape for shape in shapes if shape[-2:] == (11, 11)]
+
+
+def _is_tensor(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_step_never_waits_for_the_device():
+    AcceleratorState._reset_state(True)
+    model = fresh().cuda()
+    accelerator = Accelerator(mixed_precision="bf16")
+    optimizer = build_optimizer(model, OptimArguments(), accelerator.device)
+    loss, optimizer = accelerator.prepare(NextTokenLoss(model), optimizer)
+    batches = TrainBatches(TOKENS, WindowOrder(len(TOKENS), 16, 1), BatchPlan(16, 4, 1, 1), 0, accelerator.device)
+    ready = Trainer(accelerator, loss, optimizer, batches, 1.0, 0)
+    ready.step(0, 0.01)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ready.step(1, 0.01)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,281 @@
+"""Whole runs: what they leave behind, that resuming is exact, and what they refuse."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from command_line import UserError
+from conftest import TINY, flags, prose
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from training.run_folder import RunFolder
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def metrics(run) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def test_a_run_leaves_what_the_readme_says(train, tmp_path, capsys):
+    run = train(tmp_path / "run")
+    assert {path.name for path in run.iterdir()} == {
+        *("config.yaml", "metrics.jsonl", "samples.md", "report.md", "loss.png", "checkpoints", "model"),
+    }
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
+    assert {path.name for path in (run / "model").iterdir()} == {
+        *("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("modeling_gpt2scratch.py", "configuration_gpt2scratch.py"),
+    }
+    assert_equal(weights(run), load_file(run / "checkpoints" / "step_00000006" / "model.safetensors"))
+    logged = [entry for entry in metrics(run) if "loss" in entry]
+    assert [entry["step"] for entry in logged] == [1, 2, 3, 4, 5, 6]
+    assert [entry["tokens"] for entry in logged] == [64, 128, 192, 256, 320, 384]
+    assert [entry["learning_rate"] for entry in logged][:3] == [0.005, 0.01, 0.01]
+    assert logged[-1]["learning_rate"] == 0.0
+    assert {"epoch", "grad_norm", "tokens_per_second"} <= logged[-1].keys()
+    scored = [entry for entry in metrics(run) if "eval_loss" in entry]
+    assert [entry["step"] for entry in scored] == [3, 6]
+    assert scored[1]["eval_loss"] < scored[0]["eval_loss"]
+    assert (run / "samples.md").read_text().count("## step") == 3
+    said = capsys.readouterr().out
+    for expected in ("Device:", "attention: sdpa", "in RAM", "python generate.py", "python push_to_hub.py"):
+        assert expected in said
+
+
+def test_evaluation_scores_every_token_of_the_split_once(train, store, tmp_path):
+    run = train(tmp_path / "run", max_steps=1)
+    model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
+    tokens = torch.from_numpy(store.in_memory("val").astype("int64"))
+    nats = 0.0
+    with torch.no_grad():
+        for start in range(0, len(tokens) - 1, 16):
+            window = tokens[start : start + 17]
+            logits = model(window[None, :-1]).logits[0]
+            nats += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+    scored = metrics(run)[-1]
+    assert scored["eval_tokens"] == len(tokens) - 1
+    assert scored["eval_loss"] == pytest.approx(nats / (len(tokens) - 1), abs=1e-5)
+    bits = nats / (len(tokens) - 1) / 0.6931471805599453 * len(tokens) / store.metadata.val.bytes
+    assert scored["eval_bits_per_byte"] == pytest.approx(bits, abs=1e-5)
+
+
+IN_ONE_EPOCH = {"max_steps": 10, "save_steps": 5}
+ACROSS_EPOCHS = {"max_steps": None, "num_train_epochs": 3, "tokens_per_step": 1024, "save_steps": 20}
+ACROSS_EPOCHS |= {"resid_pdrop": 0.2, "attn_pdrop": 0.2, "per_device_train_batch_size": 2}
+
+
+@pytest.mark.parametrize("settings", [IN_ONE_EPOCH, ACROSS_EPOCHS], ids=["in one epoch", "across epochs, dropout"])
+def test_resuming_is_exact(train, tmp_path, settings):
+    straight = train(tmp_path / "straight", eval_strategy="no", **settings)
+    stopped = shutil.copytree(straight, tmp_path / "stopped")
+    shutil.rmtree(sorted((stopped / "checkpoints").iterdir())[-1])  # as if killed before the last one was written
+    train(stopped, "--resume_from_checkpoint", str(stopped), eval_strategy="no", **settings)
+    assert_equal(weights(straight), weights(stopped))
+    ours, theirs = ([{**entry, "tokens_per_second": 0} for entry in metrics(run)] for run in (straight, stopped))
+    assert ours == theirs
+
+
+def test_the_same_command_again_resumes_or_says_it_is_finished(train, tmp_path, capsys):
+    run = train(tmp_path / "run", save_steps=2)
+    finished = weights(run)
+    shutil.rmtree(run / "checkpoints" / "step_00000006")
+    train(run, save_steps=2)
+    assert "going on after step_00000004" in capsys.readouterr().out
+    assert_equal(finished, weights(run))
+    train(run, save_steps=2)
+    said = capsys.readouterr().out
+    assert "is finished (6 steps)" in said
+    assert "--overwrite_output_dir" in said
+
+
+def test_another_configuration_in_the_same_folder_is_refused_by_name(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=1)
+    with pytest.raises(UserError, match=r"holds another run \(learning_rate 0\.01 -> 0\.02\)"):
+        train(run, max_steps=1, learning_rate=0.02)
+    train(run, "--overwrite_output_dir", max_steps=1, learning_rate=0.02)
+    assert yaml.safe_load((run / "config.yaml").read_text())["learning_rate"] == 0.02
+
+
+def test_a_folder_that_is_no_run_is_left_alone(train, tmp_path):
+    (tmp_path / "thesis.txt").write_text("do not delete")
+    with pytest.raises(UserError, match="exists and is not a run folder"):
+        train(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "do not delete"
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_aloud(train, tmp_path, capsys):
+    run = train(tmp_path / "run")
+    damaged = run / "checkpoints" / "step_00000006" / "model.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    train(run)
+    said = capsys.readouterr().out
+    assert "model.safetensors was changed or damaged" in said
+    assert "going on after step_00000003" in said
+    damaged.write_bytes(content)
+    with pytest.raises(UserError, match="is damaged"):
+        train(tmp_path / "other", "--resume_from_checkpoint", str(damaged.parent))
+
+
+def test_a_checkpoint_without_manifest_does_not_exist(train, tmp_path):
+    run = train(tmp_path / "run")
+    (run / "checkpoints" / "step_00000006" / "manifest.json").unlink()
+    assert RunFolder(run).newest_checkpoint(print).name == "step_00000003"
+
+
+def test_save_total_limit_keeps_the_newest_and_the_best(train, tmp_path):
+    run = train(tmp_path / "run", save_steps=1, eval_steps=1, save_total_limit=1, learning_rate=5.0, max_steps=8)
+    best = min((e for e in metrics(run) if "eval_loss" in e and e["step"] < 8), key=lambda e: e["eval_loss"])["step"]
+    kept = {path.name for path in (run / "checkpoints").iterdir()}
+    assert kept == {"step_00000008", f"step_{best:08}"}
+
+
+def test_resuming_another_architecture_names_every_difference(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=3)
+    with pytest.raises(UserError) as refused:
+        train(run, "--resume_from_checkpoint", str(run), n_layer=3, n_head=4, tokens_per_step=128)
+    for difference in ("n_layer is 3 here and 2", "n_head is 4 here and 2", "tokens_per_step is 128 here and 64"):
+        assert difference in str(refused.value)
+
+
+def test_the_resolved_config_runs_again(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=2)
+    again = tmp_path / "again"
+    train(again, "--config", str(run / "config.yaml"), max_steps=2)
+    assert_equal(weights(run), weights(again))
+
+
+def test_raw_text_is_enough(train, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.data.CACHE", tmp_path / "cache")
+    (tmp_path / "mine.txt").write_text(prose(5))
+    run = train(tmp_path / "run", data=tmp_path / "mine.txt", vocab_size=280, max_steps=1)
+    assert GPT2ScratchForCausalLM.from_pretrained(run / "model").config.vocab_size == 280
+    assert len(list((tmp_path / "cache").glob("mine-*/metadata.json"))) == 1
+
+
+def test_characters_train_too(train, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.data.CACHE", tmp_path / "cache")
+    (tmp_path / "mine.txt").write_text(prose(5))
+    run = train(tmp_path / "run", data=tmp_path / "mine.txt", tokenizer_type="character", max_steps=1)
+    config = GPT2ScratchForCausalLM.from_pretrained(run / "model").config
+    assert config.vocab_size == len(set(prose(5)))
+    assert config.eos_token_id is None
+
+
+def test_all_problems_arrive_in_one_message(train, tmp_path):
+    with pytest.raises(UserError) as refused:
+        train(
+            tmp_path / "run",
+            *("--num_train_epochs", "2"),
+            n_embd=15,
+            learning_rate=-1,
+            vocab_size=999,
+            report_to="nonsense",
+            eval_steps=0,
+        )
+    lines = str(refused.value).splitlines()
+    for expected in (
+        "n_embd 15 is not divisible",
+        "learning_rate is -1",
+        "vocab_size is 999",
+        "nonsense",
+        "eval_steps is 0",
+    ):
+        assert any(expected in line for line in lines), expected
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"mixed_precision": "fp16"}, "mixed_precision is fp16, but there is no GPU"),
+        ({"torch_compile": "maybe"}, "torch_compile is 'maybe'"),
+        ({"n_positions": 100_000}, "fewer than one context of 100000"),
+        ({"num_train_epochs": 1}, "are given together"),
+        ({"tokens_per_step": 65}, "nearest are 64 or 80"),
+        ({"data": "no/such/file.txt"}, "is no file, folder, glob or Hub dataset"),
+        ({"data": "no/such"}, "no/such is no file or folder here, and the Hub cannot be reached"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one of these is fine on a GPU")
+def test_bad_settings_end_in_a_sentence(train, tmp_path, settings, expected):
+    with pytest.raises(UserError, match=expected):
+        train(tmp_path / "run", **settings)
+
+
+def test_a_diverged_loss_stops_the_run_and_keeps_what_was_saved(train, tmp_path):
+    with pytest.raises(UserError, match="The loss is nan"):
+        train(tmp_path / "run", learning_rate=1e30, max_grad_norm=0, save_steps=1, max_steps=20, eval_strategy="no")
+
+
+def test_tensorboard_gets_the_numbers(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=1, report_to="tensorboard")
+    assert list(run.rglob("events.out.tfevents*"))
+
+
+def test_gradient_checkpointing_changes_nothing(train, tmp_path):
+    plain = train(tmp_path / "plain", max_steps=3, eval_strategy="no")
+    recomputed = train(tmp_path / "recomputed", max_steps=3, eval_strategy="no", gradient_checkpointing=True)
+    for name, tensor in weights(plain).items():
+        torch.testing.assert_close(weights(recomputed)[name], tensor, rtol=0, atol=1e-6)
+
+
+def test_memory_mapped_tokens_train_the_same(train, tmp_path):
+    assert_equal(
+        weights(train(tmp_path / "ram", max_steps=2, data_placement="ram")),
+        weights(train(tmp_path / "mmap", max_steps=2, data_placement="mmap")),
+    )
+
+
+def test_the_launcher_trains_and_a_fresh_process_loads(launch, store, tmp_path):
+    settings = {**TINY, "data": store.folder, "output_dir": tmp_path / "run", "max_steps": 2}
+    result = launch("-m", "accelerate.commands.launch", "--quiet", "train_accelerate.py", *flags(**settings))
+    assert result.returncode == 0, result.stderr
+    assert "step 2/2" in result.stdout
+    load = (
+        "from transformers import AutoModelForCausalLM as M;"
+        f"_, info = M.from_pretrained({str(tmp_path / 'run' / 'model')!r}, trust_remote_code=True, output_loading_info=True);"
+        "assert not info['missing_keys'] and not info['unexpected_keys']"
+    )
+    loaded = launch("-I", "-c", load, HF_MODULES_CACHE=str(tmp_path / "modules"))
+    assert loaded.returncode == 0, loaded.stderr
+
+
+def test_two_processes_train_as_one_does(launch, train, store, tmp_path):
+    alone = train(tmp_path / "alone", max_steps=3)
+    settings = {**TINY, "data": store.folder, "output_dir": tmp_path / "pair", "max_steps": 3}
+    pair = ("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+    result = launch(
+        *("-m", "accelerate.commands.launch", "--quiet", *pair, "train_accelerate.py"),
+        *flags(**settings),
+        ACCELERATE_USE_CPU="true",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "2 processes" in result.stdout
+    for ours, theirs in zip(metrics(alone), metrics(tmp_path / "pair"), strict=True):
+        for name in ("loss", "eval_loss", "eval_tokens", "grad_norm"):
+            if name in ours:
+                assert ours[name] == pytest.approx(theirs[name], abs=1e-6), (name, ours["step"])
+
+
+def test_user_errors_have_no_traceback_and_a_code(launch, tmp_path):
+    result = launch("train_accelerate.py", "--data", "nosuch.txt", "--output_dir", str(tmp_path / "run"))
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("error: nosuch.txt is no file")
+    assert "Traceback" not in result.stderr
+    assert launch("train_accelerate.py", "--lerning_rate", "1").stderr.endswith("Did you mean --learning_rate?\n")
+    missing = launch("train_accelerate.py", "--config", "presets/gtp2.yaml")
+    assert missing.stderr.endswith("Did you mean presets/gpt2.yaml?\n")
