@@ -1,0 +1,28 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# On a terminal the launcher's own chatter hides ours; these are its defaults, said aloud.
+LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+.PHONY: train test install lint clean
+
+train: install  ## Train the quickstart: about 1.5M parameters on Python's own standard library, minutes on two CPU cores
+	$(LAUNCH) train_accelerate.py
+
+test: install  ## Run all tests
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+install: $(VENV)/installed
+
+$(VENV)/installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or later is needed, this is {sys.version.split()[0]}; make PYTHON=python3.11")'
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs data
