@@ -10,150 +10,114 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from command_line import run
-from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from training import checkpoint as checkpoints
+from training import checkpoint
 from training.batches import TrainBatches
 from training.checkpoint import TrainState
 from training.config import read_config, write_config
 from training.data import open_store, place_tokens
-from training.device import decide, describe, start_accelerator
+from training.device import decide, describe, start_accelerator, stop_accelerator
 from training.evaluate import evaluate
-from training.journal import Journal, best_step, forget_after
+from training.journal import Journal, best_step
 from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
 from training.plan import make_plan
 from training.report import write_report
 from training.run_folder import RunFolder, begin, check_same_run, open_run
-from training.sampling import forget_samples_after, prompts_of, sample, write_samples
+from training.sampling import prompts_of, sample, write_samples
 from training.step import NextTokenLoss, Trainer
 
 
 def main(arguments: list[str]) -> None:
-    # ---- decide: whatever can be wrong is found here, before the first step ----------------------------------------
+    # Decide: whatever can be wrong is found here, before the first step.
     config = read_config(arguments)
     setup = decide(config.device)
     accelerator = start_accelerator(setup, config.device, config.journal.trackers(), config.run.output_dir)
-    say = accelerator.print
+    main_process, say = accelerator.is_main_process, accelerator.print
     store = open_store(config.data.data, config.corpus, config.vocabulary, say)
     tokenizer = store.load_tokenizer()
     plan = make_plan(config, store, tokenizer, accelerator)
     folder = RunFolder(config.run.output_dir)
     resume_from = open_run(config.run, config.flat(), say)
-    state = TrainState(
-        0, 0, config.seed, plan.tokens_per_step, store.metadata.identity, store.metadata.tokenizer_sha256
-    )
+    state = TrainState.at_start(config.seed, plan.tokens_per_step, store.metadata)
     if resume_from is not None:
         state = check_same_run(resume_from, plan.model, state)
         if state.step >= plan.max_steps:
-            say(
-                f"{folder.path} is finished ({state.step:,} steps). To train it anew, add --overwrite_output_dir; to train "
-                f"it longer, --resume_from_checkpoint {folder.path} --max_steps N."
-            )
+            say(folder.finished_message(state.step))
             return
-
     accelerator.wait_for_everyone()  # all have read the run folder before it changes
-
-    # ---- build --------------------------------------------------------------------------------------------------
-    if accelerator.is_main_process:
-        begin(folder, resume_from)
+    if main_process:
+        begin(folder, state.step)
         write_config(config, folder.config)
+
+    # Build: model, optimizer, and batches that are a function of the step.
     torch.manual_seed(config.seed)
-    if resume_from is None:
-        model = build_model(plan.model, config.device.attn_implementation)
-    else:
-        model = GPT2ScratchForCausalLM.from_pretrained(
-            resume_from, attn_implementation=config.device.attn_implementation
-        )
-    if config.device.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = build_model(plan.model, resume_from, config.device)
     optimizer = build_optimizer(model, config.optim, accelerator.device)
     if resume_from is not None:
-        checkpoints.load_optimizer(resume_from, model, optimizer)
+        checkpoint.load_optimizer(resume_from, model, optimizer)
     accelerator.gradient_accumulation_steps = plan.batches.accumulation
     loss, optimizer = accelerator.prepare(NextTokenLoss(model).train(), optimizer)
-    if accelerator.scaler is not None and state.grad_scaler:
+    if state.grad_scaler:
         accelerator.scaler.load_state_dict(state.grad_scaler)
-    processes = accelerator.num_processes
-    train_tokens, where = place_tokens(store, "train", config.data.data_placement, processes)
-    eval_tokens, _ = place_tokens(store, "val", config.data.data_placement, processes)
-    batches = TrainBatches(train_tokens, plan.order, plan.batches, accelerator.process_index, accelerator.device)
+    tokens, where = place_tokens(store, "train", config.data.data_placement, accelerator.num_processes)
+    eval_tokens, _ = place_tokens(store, "val", config.data.data_placement, accelerator.num_processes)
+    batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, accelerator.device)
     trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
     prompts = prompts_of(config.sampling, store, tokenizer)
-
-    # ---- say what is about to happen ------------------------------------------------------------------------------
     hardware = describe(accelerator, setup, config.device)
-    parameters = model.num_parameters()
-    say(f"Device:  {hardware}")
-    for note in setup.notes:
-        say(f"         {note}")
-    say(f"Model:   {parameters:,} parameters ({plan.describe_model()})")
-    say(
-        f"Data:    {store.folder}: {store.metadata.train.tokens:,} tokens, {where}; {plan.order.windows:,} windows an epoch"
-    )
+    say("\n".join([f"Device:  {hardware}", *(f"         {note}" for note in setup.notes)]))
+    say(f"Model:   {plan.describe_model()}, {model.num_parameters():,} parameters")
+    say(f"Data:    {store.folder}, {where}: {plan.describe_data()}")
     say(f"Length:  {plan.describe_length()}")
     say(f"Run:     {folder.path}" + (f", going on after {resume_from.name}" if resume_from else ""))
 
-    journal = Journal(folder.metrics, accelerator, plan.max_steps, state.step)
-    journal.start_trackers(folder.path.name, config.flat())
-    if resume_from is not None and accelerator.is_main_process:
-        forget_after(folder.metrics, state.step)
-        forget_samples_after(folder.samples, state.step)
+    def save(step: int) -> None:
+        if main_process:
+            scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
+            saved = checkpoint.save(folder.checkpoints, model, tokenizer, optimizer, state.after(step, scaler))
+            checkpoint.copy_model(saved, folder.model)
+            checkpoint.prune(folder.checkpoints, config.checkpoint.save_total_limit, best_step(folder.metrics))
+        accelerator.wait_for_everyone()
 
-    def show_samples(step: int, aloud: bool) -> list[tuple[str, str]]:
-        """What the model makes of the same prompts, to samples.md and, where `aloud`, to the screen."""
-        samples = []
-        if accelerator.is_main_process:
-            samples = sample(model, tokenizer, prompts, config.sampling, config.seed)
-            write_samples(folder.samples, step, samples)
+    def write_some_text(step: int, aloud: bool) -> list[tuple[str, str]]:
+        if not main_process:
+            return []
+        samples = sample(model, tokenizer, prompts, config.sampling, config.seed)
+        write_samples(folder.samples, step, samples)
         for prompt, text in samples if aloud else []:
             journal.say(f"--- step {step}: {prompt!r}\n{prompt}{text}")
         return samples
 
-    def save(step: int) -> None:
-        if accelerator.is_main_process:
-            scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
-            now = state.after(step, grad_scaler=scaler)
-            saved = checkpoints.save(folder.checkpoints, model, tokenizer, optimizer.optimizer, now)
-            checkpoints.copy_model(saved, folder.model)
-            checkpoints.prune(folder.checkpoints, config.checkpoint.save_total_limit, best_step(folder.metrics))
-        accelerator.wait_for_everyone()
+    def validate(step: int, last: bool) -> None:
+        most = None if last else config.evaluation.max_eval_samples  # the last one scores everything
+        split, context, micro_batch = store.metadata.val, plan.batches.context, plan.batches.micro_batch
+        result = evaluate(loss, eval_tokens, split, context, micro_batch, accelerator, most)
+        journal.log_evaluation(step, plan.epoch(step), result.metrics())
+        samples = write_some_text(step, aloud=last)
+        if main_process:
+            write_report(folder, plan.model, model.num_parameters(), store.metadata, config.flat(), hardware, samples)
 
-    # ---- train --------------------------------------------------------------------------------------------------
-    if state.step == 0:
-        show_samples(0, aloud=True)
-    for step in range(state.step, plan.max_steps):
-        learning_rate = learning_rate_at(step, plan.max_steps, config.optim)
-        step_loss, grad_norm = trainer.step(step, learning_rate)
-        journal.count(step_loss, plan.tokens_per_step)
-        done, last = step + 1, step + 1 == plan.max_steps
-        if step == state.step:
-            journal.first_step_done()
-        if done % config.journal.logging_steps == 0 or last:
-            journal.log(done, plan.epoch(done), learning_rate, grad_norm, done * plan.tokens_per_step)
-        with journal.pause():
-            # Saved before it is evaluated: an evaluation that fails must not cost the steps before it.
-            if plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, done):
-                save(done)
-            if plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, done):
-                limit = None if last else config.evaluation.max_eval_samples
-                result = evaluate(
-                    loss,
-                    eval_tokens,
-                    store.metadata.val,
-                    plan.model.n_positions,
-                    plan.batches.micro_batch,
-                    accelerator,
-                    limit,
-                )
-                journal.log_evaluation(done, plan.epoch(done), result.metrics())
-                samples = show_samples(done, aloud=last)
-                if accelerator.is_main_process:
-                    write_report(folder, plan.model, parameters, store.metadata, config.flat(), hardware, samples)
+    # Train: learn, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
+    with Journal(folder.metrics, accelerator, plan.max_steps, state.step, setup.torch_compile) as journal:
+        journal.start_trackers(folder.path.name, config.flat())
+        if state.step == 0:
+            write_some_text(0, aloud=True)
+        for step in range(state.step, plan.max_steps):
+            learning_rate = learning_rate_at(step, plan.max_steps, config.optim)
+            step_loss, grad_norm = trainer.step(step, learning_rate)
+            journal.count(step_loss, plan.tokens_per_step)
+            done, last = step + 1, step + 1 == plan.max_steps
+            if plan.is_due("steps", config.journal.logging_steps, done):
+                journal.log(done, plan.epoch(done), learning_rate, grad_norm, done * plan.tokens_per_step)
+            with journal.pause():
+                if plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, done):
+                    save(done)
+                if plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, done):
+                    validate(done, last)
 
-    # ---- say what to do next ------------------------------------------------------------------------------------
-    journal.close()
+    stop_accelerator(accelerator)
     say(f"\nDone: {folder.model} is the model, {folder.report} tells the run. Next:")
-    say(f'  python generate.py {folder.path} --prompt "{prompts[0].splitlines()[0] if prompts[0].strip() else "The"}"')
+    say(f'  python generate.py {folder.path} --prompt "{prompts[0].splitlines()[0] if prompts[0].strip() else ""}"')
     say(f"  python push_to_hub.py {folder.path} --repo_id YOUR_NAME/{folder.path.name}")
 
 

@@ -185,9 +185,7 @@ class Corpus:
 def _find(entry: str) -> list[Path]:
     """The files an entry of `--input` names, in a fixed order; none for a Hub id."""
     if entry == STANDARD_LIBRARY:
-        root = Path(sysconfig.get_path("stdlib"))
-        inside = sorted(root.rglob("*.py"))
-        return [path for path in inside if NOT_LIBRARY_SOURCE.isdisjoint(path.relative_to(root).parts)]
+        return list(_library_sources(Path(sysconfig.get_path("stdlib"))))
     path = Path(entry).expanduser()
     if path.is_dir():
         inside = (p for p in sorted(path.rglob("*")) if p.is_file())
@@ -200,6 +198,14 @@ def _find(entry: str) -> list[Path]:
         what = "an empty folder" if path.is_dir() else "no file, folder, glob or Hub dataset"
         raise UserError(f"{entry} is {what}; nothing to read there.")
     return files
+
+
+def _library_sources(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in NOT_LIBRARY_SOURCE:
+            yield from _library_sources(path)
+        elif path.suffix == ".py" and path.is_file():
+            yield path
 
 
 def _is_hub_id(entry: str) -> bool:

@@ -127,6 +127,11 @@ class TokenStore:
                 )
 
 
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _read_metadata(folder: Path) -> Metadata:
     path = folder / "metadata.json"
     if not path.is_file():
@@ -203,16 +208,12 @@ class StoreWriter:
         return TokenStore(self.folder)
 
     def _described(self, split: str) -> Split:
-        hashes = {}
-        for name in (f"{split}.bin", f"{split}.offsets.bin"):
-            with (self.folder / name).open("rb") as file:
-                hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
         return Split(
             tokens=self.tokens[split],
             documents=len(self.offsets[split]) - 1,
             bytes=self.bytes[split],
-            sha256=hashes[f"{split}.bin"],
-            offsets_sha256=hashes[f"{split}.offsets.bin"],
+            sha256=file_sha256(self.folder / f"{split}.bin"),
+            offsets_sha256=file_sha256(self.folder / f"{split}.offsets.bin"),
         )
 
     def _exchange_splits(self) -> None:

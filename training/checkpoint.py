@@ -8,7 +8,6 @@
 A folder without its manifest does not exist as far as any reader is concerned. There is no pickle anywhere.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from command_line import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import vocabulary
+from tokenizer.store import Metadata, file_sha256
 
 MANIFEST = "manifest.json"
 STATE_FOLDER = "training_state"
@@ -53,6 +53,10 @@ class TrainState:
     data_identity: str
     tokenizer_sha256: str
     grad_scaler: dict[str, float] | None = None  # fp16 only
+
+    @classmethod
+    def at_start(cls, seed: int, tokens_per_step: int, data: Metadata) -> "TrainState":
+        return cls(0, 0, seed, tokens_per_step, data.identity, data.tokenizer_sha256)
 
     def after(self, step: int, grad_scaler: dict[str, float] | None) -> "TrainState":
         return replace(self, step=step, tokens=step * self.tokens_per_step, grad_scaler=grad_scaler)
@@ -149,7 +153,7 @@ def damage(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != expected["size"]:
             return f"{name} has {path.stat().st_size:,} bytes instead of {expected['size']:,}"
-        if _sha256(path) != expected["sha256"]:
+        if file_sha256(path) != expected["sha256"]:
             return f"{name} was changed or damaged (its hash differs)"
     return None
 
@@ -193,7 +197,7 @@ def _seal(folder: Path, step: int) -> None:
     for path in paths:
         path.chmod(0o666 & ~umask)
         _sync(path)
-        files[str(path.relative_to(folder).as_posix())] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        files[str(path.relative_to(folder).as_posix())] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
     manifest = folder / MANIFEST
     manifest.write_text(
         json.dumps({"format_version": 1, "step": step, "files": files}, indent=2) + "\n", encoding="utf-8"
@@ -208,8 +212,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

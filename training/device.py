@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -121,6 +122,18 @@ def start_accelerator(
             f"on CPU, launch with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {asked}."
         )
     return accelerator
+
+
+def stop_accelerator(accelerator: Accelerator) -> None:
+    """Closes the trackers and the process group.
+
+    Gloo's own thread frees the tensors of the last collective, for which it needs the interpreter; a main thread that
+    destroys the group at that moment holds the interpreter and waits for the thread, and both hang for good.
+    """
+    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        time.sleep(0.2)
+    accelerator.end_training()
 
 
 def _use_all_cores() -> None:

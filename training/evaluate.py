@@ -30,7 +30,9 @@ IGNORED = -100  # the target that cross-entropy leaves out
 class EvaluationArguments:
     eval_strategy: Literal["no", "steps", "epoch"] = field(
         default="steps",
-        metadata={"help": "When to validate and sample: every eval_steps, at each epoch's end, or never."},
+        metadata={
+            "help": "When to validate and sample: every eval_steps, at each epoch's end, or (no) only at the very end."
+        },
     )
     eval_steps: int = field(default=500, metadata={"help": "Steps between validations."})
     max_eval_samples: int | None = field(

@@ -50,11 +50,12 @@ def tracker_problems(report_to: list[str]) -> list[str]:
 class Journal:
     """Used by every process; only the main one writes."""
 
-    def __init__(self, metrics: Path, accelerator: Accelerator, max_steps: int, first_step: int):
+    def __init__(self, metrics: Path, accelerator: Accelerator, max_steps: int, first_step: int, compiled: bool):
         self.metrics = metrics
         self.accelerator = accelerator
         self.max_steps = max_steps
-        self.step = first_step
+        self.compiled = compiled
+        self.first_step_is_done = False
         self.main = accelerator.is_main_process
         self.console = Console(highlight=False, soft_wrap=True)
         self.bar = self._bar(first_step) if self.main and self.console.is_terminal else None
@@ -74,21 +75,33 @@ class Journal:
         bar.start()
         return bar
 
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()  # gives the terminal its cursor back, whatever happened
+
     def count(self, loss: torch.Tensor, tokens: int) -> None:
-        """Adds a step's loss, on the device, without waiting for it."""
+        """Adds a step's loss, on the device, without waiting for it (but for the first step of a run)."""
         self.losses += loss
         self.steps_since_log += 1
-        self.steps_timed += 1
-        self.tokens_timed += tokens
+        if self.first_step_is_done:
+            self.steps_timed += 1
+            self.tokens_timed += tokens
+        else:
+            self._first_step_done()
 
     def restart_clock(self) -> None:
         self.steps_timed, self.tokens_timed, self.paused = 0, 0, 0.0
         self.since = time.perf_counter()
 
-    def first_step_done(self) -> None:
-        """Compilation counts as neither speed nor ETA. Waits for the device, once a run."""
-        float(self.losses)
-        self.say(f"First step after {clock(time.perf_counter() - self.since)} (compilation included).")
+    def _first_step_done(self) -> None:
+        """The first step warms everything up and compiles; it counts as neither speed nor ETA."""
+        self.first_step_is_done = True
+        float(self.losses)  # waits for the device, once
+        compilation = " (compilation included)" if self.compiled else ""
+        self.say(f"First step after {time.perf_counter() - self.since:.1f} s{compilation}.")
         self.restart_clock()
 
     def log(self, step: int, epoch: float, learning_rate: float, grad_norm: torch.Tensor, tokens: int) -> None:
@@ -140,11 +153,6 @@ class Journal:
         before = time.perf_counter()
         yield
         self.paused += time.perf_counter() - before
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-        self.accelerator.end_training()
 
     def start_trackers(self, name: str, settings: dict[str, Any]) -> None:
         """Opens the trackers of `report_to`, and gives them every setting that has a value."""

@@ -1,11 +1,13 @@
 """The model of a run: flags, and what the token store decides, become a `GPT2ScratchForCausalLM`."""
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.device import DeviceArguments
 
 
 @dataclass
@@ -37,10 +39,15 @@ def model_config(
         return None, [f"{problem}." for problem in str(error.__cause__ or error).split("; ")]
 
 
-def build_model(config: GPT2ScratchConfig, attn_implementation: str) -> GPT2ScratchForCausalLM:
-    """Fresh weights from the current random state, in fp32."""
-    model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=attn_implementation)
-    model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    )
+def build_model(config: GPT2ScratchConfig, resume_from: Path | None, device: DeviceArguments) -> GPT2ScratchForCausalLM:
+    """In fp32: fresh weights from the current random state, or those of a checkpoint."""
+    if resume_from is not None:
+        model = GPT2ScratchForCausalLM.from_pretrained(resume_from, attn_implementation=device.attn_implementation)
+    else:
+        model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=device.attn_implementation)
+        model.generation_config = GenerationConfig(
+            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        )
+    if device.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model

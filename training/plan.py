@@ -38,6 +38,9 @@ class Plan:
         shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.n_positions}"
         return f"{shape}, vocabulary {model.vocab_size:,}"
 
+    def describe_data(self) -> str:
+        return f"{self.order.n_tokens:,} tokens, {self.order.windows:,} windows an epoch"
+
     def describe_length(self) -> str:
         batch = self.batches
         split = f"{batch.context} tokens x {batch.micro_batch} sequences x {batch.accumulation} accumulated"

@@ -19,6 +19,8 @@ from command_line import UserError, read_yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training import checkpoint as checkpoints
 from training.checkpoint import TrainState
+from training.journal import forget_after
+from training.sampling import forget_samples_after
 
 CONFIG_FILE = "config.yaml"
 ARCHITECTURE = (
@@ -62,6 +64,12 @@ class RunFolder:
                 return checkpoint
             say(f"WARNING: {checkpoint} is damaged: {problem}. Falling back to the one before.")
         return None
+
+    def finished_message(self, step: int) -> str:
+        return (
+            f"{self.path} is finished ({step:,} steps). To train it anew, add --overwrite_output_dir; to train it longer, "
+            f"--resume_from_checkpoint {self.path} --max_steps N."
+        )
 
 
 def open_run(arguments: RunArguments, settings: dict[str, Any], say: Callable[[str], None]) -> Path | None:
@@ -179,14 +187,17 @@ def run_of(path: Path) -> Path:
     return run
 
 
-def begin(folder: RunFolder, resume_from: Path | None) -> None:
-    """Makes the folder ready for a new run; a resumed one stays as it is."""
-    if resume_from is None:
-        for inside in (folder.config, folder.metrics, folder.samples, folder.report, folder.checkpoints, folder.model):
-            if inside.is_dir():
-                shutil.rmtree(inside)
-            else:
-                inside.unlink(missing_ok=True)
+def begin(folder: RunFolder, first_step: int) -> None:
+    """Makes the folder ready: a new run finds nothing of an old one, a resumed run nothing of later steps."""
+    if first_step > 0:
+        forget_after(folder.metrics, first_step)
+        forget_samples_after(folder.samples, first_step)
+        return
+    for inside in (folder.config, folder.metrics, folder.samples, folder.report, folder.checkpoints, folder.model):
+        if inside.is_dir():
+            shutil.rmtree(inside)
+        else:
+            inside.unlink(missing_ok=True)
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
 
 
