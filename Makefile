@@ -6,7 +6,7 @@ LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --
 
 .PHONY: train test install lint clean
 
-train: install  ## Train the quickstart: about 1.5M parameters on Python's own standard library, minutes on two CPU cores
+train: install  ## Train the quickstart: about 1.7M parameters on Python's own standard library, minutes on two CPU cores
 	$(LAUNCH) train_accelerate.py
 
 test: install  ## Run all tests

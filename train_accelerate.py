@@ -36,6 +36,8 @@ def main(arguments: list[str]) -> None:
     store = open_store(config.data.data, config.corpus, config.vocabulary, say)
     tokenizer = store.load_tokenizer()
     plan = make_plan(config, store, tokenizer, accelerator)
+    tokens, where = place_tokens(store, "train", config.data.data_placement, accelerator.num_processes)
+    eval_tokens, _ = place_tokens(store, "val", config.data.data_placement, accelerator.num_processes)
     folder = RunFolder(config.run.output_dir)
     resume_from = open_run(config.run, config.flat(), say)
     state = TrainState.at_start(config.seed, plan.tokens_per_step, store.metadata)
@@ -59,8 +61,6 @@ def main(arguments: list[str]) -> None:
     loss, optimizer = accelerator.prepare(NextTokenLoss(model).train(), optimizer)
     if state.grad_scaler:
         accelerator.scaler.load_state_dict(state.grad_scaler)
-    tokens, where = place_tokens(store, "train", config.data.data_placement, accelerator.num_processes)
-    eval_tokens, _ = place_tokens(store, "val", config.data.data_placement, accelerator.num_processes)
     batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, accelerator.device)
     trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
     prompts = prompts_of(config.sampling, store, tokenizer)

@@ -1,5 +1,6 @@
 """The folder that goes to the Hub: an allow-list of files, and the model card."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -47,5 +48,6 @@ def model_card(run: RunFolder, repo_id: str, licence: str | None) -> str:
         library_name="transformers", pipeline_tag="text-generation", license=licence, tags=["gpt2scratch"]
     )
     report = run.report.read_text(encoding="utf-8") if run.report.is_file() else f"# {run.path.name}\n"
-    report = report.replace(run.model.as_posix(), repo_id).replace(f"# {run.path.name}\n", f"# {repo_id}\n", 1)
+    report = re.sub(r"\A# .*", f"# {repo_id}", report)
+    report = re.sub(r'from_pretrained\("[^"]*"', f'from_pretrained("{repo_id}"', report)  # whatever it was called here
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{report}"))

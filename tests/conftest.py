@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -69,18 +70,18 @@ def flags(**settings) -> list[str]:
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
 
+def trained(store, output_dir: Path, *more: str, **settings) -> Path:
+    """Trains in this process; returns the run folder."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
+    train_accelerate.main([*flags(**settings), *more])
+    return output_dir
+
+
 @pytest.fixture
 def train(store):
-    """Trains in this process; returns the run folder."""
-
-    def run(output_dir: Path, *more: str, **settings) -> Path:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
-        train_accelerate.main([*flags(**settings), *more])
-        return output_dir
-
-    return run
+    return partial(trained, store)
 
 
 @pytest.fixture

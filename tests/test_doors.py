@@ -1,0 +1,119 @@
+"""generate.py and push_to_hub.py on a real, small run."""
+
+import shutil
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import generate
+import push_to_hub
+from command_line import UserError
+from conftest import trained
+from training.sampling import SamplingArguments, sample
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, store):
+    return trained(store, tmp_path_factory.mktemp("runs") / "tiny", max_steps=3)
+
+
+@pytest.fixture
+def a_copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / run.name)
+
+
+def test_greedy_text_is_what_transformers_generates(run, capsys):
+    generate.main([str(run), "--prompt", "The", "--max_new_tokens", "8", "--temperature", "0"])
+    streamed = capsys.readouterr().out
+    model, tokenizer = (kind.from_pretrained(run / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    expected = model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    assert streamed == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
+
+
+def test_text_goes_on_beyond_the_context(run, capsys):
+    generate.main([str(run), "--prompt", "The", "--max_new_tokens", "60", "--temperature", "0"])
+    assert len(AutoTokenizer.from_pretrained(run / "model").encode(capsys.readouterr().out)) > 40
+
+
+def test_a_prompt_longer_than_the_context_is_continued(run, capsys):
+    prompt = "the and of " * 20
+    generate.main([str(run), "--prompt", prompt, "--max_new_tokens", "4"])
+    assert capsys.readouterr().out.startswith(prompt)
+
+
+def test_a_seed_repeats_the_text(run, capsys):
+    texts = []
+    for _ in range(2):
+        generate.main([str(run / "checkpoints" / "step_00000003"), "--prompt", "The", "--seed", "5"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["no/such/run"], "neither a folder here nor a Hub id"),
+        ([], "Name a model"),
+        (["RUN", "--temperature", "-1", "--top_p", "2"], "temperature is -1.0.*\n.*top_p is 2.0"),
+        (["RUN", "--max_new_token", "3"], "Did you mean --max_new_tokens"),
+        (["nobody/nothing"], "nobody/nothing cannot be loaded"),
+    ],
+)
+def test_bad_requests_end_in_a_sentence(run, arguments, expected):
+    with pytest.raises(UserError, match=expected):
+        generate.main([str(run) if argument == "RUN" else argument for argument in arguments])
+
+
+def test_a_run_without_a_checkpoint_says_so(a_copy):
+    shutil.rmtree(a_copy / "model")
+    with pytest.raises(UserError, match="holds no model yet"):
+        generate.main([str(a_copy)])
+
+
+def test_a_dry_run_assembles_what_is_allowed_and_nothing_else(a_copy, capsys):
+    (a_copy / "model" / ".env").write_text("HF_TOKEN=hf_secret")
+    (a_copy / "model" / "notes.txt").write_text("private")
+    push_to_hub.main([str(a_copy), "--repo_id", "me/tiny", "--dry_run", "--license", "mit"])
+    assert {path.name for path in (a_copy / "hub").iterdir()} == {
+        *("README.md", "loss.png", "model.safetensors", "config.json", "generation_config.json"),
+        *("modeling_gpt2scratch.py", "configuration_gpt2scratch.py", "tokenizer.json", "tokenizer_config.json"),
+    }
+    card = ModelCard.load(a_copy / "hub" / "README.md")
+    assert card.data.license == "mit"
+    assert card.data.pipeline_tag == "text-generation"
+    assert 'from_pretrained("me/tiny"' in card.content
+    assert str(a_copy) not in card.content
+    assert "logits differ by 0.0e+00" in capsys.readouterr().out
+
+
+def test_a_broken_model_is_not_published(a_copy):
+    weights = load_file(a_copy / "model" / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, a_copy / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"missing or unexpected weights: h\.1\.mlp\.c_fc\.weight"):
+        push_to_hub.main([str(a_copy), "--repo_id", "me/tiny", "--dry_run"])
+
+
+def test_a_model_without_its_code_is_not_published(a_copy):
+    (a_copy / "model" / "modeling_gpt2scratch.py").unlink()
+    with pytest.raises(UserError, match=r"lacks modeling_gpt2scratch\.py"):
+        push_to_hub.main([str(a_copy), "--repo_id", "me/tiny", "--dry_run"])
+
+
+def test_publishing_nothing_is_refused():
+    with pytest.raises(UserError, match="run and repo_id missing"):
+        push_to_hub.main([])
+    with pytest.raises(UserError, match="is not a run folder"):
+        push_to_hub.main(["tests", "--repo_id", "me/tiny"])
+
+
+def test_samples_do_not_depend_on_what_was_drawn_before(run):
+    model, tokenizer = (kind.from_pretrained(run / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    texts = []
+    for _ in range(2):
+        torch.rand(3)
+        texts.append(sample(model, tokenizer, ["the"], SamplingArguments(sample_tokens=12), seed=1))
+    assert texts[0] == texts[1]
