@@ -3,11 +3,11 @@
 import difflib
 import os
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentError, ArgumentTypeError
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -47,13 +47,17 @@ class FlagParser(HfArgumentParser):
         """
         if self.positional and arguments and not arguments[0].startswith("-"):
             arguments = [f"--{self.positional}", *arguments]
-        given = {argument[2:].split("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")}
+        named = [argument[2:].split("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+        twice = sorted({name for name in named if named.count(name) > 1})
+        if twice:
+            raise UserError("\n".join(f"--{name} is given twice; give it once, with all its values." for name in twice))
+        given = set(named)
         config_path = self.named_config(arguments) or default_config
         from_file = read_yaml(config_path, self.names) if config_path else {}
         for group in EXCLUSIVE:
             if given & group:  # a flag of a group clears what the file says of the whole group
                 from_file = {name: value for name, value in from_file.items() if name not in group}
-        self.set_defaults(**{name: _as_flag(value) for name, value in from_file.items()})
+        self.set_defaults(**self._checked(from_file, config_path))
         namespace, rest = self.parse_known_args(arguments)
         if rest:
             raise UserError(_unknown("flag", rest[0], [f"--{name}" for name in [*self.names, "config"]]))
@@ -63,6 +67,34 @@ class FlagParser(HfArgumentParser):
         if config_path is not None and config_path != default_config:
             given |= from_file.keys()
         return tuple(filled), given
+
+    def _checked(self, content: dict[str, Any], path: Path | None) -> dict[str, Any]:
+        """What a file says, its types and choices checked as argparse checks a flag's (and never a default's)."""
+        actions = {action.dest: action for action in self._actions}
+        hints = {name: hint for part in self.dataclass_types for name, hint in get_type_hints(part).items()}
+        checked, problems = {}, []
+        for name, value in content.items():
+            action = actions[name]
+            takes_list = action.nargs == "+"
+            if value is None and type(None) in get_args(hints[name]):
+                checked[name] = None
+            elif value is None:
+                problems.append(f"{name} in {path} has no value; give it one or leave the line out.")
+            elif isinstance(value, list) and not takes_list:
+                problems.append(f"{name} in {path} is {value}; it takes one value, not a list.")
+            else:
+                try:
+                    items = [
+                        self._get_value(action, str(item)) for item in (value if isinstance(value, list) else [value])
+                    ]
+                    for item in items:
+                        self._check_value(action, item)
+                    checked[name] = items if takes_list else items[0]
+                except ArgumentError as error:
+                    problems.append(f"{name} in {path}: {error.message}.")
+        if problems:
+            raise UserError("\n".join(problems))
+        return checked
 
     def named_config(self, arguments: list[str]) -> Path | None:
         for position, argument in enumerate(arguments):
@@ -125,13 +157,6 @@ def _unknown(kind: str, name: str, known: list[str]) -> str:
     nearest = difflib.get_close_matches(name.split("=")[0], known, n=1)
     hint = f" Did you mean {nearest[0]}?" if nearest else " See --help for all of them."
     return f"Unknown {kind} {name}.{hint}"
-
-
-def _as_flag(value: Any) -> Any:
-    """A YAML value as it would stand on the command line, so that argparse checks its type as it checks a flag's."""
-    if isinstance(value, list):
-        return [str(item) for item in value]
-    return value if value is None else str(value)
 
 
 def whole_number_or_auto(value: str) -> str:

@@ -55,10 +55,10 @@ def main(arguments: list[str]) -> None:
     torch.manual_seed(config.seed)
     model = build_model(plan.model, resume_from, config.device)
     optimizer = build_optimizer(model, config.optim, accelerator.device)
-    if resume_from is not None:
-        checkpoint.load_optimizer(resume_from, model, optimizer)
     accelerator.gradient_accumulation_steps = plan.batches.accumulation
     loss, optimizer = accelerator.prepare(NextTokenLoss(model).train(), optimizer)
+    if resume_from is not None:
+        checkpoint.load_optimizer(resume_from, model, optimizer)
     if state.grad_scaler:
         accelerator.scaler.load_state_dict(state.grad_scaler)
     batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, accelerator.device)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 
@@ -72,7 +74,7 @@ def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
     if foreign:
         values = ", ".join(f"{name}={getattr(gpt2.config, name)}" for name in foreign)
         raise ConversionError(f"GPT2Scratch has no equivalent of {values}; only the plain GPT-2 architecture converts.")
-    config = GPT2ScratchConfig(**{name: getattr(gpt2.config, name) for name in SHARED_FIELDS})
+    config = _config(**{name: getattr(gpt2.config, name) for name in SHARED_FIELDS})
     return _filled(GPT2ScratchForCausalLM, config, _transposed(gpt2.state_dict()), gpt2.generation_config, gpt2.dtype)
 
 
@@ -91,7 +93,7 @@ def from_seed(directory: str | Path) -> GPT2ScratchForCausalLM:
         ConversionError: a file is missing, or the weights are not those that config.json describes.
     """
     directory = Path(directory)
-    seed = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    seed = _read_json(directory / "config.json")
     weights_file = directory / "pytorch_model.bin"
     if not weights_file.is_file():
         raise ConversionError(f"{directory} has a config.json of the seeds but no pytorch_model.bin beside it.")
@@ -101,7 +103,7 @@ def from_seed(directory: str | Path) -> GPT2ScratchForCausalLM:
     special = {}
     if seed.get("tokenizer_type", "character") == "bpe":
         special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
-    config = GPT2ScratchConfig(
+    config = _config(
         vocab_size=seed["vocab_size"],
         n_positions=seed["max_seq_len"],
         n_embd=seed["embed_dim"],
@@ -115,16 +117,17 @@ def from_seed(directory: str | Path) -> GPT2ScratchForCausalLM:
         tie_word_embeddings=False,
         **special,
     )
+    refusal = f"{weights_file} is not a plain state dict of tensors (or is damaged), and nothing else is unpickled"
     try:
         state = torch.load(weights_file, map_location="cpu", weights_only=True)
     except Exception as error:  # a foreign file: torch raises whatever its unpickler stumbles over
-        raise ConversionError(
-            f"{weights_file} is not a plain state dict of tensors (or is damaged), and nothing else is unpickled: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+        raise ConversionError(f"{refusal}: {_first_line(error)}") from error
+    if not isinstance(state, dict) or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ConversionError(f"{refusal}.")
     named = {_seed_parameter_name(name): tensor for name, tensor in state.items() if "causal_mask" not in name}
     generation = GenerationConfig(**special)
-    return _filled(GPT2ScratchForCausalLM, config, named, generation, next(iter(named.values())).dtype)
+    dtype = next((tensor.dtype for tensor in named.values()), torch.float32)
+    return _filled(GPT2ScratchForCausalLM, config, named, generation, dtype)
 
 
 def seed_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast | None:
@@ -136,8 +139,8 @@ def seed_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast | None:
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    seed = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    content = _read_json(path)
+    seed = _read_json(Path(directory) / "config.json")
     if "char_to_idx" in content:
         characters = Tokenizer(models.WordLevel(content["char_to_idx"]))
         characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -145,10 +148,47 @@ def seed_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast | None:
         return PreTrainedTokenizerFast(tokenizer_object=characters, model_max_length=seed["max_seq_len"])
     if "model" not in content:
         raise ConversionError(f"{path} is neither a `tokenizers` file nor a character map with char_to_idx.")
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConversionError(f"{path} is not a file of the tokenizers library: {_first_line(error)}") from error
     names = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|pad|>", "unk_token": "<|unk|>"}
     special = {role: token for role, token in names.items() if tokenizer.token_to_id(token) is not None}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=seed["max_seq_len"], **special)
+
+
+def _config(**fields) -> GPT2ScratchConfig:
+    try:
+        return GPT2ScratchConfig(**fields)
+    except StrictDataclassError as error:
+        raise ConversionError(f"The configuration is not one of a GPT-2: {error.__cause__ or error}.") from error
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # broken JSON, or not UTF-8
+        raise ConversionError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{path} holds no JSON object.")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _load(model_class: type, source: str):
+    """`from_pretrained`, but a weight that is not in the files is an error, never a random one."""
+    try:
+        model, report = model_class.from_pretrained(source, output_loading_info=True)
+    except Exception as error:  # whatever the file formats raise
+        raise ConversionError(f"The weights of {source} cannot be read: {_first_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        named = "; ".join(f"{name} is missing" for name in missing[:5])
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ConversionError(f"The weights of {source} are not whole: {named}{more}.")
+    return model
 
 
 def _transposed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -160,8 +200,8 @@ def _seed_parameter_name(name: str) -> str:
     name = name.removeprefix("_orig_mod.")
     module, _, kind = name.rpartition(".")
     if module.startswith("blocks."):
-        _, layer, inner = module.split(".", 2)
-        return f"transformer.h.{layer}.{SEED_PARAMETERS.get(inner, inner)}.{kind}"
+        _, layer, *inner = module.split(".", 2)
+        return ".".join(["transformer.h", layer, *(SEED_PARAMETERS.get(part, part) for part in inner), kind])
     return f"{SEED_PARAMETERS.get(module, module)}.{kind}"
 
 
@@ -201,6 +241,8 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
         ConversionError: the source is not recognised, cannot be converted, or `destination` holds files already.
     """
     destination = Path(destination)
+    if destination.exists() and not destination.is_dir():
+        raise ConversionError(f"{destination} is a file; name a new folder.")
     if destination.exists() and any(destination.iterdir()):
         raise ConversionError(f"{destination} is not empty; name a new folder.")
     config = _read_config(source)
@@ -208,9 +250,9 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
     if kind == to:
         raise ConversionError(f"{source} is a {kind} model already.")
     if kind == "gpt2scratch":
-        model = to_gpt2(GPT2ScratchForCausalLM.from_pretrained(source))
+        model = to_gpt2(_load(GPT2ScratchForCausalLM, source))
     elif kind == "gpt2":
-        model = from_gpt2(GPT2LMHeadModel.from_pretrained(source))
+        model = from_gpt2(_load(GPT2LMHeadModel, source))
     elif kind == "seed":
         model = from_seed(source)
         model = to_gpt2(model) if to == "gpt2" else model
@@ -230,7 +272,7 @@ def _read_config(source: str) -> dict:
     if path.exists():
         if not (path / "config.json").is_file():
             raise ConversionError(f"{source} holds no config.json, so there is nothing to recognise.")
-        return json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return _read_json(path / "config.json")
     try:
         return PreTrainedConfig.get_config_dict(source)[0]
     except OSError as error:
@@ -254,6 +296,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("destination", metavar="DST", help="the folder to write; must be new or empty")
     parser.add_argument("--to", choices=("gpt2scratch", "gpt2"), default="gpt2scratch", help="what to write")
     options = parser.parse_args(arguments)
+    logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, below
+    logging.disable_progress_bar()
     try:
         convert(options.source, options.destination, options.to)
     except ConversionError as error:

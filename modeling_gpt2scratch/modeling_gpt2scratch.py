@@ -207,13 +207,15 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
 
         # The mask comes before the cache and before default positions: packed documents are recognised only while
         # there is no cache, and arange positions under torch.compile would pass for packed ones and cost a (T, T) mask.
-        causal_mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        causal_mask = None
+        if not self.is_plainly_causal(attention_mask, position_ids, past_key_values):
+            causal_mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
@@ -231,6 +233,11 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
             )
         return BaseModelOutputWithPast(last_hidden_state=self.ln_f(hidden_states), past_key_values=past_key_values)
 
+    def is_plainly_causal(self, attention_mask, position_ids, past_key_values) -> bool:
+        """Whether SDPA's `is_causal` says it all. Transformers before 5.23 builds a (T, T) mask while compiling."""
+        nothing_to_mask = attention_mask is None and position_ids is None and past_key_values is None
+        return nothing_to_mask and self.config._attn_implementation == "sdpa" and not torch.compiler.is_exporting()
+
     def check_context(self, length: int, position_ids: torch.Tensor | None, past_key_values: Cache | None):
         """Looks only at shapes: costs no wait for the device, and holds inside a compiled graph, where an index beyond
         the table would abort the process."""
@@ -239,6 +246,10 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         cached = past_key_values.get_seq_length() if past_key_values is not None else 0
         if isinstance(cached, torch.Tensor):  # a static cache counts on the device; its capacity is a plain number
             total = max(length, past_key_values.get_max_length())
+            if total > self.config.n_positions and not torch.compiler.is_compiling():
+                # Waits for the device, and only where the cache is larger than the context, as `generate` leaves it
+                # after a refusal. What is compiled cannot look, and goes by the capacity.
+                total = int(cached) + length
         else:
             total = cached + length
         if total > self.config.n_positions and past_key_values is None and position_ids is not None:

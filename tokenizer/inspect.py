@@ -65,7 +65,7 @@ def wrong_hashes(store: TokenStore, split: str) -> list[str]:
     info: Split = getattr(store.metadata, split)
     expected = {f"{split}.bin": info.sha256, f"{split}.offsets.bin": info.offsets_sha256}
     return [
-        f"{store.folder / name} was changed: its hash is not the one in metadata.json. Make the store anew."
+        f"{store.folder / name} was changed: its hash is not the one in metadata.json. Delete the store and make it anew."
         for name, sha256 in expected.items()
         if file_sha256(store.folder / name) != sha256
     ]

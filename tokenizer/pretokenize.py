@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
 from filelock import FileLock
 
 from command_line import FlagParser, UserError, run
 from tokenizer import vocabulary
-from tokenizer.corpus import Corpus, CorpusArguments, Piece
+from tokenizer.corpus import TOLERATED_SHARE, Corpus, CorpusArguments, Piece
 from tokenizer.store import StoreWriter, TokenStore
 from tokenizer.vocabulary import Encoder, VocabularyArguments
 
@@ -49,10 +50,16 @@ def pretokenize(
         UserError: bad input (see `Corpus` and `vocabulary.build`), or `folder` holds something else.
     """
     check(corpus_arguments)
+    folder = folder if folder.name else folder.absolute()
     corpus = Corpus(inputs, corpus_arguments)
+    corpus.leave_out(folder)
     fingerprint = settings_hash(corpus, vocabulary_arguments, seed)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(folder.name + ".lock")):
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(f".{folder.name}.lock")).acquire()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made ({error.strerror}); name another --output.") from error
+    with lock:
         if TokenStore.is_store(folder):
             store = TokenStore(folder)
             if store.metadata.fingerprint != fingerprint:
@@ -67,7 +74,9 @@ def pretokenize(
 
 def settings_hash(corpus: Corpus, vocabulary_arguments: VocabularyArguments, seed: int) -> str:
     """Changes whenever the tokens might."""
-    settings = [asdict(corpus.arguments), asdict(vocabulary_arguments), seed]
+    name = vocabulary_arguments.tokenizer
+    theirs = vocabulary.load(name).backend_tokenizer.to_str() if name is not None else None
+    settings = [asdict(corpus.arguments), asdict(vocabulary_arguments), theirs, seed]
     return hashlib.sha256(f"{corpus.fingerprint()} {settings}".encode()).hexdigest()
 
 
@@ -88,12 +97,17 @@ def _write(
     tokenizer = vocabulary.build(vocabulary_arguments, corpus)
     _say_vocabulary(vocabulary_arguments, len(tokenizer), say)
     # A crash leaves this folder, never one that looks finished.
-    unfinished = folder.with_name(folder.name + ".unfinished")
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    writer = StoreWriter(unfinished, tokenizer)
-    _encode(corpus, writer, vocabulary.encoder(tokenizer), corpus.arguments.validation_fraction, seed)
-    command = shlex.join(["python", *sys.orig_argv[1:]])
-    writer.finish(corpus.arguments.validation_fraction, corpus.inputs, fingerprint, command)
+    with StoreWriter(unfinished, tokenizer) as writer:
+        lost = _encode(corpus, writer, vocabulary.encoder(tokenizer), corpus.arguments.validation_fraction, seed)
+        if lost > TOLERATED_SHARE * corpus.counts["bytes"]:
+            raise UserError(
+                f"{vocabulary_arguments.tokenizer} cannot express this text: {lost:,} of {corpus.counts['bytes']:,} bytes "
+                f"would be lost; use another tokenizer."
+            )
+        command = shlex.join(["python", *sys.orig_argv[1:]])
+        writer.finish(corpus.arguments.validation_fraction, corpus.inputs, fingerprint, command)
     if folder.exists():
         folder.rmdir()
     unfinished.rename(folder)
@@ -116,14 +130,20 @@ def _say_vocabulary(arguments: VocabularyArguments, size: int, say: Callable[[st
     say(f"Tokenizer: {kind[arguments.tokenizer_type]}.")
 
 
-def _encode(corpus: Corpus, writer: StoreWriter, encode: Encoder, validation_fraction: float, seed: int) -> None:
+def _encode(corpus: Corpus, writer: StoreWriter, encode: Encoder, validation_fraction: float, seed: int) -> int:
+    """Writes all documents. Returns how many bytes of the text its tokens do not stand for."""
     batch: list[tuple[str, Piece]] = []
     batch_size = 0
     split = "train"
+    lengths = np.array([len(piece) for piece in vocabulary.token_bytes(writer.tokenizer)])
+    lost = 0
 
     def flush() -> None:
+        nonlocal lost
         for (to_split, piece), ids in zip(batch, encode([piece.text for _, piece in batch]), strict=True):
-            writer.add(to_split, ids, len(piece.text.encode()), piece.ends_document)
+            n_bytes = len(piece.text.encode())
+            writer.add(to_split, ids, n_bytes, piece.ends_document)
+            lost += max(0, n_bytes - int(lengths[ids].sum()))
         batch.clear()
 
     for piece in corpus.pieces():
@@ -135,11 +155,12 @@ def _encode(corpus: Corpus, writer: StoreWriter, encode: Encoder, validation_fra
             flush()
             batch_size = 0
     flush()
+    return lost
 
 
 def split_of(text: str, validation_fraction: float, seed: int) -> str:
     """By the document's own text (the first piece of it), so that copies of a document never stand in both splits."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8, salt=seed.to_bytes(8, "little", signed=True)).digest()
+    digest = hashlib.blake2b(f"{seed}\0{text}".encode(), digest_size=8).digest()
     return "val" if int.from_bytes(digest, "little") < validation_fraction * 2**64 else "train"
 
 
@@ -154,7 +175,7 @@ def main(arguments: list[str]) -> None:
     missing = [f"--{name}" for name in ("input", "output") if not getattr(door, name)]
     if missing:
         raise UserError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed. See --help.")
-    pretokenize(door.input, Path(door.output), corpus_arguments, vocabulary_arguments, door.seed)
+    pretokenize(door.input, Path(door.output).expanduser(), corpus_arguments, vocabulary_arguments, door.seed)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class TokenStore:
                 f"{self.folder / 'tokenizer'} is another tokenizer than the one these tokens were made with."
             )
         if problems:
-            raise UserError("\n".join(f"{problem} Make the store anew." for problem in problems))
+            raise UserError("\n".join(f"{problem} Delete it and make it anew." for problem in problems))
 
     @staticmethod
     def is_store(folder: str | Path) -> bool:
@@ -123,7 +123,7 @@ class TokenStore:
             if largest >= self.metadata.vocab_size:
                 raise UserError(
                     f"{self.folder / f'{split}.bin'} holds token id {largest}, beyond its vocabulary of "
-                    f"{self.metadata.vocab_size}; the file or metadata.json was changed. Make the store anew."
+                    f"{self.metadata.vocab_size}; the file or metadata.json was changed. Delete it and make it anew."
                 )
 
 
@@ -148,10 +148,14 @@ def _read_metadata(folder: Path) -> Metadata:
             raise UserError(
                 f"{folder} is a store of format {version}; this version reads up to {FORMAT_VERSION}. Update."
             )
+        if content["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"its dtype is {content['dtype']}")
         splits = {split: Split(**content.pop(split)) for split in SPLITS}
         return Metadata(**content, **splits)
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not the metadata of a token store ({error}). Make the store anew.") from error
+        raise UserError(
+            f"{path} is not the metadata of a token store ({error}). Delete it and make it anew."
+        ) from error
 
 
 class StoreWriter:
@@ -168,6 +172,13 @@ class StoreWriter:
         self.tokens = dict.fromkeys(SPLITS, 0)
         self.bytes = dict.fromkeys(SPLITS, 0)
         self.offsets: dict[str, list[int]] = {split: [0] for split in SPLITS}
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for file in self.files.values():
+            file.close()
 
     def add(self, split: str, ids: np.ndarray, n_bytes: int, ends_document: bool) -> None:
         """Appends a piece of a document: `ids` (n,), which stand for `n_bytes` of text."""
@@ -223,29 +234,38 @@ class StoreWriter:
             of_split["train"], of_split["val"] = of_split["val"], of_split["train"]
 
     def _cut_off_tail(self, fraction: float) -> None:
-        """No document fell to validation: the last one gives its tail, about `fraction` of all bytes, cut after a line
-        break where it has one there."""
+        """No document fell to validation: the end of the text does, about `fraction` of all bytes, from the start of a
+        line or of a document on where there is one nearby, else from that of a character.
+
+        Raises:
+            UserError: not enough text for two splits.
+        """
         pieces = vocabulary.token_bytes(self.tokenizer)
         lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
+        starts_character = np.array([bool(piece) and not 0x80 <= piece[0] < 0xC0 for piece in pieces])
         ends_line = np.array([piece.endswith(b"\n") for piece in pieces])
-        start = self.offsets["train"][-2]
         path = self.folder / "train.bin"
-        document = np.memmap(path, dtype=self.dtype, mode="r", offset=start * self.dtype.itemsize)
+        tokens, offsets = self.tokens["train"], np.array(self.offsets["train"])
         wanted = fraction * self.bytes["train"]
-        window = np.array(document[-int(2 * wanted + 1024) :])  # a token is at least half a byte of the wanted tail
+        first = max(0, tokens - int(2 * fraction * tokens) - 1024)
+        window = np.fromfile(path, dtype=self.dtype, offset=first * self.dtype.itemsize)
         from_end = lengths[window][::-1].cumsum()[::-1]  # bytes from token i to the end
-        cut = max(1, int(np.searchsorted(-from_end, -wanted)))
-        line_starts = np.flatnonzero(ends_line[window]) + 1
-        line_starts = line_starts[line_starts < len(window) - 1]  # the tail must hold a token besides end-of-text
-        if len(line_starts):
-            cut = int(line_starts[np.abs(line_starts - cut).argmin()])
-        tail = window[cut:]
+        has_text_before = from_end < self.bytes["train"]
+        cuts = np.flatnonzero(starts_character[window] & has_text_before)
+        if not len(cuts):
+            raise UserError(
+                f"The text is too short: {self.bytes['train']} bytes in {tokens} tokens cannot be split into text to "
+                f"train on and text to validate with."
+            )
+        opens = ends_line[window[cuts - 1]] | np.isin(cuts + first, offsets)
+        opens &= (from_end[cuts] > wanted / 2) & (from_end[cuts] < 2 * wanted)
+        cuts = cuts[opens] if opens.any() else cuts
+        tail = window[cuts[np.abs(from_end[cuts] - wanted).argmin()] :]
         tail.tofile(self.folder / "val.bin")
-        kept = self.tokens["train"] - len(tail)
-        del document  # Windows refuses to truncate a mapped file
+        kept = tokens - len(tail)
         os.truncate(path, kept * self.dtype.itemsize)
         tail_bytes = int(lengths[tail].sum())
         self.tokens = {"train": kept, "val": len(tail)}
         self.bytes = {"train": self.bytes["train"] - tail_bytes, "val": tail_bytes}
-        self.offsets["train"][-1] = kept
-        self.offsets["val"] = [0, len(tail)]
+        self.offsets["train"] = [*offsets[offsets < kept], kept]
+        self.offsets["val"] = [0, *(offsets[offsets > kept] - kept)]

@@ -52,7 +52,8 @@ def build(arguments: VocabularyArguments, corpus: Corpus) -> PreTrainedTokenizer
     elif arguments.tokenizer_type == "character":
         tokenizer = character_tokenizer(piece.text for piece in corpus.pieces())
     else:
-        return train_bpe(_sample(corpus), arguments.vocab_size or DEFAULT_VOCAB_SIZE)  # may end smaller, said aloud
+        size = DEFAULT_VOCAB_SIZE if arguments.vocab_size is None else arguments.vocab_size
+        return train_bpe(_sample(corpus), size)  # may end smaller, said aloud
     if arguments.vocab_size not in (None, len(tokenizer)):
         of_what = arguments.tokenizer or f"the characters of {', '.join(corpus.inputs)}"
         raise UserError(
@@ -109,7 +110,7 @@ def load(name: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(f"{name} holds no tokenizer.json, so there is no fast tokenizer to load.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the Rust library raises nothing narrower
         raise UserError(f"No tokenizer can be loaded from {name}: {' '.join(str(error).split())[:200]}.") from error
     if not tokenizer.is_fast:
         raise UserError(f"{name} is a slow tokenizer; only fast ones (tokenizer.json) are supported.")
@@ -117,7 +118,8 @@ def load(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def is_character(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return isinstance(tokenizer.backend_tokenizer.model, models.WordLevel)
+    words = isinstance(tokenizer.backend_tokenizer.model, models.WordLevel)
+    return words and all(len(token) == 1 for token in tokenizer.get_vocab())
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
@@ -168,10 +170,13 @@ def _character_encoder(tokenizer: PreTrainedTokenizerBase) -> Encoder:
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     """What each id stands for in UTF-8; special tokens stand for nothing."""
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    special = set(tokenizer.all_special_tokens)
+    special, added = set(tokenizer.all_special_tokens), set(tokenizer.get_added_vocab())
     if isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel):
         to_byte = _byte_level_alphabet()
-        return [b"" if token in special else bytes(to_byte[character] for character in token) for token in tokens]
+        return [
+            b"" if token in special else token.encode() if token in added else bytes(to_byte[c] for c in token)
+            for token in tokens
+        ]
     return [b"" if token in special else tokenizer.decode([i]).encode() for i, token in enumerate(tokens)]
 
 

@@ -6,8 +6,10 @@ python -m training.evaluate runs/x/checkpoints/step_00001000 --data data/other
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -114,7 +116,7 @@ def _store_of_run(name: str) -> TokenStore:
     from training.data import open_store
 
     config = read_config(["--config", str(run_of(Path(name)) / CONFIG_FILE)])
-    return open_store(config.data.data, config.corpus, config.vocabulary, print)
+    return open_store(config.data.data, config.corpus, config.vocabulary, partial(print, file=sys.stderr))
 
 
 def _float64_device(device: torch.device) -> torch.device:

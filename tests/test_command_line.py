@@ -1,0 +1,250 @@
+"""Flags over a YAML file over defaults, and errors that are one sentence."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from command_line import FlagParser, UserError, run
+
+
+@dataclass
+class Model:
+    n_layer: int = field(default=12, metadata={"help": "Blocks."})
+    learning_rate: float = field(default=1e-3, metadata={"help": "At the peak."})
+    torch_compile: bool = field(default=False, metadata={"help": "Whether to compile."})
+    lr_scheduler_type: Literal["cosine", "linear"] = field(default="cosine", metadata={"help": "The shape."})
+    name: str | None = field(default=None, metadata={"help": "A name."})
+    input: list[str] = field(default_factory=list, metadata={"help": "Files."})
+
+
+@dataclass
+class Length:
+    max_steps: int | None = field(default=None, metadata={"help": "Steps."})
+    num_train_epochs: float | None = field(default=None, metadata={"help": "Epochs."})
+    max_train_tokens: int | None = field(default=None, metadata={"help": "Tokens."})
+
+
+def parse(*arguments: str, **options) -> tuple[Model, Length, set[str]]:
+    (model, length), given = FlagParser((Model, Length), "A door.").parse(list(arguments), **options)
+    return model, length, given
+
+
+def refused(*arguments: str, **options) -> str:
+    with pytest.raises(UserError) as error:
+        parse(*arguments, **options)
+    return str(error.value)
+
+
+@pytest.fixture
+def yaml(tmp_path):
+    def write(content: str | bytes) -> str:
+        path = tmp_path / "run.yaml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+# ---- what wins ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_given_leaves_the_defaults():
+    assert parse() == (Model(), Length(), set())
+
+
+def test_a_file_gives_defaults_that_flags_override(yaml):
+    path = yaml("n_layer: 6\nlearning_rate: 3e-4\ntorch_compile: true\nlr_scheduler_type: linear\ninput: [a, b c]\n")
+    model, _, given = parse("--config", path, "--n_layer", "2")
+    assert model == Model(2, 3e-4, True, "linear", None, ["a", "b c"])
+    assert given == {"config", "n_layer", "learning_rate", "torch_compile", "lr_scheduler_type", "input"}
+
+
+def test_a_default_file_is_read_only_where_no_other_is_named_and_is_not_the_users_word(yaml, tmp_path):
+    default = tmp_path / "default.yaml"
+    default.write_text("n_layer: 3\nname: quickstart\n")
+    model, _, given = parse("--name=mine", default_config=default)
+    assert (model.n_layer, model.name, given) == (3, "mine", {"name"})
+    model, _, _ = parse("--config", yaml("n_layer: 6\n"), default_config=default)
+    assert (model.n_layer, model.name) == (6, None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--n_layer", "3"], ["--n_layer=3"], ["--n-layer", "3"], ["--n-layer=3"]),
+        ["--torch_compile", "false", "--n_layer", "3"],
+    ],
+)
+def test_a_flag_may_be_written_in_any_of_its_forms(arguments):
+    model, _, given = parse(*arguments)
+    assert model == Model(n_layer=3)
+    assert "n_layer" in given
+
+
+def test_a_list_takes_several_values_and_a_switch_needs_none():
+    assert parse("--input", "a b", "ü*.txt", "--torch_compile")[0] == Model(torch_compile=True, input=["a b", "ü*.txt"])
+
+
+@pytest.mark.parametrize("flag", [["--max_steps", "5"], ["--num_train_epochs=2"], ["--max-train-tokens", "1000"]])
+@pytest.mark.parametrize("in_file", ["max_steps: 9", "num_train_epochs: 9", "max_train_tokens: 9"])
+def test_a_flag_for_the_length_clears_what_the_file_says_about_it(yaml, flag, in_file):
+    _, length, _ = parse("--config", yaml(in_file), *flag)
+    wanted = {"--max_steps": Length(max_steps=5), "--num_train_epochs=2": Length(num_train_epochs=2.0)}
+    assert length == wanted.get(flag[0], Length(max_train_tokens=1000))
+
+
+def test_a_length_in_the_file_stands_where_no_flag_speaks_of_it(yaml):
+    assert parse("--config", yaml("max_train_tokens: 1_000\nmax_steps:\n"), "--n_layer=2")[1] == Length(
+        None, None, 1000
+    )
+
+
+def test_a_first_argument_without_a_flag_fills_the_positional_field():
+    (model,), given = FlagParser((Model,), "A door.", positional="name").parse(["runs/x", "--n_layer=2"])
+    assert (model, given) == (Model(n_layer=2, name="runs/x"), {"name", "n_layer"})
+
+
+# ---- flags that are wrong -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--n_layers", "3"], "Unknown flag --n_layers. Did you mean --n_layer?"),
+        (["--learningrate=3"], "Unknown flag --learningrate=3. Did you mean --learning_rate?"),
+        (["--confg", "a.yaml"], "Unknown flag --confg. Did you mean --config?"),
+        (["--n_lay", "3"], "Unknown flag --n_lay. Did you mean --n_layer?"),
+        (["--zzz"], "Unknown flag --zzz. See --help for all of them."),
+        (["--n_layer", "3", "extra"], "Unknown flag extra. See --help for all of them."),
+        (["--n_layer", "3.5"], "Argument --n_layer/--n-layer: invalid int value: '3.5'. See --help."),
+        (["--n_layer"], "Argument --n_layer/--n-layer: expected one argument. See --help."),
+        (["--input", "--n_layer", "2"], "Argument --input: expected at least one argument. See --help."),
+        (["--config"], "Argument --config: expected one argument. See --help."),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(arguments, sentence):
+    assert refused(*arguments) == sentence
+
+
+def test_a_choice_that_there_is_not_is_answered_with_those_that_are():
+    sentence = refused("--lr_scheduler_type", "cubic")
+    assert all(word in sentence for word in ("lr_scheduler_type", "'cubic'", "cosine", "linear"))
+
+
+@pytest.mark.parametrize("arguments", [["--input", "a", "--input", "b"], ["--n_layer=2", "--n-layer", "3"]])
+def test_a_flag_given_twice_loses_nothing_silently(arguments):
+    assert arguments[0].split("=")[0] in refused(*arguments)
+
+
+def test_help_has_a_sentence_for_every_field(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse("--help")
+    assert leaving.value.code == 0
+    said = capsys.readouterr().out
+    for words in ("A door.", "Blocks.", "The shape.", "--max_steps", "flags override it"):
+        assert words in said
+
+
+# ---- files that are wrong -------------------------------------------------------------------------------------------
+
+
+def test_all_wrong_keys_are_reported_together_with_the_nearest(yaml):
+    path = yaml("n_layers: 3\nlearning-rate: 1\nzzz: 1\nname: {a: b}\n")
+    assert refused("--config", path).splitlines() == [
+        f"{path}: Unknown key n_layers. Did you mean n_layer?",
+        f"{path}: Unknown key learning-rate. Did you mean learning_rate?",
+        f"{path}: Unknown key zzz. See --help for all of them.",
+        f"name in {path} is nested; keys are flat.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("n_layer: many", ("n_layer", "'many'")),
+        ("n_layer: 3.5", ("n_layer", "'3.5'")),
+        ("n_layer: true", ("n_layer", "'True'")),
+        ("n_layer: [1, 2]", ("n_layer", "[1, 2]")),
+        ("n_layer:", ("n_layer",)),
+        ("torch_compile: maybe", ("torch_compile", "maybe")),
+        ("lr_scheduler_type: cubic", ("lr_scheduler_type", "cubic", "cosine")),
+    ],
+)
+def test_a_value_of_the_wrong_type_in_a_file_is_one_sentence(yaml, line, words):
+    sentence = refused("--config", yaml(line))
+    assert "\n" not in sentence
+    assert all(word in sentence for word in words)
+
+
+def test_a_single_value_of_a_list_needs_no_brackets(yaml):
+    assert parse("--config", yaml("input: my text.txt\n"))[0].input == ["my text.txt"]
+
+
+def test_a_list_in_a_file_may_be_empty_or_hold_what_looks_like_a_flag(yaml):
+    assert parse("--config", yaml("input: []\nname: --odd\n"))[0] == Model(name="--odd")
+    assert parse("--config", yaml("input: [--odd, 3]\n"))[0].input == ["--odd", "3"]
+
+
+def test_nothing_is_a_value_where_nothing_is_allowed(yaml):
+    assert parse("--config", yaml("name: null\nmax_steps: ~\n"))[:2] == (Model(), Length())
+
+
+def test_an_empty_file_changes_nothing(yaml):
+    assert parse("--config", yaml("# n_layer: 3\n"))[0] == Model()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("- n_layer\n", "must be a list of `name: value` lines, but holds a list"),
+        ("just words", "must be a list of `name: value` lines, but holds a str"),
+        ("n_layer: [3\nname: x", "is not valid YAML"),
+        ("n_layer:\t3\n\tname: x", "is not valid YAML"),
+        ("name: café".encode("latin-1"), "is not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_flat_yaml_is_one_sentence(yaml, content, words):
+    sentence = refused("--config", yaml(content))
+    assert words in sentence
+    assert "\n" not in sentence
+
+
+def test_a_config_file_that_is_not_there_is_answered_with_the_nearest(yaml, tmp_path):
+    (tmp_path / "other.yaml").write_text("")
+    path = yaml("")
+    missing = Path(path).with_name("runn.yaml")
+    assert refused("--config", str(missing)) == f"There is no config file {missing}. Did you mean {path}?"
+    assert refused(f"--config={tmp_path}") == f"There is no config file {tmp_path}."
+    assert refused("--config=/nowhere/a.yaml") == "There is no config file /nowhere/a.yaml."
+
+
+# ---- leaving --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("This is wrong.\nSo is that."), 1, "error: This is wrong.\nerror: So is that.\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_a_door_says_what_is_wrong_and_leaves_with_a_code(capsys, monkeypatch, error, code, said):
+    def main(arguments: list[str]) -> None:
+        raise error
+
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as leaving:
+        run(main)
+    assert (leaving.value.code, capsys.readouterr().err) == (code, said)
+
+
+def test_one_process_of_a_job_speaks_for_all(capsys, monkeypatch):
+    def main(arguments: list[str]) -> None:
+        raise UserError("This is wrong.")
+
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as leaving:
+        run(main)
+    assert (leaving.value.code, capsys.readouterr().err) == (1, "")

@@ -1,0 +1,571 @@
+"""Conversion without loss: to and from Transformers' GPT-2, and from the checkpoints of the seed author."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
+
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from modeling_gpt2scratch.conversion_gpt2scratch import ConversionError, from_gpt2, from_seed, main, to_gpt2
+
+TINY = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
+DOOR = ("-m", "modeling_gpt2scratch.conversion_gpt2scratch")
+TEXTS = ["It was the best of times,\nit was the worst of times . ", " Two  spaces, a\ttab; naïve café?", "the end"]
+
+
+def tiny_gpt2(**fields):
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**TINY | {"bos_token_id": 1, "eos_token_id": 1} | fields)).eval()
+
+
+def tiny_ours(**fields):
+    torch.manual_seed(0)
+    return GPT2ScratchForCausalLM(GPT2ScratchConfig(**TINY | fields)).eval()
+
+
+def tokens(*shape, vocab_size=64):
+    return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
+
+def assert_same_weights(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Transformers' GPT-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_gpt2_comes_over_with_its_logits_and_its_size(tied, activation):
+    gpt2 = tiny_gpt2(tie_word_embeddings=tied, activation_function=activation)
+    ours = from_gpt2(gpt2)
+    assert torch.equal(ours(tokens(2, 32)).logits, gpt2(tokens(2, 32)).logits)
+    assert ours.num_parameters() == gpt2.num_parameters()
+    assert (ours.lm_head.weight is ours.transformer.wte.weight) == tied
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_ours_goes_over_with_its_logits_and_its_size(tied, activation):
+    ours = tiny_ours(tie_word_embeddings=tied, activation_function=activation)
+    gpt2 = to_gpt2(ours)
+    assert type(gpt2) is GPT2LMHeadModel
+    assert torch.equal(gpt2(tokens(2, 32)).logits, ours(tokens(2, 32)).logits)
+    assert gpt2.num_parameters() == ours.num_parameters()
+    assert (gpt2.lm_head.weight is gpt2.transformer.wte.weight) == tied
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_there_and_back_is_the_same_model(tied):
+    gpt2, ours = tiny_gpt2(tie_word_embeddings=tied), tiny_ours(tie_word_embeddings=tied)
+    assert_same_weights(to_gpt2(from_gpt2(gpt2)), gpt2)
+    assert_same_weights(from_gpt2(to_gpt2(ours)), ours)
+
+
+def test_the_configuration_comes_along():
+    fields = {"n_inner": 40, "layer_norm_epsilon": 1e-3, "resid_pdrop": 0.3, "attn_pdrop": 0.2, "embd_pdrop": 0.1}
+    fields |= {"pad_token_id": 5, "bos_token_id": 3, "eos_token_id": 4, "use_cache": False}
+    gpt2 = tiny_gpt2(**fields)
+    ours = from_gpt2(gpt2).config
+    assert {name: getattr(ours, name) for name in fields} == fields
+    back = to_gpt2(from_gpt2(gpt2)).config
+    assert {name: getattr(back, name) for name in fields} == fields
+    assert back.n_ctx == 32  # llama.cpp's converter asks for it
+
+
+def test_the_generation_config_is_kept():
+    gpt2 = tiny_gpt2()
+    gpt2.generation_config.update(do_sample=True, temperature=0.7, top_k=11, max_new_tokens=9, eos_token_id=[1, 2])
+    ours = from_gpt2(gpt2)
+    assert ours.generation_config.to_dict() == gpt2.generation_config.to_dict()
+    assert to_gpt2(ours).generation_config.to_dict() == gpt2.generation_config.to_dict()
+
+
+def test_the_precision_is_kept():
+    ours = from_gpt2(tiny_gpt2().to(torch.bfloat16))
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
+
+
+def test_a_converted_model_is_independent_of_its_source():
+    gpt2 = tiny_gpt2()
+    ours = from_gpt2(gpt2)
+    before = ours(tokens(1, 4)).logits.clone()
+    with torch.no_grad():
+        for parameter in gpt2.parameters():
+            parameter.zero_()
+    assert torch.equal(ours(tokens(1, 4)).logits, before)
+
+
+FOREIGN = {
+    "scale_attn_weights": False,
+    "scale_attn_by_inverse_layer_idx": True,
+    "reorder_and_upcast_attn": True,
+    "add_cross_attention": True,
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_option_that_we_do_not_have_is_refused_by_name(name):
+    with pytest.raises(ConversionError, match=rf"no equivalent of {name}={FOREIGN[name]};"):
+        from_gpt2(tiny_gpt2(**{name: FOREIGN[name]}))
+
+
+@torch.no_grad()
+def test_a_gpt2_folder_goes_through_the_door_and_back(tmp_path):
+    gpt2 = tiny_gpt2(vocab_size=300)
+    gpt2.generation_config.temperature = 0.7
+    gpt2.generation_config.do_sample = True
+    gpt2.save_pretrained(tmp_path / "gpt2")
+    bpe_tokenizer().save(str(tmp_path / "gpt2" / "tokenizer.json"))
+    assert main([str(tmp_path / "gpt2"), str(tmp_path / "ours")]) == 0
+    assert main([str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "gpt2"]) == 0
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(ours) is GPT2ScratchForCausalLM
+    assert torch.equal(ours(tokens(1, 8)).logits, gpt2(tokens(1, 8)).logits)
+    assert ours.generation_config.temperature == 0.7
+    assert_same_weights(GPT2LMHeadModel.from_pretrained(tmp_path / "back"), gpt2)
+    for name in ("ours", "back"):
+        assert AutoTokenizer.from_pretrained(tmp_path / name)(TEXTS)["input_ids"] == bpe_ids(TEXTS)
+
+
+# The seed author's model, written down again from the names and shapes of its checkpoints
+
+
+class SeedAttention(nn.Module):
+    def __init__(self, width, heads, context):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out_proj = nn.Linear(width, width)
+        self.register_buffer("causal_mask", torch.ones(context, context).tril().bool())
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        scores = (q @ k.transpose(-2, -1)) * (C // self.heads) ** -0.5
+        weights = scores.masked_fill(~self.causal_mask[:T, :T], float("-inf")).softmax(-1)
+        return self.out_proj((weights @ v).transpose(1, 2).reshape(B, T, C))
+
+
+class SeedFeedForward(nn.Module):
+    def __init__(self, width, inner):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+class SeedBlock(nn.Module):
+    def __init__(self, width, heads, inner, context):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.feed_forward = SeedAttention(width, heads, context), SeedFeedForward(width, inner)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.feed_forward(self.norm2(x))
+
+
+class SeedModel(nn.Module):
+    def __init__(self, vocab_size, embed_dim, num_heads, num_layers, ff_dim, max_seq_len, **_):
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocab_size, embed_dim)
+        self.positional_embedding = nn.Embedding(max_seq_len, embed_dim)
+        self.blocks = nn.ModuleList(SeedBlock(embed_dim, num_heads, ff_dim, max_seq_len) for _ in range(num_layers))
+        self.ln_f = nn.LayerNorm(embed_dim)
+        self.head = nn.Linear(embed_dim, vocab_size, bias=False)
+        self.register_buffer("causal_mask", torch.ones(max_seq_len, max_seq_len).tril())
+
+    def forward(self, ids):
+        x = self.token_embedding(ids) + self.positional_embedding.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln_f(x))
+
+
+CHARACTERS = sorted({*"".join(TEXTS), "€", "\r", "😀"})
+
+
+def character_map():
+    indices = {character: index for index, character in enumerate(CHARACTERS)}
+    letters = {str(index): character for index, character in enumerate(CHARACTERS)}
+    return {"type": "character", "vocab_size": len(CHARACTERS), "char_to_idx": indices, "idx_to_char": letters}
+
+
+def bpe_tokenizer():
+    tokenizer = Tokenizer(models.BPE(unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|pad|>", "<|unk|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["It was the age of wisdom, it was the age of foolishness, " * 9, *TEXTS], trainer)
+    return tokenizer
+
+
+def bpe_ids(texts):
+    return [encoding.ids for encoding in bpe_tokenizer().encode_batch(texts)]
+
+
+def write_seed(folder, kind="bpe", prefix="", **changes):
+    """A checkpoint folder as the seed author's trainer left it; returns the folder and its model."""
+    folder.mkdir()
+    vocab_size = len(CHARACTERS) if kind == "character" else bpe_tokenizer().get_vocab_size()
+    shape = {
+        "vocab_size": vocab_size,
+        "embed_dim": 16,
+        "num_heads": 2,
+        "num_layers": 2,
+        "ff_dim": 48,
+        "max_seq_len": 32,
+    }
+    torch.manual_seed(0)
+    model = SeedModel(**shape).eval()
+    torch.save({prefix + name: weight for name, weight in model.state_dict().items()}, folder / "pytorch_model.bin")
+    config = shape | {"dropout": 0.1, "tokenizer_type": kind} | changes
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if kind == "character":
+        (folder / "tokenizer.json").write_text(json.dumps(character_map()), encoding="utf-8")
+    else:
+        bpe_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder, model
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    """Both kinds of seed checkpoint, and what the door made of them."""
+    folder = tmp_path_factory.mktemp("seeds")
+    kinds = {"bpe": "_orig_mod.", "character": ""}
+    return folder, {kind: write_seed(folder / kind, kind, prefix)[1] for kind, prefix in kinds.items()}
+
+
+@pytest.fixture(params=["bpe", "character"])
+def converted(request, seeds, launch):
+    """(kind, the seed's model, the converted folder); each kind goes through the door once."""
+    folder, originals = seeds
+    kind = request.param
+    destination = folder / f"{kind}-converted"
+    if not destination.exists():
+        done = launch(*DOOR, folder / kind, destination)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"Wrote {destination} (gpt2scratch).\n"
+    return kind, originals[kind], destination
+
+
+SEED_NAMES = {
+    "transformer.wte": "token_embedding",
+    "transformer.wpe": "positional_embedding",
+    "transformer.ln_f": "ln_f",
+    "lm_head": "head",
+    **{
+        f"transformer.h.{layer}.{ours}": f"blocks.{layer}.{theirs}"
+        for layer in range(2)
+        for ours, theirs in {
+            "ln_1": "norm1",
+            "attn.c_attn": "attention.qkv",
+            "attn.c_proj": "attention.out_proj",
+            "ln_2": "norm2",
+            "mlp.c_fc": "feed_forward.fc1",
+            "mlp.c_proj": "feed_forward.fc2",
+        }.items()
+    },
+}
+
+
+def test_a_seed_checkpoint_keeps_its_logits_loss_and_gradients(converted):
+    _, seed, folder = converted
+    ours = AutoModelForCausalLM.from_pretrained(folder)
+    assert ours.num_parameters() == sum(parameter.numel() for parameter in seed.parameters())
+    ids = tokens(2, 32, vocab_size=ours.config.vocab_size)
+    output, logits = ours(ids, labels=ids), seed(ids)
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(output.logits, logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.loss, loss, rtol=0, atol=1e-6)
+    output.loss.backward()
+    loss.backward()
+    theirs = {name: parameter.grad for name, parameter in seed.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        module, _, kind = name.rpartition(".")
+        torch.testing.assert_close(parameter.grad, theirs.pop(f"{SEED_NAMES[module]}.{kind}"), rtol=1e-4, atol=1e-6)
+    assert not theirs
+    seed.zero_grad()
+
+
+def test_a_seed_checkpoint_keeps_its_configuration(converted):
+    kind, seed, folder = converted
+    config = AutoModelForCausalLM.from_pretrained(folder).config
+    assert (config.n_inner, config.n_positions, config.activation_function) == (48, 32, "gelu")
+    assert (config.embd_pdrop, config.attn_pdrop, config.resid_pdrop) == (0.1, 0.1, 0.1)
+    assert config.tie_word_embeddings is False
+    assert config.vocab_size == seed.head.out_features
+    assert (config.eos_token_id, config.pad_token_id) == ((0, 1) if kind == "bpe" else (None, None))
+
+
+def test_a_seed_tokenizer_keeps_its_ids(converted):
+    kind, _, folder = converted
+    indices = character_map()["char_to_idx"]
+    expected = bpe_ids(TEXTS) if kind == "bpe" else [[indices[character] for character in text] for text in TEXTS]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(TEXTS)["input_ids"] == expected
+    assert tokenizer.batch_decode(expected) == TEXTS
+    assert tokenizer.model_max_length == 32
+
+
+@pytest.mark.parametrize("converted", ["character"], indirect=True)
+def test_a_seed_character_tokenizer_knows_every_character_and_nothing_else(converted):
+    tokenizer = AutoTokenizer.from_pretrained(converted[2])
+    assert tokenizer("".join(CHARACTERS))["input_ids"] == list(range(len(CHARACTERS)))
+    assert tokenizer.decode(range(len(CHARACTERS))) == "".join(CHARACTERS)
+    assert len(tokenizer) == len(CHARACTERS)
+    assert tokenizer.eos_token_id is None
+
+
+@pytest.mark.parametrize("converted", ["bpe"], indirect=True)
+def test_a_seed_bpe_knows_its_special_tokens(converted):
+    tokenizer = AutoTokenizer.from_pretrained(converted[2])
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+    assert special == (0, 0, 1, 2)
+    assert tokenizer("a<|endoftext|>b")["input_ids"][1] == 0
+
+
+@pytest.mark.parametrize("kind", ["bpe", "character"])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."], ids=["plain", "compiled"])
+@torch.no_grad()
+def test_a_seed_checkpoint_converts_with_and_without_the_prefix_of_a_compiled_model(kind, prefix, tmp_path):
+    folder, seed = write_seed(tmp_path / "seed", kind, prefix)
+    ids = tokens(1, 32, vocab_size=seed.head.out_features)
+    torch.testing.assert_close(from_seed(folder)(ids).logits, seed(ids), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_seed_checkpoint_becomes_a_native_gpt2(tmp_path):
+    folder, seed = write_seed(tmp_path / "seed")
+    assert main([str(folder), str(tmp_path / "native"), "--to", "gpt2"]) == 0
+    native = GPT2LMHeadModel.from_pretrained(tmp_path / "native")
+    ids = tokens(1, 32)
+    torch.testing.assert_close(native(ids).logits, seed(ids), rtol=0, atol=1e-5)
+
+
+def test_a_seed_checkpoint_without_a_tokenizer_gets_none_made_up(tmp_path):
+    folder, _ = write_seed(tmp_path / "seed")
+    (folder / "tokenizer.json").unlink()
+    assert main([str(folder), str(tmp_path / "ours")]) == 0
+    assert not list((tmp_path / "ours").glob("tokenizer*"))
+
+
+class Malicious:
+    """Unpickling this creates a folder."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path, launch):
+    folder, _ = write_seed(tmp_path / "seed")
+    target = tmp_path / "executed"
+    torch.save({"token_embedding.weight": Malicious(target)}, folder / "pytorch_model.bin")
+    done = launch(*DOOR, folder, tmp_path / "ours")
+    assert not target.exists()
+    assert_one_sentence(done.stderr, "pytorch_model.bin is not a plain state dict of tensors")
+    assert done.returncode == 1
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert target.exists()  # the trap was real
+
+
+# What a user can do wrong
+
+
+def assert_one_sentence(stderr, words):
+    assert stderr.startswith("error: "), stderr
+    assert stderr.count("\n") == 1, stderr
+    assert words in stderr
+
+
+def nothing_there(folder):
+    return folder / "nowhere"
+
+
+def no_config(folder):
+    folder.mkdir()
+    return folder
+
+
+def a_file(folder):
+    write_seed(folder)
+    return folder / "pytorch_model.bin"
+
+
+def truncated_bin(folder):
+    weights = write_seed(folder)[0] / "pytorch_model.bin"
+    weights.write_bytes(weights.read_bytes()[:-2000])
+    return folder
+
+
+def empty_bin(folder):
+    (write_seed(folder)[0] / "pytorch_model.bin").write_bytes(b"")
+    return folder
+
+
+def missing_bin(folder):
+    (write_seed(folder)[0] / "pytorch_model.bin").unlink()
+    return folder
+
+
+def with_state(change):
+    def build(folder):
+        weights = write_seed(folder)[0] / "pytorch_model.bin"
+        torch.save(change(torch.load(weights)), weights)
+        return folder
+
+    return build
+
+
+def with_config(**changes):
+    return lambda folder: write_seed(folder, **changes)[0]
+
+
+def without_key(folder):
+    config = json.loads((write_seed(folder)[0] / "config.json").read_text())
+    del config["ff_dim"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def with_text(name, text):
+    def build(folder):
+        (write_seed(folder)[0] / name).write_text(text)
+        return folder
+
+    return build
+
+
+def saved(model):
+    def build(folder):
+        model().save_pretrained(folder)
+        return folder
+
+    return build
+
+
+def without_a_tensor(model):
+    def build(folder):
+        model().save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        del weights["transformer.h.1.ln_2.weight"]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return build
+
+
+def truncated_safetensors(folder):
+    tiny_gpt2().save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-2000])
+    return folder
+
+
+def missing_safetensors(folder):
+    tiny_gpt2().save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def of_another_family(folder):
+    LlamaConfig().save_pretrained(folder)
+    return folder
+
+
+WRONG_SOURCES = {
+    "no such source": (nothing_there, "nowhere is neither a folder here nor a model on the Hub"),
+    "no config.json": (no_config, "holds no config.json"),
+    "a file": (a_file, "holds no config.json"),
+    "broken config.json": (with_text("config.json", '{"embed_dim": 16,'), "config.json"),
+    "config.json is a list": (with_text("config.json", "[]"), "config.json"),
+    "of another family": (of_another_family, "'llama'; expected gpt2, gpt2scratch, or a seed checkpoint"),
+    "gpt2scratch already": (saved(tiny_ours), "is a gpt2scratch model already"),
+    "missing bin": (missing_bin, "no pytorch_model.bin beside it"),
+    "empty bin": (empty_bin, "pytorch_model.bin is not a plain state dict"),
+    "truncated bin": (truncated_bin, "pytorch_model.bin is not a plain state dict"),
+    "a tensor in place of a state dict": (with_state(lambda state: torch.zeros(3)), "pytorch_model.bin"),
+    "a whole trainer state": (with_state(lambda state: {"model": state, "step": 3}), "pytorch_model.bin"),
+    "an empty state dict": (with_state(lambda state: {}), "pytorch_model.bin"),
+    "a missing tensor": (
+        with_state(lambda state: {name: tensor for name, tensor in state.items() if name != "ln_f.bias"}),
+        "transformer.ln_f.bias is missing",
+    ),
+    "an unknown tensor": (with_state(lambda state: state | {"blocks.1.weight": torch.zeros(1)}), "is unknown"),
+    "wrong shapes": (with_config(max_seq_len=64), "transformer.wpe.weight is (32, 16) instead of (64, 16)"),
+    "fewer layers in config.json": (with_config(num_layers=1), "transformer.h.1.ln_1.weight is unknown"),
+    "config.json lacks a key": (without_key, "lacks ff_dim"),
+    "heads that do not divide": (with_config(num_heads=3), "n_embd 16 is not divisible by n_head 3"),
+    "a word for a number": (with_config(embed_dim="sixteen"), "n_embd"),
+    "broken tokenizer.json": (with_text("tokenizer.json", '{"model":'), "tokenizer.json"),
+    "an odd tokenizer.json": (with_text("tokenizer.json", '{"model": 5}'), "tokenizer.json"),
+    "a foreign tokenizer.json": (with_text("tokenizer.json", "{}"), "tokenizer.json is neither"),
+    "a GPT-2 without weights": (missing_safetensors, "model.safetensors"),
+    "a truncated GPT-2": (truncated_safetensors, "source"),
+    "a GPT-2 with a missing tensor": (without_a_tensor(tiny_gpt2), "transformer.h.1.ln_2.weight is missing"),
+    "a GPT-2 with a foreign option": (
+        saved(lambda: tiny_gpt2(scale_attn_by_inverse_layer_idx=True)),
+        "no equivalent of scale_attn_by_inverse_layer_idx=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_SOURCES)
+def test_a_wrong_source_is_one_sentence_and_writes_nothing(mistake, tmp_path, capfd):
+    build, words = WRONG_SOURCES[mistake]
+    source = build(tmp_path / "source")
+    capfd.readouterr()
+    assert main([str(source), str(tmp_path / "ours")]) == 1
+    captured = capfd.readouterr()
+    assert_one_sentence(captured.err, words)
+    assert captured.out == ""
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [(saved(tiny_gpt2), "is a gpt2 model already"), (without_a_tensor(tiny_ours), "ln_2.weight is missing")],
+    ids=["gpt2 already", "a missing tensor"],
+)
+def test_a_wrong_source_on_the_way_to_gpt2_is_one_sentence(build, words, tmp_path, capfd):
+    build(tmp_path / "source")
+    capfd.readouterr()
+    assert main([str(tmp_path / "source"), str(tmp_path / "gpt2"), "--to", "gpt2"]) == 1
+    assert_one_sentence(capfd.readouterr().err, words)
+
+
+@pytest.mark.parametrize("occupied", ["folder", "file"])
+def test_an_occupied_destination_is_one_sentence_and_stays_as_it_is(occupied, tmp_path, capfd):
+    source, _ = write_seed(tmp_path / "seed")
+    kept = tmp_path / "there" / "precious.txt" if occupied == "folder" else tmp_path / "there"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("precious")
+    assert main([str(source), str(tmp_path / "there")]) == 1
+    assert_one_sentence(capfd.readouterr().err, "is not empty" if occupied == "folder" else "there")
+    assert kept.read_text() == "precious"
+
+
+def test_a_failing_door_says_so_to_the_shell(tmp_path, launch):
+    done = launch(*DOOR, tmp_path / "nowhere", tmp_path / "ours")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert_one_sentence(done.stderr, "neither a folder here nor a model on the Hub")

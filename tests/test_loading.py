@@ -1,0 +1,213 @@
+"""A published folder in a process that has never heard of this project."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers.dynamic_module_utils import get_relative_imports
+
+from conftest import REPOSITORY
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+
+TINY = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
+IDS = torch.arange(8)[None]
+HUB_ID, COMMIT = "someone/tiny-gpt2", "c0ffee" * 6 + "cafe"
+CODE = ["configuration_gpt2scratch.py", "modeling_gpt2scratch.py"]
+AUTO_MAP = {
+    "AutoConfig": "configuration_gpt2scratch.GPT2ScratchConfig",
+    "AutoModel": "modeling_gpt2scratch.GPT2ScratchModel",
+    "AutoModelForCausalLM": "modeling_gpt2scratch.GPT2ScratchForCausalLM",
+}
+
+# Loads each source as a stranger would; prints one JSON object per source.
+STRANGER = """
+import json, sys
+from pathlib import Path
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+def look(source, resaved):
+    config = AutoConfig.from_pretrained(source, trust_remote_code=True)
+    ask = {"trust_remote_code": True, "output_loading_info": True}
+    base, base_report = AutoModel.from_pretrained(source, **ask)
+    model, report = AutoModelForCausalLM.from_pretrained(source, **ask)
+    torch.manual_seed(0)
+    fresh = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        logits, hidden = model(ids).logits, base(ids).last_hidden_state
+        through_base = model.lm_head(hidden)
+    if resaved:
+        model.save_pretrained(resaved)
+    return {
+        "classes": [type(config).__name__, type(base).__name__, type(model).__name__],
+        "modules": [type(config).__module__, type(model).__module__],
+        "problems": {
+            name: {key: sorted(map(str, value)) for key, value in one.items() if value}
+            for name, one in (("base", base_report), ("model", report))
+        },
+        "logits": logits.tolist(),
+        "through_base": through_base.tolist(),
+        "tied": model.lm_head.weight is model.transformer.wte.weight,
+        "residual_std": fresh.transformer.h[0].mlp.c_proj.weight.std().item() / config.initializer_range,
+        "generated": model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist(),
+    }
+
+for source, resaved in json.loads(sys.argv[1]):
+    print(json.dumps(look(source, resaved)))
+assert "modeling_gpt2scratch" not in sys.modules
+"""
+
+
+def tiny(**fields):
+    torch.manual_seed(0)
+    return GPT2ScratchForCausalLM(GPT2ScratchConfig(**TINY | fields)).eval()
+
+
+def as_a_stranger(folder, sources):
+    """What a fresh process, far from the repository, finds in each source."""
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    strange = {"HF_HOME": str(folder / "hf"), "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
+    hidden = ("PYTHONPATH", "HF_HUB_CACHE", "HF_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, json.dumps([(str(source), str(to or "")) for source, to in sources])],
+        cwd=elsewhere,
+        env=environment | strange | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [SimpleNamespace(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def put_in_hub_cache(model_folder, cache):
+    """The files as `huggingface_hub` keeps a downloaded repository."""
+    repository = cache / f"models--{HUB_ID.replace('/', '--')}"
+    shutil.copytree(model_folder, repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Every folder of these tests, and what strangers saw in them: two processes, one after the other."""
+    folder = tmp_path_factory.mktemp("published")
+    models = {"untied": tiny(), "tied": tiny(tie_word_embeddings=True)}
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    put_in_hub_cache(folder / "untied", folder / "hf" / "hub")
+    first = {"untied": folder / "resaved", "tied": None, HUB_ID: folder / "resaved_from_hub"}
+    seen = as_a_stranger(folder, [(HUB_ID if name == HUB_ID else folder / name, to) for name, to in first.items()])
+    shutil.copytree(folder / "untied", folder / "another name-v1.0")
+    second = ["resaved", "resaved_from_hub", "another name-v1.0"]
+    seen += as_a_stranger(folder, [(folder / name, None) for name in second])
+    return SimpleNamespace(folder=folder, models=models, seen=dict(zip([*first, *second], seen, strict=True)))
+
+
+SOURCES = ["untied", "tied", HUB_ID, "resaved", "resaved_from_hub", "another name-v1.0"]
+
+
+@pytest.mark.parametrize("folder", ["untied", "resaved", "resaved_from_hub"])
+def test_a_saved_folder_carries_its_code_and_names_it(published, folder):
+    files = sorted(path.name for path in (published.folder / folder).iterdir())
+    assert files == sorted([*CODE, "config.json", "generation_config.json", "model.safetensors"])
+    config = json.loads((published.folder / folder / "config.json").read_text())
+    assert config["auto_map"] == AUTO_MAP
+    assert config["model_type"] == "gpt2scratch"
+    assert config["architectures"] == ["GPT2ScratchForCausalLM"]
+    for name in CODE:
+        ours = (REPOSITORY / "modeling_gpt2scratch" / name).read_bytes()
+        assert (published.folder / folder / name).read_bytes() == ours
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_stranger_loads_all_three_classes_from_the_folders_own_code(published, source):
+    seen = published.seen[source]
+    assert seen.classes == ["GPT2ScratchConfig", "GPT2ScratchModel", "GPT2ScratchForCausalLM"]
+    assert all(module.startswith("transformers_modules.") for module in seen.modules)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_stranger_finds_no_weight_missing_or_left_over(published, source):
+    assert published.seen[source].problems == {"base": {}, "model": {}}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_stranger_gets_our_logits(published, source):
+    model, seen = published.models["tied" if source == "tied" else "untied"], published.seen[source]
+    for logits in (seen.logits, seen.through_base):
+        torch.testing.assert_close(torch.tensor(logits), model(IDS).logits, rtol=0, atol=1e-6)
+    expected = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert seen.generated == expected.tolist()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_stranger_gets_tied_weights_tied(published, source):
+    assert published.seen[source].tied == (source == "tied")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_stranger_who_trains_anew_gets_the_smaller_first_weights(published, source):
+    """1 / sqrt(2 * 2 layers) = 0.5; the custom code's own modules are those that Transformers once skipped."""
+    assert published.seen[source].residual_std == pytest.approx(0.5, rel=0.1)
+
+
+def weight_names(folder):
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return list(file.keys())
+
+
+def test_tied_weights_are_stored_once(published):
+    untied, tied = (weight_names(published.folder / name) for name in ("untied", "tied"))
+    assert len(untied) == len(tied) + 1
+    assert "lm_head.weight" not in tied
+
+
+def test_a_compiled_model_is_saved_under_plain_names(tmp_path):
+    model = tiny()
+    torch.compile(model).save_pretrained(tmp_path)
+    assert set(weight_names(tmp_path)) == set(model.state_dict())
+    assert {path.name for path in tmp_path.iterdir()} >= set(CODE)
+
+
+def test_the_model_without_its_head_is_saved_with_its_code_too(tmp_path):
+    tiny().transformer.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {*CODE, "config.json", "model.safetensors"}
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
+
+
+def imports_of(path):
+    """(level, module, names) of every import statement; level 1 is `from .module`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name, []) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield node.level, node.module, [alias.name for alias in node.names]
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_the_uploaded_files_import_nothing_that_a_stranger_lacks(published, name):
+    allowed = {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
+    foreign = [module.split(".")[0] for level, module, _ in imports_of(published.folder / "untied" / name) if not level]
+    assert set(foreign) <= allowed
+
+
+def test_the_uploaded_files_import_each_other_in_the_one_way_that_works(published):
+    """As Transformers' scanner sees it, and as Python does: `from .configuration_gpt2scratch import GPT2ScratchConfig`."""
+    configuration, modeling = (published.folder / "untied" / name for name in CODE)
+    assert get_relative_imports(configuration) == []
+    assert get_relative_imports(modeling) == ["configuration_gpt2scratch"]
+    relative = [found for path in (configuration, modeling) for found in imports_of(path) if found[0]]
+    assert relative == [(1, "configuration_gpt2scratch", ["GPT2ScratchConfig"])]

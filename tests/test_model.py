@@ -1,0 +1,774 @@
+"""The model against Transformers' GPT-2, against literal numbers, and against itself where two ways must agree."""
+
+import math
+import re
+
+import pytest
+import torch
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, DynamicCache, GPT2Config, GPT2LMHeadModel, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from conftest import REPOSITORY
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from modeling_gpt2scratch.modeling_gpt2scratch import eager_attention_forward
+
+# Weights of ten times the usual size: attention is then far from uniform, and whatever it should not see shows.
+TINY = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+F = torch.nn.functional
+
+SEED = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 512, "vocab_size": 32000}
+CHARACTERS = {"n_layer": 4, "n_head": 4, "n_embd": 256, "n_positions": 256}
+OPENAI = {"n_positions": 1024, "vocab_size": 50257, "activation_function": "gelu_new", "tie_word_embeddings": True}
+PRESETS = {
+    "nano": (413_184 + 256 * 4096, {"n_layer": 2, "n_head": 4, "n_embd": 128, "n_positions": 128, "vocab_size": 4096}),
+    "shakespeare_char": (3_258_368, CHARACTERS | {"vocab_size": 65}),
+    "medium_char": (3_322_368, CHARACTERS | {"vocab_size": 190}),
+    "gpt2_small_seed": (134_601_216, SEED | {"activation_function": "gelu", "tie_word_embeddings": False}),
+    "gpt2": (124_439_808, OPENAI | {"n_layer": 12, "n_head": 12, "n_embd": 768}),
+    "gpt2_medium": (354_823_168, OPENAI | {"n_layer": 24, "n_head": 16, "n_embd": 1024}),
+    "gpt2_large": (774_030_080, OPENAI | {"n_layer": 36, "n_head": 20, "n_embd": 1280}),
+    "gpt2_xl": (1_557_611_200, OPENAI | {"n_layer": 48, "n_head": 25, "n_embd": 1600}),
+}
+
+
+def tiny(attention="sdpa", **fields):
+    torch.manual_seed(0)
+    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**TINY | fields)).eval()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(0, TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gpt2_of(model):
+    """Transformers' own GPT-2 with the same weights."""
+    names = (*TINY, "activation_function", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    gpt2 = GPT2LMHeadModel(GPT2Config(**{name: getattr(model.config, name) for name in names})).eval()
+    gpt2.set_attn_implementation(model.config._attn_implementation)
+    gpt2.load_state_dict({name: as_conv1d(name, weight) for name, weight in model.state_dict().items()})
+    return gpt2
+
+
+def as_conv1d(name, tensor):
+    return tensor.t() if name.endswith(CONV1D) else tensor
+
+
+def new_cache(kind, model):
+    return DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=16)
+
+
+def greedy(model, prompt, new=10, **settings):
+    return model.generate(prompt, max_new_tokens=new, do_sample=False, pad_token_id=0, **settings)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# Sizes and first weights
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_exactly_their_published_number_of_parameters(name):
+    parameters, fields = PRESETS[name]
+    with torch.device("meta"):
+        model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**fields))
+    assert model.num_parameters() == parameters
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_files_describe_these_models(name):
+    preset = yaml.safe_load((REPOSITORY / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
+    fields = {key: value for key, value in preset.items() if key in GPT2ScratchConfig.__annotations__}
+    expected = PRESETS[name][1]
+    config = GPT2ScratchConfig(**fields)
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+def test_the_config_without_arguments_is_the_model_of_the_seeds():
+    with torch.device("meta"):
+        assert GPT2ScratchForCausalLM(GPT2ScratchConfig()).num_parameters() == 134_601_216
+
+
+def test_projections_into_the_residual_stream_start_smaller():
+    """0.02 / sqrt(2 * 8) = 0.005, applied to the very weights that feed the residual stream."""
+    torch.manual_seed(0)
+    config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=8, n_head=4)
+    weights = GPT2ScratchForCausalLM(config).state_dict()
+    for kind, std in {"attn.c_attn": 0.02, "mlp.c_fc": 0.02, "attn.c_proj": 0.005, "mlp.c_proj": 0.005}.items():
+        together = torch.cat([weights[f"transformer.h.{layer}.{kind}.weight"].flatten() for layer in range(8)])
+        assert together.std().item() == pytest.approx(std, rel=0.05), kind
+        assert all(not weights[f"transformer.h.{layer}.{kind}.bias"].any() for layer in range(8))
+    for name in ("transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"):
+        assert weights[name].std().item() == pytest.approx(0.02, rel=0.05), name
+
+
+def test_all_problems_of_a_config_arrive_in_one_error():
+    wrong = {"n_embd": 30, "n_head": 4, "n_layer": 0, "n_inner": 0, "resid_pdrop": 1.5, "activation_function": "gleu"}
+    with pytest.raises(StrictDataclassError) as error:
+        GPT2ScratchConfig(**wrong)
+    text = str(error.value)
+    assert "n_embd 30 is not divisible by n_head 4" in text
+    assert "n_layer is 0" in text
+    assert "n_inner is 0" in text
+    assert "resid_pdrop is 1.5" in text
+    assert "'gleu'" in text
+
+
+@pytest.mark.parametrize("wrong", [{"n_layer": "12"}, {"resid_pdrop": None}, {"tie_word_embeddings": "yes"}])
+def test_a_config_field_of_the_wrong_type_is_refused_by_name(wrong):
+    with pytest.raises(StrictDataclassError, match=next(iter(wrong))):
+        GPT2ScratchConfig(**wrong)
+
+
+def test_a_config_spoiled_after_construction_is_not_saved(tmp_path):
+    config = GPT2ScratchConfig(**TINY)
+    config.n_head = 3
+    with pytest.raises(StrictDataclassError, match="not divisible"):
+        config.save_pretrained(tmp_path)
+
+
+# The same function as Transformers' GPT-2
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_logits_loss_and_gradients_are_those_of_gpt2(tied, activation, attention):
+    ours = tiny(attention, tie_word_embeddings=tied, activation_function=activation)
+    theirs = gpt2_of(ours)
+    ids = tokens(2, 32)
+    a, b = ours(ids, labels=ids), theirs(ids, labels=ids)
+    torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(a.loss, b.loss, rtol=0, atol=1e-6)
+    a.loss.backward()
+    b.loss.backward()
+    expected = {name: as_conv1d(name, parameter.grad) for name, parameter in theirs.named_parameters()}
+    assert expected.keys() == dict(ours.named_parameters()).keys()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_hidden_states_and_attentions_are_those_of_gpt2():
+    ours = tiny("eager")
+    theirs = gpt2_of(ours)
+    wanted = {"output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        a, b = ours(tokens(2, 9), **wanted), theirs(tokens(2, 9), **wanted)
+    assert len(a.hidden_states) == 3  # n_layer + 1
+    assert len(a.attentions) == 2
+    assert a.attentions[0].shape == (2, 2, 9, 9)
+    torch.testing.assert_close(a.hidden_states, b.hidden_states, rtol=0, atol=1e-5)
+    torch.testing.assert_close(a.attentions, b.attentions, rtol=0, atol=1e-6)
+
+
+def test_nothing_optional_is_returned_unasked():
+    output = tiny()(tokens(1, 4))
+    assert output.hidden_states is None
+    assert output.attentions is None
+    assert output.loss is None
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
+def test_flex_attention_agrees_with_sdpa():
+    """Not compiled: the kernel takes half a minute to build and is PyTorch's business, the call is ours."""
+    model, ids = tiny(), tokens(2, 32)
+    expected = model(ids).logits
+    model.set_attn_implementation("flex_attention")
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
+
+
+class SoftmaxTypes(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._softmax.default:
+            self.seen.append(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_eager_attention_takes_the_softmax_in_float32_under_bfloat16():
+    model = tiny("eager").to(torch.bfloat16)
+    with SoftmaxTypes() as softmax:
+        output = model(tokens(1, 8), output_attentions=True)
+    assert softmax.seen == [torch.float32] * 2
+    assert output.attentions[0].dtype == output.logits.dtype == torch.bfloat16
+
+
+def test_dropout_acts_in_training_and_only_there():
+    model, ids = tiny(embd_pdrop=0.3, attn_pdrop=0.3, resid_pdrop=0.3), tokens(1, 8)
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    model.train()
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["embd_pdrop", "attn_pdrop", "resid_pdrop"])
+def test_each_dropout_field_has_its_own_effect(kind, attention):
+    model, ids = tiny(attention, **{kind: 0.5}).train(), tokens(1, 8)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+# Padding and packing
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_left_padding_changes_nothing_without_position_ids(attention):
+    model = tiny(attention)
+    short, long = tokens(1, 7), tokens(1, 12, seed=2)
+    padded = torch.cat([torch.cat([torch.zeros(1, 5, dtype=torch.long), short], dim=1), long])
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    logits = model(padded, attention_mask=mask).logits
+    torch.testing.assert_close(logits[:1, 5:], model(short).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits[1:], model(long).logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_left_padding_changes_nothing_through_a_cache_either(kind):
+    model, ids = tiny(), tokens(1, 7)
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
+    mask = torch.tensor([[0] * 5 + [1] * 7])
+    cache = new_cache(kind, model)
+    first = model(padded[:, :9], attention_mask=mask[:, :9], past_key_values=cache).logits
+    rest = [
+        model(padded[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits for i in (9, 10, 11)
+    ]
+    logits = torch.cat([first, *rest], dim=1)
+    torch.testing.assert_close(logits[:, 5:], model(ids).logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_right_padding_changes_nothing():
+    model, ids = tiny(), tokens(1, 7)
+    padded = torch.cat([ids, torch.zeros(1, 5, dtype=torch.long)], dim=1)
+    mask = torch.tensor([[1] * 7 + [0] * 5])
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, :7], model(ids).logits, rtol=0, atol=1e-5)
+
+
+def packed(*lengths):
+    """A row of documents, the positions that tell them apart, and what each is alone."""
+    documents = [tokens(1, length, seed=length + place) for place, length in enumerate(lengths)]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return torch.cat(documents, dim=1), positions, documents
+
+
+def assert_documents_are_alone(logits, model, documents):
+    alone = torch.cat([model(document).logits for document in documents], dim=1)
+    torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [None, False], ids=["default_cache", "no_cache"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_documents_do_not_see_each_other(use_cache, training, attention):
+    model = tiny(attention).train(training)
+    row, positions, documents = packed(5, 9, 4)
+    logits = model(row, position_ids=positions, use_cache=use_cache).logits
+    assert_documents_are_alone(logits, model, documents)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_packed_documents_do_not_see_each_other_when_compiled():
+    model = tiny()
+    row, positions, documents = packed(5, 9, 4)
+    logits = torch.compile(model, backend="eager", fullgraph=True)(row, position_ids=positions).logits
+    assert_documents_are_alone(logits, model, documents)
+
+
+@torch.no_grad()
+def test_a_packed_row_may_be_longer_than_the_context():
+    model = tiny()
+    row, positions, documents = packed(20, 32, 20)  # 72 tokens in a context of 32
+    assert_documents_are_alone(model(row, position_ids=positions).logits, model, documents)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_packed_row_may_be_longer_than_the_context_when_compiled():
+    model = tiny()
+    row, positions, documents = packed(20, 32, 20)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_documents_are_alone(compiled(row, position_ids=positions).logits, model, documents)
+
+
+# Beyond the context
+
+TOO_LONG = r"33 tokens does not fit the context of 32 tokens"
+
+
+def test_a_sequence_beyond_the_context_is_refused_with_both_lengths():
+    with pytest.raises(ValueError, match=TOO_LONG):
+        tiny()(tokens(1, 33))
+
+
+def test_embeddings_beyond_the_context_are_refused_with_both_lengths():
+    with pytest.raises(ValueError, match=TOO_LONG):
+        tiny()(inputs_embeds=torch.zeros(1, 33, 16))
+
+
+@torch.no_grad()
+def test_growing_a_cache_beyond_the_context_is_refused_with_both_lengths():
+    model = tiny()
+    cache = model(tokens(1, 30)).past_key_values
+    with pytest.raises(ValueError, match=TOO_LONG):
+        model(tokens(1, 3), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_static_cache_beyond_the_context_is_refused_with_both_lengths():
+    model = tiny()
+    cache = StaticCache(config=model.config, max_cache_len=33)
+    model(tokens(1, 32), past_key_values=cache)
+    with pytest.raises(ValueError, match=TOO_LONG):
+        model(tokens(1, 1), past_key_values=cache)
+
+
+def test_a_packed_document_beyond_the_context_is_refused_with_both_lengths():
+    row, positions, _ = packed(20, 33)
+    with pytest.raises(ValueError, match=TOO_LONG):
+        tiny()(row, position_ids=positions)
+
+
+@pytest.mark.parametrize("cache", [{}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
+def test_generating_beyond_the_context_is_refused_with_the_context_length(cache):
+    with pytest.raises(ValueError, match=r"A sequence of 3\d tokens does not fit the context of 32 tokens"):
+        greedy(tiny(), tokens(1, 16), new=20, **cache)
+
+
+def test_a_refused_static_generation_does_not_spoil_the_next_one():
+    model, prompt = tiny(), tokens(1, 16)
+    with pytest.raises(ValueError, match="context of 32 tokens"):
+        greedy(model, prompt, new=20, cache_implementation="static")
+    assert torch.equal(greedy(model, prompt, cache_implementation="static"), greedy(model, prompt))
+
+
+BEYOND_COMPILED = """
+import torch
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+
+model = GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+for fullgraph in (False, True):
+    torch._dynamo.reset()
+    try:
+        torch.compile(model, fullgraph=fullgraph)(torch.zeros(1, 33, dtype=torch.long))
+    except Exception as error:
+        print("33 tokens does not fit the context of 32 tokens" in str(error))
+"""
+
+
+def test_a_compiled_model_refuses_what_is_beyond_the_context_and_lives(launch):
+    done = launch("-c", BEYOND_COMPILED)
+    assert done.returncode == 0, done.stderr  # negative where the process was aborted
+    assert done.stdout == "True\nTrue\n"
+
+
+# Generation
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_token_by_token_through_a_cache_gives_the_logits_of_the_whole(kind, attention):
+    model, ids = tiny(attention), tokens(2, 12)
+    cache = new_cache(kind, model)
+    steps = [model(piece, past_key_values=cache).logits for piece in ids.split([5, *[1] * 7], dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), model(ids).logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_several_tokens_may_follow_a_cache_at_once():
+    model, ids = tiny(), tokens(2, 12)
+    cache = model(ids[:, :5]).past_key_values
+    logits = model(ids[:, 5:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(ids).logits[:, 5:], rtol=0, atol=1e-5)
+
+
+WAYS_TO_BE_GREEDY = {
+    "dynamic_cache": {},
+    "static_cache": {"cache_implementation": "static"},
+    "no_cache": {"use_cache": False},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_BE_GREEDY)
+def test_every_way_to_be_greedy_is_that_of_gpt2(way):
+    model = tiny()
+    prompt = tokens(1, 3).repeat(1, 3)  # repetitions, for the look-up to find
+    expected = greedy(gpt2_of(model), prompt, new=23, use_cache=False)
+    assert torch.equal(greedy(model, prompt, new=23, **WAYS_TO_BE_GREEDY[way]), expected)
+    assert expected.shape == (1, 32)  # up to the very end of the context
+
+
+def test_assisted_generation_is_greedy_generation():
+    model, prompt = tiny(), tokens(1, 6)
+    assistant = GPT2ScratchForCausalLM(GPT2ScratchConfig(**TINY | {"n_layer": 1})).eval()
+    assert torch.equal(greedy(model, prompt, assistant_model=assistant), greedy(model, prompt))
+
+
+def test_sampling_draws_what_gpt2_draws():
+    model, prompt = tiny(), tokens(2, 6)
+    drawn = []
+    for one in (model, gpt2_of(model)):
+        torch.manual_seed(7)
+        drawn.append(one.generate(prompt, max_new_tokens=12, do_sample=True, temperature=0.8, top_k=20, pad_token_id=0))
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0], greedy(model, prompt, new=12))
+
+
+def test_beam_search_finds_what_gpt2_finds():
+    model, prompt = tiny(), tokens(2, 6)
+    assert torch.equal(greedy(model, prompt, num_beams=2), greedy(gpt2_of(model), prompt, num_beams=2))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_left_padded_batch_generates_what_each_row_would(cache):
+    model = tiny()
+    short, long = tokens(1, 4), tokens(1, 9, seed=2)
+    batch = torch.cat([torch.cat([torch.zeros(1, 5, dtype=torch.long), short], dim=1), long])
+    mask = torch.ones_like(batch)
+    mask[0, :5] = 0
+    together = greedy(model, batch, attention_mask=mask, cache_implementation=cache)[:, 9:]
+    assert torch.equal(together, torch.cat([greedy(model, short)[:, 4:], greedy(model, long)[:, 9:]]))
+
+
+# What goes in and what comes out
+
+
+@torch.no_grad()
+def test_embeddings_in_place_of_ids_give_the_same_logits():
+    model, ids = tiny(), tokens(2, 8)
+    assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits)
+
+
+def test_ids_and_embeddings_together_or_neither_are_refused():
+    model, ids = tiny(), tokens(1, 4)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(ids, inputs_embeds=model.get_input_embeddings()(ids))
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("keep", "positions"),
+    [(0, range(8)), (1, [7]), (3, [5, 6, 7]), (torch.tensor([0, 5]), [0, 5])],
+    ids=["all", "last", "last_three", "chosen"],
+)
+def test_logits_to_keep_are_kept_and_no_others(keep, positions):
+    model, ids = tiny(), tokens(2, 8)
+    kept = model(ids, logits_to_keep=keep).logits
+    torch.testing.assert_close(kept, model(ids).logits[:, list(positions)], rtol=0, atol=1e-6)
+
+
+def test_int32_ids_and_labels_are_as_good_as_int64():
+    model, ids = tiny(), tokens(2, 8)
+    expected, short = model(ids, labels=ids), model(ids.int(), labels=ids.int())
+    assert torch.equal(short.logits, expected.logits)
+    assert torch.equal(short.loss, expected.loss)
+
+
+def targets_and_logits(model, ids):
+    """What predicts what: each position's logits and the token that follows it."""
+    return ids[:, 1:].flatten(), model(ids).logits[:, :-1].flatten(0, 1)
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_next_token():
+    model, ids = tiny(), tokens(2, 8)
+    targets, logits = targets_and_logits(model, ids)
+    expected = -logits.log_softmax(-1)[range(14), targets].mean()
+    torch.testing.assert_close(model(ids, labels=ids).loss, expected)
+
+
+def test_labels_of_minus_100_do_not_count():
+    model, ids = tiny(), tokens(2, 8)
+    labels = ids.clone()
+    labels[0, :5] = -100
+    targets, logits = targets_and_logits(model, ids)
+    counted = (labels[:, 1:] != -100).flatten()
+    assert counted.sum() == 10
+    expected = F.cross_entropy(logits[counted], targets[counted])
+    torch.testing.assert_close(model(ids, labels=labels).loss, expected)
+
+
+def test_num_items_in_batch_divides_the_summed_loss():
+    model, ids = tiny(), tokens(2, 8)
+    targets, logits = targets_and_logits(model, ids)
+    expected = F.cross_entropy(logits, targets, reduction="sum") / 100
+    torch.testing.assert_close(model(ids, labels=ids, num_items_in_batch=100).loss, expected)
+
+
+def test_shifted_labels_are_taken_as_they_are():
+    model, ids = tiny(), tokens(2, 9)
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    expected = F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(inputs, labels=inputs, shift_labels=targets.contiguous()).loss, expected)
+
+
+def block_runs_of_one_step(model, ids):
+    """Gradients of a training step, and how often the first block ran for them."""
+    runs = []
+    hook = model.transformer.h[0].ln_1.register_forward_hook(lambda *_: runs.append(1))
+    model.zero_grad()
+    model.train()(ids, labels=ids).loss.backward()
+    hook.remove()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}, len(runs)
+
+
+def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients():
+    model, ids = tiny(), tokens(2, 16)
+    expected, runs = block_runs_of_one_step(model, ids)
+    assert runs == 1
+    model.gradient_checkpointing_enable()
+    gradients, runs = block_runs_of_one_step(model, ids)
+    assert runs == 2
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_vocabulary_can_grow(tied):
+    model, ids = tiny(tie_word_embeddings=tied), tokens(2, 8)
+    before = model(ids).logits
+    model.resize_token_embeddings(71)
+    after = model(ids).logits
+    assert model.config.vocab_size == 71
+    assert after.shape == (2, 8, 71)
+    torch.testing.assert_close(after[..., :64], before, rtol=0, atol=1e-6)
+    assert (model.lm_head.weight is model.transformer.wte.weight) == tied
+
+
+# Compiling and exporting
+
+
+class AttentionCalls(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.masks, self.causal = [], []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            self.masks.append(kwargs["attn_mask"])
+            self.causal.append(kwargs["is_causal"])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("use_cache", [None, False], ids=["default_cache", "no_cache"])
+def test_plain_causal_attention_needs_no_mask(use_cache):
+    with AttentionCalls() as calls:
+        tiny()(tokens(2, 8), use_cache=use_cache)
+    assert calls.masks == [None] * 2
+    assert calls.causal == [True] * 2
+
+
+def test_a_mask_of_ones_needs_no_mask_either():
+    with AttentionCalls() as calls:
+        tiny()(tokens(2, 8), attention_mask=torch.ones(2, 8, dtype=torch.long))
+    assert calls.masks == [None] * 2
+
+
+def captured_graph(model, **inputs):
+    """The one graph that a training step compiles to."""
+    graphs = []
+
+    def capture(graph_module, example_inputs):
+        graphs.append(graph_module.graph)
+        return graph_module.forward
+
+    torch.compile(model, backend=capture, fullgraph=True)(**inputs)
+    (graph,) = graphs
+    return graph
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_compiled_causal_path_holds_no_mask():
+    ids = tokens(2, 24)
+    graph = captured_graph(tiny().train(), input_ids=ids, labels=ids, use_cache=False)
+    calls = [node for node in graph.nodes if node.target is F.scaled_dot_product_attention]
+    assert [node.kwargs["attn_mask"] for node in calls] == [None] * 2
+    assert [node.kwargs["is_causal"] for node in calls] == [True] * 2
+    values = [node.meta.get("example_value") for node in graph.nodes]
+    assert not [value for value in values if isinstance(value, torch.Tensor) and value.shape[-2:] == (24, 24)]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_forward_and_loss_compile_without_a_graph_break():
+    ids = tokens(2, 8)
+    explanation = torch._dynamo.explain(tiny().train())(input_ids=ids, labels=ids)
+    assert explanation.graph_break_count == 0
+    assert explanation.graph_count == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_training_step_gives_the_same_gradients():
+    model, ids = tiny().train(), tokens(2, 8)
+    expected, _ = block_runs_of_one_step(model, ids)
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(
+        input_ids=ids, labels=ids, use_cache=False
+    ).loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_checkpointed_training_compiles_without_a_graph_break():
+    model, ids = tiny().train(), tokens(2, 8)
+    model.gradient_checkpointing_enable()
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.isfinite(step(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+@torch.no_grad()
+def test_an_exported_model_takes_any_batch_size():
+    model = tiny()
+    inputs = {"input_ids": tokens(2, 8), "use_cache": False}
+    shapes = {"input_ids": {0: torch.export.Dim("batch")}, "use_cache": None}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
+    others = tokens(5, 8, seed=2)
+    logits = exported(input_ids=others, use_cache=False).logits
+    torch.testing.assert_close(logits, model(others).logits, rtol=0, atol=1e-5)
+
+
+# Loading
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_loading_in_half_precision_computes_in_it(dtype, tmp_path):
+    model, ids = tiny(), tokens(2, 16)
+    model.save_pretrained(tmp_path)
+    half = GPT2ScratchForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert {parameter.dtype for parameter in half.parameters()} == {dtype}
+    logits = half(ids).logits
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits.float(), model(ids).logits, rtol=0, atol=0.1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device_map", ["cpu", {"transformer": "cpu", "lm_head": "cpu"}], ids=["one", "two_parts"])
+def test_a_device_map_places_the_model(device_map, tmp_path):
+    model, ids = tiny(), tokens(2, 8)
+    model.save_pretrained(tmp_path)
+    placed = GPT2ScratchForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    assert {parameter.device.type for parameter in placed.parameters()} == {"cpu"}
+    assert torch.equal(placed(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_blocks_may_be_offloaded_to_disk(tmp_path):
+    model, ids = tiny(), tokens(2, 8)
+    model.save_pretrained(tmp_path / "model")
+    device_map = {"transformer.wte": "cpu", "transformer.wpe": "cpu", "transformer.drop": "cpu"}
+    device_map |= {"transformer.h.0": "cpu", "transformer.h.1": "disk", "transformer.ln_f": "cpu", "lm_head": "cpu"}
+    placed = GPT2ScratchForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offloaded"
+    )
+    assert placed.hf_device_map == device_map
+    assert next(placed.transformer.h[1].parameters()).device.type == "meta"
+    assert torch.equal(greedy(placed, ids), greedy(model, ids))
+
+
+@torch.no_grad()
+def test_a_tied_model_stays_tied_through_saving(tmp_path):
+    model, ids = tiny(tie_word_embeddings=True), tokens(2, 8)
+    model.save_pretrained(tmp_path)
+    loaded, report = GPT2ScratchForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+# Many devices and other programs
+
+
+def modules_matching(plan_name, model):
+    pattern = re.compile(re.escape(plan_name).replace(r"\*", r"\d+"))
+    return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+
+
+def test_every_name_of_the_tensor_parallel_plan_is_a_matrix_of_the_model():
+    model = tiny()
+    plan = model.config.base_model_tp_plan
+    for name in plan:
+        matched = modules_matching(name, model.transformer)
+        assert matched, name
+        assert all(isinstance(module, torch.nn.Linear | torch.nn.Embedding) for module in matched), name
+    assert modules_matching("lm_head", model)
+    assert set(model._tp_plan) == {"lm_head", *(f"transformer.{name}" for name in plan)}
+
+
+def test_the_fused_query_key_value_matrix_is_gathered():
+    """A column block would mix queries with keys."""
+    plan = GPT2ScratchConfig.base_model_tp_plan
+    assert plan["h.*.attn.c_attn"] == "colwise_gather_output"
+    assert plan["h.*.attn.c_proj"] == "rowwise_split_input"
+
+
+def test_every_name_of_the_sharding_plan_is_a_module_of_the_model():
+    model = tiny()
+    assert all(modules_matching(name, model.transformer) for name in model.config.base_model_fsdp_plan)
+
+
+@torch.no_grad()
+def test_the_pipeline_plan_walked_by_hand_is_the_model():
+    model, ids = tiny(), tokens(2, 8)
+    values = {"input_ids": ids, "position_ids": torch.arange(8)[None], "attention_mask": None}
+    for name, (inputs, outputs) in model.config.base_model_pp_plan.items():
+        module = getattr(model.transformer, name)
+        for stage in module if isinstance(module, torch.nn.ModuleList) else [module]:
+            values[outputs[0]] = stage(*(values[value] for value in inputs))
+    assert list(model.config.base_model_pp_plan) == ["wte", "wpe", "h", "ln_f"]
+    assert torch.equal(values["hidden_states"], model.transformer(ids).last_hidden_state)
+    assert torch.equal(model.lm_head(values["hidden_states"]), model(ids).logits)
+
+
+@torch.no_grad()
+def test_a_registered_attention_function_sees_the_layer_and_every_keyword():
+    calls = []
+
+    def watched(module, query, key, value, attention_mask, **kwargs):
+        calls.append((module.layer_idx, module.is_causal, tuple(query.shape), kwargs))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register("watched", watched)
+    model, ids = tiny(), tokens(2, 8)
+    expected = model(ids).logits
+    model.set_attn_implementation("watched")
+    assert torch.equal(model(ids, extra_of_a_server="here").logits, expected)
+    assert [(layer, causal) for layer, causal, *_ in calls] == [(0, True), (1, True)]
+    for _, _, shape, kwargs in calls:
+        assert shape == (2, 2, 8, 8)  # (B, nh, T, hs)
+        assert kwargs["extra_of_a_server"] == "here"
+        assert kwargs["scaling"] == pytest.approx(1 / math.sqrt(8))
+        assert kwargs["dropout"] == 0.0
+
+
+def test_eager_attention_is_the_equation():
+    """softmax(q k^T / sqrt(2)) v with q k^T / sqrt(2) = (0, ln 3): weights 1/4 and 3/4."""
+    query = torch.tensor([[[[math.sqrt(2), 0.0]]]])
+    key = torch.tensor([[[[0.0, 1.0], [math.log(3), 1.0]]]])
+    value = torch.tensor([[[[4.0, 0.0], [0.0, 8.0]]]])
+    output, weights = eager_attention_forward(torch.nn.Module(), query, key, value, None, scaling=1 / math.sqrt(2))
+    torch.testing.assert_close(weights, torch.tensor([[[[0.25, 0.75]]]]))
+    torch.testing.assert_close(output, torch.tensor([[[[1.0, 6.0]]]]))

@@ -1,0 +1,276 @@
+"""The door `python -m tokenizer.pretokenize`: done once, safe to repeat, and clear about what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from command_line import UserError
+from conftest import REPOSITORY
+from tokenizer import vocabulary
+from tokenizer.pretokenize import main, split_of
+from tokenizer.store import TokenStore
+from tokenizer.vocabulary import train_bpe
+
+LINES = "".join(f"Line {i} of a text, naïve and short.\n" for i in range(300))
+SMALL = ("--vocab_size", "300")
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "my text.txt"
+    path.write_text(LINES, encoding="utf-8")
+    return path
+
+
+def pretokenize(*arguments) -> None:
+    main([str(argument) for argument in arguments])
+
+
+def refused(*arguments) -> str:
+    """The one sentence that the door has for these arguments."""
+    with pytest.raises(UserError) as error:
+        pretokenize(*arguments)
+    sentence = str(error.value)
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+    return sentence
+
+
+def decoded(folder: Path) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokens = [np.memmap(folder / f"{split}.bin", dtype=np.uint16, mode="r") for split in ("train", "val")]
+    return tokenizer.decode(np.concatenate(tokens))
+
+
+def error_lines(done: subprocess.CompletedProcess) -> list[str]:
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+
+
+# ---- as a process of its own ----------------------------------------------------------------------------------------
+
+
+def test_text_becomes_a_store_in_one_command(launch, tmp_path, text):
+    output = tmp_path / "データ" / "my store"
+    done = launch("-m", "tokenizer.pretokenize", "--input", text, f"--output={output}", "--vocab-size", "300")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert decoded(output) == LINES + "<|endoftext|>"
+    assert done.stdout.splitlines()[-1].startswith("1 documents, 0.0 MB -> ")
+    command = json.loads((output / "metadata.json").read_text(encoding="utf-8"))["command"]
+    assert command.startswith(f"python -m tokenizer.pretokenize --input '{text}'")
+
+
+def test_two_processes_may_ask_for_the_same_store_at_once(tmp_path, text):
+    command = [sys.executable, "-m", "tokenizer.pretokenize", "--input", text, "--output", tmp_path / "store", *SMALL]
+    both = [
+        subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=200) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sum("holds these tokens already" in said for said, _ in outputs) == 1
+    assert decoded(tmp_path / "store") == LINES + "<|endoftext|>"
+
+
+def test_text_that_is_none_ends_in_one_sentence(launch, tmp_path):
+    (tmp_path / "a.txt").write_bytes("déjà vu ".encode("latin-1") * 100)
+    done = launch("-m", "tokenizer.pretokenize", "--input", tmp_path / "a.txt", "--output", tmp_path / "store")
+    assert error_lines(done) == done.stderr.splitlines()
+    assert "a.txt is not UTF-8 text" in done.stderr
+    assert not (tmp_path / "store").exists()
+
+
+# ---- again ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_command_twice_says_that_it_is_there(tmp_path, text, capsys):
+    pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
+    written = (tmp_path / "store" / "train.bin").stat().st_mtime_ns
+    capsys.readouterr()
+    pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
+    assert capsys.readouterr().out == f"{tmp_path / 'store'} holds these tokens already.\n"
+    assert (tmp_path / "store" / "train.bin").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(["--vocab_size", "301"], ["--vocab_size", "300", "--seed", "2"]),
+        ["--vocab_size", "300", "--validation_fraction", "0.2"],
+        ["--tokenizer_type", "character"],
+    ],
+)
+def test_another_output_is_asked_for_where_the_settings_differ(tmp_path, text, settings):
+    pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
+    before = TokenStore(tmp_path / "store").metadata
+    sentence = refused("--input", text, "--output", tmp_path / "store", *settings)
+    assert "store is a store of other text or other settings; name another --output" in sentence
+    assert TokenStore(tmp_path / "store").metadata == before
+
+
+def test_another_output_is_asked_for_where_the_text_differs(tmp_path, text):
+    pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
+    text.write_text(LINES.replace("299", "298"), encoding="utf-8")
+    assert "is a store of other text" in refused("--input", text, "--output", tmp_path / "store", *SMALL)
+
+
+def test_the_same_bytes_read_as_records_are_another_text(tmp_path):
+    lines = tmp_path / "a.txt"
+    lines.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(300)))
+    pretokenize("--input", lines, "--output", tmp_path / "store", *SMALL)
+    records = lines.rename(tmp_path / "a.jsonl")
+    assert "is a store of other text" in refused("--input", records, "--output", tmp_path / "store", *SMALL)
+
+
+def test_an_exchanged_tokenizer_is_another_setting(tmp_path, text):
+    theirs = tmp_path / "theirs"
+    vocabulary.save(train_bpe([LINES], 300), theirs)
+    pretokenize("--input", text, "--output", tmp_path / "store", "--tokenizer", theirs)
+    vocabulary.save(train_bpe(["quite another text " * 20], 280), theirs)
+    assert "other settings" in refused("--input", text, "--output", tmp_path / "store", "--tokenizer", theirs)
+
+
+def test_a_store_within_the_folder_of_its_text_is_not_taken_for_text(tmp_path, text, capsys):
+    for _ in range(2):
+        pretokenize("--input", tmp_path, "--output", tmp_path / "store", *SMALL)
+    assert "holds these tokens already" in capsys.readouterr().out
+    assert decoded(tmp_path / "store") == LINES + "<|endoftext|>"
+
+
+def test_a_run_that_was_killed_starts_again(tmp_path, text):
+    text.write_text(LINES * 200, encoding="utf-8")
+    arguments = ["--input", text, "--output", tmp_path / "store", *SMALL]
+    command = [sys.executable, "-u", "-m", "tokenizer.pretokenize", *arguments]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        while not process.stdout.readline().startswith("Tokenizer: "):
+            assert process.poll() is None
+        process.kill()
+    assert process.returncode == -9
+    assert not TokenStore.is_store(tmp_path / "store")
+    pretokenize(*arguments)
+    assert decoded(tmp_path / "store") == LINES * 200 + "<|endoftext|>"
+    assert not any("unfinished" in path.name for path in tmp_path.iterdir())
+
+
+# ---- what goes in ---------------------------------------------------------------------------------------------------
+
+
+def test_documents_of_several_inputs_end_up_in_one_store(tmp_path, text, capsys):
+    records = tmp_path / "more records.jsonl"
+    records.write_text("".join(json.dumps({"id": i, "body": f"record {i}"}) + "\n" for i in range(40)))
+    flags = ("--text_column", "body", "--validation_fraction", "0.1", "--seed", "-7")
+    pretokenize("--input", text, records, "--output", tmp_path / "store", *SMALL, *flags)
+    assert "41 documents" in capsys.readouterr().out
+    metadata = TokenStore(tmp_path / "store").metadata
+    assert metadata.sources == [str(text), str(records)]
+    assert metadata.val.documents == sum(
+        split_of(document, 0.1, -7) == "val" for document in [LINES, *(f"record {i}" for i in range(40))]
+    )
+
+
+def test_a_document_of_many_batches_is_kept(tmp_path):
+    long = "".join(f"{i} bottles of beer on the wall\r\n" for i in range(300_000))
+    (tmp_path / "a.txt").write_text(long, encoding="utf-8", newline="")
+    pretokenize("--input", tmp_path / "a.txt", "--output", tmp_path / "store", "--tokenizer_type", "character")
+    assert decoded(tmp_path / "store") == long
+
+
+def test_text_with_characters_that_an_existing_tokenizer_lacks_is_refused(tmp_path, text):
+    pretokenize("--input", text, "--output", tmp_path / "store", "--tokenizer_type", "character")
+    (tmp_path / "other.txt").write_text(LINES + "Ω", encoding="utf-8")
+    arguments = ("--input", tmp_path / "other.txt", "--output", tmp_path / "other")
+    assert "The character 'Ω' (U+03A9)" in refused(*arguments, "--tokenizer", tmp_path / "store" / "tokenizer")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_tokenizer_that_would_lose_text_is_refused(tmp_path, text):
+    lossy = Tokenizer(models.BPE())  # no alphabet of all bytes and no unknown token: what it has not seen is dropped
+    lossy.pre_tokenizer, lossy.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    lossy.train_from_iterator(["only these letters\n"], trainers.BpeTrainer(vocab_size=100, show_progress=False))
+    PreTrainedTokenizerFast(tokenizer_object=lossy).save_pretrained(tmp_path / "lossy")
+    arguments = ("--input", text, "--output", tmp_path / "store", "--tokenizer", tmp_path / "lossy")
+    assert "lossy" in refused(*arguments)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "--input and --output are needed. See --help."),
+        (["--input", "a.txt"], "--output is needed. See --help."),
+        (["--output", "store"], "--input is needed. See --help."),
+        (["--inptu", "a.txt", "--output", "store"], "Unknown flag --inptu. Did you mean --input?"),
+        (["--vocabsize=300"], "Unknown flag --vocabsize=300. Did you mean --vocab_size?"),
+        (["my.txt"], "Unknown flag my.txt. See --help for all of them."),
+    ],
+)
+def test_flags_that_are_missing_or_unknown_are_named(arguments, sentence):
+    with pytest.raises(UserError) as error:
+        main(arguments)
+    assert str(error.value) == sentence
+
+
+def test_a_misspelt_folder_that_could_be_a_hub_dataset_is_named(tmp_path):
+    assert "boks/novel.txt" in refused("--input", "boks/novel.txt", "--output", tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "sentence"),
+    [
+        ("--vocab_size", "0", "vocab_size 0 is too small"),
+        ("--vocab_size", "257", "vocab_size 257 is too small"),
+        ("--vocab_size", "many", "'many'"),
+        ("--validation_fraction", "0", "validation_fraction is 0.0; it must be above 0 and below 1"),
+        ("--validation_fraction", "1", "validation_fraction is 1.0; it must be above 0 and below 1"),
+        ("--validation_fraction", "nan", "validation_fraction is nan; it must be above 0 and below 1"),
+        ("--tokenizer_type", "word", "'word'"),
+        ("--tokenizer", "/nowhere/at/all", "No tokenizer can be loaded from /nowhere/at/all"),
+    ],
+)
+def test_a_value_that_cannot_be_is_answered_in_one_sentence(tmp_path, text, flag, value, sentence):
+    assert sentence in refused("--input", text, "--output", tmp_path / "store", flag, value)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("seed", ["0", "-1", str(2**64)])
+def test_any_whole_number_is_a_seed(tmp_path, text, seed):
+    pretokenize("--input", text, "--output", tmp_path / "store", *SMALL, "--seed", seed)
+    assert decoded(tmp_path / "store") == LINES + "<|endoftext|>"
+
+
+@pytest.mark.parametrize("output", ["full", "full/", "full/notes.txt", "full/notes.txt/store", ".", "full/../full"])
+def test_an_output_that_is_taken_is_left_alone(tmp_path, text, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    assert "name another --output" in refused("--input", text, "--output", output, *SMALL)
+    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+
+
+def test_an_empty_folder_may_be_the_output(tmp_path, text):
+    (tmp_path / "store").mkdir()
+    pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
+    assert decoded(tmp_path / "store") == LINES + "<|endoftext|>"
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, text, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    pretokenize("--input", "~/my text.txt", "--output", "~/store", *SMALL)
+    assert decoded(tmp_path / "store") == LINES + "<|endoftext|>"
+
+
+def test_a_failed_run_says_so_and_leaves_nothing_that_looks_finished(tmp_path):
+    (tmp_path / "blank.txt").write_text(" \n" * 100)
+    assert "blank.txt holds no text" in refused("--input", tmp_path / "blank.txt", "--output", tmp_path / "store")
+    assert not os.path.lexists(tmp_path / "store")

@@ -1,0 +1,276 @@
+"""The token store: what nanoGPT reads from it, what its metadata promises, how it is split, and what damage says."""
+
+import hashlib
+import json
+import random
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from command_line import UserError
+from tokenizer import vocabulary
+from tokenizer.corpus import CorpusArguments
+from tokenizer.pretokenize import pretokenize, split_of
+from tokenizer.store import StoreWriter, TokenStore
+from tokenizer.vocabulary import VocabularyArguments, character_tokenizer
+
+LINES = "".join(f"Line {i}: naïve 雪 words, don't they?\r\n  and more\n" for i in range(1000))
+
+
+def make(folder: Path, *texts: str, seed: int = 1, fraction: float = 0.01, **settings) -> TokenStore:
+    """A store of `texts`, each a document of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, text in enumerate(texts):
+        (folder / f"{i:04}.txt").write_bytes(text.encode())
+    return pretokenize(
+        [str(folder)],
+        folder.with_name(folder.name + "-store"),
+        CorpusArguments(validation_fraction=fraction),
+        VocabularyArguments(**{"vocab_size": 300, **settings}),
+        seed,
+        say=lambda text: None,
+    )
+
+
+def documents(store: TokenStore, split: str) -> list[str]:
+    """As whoever has only numpy, transformers and the description of the format reads them."""
+    tokens = np.fromfile(store.folder / f"{split}.bin", dtype="<u2")
+    offsets = np.fromfile(store.folder / f"{split}.offsets.bin", dtype="<i8")
+    tokenizer = AutoTokenizer.from_pretrained(store.folder / "tokenizer")
+    assert (offsets[0], offsets[-1]) == (0, len(tokens))
+    return [tokenizer.decode(tokens[start:end]) for start, end in pairwise(offsets)]
+
+
+# ---- what is in it --------------------------------------------------------------------------------------------------
+
+
+def test_nanogpt_reads_the_tokens_as_they_are(tmp_path):
+    store = make(tmp_path / "text", LINES)
+    tokenizer = AutoTokenizer.from_pretrained(store.folder / "tokenizer")
+    read = [np.memmap(store.folder / f"{split}.bin", dtype=np.uint16, mode="r") for split in ("train", "val")]
+    assert tokenizer.decode(np.concatenate(read)) == LINES + "<|endoftext|>"
+    assert np.concatenate(read).tolist() == [*tokenizer.backend_tokenizer.encode(LINES).ids, 0]
+
+
+@pytest.mark.parametrize(("size", "dtype", "itemsize"), [(65_499, "uint16", 2), (65_500, "uint32", 4)])
+def test_tokens_are_uint16_below_65500_and_uint32_from_there_on(tmp_path, size, dtype, itemsize):
+    tokenizer = character_tokenizer([chr(0x10000 + i) for i in range(size)])
+    writer = StoreWriter(tmp_path, tokenizer)
+    ids = np.array([0, 258, size - 1], dtype=np.uint32)
+    for split in ("train", "val"):
+        writer.add(split, ids, 12, ends_document=True)
+    store = writer.finish(0.1, ["text"], "fingerprint", "command")
+    assert (store.metadata.dtype, store.metadata.vocab_size) == (dtype, size)
+    assert (tmp_path / "train.bin").read_bytes() == b"".join(int(i).to_bytes(itemsize, "little") for i in ids)
+    assert store.memory_map("train").tolist() == store.in_memory("val").tolist() == ids.tolist()
+    store.check_ids("train")
+
+
+def test_metadata_says_what_is_in_the_store(tmp_path):
+    texts = [f"Document {i} of ü 雪\n" * (i + 1) for i in range(50)]
+    store = make(tmp_path / "text", *texts, fraction=0.2)
+    metadata = json.loads((store.folder / "metadata.json").read_text(encoding="utf-8"))
+    assert metadata["format_version"] == 1
+    assert (metadata["dtype"], metadata["vocab_size"], metadata["eos_token_id"]) == ("uint16", 300, 0)
+    assert (metadata["tokenizer_type"], metadata["sources"]) == ("bpe", [str(tmp_path / "text")])
+    assert metadata["tokenizer_sha256"] == sha256(store.folder / "tokenizer" / "tokenizer.json")
+    for split in ("train", "val"):
+        texts_of_split = documents(store, split)
+        path = store.folder / f"{split}.bin"
+        assert metadata[split] == {
+            "tokens": path.stat().st_size // 2,
+            "documents": len(texts_of_split),
+            "bytes": len("".join(texts_of_split).replace("<|endoftext|>", "").encode()),
+            "sha256": sha256(path),
+            "offsets_sha256": sha256(store.folder / f"{split}.offsets.bin"),
+        }
+    assert metadata["train"]["documents"] + metadata["val"]["documents"] == 50
+    assert metadata["train"]["bytes"] + metadata["val"]["bytes"] == len("".join(texts).encode())
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_every_document_is_whole_and_ends_with_the_end_of_text(tmp_path):
+    texts = [f"{i} words\n\n  of <|endoftext|> document {i}" for i in range(50)]
+    store = make(tmp_path / "text", *texts, fraction=0.2)
+    found = documents(store, "train") + documents(store, "val")
+    assert Counter(found) == Counter(text + "<|endoftext|>" for text in texts)
+    for split in ("train", "val"):
+        tokens, offsets = store.memory_map(split), store.offsets(split)
+        assert np.flatnonzero(tokens == 0).tolist() == (offsets[1:] - 1).tolist()  # and nowhere else
+
+
+def test_a_character_store_has_no_end_of_text(tmp_path):
+    store = make(tmp_path / "text", LINES, vocab_size=None, tokenizer_type="character")
+    assert (store.metadata.tokenizer_type, store.metadata.eos_token_id) == ("character", None)
+    assert "".join(documents(store, "train") + documents(store, "val")) == LINES
+    assert store.metadata.train.tokens + store.metadata.val.tokens == len(LINES)
+    assert store.metadata.vocab_size == len(set(LINES))
+
+
+def test_a_store_has_the_same_bytes_every_time(tmp_path):
+    one, other = (make(tmp_path / name / "text", LINES, "a", "b") for name in ("one", "other"))
+    assert one.metadata.identity == other.metadata.identity
+    for name in ("train.bin", "val.bin", "train.offsets.bin", "val.offsets.bin", "tokenizer/tokenizer.json"):
+        assert (one.folder / name).read_bytes() == (other.folder / name).read_bytes()
+
+
+# ---- the split ------------------------------------------------------------------------------------------------------
+
+
+def test_copies_of_a_document_are_in_the_same_split(tmp_path):
+    texts = [f"This is document {i}.\n" for i in range(100)] * 3
+    random.Random(0).shuffle(texts)
+    store = make(tmp_path / "text", *texts, fraction=0.3)
+    train, val = Counter(documents(store, "train")), Counter(documents(store, "val"))
+    assert not train.keys() & val.keys()
+    assert set((train + val).values()) == {3}
+    assert 15 <= len(val) <= 45
+
+
+def test_the_seed_alone_decides_the_split(tmp_path):
+    texts = [f"This is document {i}.\n" for i in range(100)]
+    first = documents(make(tmp_path / "first" / "text", *texts, fraction=0.3), "val")
+    again = documents(make(tmp_path / "again" / "text", *reversed(texts), fraction=0.3), "val")
+    other = documents(make(tmp_path / "other" / "text", *texts, fraction=0.3, seed=2), "val")
+    assert set(first) == set(again) != set(other)
+
+
+@pytest.mark.parametrize("hashed_to", ["train", "val"])
+def test_a_lone_document_gives_its_tail_cut_at_a_line_break(tmp_path, hashed_to):
+    fraction = 0.3
+    seed = next(seed for seed in range(100) if split_of(LINES, fraction, seed) == hashed_to)
+    store = make(tmp_path / "text", LINES, fraction=fraction, seed=seed)
+    [train], [val] = documents(store, "train"), documents(store, "val")
+    assert train + val == LINES + "<|endoftext|>"
+    assert train.endswith("\n")
+    assert 0.29 < len(val) / len(LINES) < 0.31
+    assert store.metadata.train.bytes == len(train.encode())
+    assert store.metadata.val.bytes == len(val.encode()) - len("<|endoftext|>")
+
+
+def test_where_the_hash_picks_no_document_some_text_is_held_out_all_the_same(tmp_path):
+    texts = [f"{i}\n{LINES[:2000]}" for i in range(5)]
+    seed = next(seed for seed in range(100) if all(split_of(text, 0.01, seed) == "train" for text in texts))
+    store = make(tmp_path / "text", *texts, seed=seed)
+    assert "".join(documents(store, "train") + documents(store, "val")).replace("<|endoftext|>", "") == "".join(texts)
+    assert 0.005 < store.metadata.val.bytes / len("".join(texts).encode()) < 0.05
+
+
+def test_a_tiny_last_document_is_not_all_that_is_held_out(tmp_path):
+    texts = [*(f"{i}\n{LINES[:2000]}" for i in range(5)), "x"]
+    seed = next(seed for seed in range(100) if all(split_of(text, 0.01, seed) == "train" for text in texts))
+    store = make(tmp_path / "text", *texts, seed=seed)
+    assert store.metadata.val.bytes > 50
+
+
+def test_a_title_above_one_long_line_is_not_all_that_is_trained_on(tmp_path):
+    text = "My title\n" + "a word or two and then more of it " * 100
+    store = make(tmp_path / "text", text)
+    assert "".join(documents(store, "train") + documents(store, "val")) == text + "<|endoftext|>"
+    assert 0 < store.metadata.val.bytes < len(text) / 10
+
+
+def test_a_lone_line_is_not_cut_within_a_character(tmp_path):
+    text = "🙂" * 1000
+    store = make(tmp_path / "text", text, vocab_size=258, fraction=0.0123)
+    assert "".join(documents(store, "train") + documents(store, "val")) == text + "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"tokenizer_type": "character", "vocab_size": None}], ids=["bpe", "character"]
+)
+def test_text_that_is_too_short_to_split_is_refused(tmp_path, settings):
+    with pytest.raises(UserError, match="too short") as error:
+        make(tmp_path / "text", "a", **settings)
+    assert "\n" not in str(error.value)
+    assert not TokenStore.is_store(tmp_path / "text-store")
+
+
+def test_two_characters_are_enough(tmp_path):
+    store = make(tmp_path / "text", "ab", vocab_size=None, tokenizer_type="character")
+    assert (documents(store, "train"), documents(store, "val")) == (["a"], ["b"])
+
+
+# ---- damage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(tmp_path):
+    return make(tmp_path / "text", LINES[:5000]).folder
+
+
+def shorten(path: Path, n_bytes: int) -> None:
+    path.write_bytes(path.read_bytes()[:-n_bytes])
+
+
+def edit(folder: Path, **values) -> None:
+    path = folder / "metadata.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda f: shorten(f / "train.bin", 20), r"train\.bin is [\d,]+ bytes long, but [\d,]+ items of 2 bytes"),
+        (lambda f: shorten(f / "val.bin", 1), r"val\.bin is [\d,]+ bytes long, but [\d,]+ items of 2 bytes"),
+        (lambda f: shorten(f / "train.offsets.bin", 8), r"train\.offsets\.bin is 8 bytes long, but 2 items of 8 bytes"),
+        (lambda f: (f / "val.bin").unlink(), r"val\.bin is missing"),
+        (lambda f: (f / "tokenizer" / "tokenizer.json").unlink(), r"has lost its tokenizer/tokenizer\.json"),
+        (lambda f: vocabulary.save(character_tokenizer(["ab"]), f / "tokenizer"), r"is another tokenizer than the one"),
+        (lambda f: shorten(f / "metadata.json", 100), r"metadata\.json is not the metadata of a token store"),
+        (lambda f: (f / "metadata.json").write_text("[]"), r"metadata\.json is not the metadata of a token store"),
+        (lambda f: edit(f, dtype="floating"), r"metadata\.json is not the metadata of a token store .*floating"),
+        (lambda f: edit(f, train=5), r"metadata\.json is not the metadata of a token store"),
+    ],
+)
+def test_a_damaged_store_is_refused_with_the_remedy(finished, damage, sentence):
+    damage(finished)
+    with pytest.raises(UserError, match=sentence + r".* Delete it and make it anew\.$") as error:
+        TokenStore(finished)
+    assert "\n" not in str(error.value)
+
+
+def test_all_damage_is_reported_together(finished):
+    (finished / "val.bin").unlink()
+    shorten(finished / "train.bin", 2)
+    with pytest.raises(UserError) as error:
+        TokenStore(finished)
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_a_store_without_metadata_is_unfinished(finished):
+    (finished / "metadata.json").unlink()
+    assert not TokenStore.is_store(finished)
+    with pytest.raises(UserError, match=r"is an unfinished token store.*python -m tokenizer\.pretokenize --input"):
+        TokenStore(finished)
+
+
+@pytest.mark.parametrize("name", ["empty", "nowhere", "file"])
+def test_what_is_no_store_is_said_to_be_none(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(UserError, match=rf"{name} is not a token store.*python -m tokenizer\.pretokenize --input"):
+        TokenStore(tmp_path / name)
+
+
+def test_a_store_of_a_newer_format_is_refused(finished):
+    edit(finished, format_version=2, something_new=1)
+    with pytest.raises(UserError, match=r"is a store of format 2; this version reads up to 1\. Update"):
+        TokenStore(finished)
+
+
+def test_an_id_beyond_the_vocabulary_is_found(finished):
+    tokens = np.memmap(finished / "val.bin", dtype=np.uint16, mode="r+")
+    tokens[5] = 300
+    tokens.flush()
+    store = TokenStore(finished)
+    store.check_ids("train")
+    with pytest.raises(UserError, match=r"val\.bin holds token id 300, beyond its vocabulary of 300; .* anew"):
+        store.check_ids("val")
