@@ -233,15 +233,17 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
             )
         return BaseModelOutputWithPast(last_hidden_state=self.ln_f(hidden_states), past_key_values=past_key_values)
 
-    def is_plainly_causal(self, attention_mask, position_ids, past_key_values) -> bool:
+    def is_plainly_causal(
+        self, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, past_key_values: Cache | None
+    ) -> bool:
         """Whether SDPA's `is_causal` says it all. Transformers before 5.23 builds a (T, T) mask while compiling."""
         nothing_to_mask = attention_mask is None and position_ids is None and past_key_values is None
-        return nothing_to_mask and self.config._attn_implementation == "sdpa" and not torch.compiler.is_exporting()
+        return nothing_to_mask and self.config._attn_implementation == "sdpa" and not is_exporting()
 
     def check_context(self, length: int, position_ids: torch.Tensor | None, past_key_values: Cache | None):
         """Looks only at shapes: costs no wait for the device, and holds inside a compiled graph, where an index beyond
         the table would abort the process."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return
         cached = past_key_values.get_seq_length() if past_key_values is not None else 0
         if isinstance(cached, torch.Tensor):  # a static cache counts on the device; its capacity is a plain number
@@ -261,6 +263,11 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
                 f"A sequence of {total} tokens does not fit the context of {self.config.n_positions} tokens "
                 f"(n_positions); shorten the input or ask for fewer new tokens."
             )
+
+
+def is_exporting() -> bool:
+    """Inside torch.export. Before torch 2.13, `torch.compiler.is_exporting` is true inside any torch.compile as well."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def default_position_ids(

@@ -30,7 +30,10 @@ NUMBER = re.compile(r"[-+.\d]+")
 
 # The text every Python machine has: the standard library's sources, without tests and without tables of data.
 STANDARD_LIBRARY = "python-standard-library"
-NOT_LIBRARY_SOURCE = {"test", "tests", "idlelib", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+NOT_LIBRARY_SOURCE = {
+    *("test", "tests", "idlelib", "site-packages", "dist-packages"),
+    *("encodings", "pydoc_data", "msilib", "entities.py", "stringprep.py", "locale.py"),
+}
 
 
 @dataclass
@@ -209,7 +212,9 @@ def _find(entry: str) -> list[Path]:
 
 def _library_sources(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.name not in NOT_LIBRARY_SOURCE:
+        if path.name in NOT_LIBRARY_SOURCE or path.name.startswith("_sysconfigdata"):
+            continue
+        if path.is_dir():
             yield from _library_sources(path)
         elif path.suffix == ".py" and path.is_file():
             yield path
