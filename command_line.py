@@ -3,7 +3,7 @@
 import difflib
 import os
 import sys
-from argparse import ArgumentError, ArgumentTypeError
+from argparse import ArgumentError
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +11,9 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
+
+# Ways to say the same thing, how long a run is: one given as a flag clears all of them in the file.
+EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
 
 
 class UserError(Exception):
@@ -54,9 +57,8 @@ class FlagParser(HfArgumentParser):
         given = set(named)
         config_path = self.named_config(arguments) or default_config
         from_file = read_yaml(config_path, self.names) if config_path else {}
-        for group in EXCLUSIVE:
-            if given & group:  # a flag of a group clears what the file says of the whole group
-                from_file = {name: value for name, value in from_file.items() if name not in group}
+        if given & EXCLUSIVE:
+            from_file = {name: value for name, value in from_file.items() if name not in EXCLUSIVE}
         self.set_defaults(**self._checked(from_file, config_path))
         namespace, rest = self.parse_known_args(arguments)
         if rest:
@@ -103,10 +105,6 @@ class FlagParser(HfArgumentParser):
             if argument.startswith("--config="):
                 return Path(argument.removeprefix("--config="))
         return None
-
-
-# Three ways to say how long a run is: whichever is given last wins as a whole.
-EXCLUSIVE = (frozenset({"max_steps", "num_train_epochs", "max_train_tokens"}),)
 
 
 def read_yaml(path: Path, known: list[str]) -> dict[str, Any]:
@@ -157,10 +155,3 @@ def _unknown(kind: str, name: str, known: list[str]) -> str:
     nearest = difflib.get_close_matches(name.split("=")[0], known, n=1)
     hint = f" Did you mean {nearest[0]}?" if nearest else " See --help for all of them."
     return f"Unknown {kind} {name}.{hint}"
-
-
-def whole_number_or_auto(value: str) -> str:
-    """argparse type of a field that is a positive number or `auto`."""
-    if value != "auto" and not (value.isdecimal() and int(value) > 0):
-        raise ArgumentTypeError(f"must be a positive whole number or auto, not {value!r}")
-    return value

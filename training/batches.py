@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from command_line import UserError, whole_number_or_auto
+from command_line import UserError
 
 BLOCK = 4096  # samples whose places are computed together: the cost of a few vector operations is spread over them
 ROUNDS = 4
@@ -48,10 +48,9 @@ def plan_batches(
 ) -> tuple[BatchPlan | None, list[str]]:
     """The split of the global batch, or the problems that forbid it. `auto` takes the largest micro-batch that divides
     the batch and is at most `largest_micro_batch`."""
-    try:
-        micro = whole_number_or_auto(arguments.per_device_train_batch_size)
-    except Exception as error:
-        return None, [f"per_device_train_batch_size {error}."]
+    micro = arguments.per_device_train_batch_size
+    if micro != "auto" and not (micro.isdecimal() and int(micro) > 0):
+        return None, [f"per_device_train_batch_size is {micro!r}; it must be a positive whole number or auto."]
     tokens = arguments.tokens_per_step
     unit = context * processes * (1 if micro == "auto" else int(micro))
     if tokens < 1 or tokens % unit:

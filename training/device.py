@@ -82,7 +82,8 @@ def decide(arguments: DeviceArguments) -> Setup:
         )
     if problems:
         raise UserError("\n".join(problems))
-    compiled = asked == "true" or (asked == "auto" and compiler is not None)
+    proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
+    compiled = asked == "true" or (asked == "auto" and compiler is not None and proven)
     return Setup(precision, compiled, tuple(notes))
 
 
