@@ -44,6 +44,8 @@ def main(arguments: list[str]) -> None:
     if resume_from is not None:
         state = check_same_run(resume_from, plan.model, state)
         if state.step >= plan.max_steps:
+            if main_process and not folder.model.exists():  # killed between the last save and this copy
+                checkpoint.copy_model(resume_from, folder.model)
             say(folder.finished_message(state.step))
             return
     accelerator.wait_for_everyone()  # all have read the run folder before it changes

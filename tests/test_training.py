@@ -94,7 +94,9 @@ def test_the_same_command_again_resumes_or_says_it_is_finished(train, tmp_path, 
     train(run, save_steps=2)
     assert "going on after step_00000004" in capsys.readouterr().out
     assert_equal(finished, weights(run))
+    shutil.rmtree(run / "model")  # as if killed between the last save and its copy
     train(run, save_steps=2)
+    assert_equal(finished, weights(run))
     said = capsys.readouterr().out
     assert "is finished (6 steps)" in said
     assert "--overwrite_output_dir" in said
@@ -126,6 +128,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over_aloud(train, tmp_path, capsy
     assert "model.safetensors was changed or damaged" in said
     assert "going on after step_00000003" in said
     damaged.write_bytes(content)
+    (run / "checkpoints" / "step_00000003" / "config.json").unlink()
+    with pytest.raises(UserError, match="Every checkpoint in .* is damaged"):
+        train(run)
     with pytest.raises(UserError, match="is damaged"):
         train(tmp_path / "other", "--resume_from_checkpoint", str(damaged.parent))
 

@@ -57,12 +57,19 @@ class RunFolder:
         self.model = self.path / "model"
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
-        """The newest complete checkpoint that is as it was written; damaged ones are named and passed over."""
+        """The newest complete checkpoint that is as it was written; damaged ones are named and passed over.
+
+        Raises:
+            UserError: there are checkpoints, and all of them are damaged.
+        """
+        problem = None
         for checkpoint in reversed(checkpoints.complete_checkpoints(self.checkpoints)):
             problem = checkpoints.damage(checkpoint)
             if problem is None:
                 return checkpoint
             say(f"WARNING: {checkpoint} is damaged: {problem}. Falling back to the one before.")
+        if problem is not None:
+            raise UserError(f"Every checkpoint in {self.checkpoints} is damaged; --overwrite_output_dir starts anew.")
         return None
 
     def finished_message(self, step: int) -> str:
