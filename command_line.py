@@ -30,7 +30,7 @@ class FlagParser(HfArgumentParser):
         """`positional` names the field that a first argument without a flag fills."""
         super().__init__(dataclass_types, allow_abbrev=False, description=description)
         self.positional = positional
-        self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of defaults; flags override it.")
+        self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of settings; flags override it.")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[0].upper()}{message[1:].rstrip('.')}. See --help.")
@@ -50,7 +50,7 @@ class FlagParser(HfArgumentParser):
         """
         if self.positional and arguments and not arguments[0].startswith("-"):
             arguments = [f"--{self.positional}", *arguments]
-        named = [argument[2:].split("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+        named = self.named_flags(arguments)
         twice = sorted({name for name in named if named.count(name) > 1})
         if twice:
             raise UserError("\n".join(f"--{name} is given twice; give it once, with all its values." for name in twice))
@@ -98,6 +98,10 @@ class FlagParser(HfArgumentParser):
             raise UserError("\n".join(problems))
         return checked
 
+    @staticmethod
+    def named_flags(arguments: list[str]) -> list[str]:
+        return [argument[2:].split("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+
     def named_config(self, arguments: list[str]) -> Path | None:
         for position, argument in enumerate(arguments):
             if argument == "--config" and position + 1 < len(arguments):
@@ -107,8 +111,8 @@ class FlagParser(HfArgumentParser):
         return None
 
 
-def read_yaml(path: Path, known: list[str]) -> dict[str, Any]:
-    """The keys and values of a flat YAML file.
+def read_yaml(path: Path, known: list[str] | None = None) -> dict[str, Any]:
+    """The keys and values of a flat YAML file; any keys where no known ones are given.
 
     Raises:
         UserError: no such file, not YAML, not a flat mapping, or keys that are not in `known`.
@@ -126,7 +130,7 @@ def read_yaml(path: Path, known: list[str]) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise UserError(f"{path} must be a list of `name: value` lines, but holds a {type(content).__name__}.")
-    unknown = [_unknown("key", str(key), known) for key in content if key not in known]
+    unknown = [_unknown("key", str(key), known) for key in content if known is not None and key not in known]
     nested = [f"{key} in {path} is nested; keys are flat." for key, value in content.items() if isinstance(value, dict)]
     if unknown or nested:
         raise UserError("\n".join([f"{path}: {sentence}" for sentence in unknown] + nested))

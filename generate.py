@@ -16,7 +16,7 @@ import modeling_gpt2scratch  # noqa: F401  registers the architecture: our model
 from command_line import FlagParser, UserError, run
 from tokenizer import vocabulary
 from training.run_folder import find_model
-from training.sampling import continue_text, generation_config
+from training.sampling import continue_text, encode_prompt, generation_config
 
 
 @dataclass
@@ -41,6 +41,7 @@ class GenerateArguments:
                 ("top_k", "at least 0", self.top_k >= 0),
                 ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
                 ("repetition_penalty", "above 0", self.repetition_penalty > 0),
+                ("seed", "at least 0 and below 2**63", self.seed is None or 0 <= self.seed < 2**63),
             )
             if not good
         ]
@@ -71,6 +72,10 @@ def main(arguments: list[str]) -> None:
     )
     if options.seed is not None:
         torch.manual_seed(options.seed)
+    n_prompt = len(encode_prompt(tokenizer, options.prompt))
+    if n_prompt >= model.config.n_positions:
+        context = model.config.n_positions
+        print(f"Of the prompt's {n_prompt} tokens, only the last {context - 1} are read.", file=sys.stderr)
     for _ in range(options.num_return_sequences):
         write(options.prompt)
         continue_text(model, tokenizer, options.prompt, options.max_new_tokens, config, write)

@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, UserError, run
 from publishing.hub_folder import assemble
-from publishing.upload import upload
+from publishing.upload import check_repo_id, upload
 from publishing.verify import verify
 from training.run_folder import RunFolder, run_of
 
@@ -33,9 +33,10 @@ def main(arguments: list[str]) -> None:
     missing = [name for name in ("run", "repo_id") if getattr(push, name) is None]
     if missing:
         raise UserError(f"{' and '.join(missing)} missing: python push_to_hub.py runs/x --repo_id user/name")
+    check_repo_id(push.repo_id)
     source = RunFolder(run_of(Path(push.run)))
 
-    folder = assemble(source, push.repo_id, push.license, source.path / "hub")
+    folder = assemble(source, push.repo_id, push.license, source.hub)
     verified = verify(folder)
     print(
         f"Verified in a fresh process: no missing or unexpected weights, logits differ by {verified.largest_difference:.1e}."

@@ -38,6 +38,7 @@ def main(arguments: list[str]) -> None:
     plan = make_plan(config, store, tokenizer, accelerator)
     tokens, where = place_tokens(store, "train", config.data.data_placement, accelerator.num_processes)
     eval_tokens, _ = place_tokens(store, "val", config.data.data_placement, accelerator.num_processes)
+    prompts = prompts_of(config.sampling, store, tokenizer)
     folder = RunFolder(config.run.output_dir)
     resume_from = open_run(config.run, config.flat(), say)
     state = TrainState.at_start(config.seed, plan.tokens_per_step, store.metadata)
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> None:
             return
     accelerator.wait_for_everyone()  # all have read the run folder before it changes
     if main_process:
-        begin(folder, state.step)
+        begin(folder, state.step, resume_from)
         write_config(config, folder.config)
 
     # Build: model, optimizer, and batches that are a function of the step.
@@ -65,7 +66,6 @@ def main(arguments: list[str]) -> None:
         accelerator.scaler.load_state_dict(state.grad_scaler)
     batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, accelerator.device)
     trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
-    prompts = prompts_of(config.sampling, store, tokenizer)
     hardware = describe(accelerator, setup, config.device)
     say("\n".join([f"Device:  {hardware}", *(f"         {note}" for note in setup.notes)]))
     say(f"Model:   {plan.describe_model()}, {model.num_parameters():,} parameters")
@@ -113,6 +113,7 @@ def main(arguments: list[str]) -> None:
                 journal.log(done, plan.epoch(done), learning_rate, grad_norm, done * plan.tokens_per_step)
             with journal.pause():
                 if plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, done):
+                    journal.refuse_non_finite(done, learning_rate, step_loss, grad_norm)
                     save(done)
                 if plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, done):
                     validate(done, last)

@@ -99,8 +99,11 @@ class GPT2ScratchConfig(PreTrainedConfig):
             problems.append(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
         if self.activation_function not in ACT2FN:
             problems.append(
-                f"activation_function {self.activation_function!r} is unknown to Transformers; GPT-2 uses 'gelu_new'"
+                f"activation_function {self.activation_function!r} is unknown to Transformers (GPT-2's is 'gelu_new')"
             )
+        for name in ("initializer_range", "layer_norm_epsilon"):
+            if getattr(self, name) < 0:
+                problems.append(f"{name} is {getattr(self, name)} but must be at least 0")
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 problems.append(f"{name} is {getattr(self, name)} but must be at least 0 and below 1")

@@ -7,7 +7,6 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from command_line import UserError
-from training.report import PLOT
 from training.run_folder import RunFolder
 
 # Nothing else is ever copied: no optimizer state, no logs with paths, no file that merely lies there.
@@ -36,8 +35,8 @@ def assemble(run: RunFolder, repo_id: str, licence: str | None, destination: Pat
     for pattern in ALLOWED:
         for path in run.model.glob(pattern):
             shutil.copy(path, destination / path.name)
-    if (run.path / PLOT).is_file():
-        shutil.copy(run.path / PLOT, destination / PLOT)
+    if run.plot.is_file():
+        shutil.copy(run.plot, destination / run.plot.name)
     (destination / "README.md").write_text(model_card(run, repo_id, licence), encoding="utf-8")
     return destination
 

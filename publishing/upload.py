@@ -4,8 +4,22 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from command_line import UserError
+
+
+def check_repo_id(repo_id: str) -> None:
+    """
+    Raises:
+        UserError: not `user/name` as the Hub spells it.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"repo_id {repo_id!r} is not a name the Hub accepts: {_first_line(error)}") from error
+    if repo_id.count("/") != 1:
+        raise UserError(f"repo_id is {repo_id!r}; it must be user/name.")
 
 
 def upload(folder: Path, repo_id: str, private: bool) -> str:
@@ -22,8 +36,6 @@ def upload(folder: Path, repo_id: str, private: bool) -> str:
         hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload model")
     except LocalTokenNotFoundError as error:
         raise UserError("You are not logged in to the Hub: run `hf auth login`, then this command again.") from error
-    except HFValidationError as error:
-        raise UserError(f"repo_id {repo_id!r} is not a name the Hub accepts: {_first_line(error)}") from error
     except HfHubHTTPError as error:
         raise UserError(f"The Hub refused {repo_id}: {_first_line(error)}") from error
     except OSError as error:

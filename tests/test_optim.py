@@ -39,7 +39,6 @@ def test_all_problems_are_named_together():
     wrong = OptimArguments(learning_rate=-1.0, warmup_steps=-2, adam_beta2=1.5)
     assert [problem.split()[0] for problem in wrong.problems()] == [
         "learning_rate",
-        "min_learning_rate",
         "warmup_steps",
         "adam_beta2",
     ]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from command_line import UserError
 from conftest import TINY, flags, prose
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from training.data import name_of
 from training.run_folder import RunFolder
 
 
@@ -129,7 +130,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_aloud(train, tmp_path, capsy
     assert "going on after step_00000003" in said
     damaged.write_bytes(content)
     (run / "checkpoints" / "step_00000003" / "config.json").unlink()
-    with pytest.raises(UserError, match="Every checkpoint in .* is damaged"):
+    with pytest.raises(UserError, match=r"Every checkpoint in .* is damaged"):
         train(run)
     with pytest.raises(UserError, match="is damaged"):
         train(tmp_path / "other", "--resume_from_checkpoint", str(damaged.parent))
@@ -146,6 +147,49 @@ def test_save_total_limit_keeps_the_newest_and_the_best(train, tmp_path):
     best = min((e for e in metrics(run) if "eval_loss" in e and e["step"] < 8), key=lambda e: e["eval_loss"])["step"]
     kept = {path.name for path in (run / "checkpoints").iterdir()}
     assert kept == {"step_00000008", f"step_{best:08}"}
+
+
+def test_branching_off_leaves_the_first_run_alone(train, tmp_path):
+    run = train(tmp_path / "run")
+    first = run / "checkpoints" / "step_00000003"
+    other = train(tmp_path / "other", max_steps=1)
+    with pytest.raises(UserError, match="other holds another run"):
+        train(other, "--resume_from_checkpoint", str(first))
+    with pytest.raises(UserError, match="went on to step_00000006"):
+        train(run, "--resume_from_checkpoint", str(first))
+    branch = train(tmp_path / "branch", "--resume_from_checkpoint", str(first))
+    assert_equal(weights(run), weights(branch))
+    assert [entry["step"] for entry in metrics(branch) if "loss" in entry] == [4, 5, 6]
+
+
+def test_a_moved_run_goes_on_where_it_lies(train, tmp_path):
+    run = train(tmp_path / "run").rename(tmp_path / "moved")
+    train(None, "--resume_from_checkpoint", str(run), max_steps=8)
+    assert metrics(run)[-1]["step"] == 8
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_checkpoint_names_those_there_are(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=3)
+    with pytest.raises(UserError, match=r"step_00000005; .* has step_00000003"):
+        train(None, "--resume_from_checkpoint", str(run / "checkpoints" / "step_00000005"))
+
+
+def test_a_run_that_saved_nothing_may_be_begun_again_with_other_settings(train, tmp_path):
+    with pytest.raises(UserError, match="diverged"):
+        train(tmp_path / "run", learning_rate=1e30, max_grad_norm=0, eval_strategy="no")
+    train(tmp_path / "run", max_steps=1)
+
+
+def test_the_quickstarts_prompts_do_not_leak_into_ones_own_text(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=1, sample_prompts=None)
+    assert "class" not in (run / "samples.md").read_text()
+
+
+def test_names_come_from_the_text(tmp_path):
+    (tmp_path / "books").mkdir()
+    names = {name_of(f"{tmp_path}/books{end}") for end in ("", "/", "/*.txt")}
+    assert names == {"books"}
 
 
 def test_resuming_another_architecture_names_every_difference(train, tmp_path):
@@ -206,6 +250,15 @@ def test_all_problems_arrive_in_one_message(train, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
+        ({"attn_implementation": "nonsense"}, "attn_implementation is 'nonsense'; it must be one of eager, "),
+        ({"attn_implementation": "flash_attention_2"}, "needs an NVIDIA GPU"),
+        ({"torch_compile_mode": "nonsense"}, "torch_compile_mode is 'nonsense'"),
+        ({"sample_top_k": -1}, "sample_top_k is -1"),
+        ({"initializer_range": -1}, "initializer_range is -1.0 but must be at least 0"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"max_steps": None, "num_train_epochs": "inf"}, "num_train_epochs is inf"),
+        ({"tokenizer_type": "character"}, "tokenizer_type is about text"),
+        ({"activation_function": "reluu"}, "^activation_function 'reluu' is unknown"),
         ({"mixed_precision": "fp16"}, "mixed_precision is fp16, but there is no GPU"),
         ({"torch_compile": "maybe"}, "torch_compile is 'maybe'"),
         ({"n_positions": 100_000}, "fewer than one context of 100000"),
@@ -222,8 +275,11 @@ def test_bad_settings_end_in_a_sentence(train, tmp_path, settings, expected):
 
 
 def test_a_diverged_loss_stops_the_run_and_keeps_what_was_saved(train, tmp_path):
-    with pytest.raises(UserError, match="The loss is nan"):
-        train(tmp_path / "run", learning_rate=1e30, max_grad_norm=0, save_steps=1, max_steps=20, eval_strategy="no")
+    run = tmp_path / "run"
+    with pytest.raises(UserError, match=r"The loss is .* training has diverged, and this step is not saved"):
+        train(run, learning_rate=1e30, max_grad_norm=0, save_steps=1, max_steps=20, eval_strategy="no")
+    for saved in (run / "checkpoints").glob("step_*/model.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(saved).values())
 
 
 def test_tensorboard_gets_the_numbers(train, tmp_path):

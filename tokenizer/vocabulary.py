@@ -58,7 +58,7 @@ def build(arguments: VocabularyArguments, corpus: Corpus) -> PreTrainedTokenizer
         of_what = arguments.tokenizer or f"the characters of {', '.join(corpus.inputs)}"
         raise UserError(
             f"vocab_size is {arguments.vocab_size} but {of_what} make {len(tokenizer)} tokens; "
-            f"leave vocab_size out or set it to {len(tokenizer)}."
+            f"set --vocab_size {len(tokenizer)}."
         )
     return tokenizer
 

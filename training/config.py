@@ -1,5 +1,7 @@
-"""The configuration of a run: the modules' own dataclasses, composed; flags over a YAML file over the quickstart."""
+"""The configuration of a run: the modules' own dataclasses, composed; flags over a YAML file, which is the quickstart's
+where none is named and the run's own where one is resumed."""
 
+import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from tokenizer.corpus import CorpusArguments
 from tokenizer.vocabulary import VocabularyArguments
 from training.batches import BatchArguments
 from training.checkpoint import CheckpointArguments
-from training.data import DataArguments, is_store
+from training.data import DataArguments, is_store, name_of
 from training.device import DeviceArguments
 from training.evaluate import EvaluationArguments
 from training.journal import JournalArguments, tracker_problems
@@ -21,6 +23,7 @@ from training.optim import OptimArguments
 from training.run_folder import CONFIG_FILE, RunArguments, resume_source
 from training.sampling import SamplingArguments
 
+ABOUT_TEXT = {part.name for kind in (CorpusArguments, VocabularyArguments) for part in fields(kind)}
 QUICKSTART = Path(__file__).parent.parent / "presets" / "quickstart.yaml"
 
 
@@ -39,7 +42,7 @@ class TrainConfig:
     sampling: SamplingArguments
     checkpoint: CheckpointArguments
     journal: JournalArguments
-    given: set[str] = field(default_factory=set)  # what the user set, by flag or in a config file of their own
+    flags: set[str] = field(default_factory=set)  # what the user set on the command line
 
     @property
     def seed(self) -> int:
@@ -55,9 +58,10 @@ class TrainConfig:
         return self.text and self.vocabulary.tokenizer is None and self.vocabulary.tokenizer_type == "bpe"
 
     def flat(self) -> dict[str, Any]:
-        """Every field under its flag's name."""
-        parts = [getattr(self, part.name) for part in fields(self) if part.name != "given"]
-        return {name: value for part in parts for name, value in asdict(part).items()}
+        """Every setting of the run under its flag's name; those about text only where there is text to read."""
+        parts = [getattr(self, part.name) for part in fields(self) if part.name != "flags"]
+        settings = {name: value for part in parts for name, value in asdict(part).items()}
+        return settings if self.text else {name: value for name, value in settings.items() if name not in ABOUT_TEXT}
 
     def problems(self) -> list[str]:
         """What can be seen to be wrong without looking at data or device."""
@@ -71,44 +75,60 @@ class TrainConfig:
         ):
             if value is not None and value < 1:
                 found.append(f"{name} is {value}; it must be at least 1.")
-        if self.sampling.sample_tokens < 0 or self.sampling.sample_temperature < 0:
-            found.append("sample_tokens and sample_temperature must not be negative.")
+        for name in ("sample_tokens", "sample_temperature", "sample_top_k"):
+            if getattr(self.sampling, name) < 0:
+                found.append(f"{name} is {getattr(self.sampling, name)}; it must be at least 0.")
+        if not 0 <= self.seed < 2**63:
+            found.append(f"seed is {self.seed}; it must be at least 0 and below 2**63.")
+        if not self.text:
+            for name in sorted(self.flags & ABOUT_TEXT - {"vocab_size"}):
+                found.append(f"{name} is about text, but {self.data.data} is a token store already; leave it out.")
         return found
 
 
-PARTS = tuple(part.type for part in fields(TrainConfig) if part.name != "given")
+PARTS = tuple(part.type for part in fields(TrainConfig) if part.name != "flags")
 
 
 def read_config(arguments: list[str]) -> TrainConfig:
-    """From the command line. Where a run is resumed, its own config.yaml stands behind the flags.
+    """From the command line.
 
     Raises:
-        UserError: see `FlagParser.parse`; or the run to resume is not there.
+        UserError: see `FlagParser.parse`; the run to resume is not there; or no data is named.
     """
     parser = FlagParser(PARTS, "Train a GPT-2-class model: python train_accelerate.py --data TEXT_OR_TOKEN_STORE")
-    resumed = resume_source(arguments)
-    filled, given = parser.parse(arguments, default_config=resumed / CONFIG_FILE if resumed else QUICKSTART)
-    config = TrainConfig(*filled, given=given)
+    named, resumed = parser.named_config(arguments), resume_source(arguments)
+    if named and resumed:
+        raise UserError(f"{resumed} brings its own {CONFIG_FILE}; leave --config out and override settings by flags.")
+    behind = named or (resumed / CONFIG_FILE if resumed else QUICKSTART)
+    filled, _ = parser.parse(arguments, default_config=behind)
+    config = TrainConfig(*filled, flags=set(parser.named_flags(arguments)))
     if config.data.data is None:
         raise UserError("Name what to train on: --data, a text file, a folder or a token store.")
-    if "vocab_size" not in given and not config.trains_bpe:
-        config.vocabulary.vocab_size = None  # the quickstart's word on it is about text
-    if resumed and "output_dir" not in given:
-        config.run.output_dir = str(resumed)
-    elif config.run.output_dir is None:
-        config.run.output_dir = str(Path("runs") / _run_name(arguments, config, parser))
+    config.data.data = os.path.normpath(config.data.data)
+    if behind == QUICKSTART:
+        _forget_its_text(config)
+    if config.run.output_dir is None:
+        config.run.output_dir = str(resumed or Path("runs") / _run_name(named, config))
     return config
 
 
-def _run_name(arguments: list[str], config: TrainConfig, parser: FlagParser) -> str:
-    """The name of the config file; without one, of the data; without either, `quickstart`."""
-    if named := parser.named_config(arguments):
-        return named.stem
-    return Path(config.data.data).stem if "data" in config.given else QUICKSTART.stem
+def _forget_its_text(config: TrainConfig) -> None:
+    """What the quickstart says of its own text does not hold for the user's."""
+    if "vocab_size" not in config.flags and not config.trains_bpe:
+        config.vocabulary.vocab_size = None
+    if "data" in config.flags and "sample_prompts" not in config.flags:
+        config.sampling.sample_prompts = []
+
+
+def _run_name(named: Path | None, config: TrainConfig) -> str:
+    """The name of the config file (of its folder, for a run's own); without one, of the data, or `quickstart`."""
+    if named is not None:
+        return named.resolve().parent.name if named.name == CONFIG_FILE else named.stem
+    return name_of(config.data.data) if "data" in config.flags else QUICKSTART.stem
 
 
 def write_config(config: TrainConfig, path: Path) -> None:
     """A file that `--config` reads back to the same run."""
-    told_elsewhere = ("resume_from_checkpoint", "overwrite_output_dir")
+    told_elsewhere = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
     content = {name: value for name, value in config.flat().items() if value is not None and name not in told_elsewhere}
     path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")

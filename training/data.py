@@ -1,6 +1,7 @@
 """Where a run's tokens come from, and where they lie while it trains."""
 
 import mmap
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +46,15 @@ def open_store(
         return TokenStore(data)
     check(corpus)
     fingerprint = settings_hash(Corpus([data], corpus), vocabulary, SPLIT_SEED)
-    folder = CACHE / f"{Path(data).stem}-{fingerprint[:12]}"
+    folder = CACHE / f"{name_of(data)}-{fingerprint[:12]}"
     return pretokenize([data], folder, corpus, vocabulary, SPLIT_SEED, say)
+
+
+def name_of(data: str) -> str:
+    """A plain name for a text or a store: `books/*.txt` and `books/` are both `books`."""
+    path = Path(data).expanduser()
+    named = path.parent if set(path.name) & set("*?[") else path
+    return re.sub(r"[^\w.-]+", "-", named.resolve().stem).strip(".-") or "run"
 
 
 def is_store(data: str) -> bool:

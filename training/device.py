@@ -8,8 +8,11 @@ from typing import Literal
 
 import psutil
 import torch
+import torch._inductor
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import TorchDynamoPlugin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available
 
 from command_line import UserError
 
@@ -65,6 +68,12 @@ def decide(arguments: DeviceArguments) -> Setup:
     ):
         problems.append(f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has none; use fp16 or auto.")
 
+    problems += _attention_problems(arguments.attn_implementation)
+    modes = list(torch._inductor.list_mode_options())
+    if arguments.torch_compile_mode is not None and arguments.torch_compile_mode not in modes:
+        problems.append(
+            f"torch_compile_mode is {arguments.torch_compile_mode!r}; it must be one of {', '.join(modes)}."
+        )
     asked = arguments.torch_compile.lower()
     if asked not in ("auto", "true", "false"):
         problems.append(f"torch_compile is {arguments.torch_compile!r}; it must be true, false or auto.")
@@ -85,6 +94,19 @@ def decide(arguments: DeviceArguments) -> Setup:
     proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
     compiled = asked == "true" or (asked == "auto" and compiler is not None and proven)
     return Setup(precision, compiled, tuple(notes))
+
+
+def _attention_problems(name: str) -> list[str]:
+    known = ["eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
+    if name not in known:
+        return [f"attn_implementation is {name!r}; it must be one of {', '.join(known)}."]
+    if name.startswith("flash_attention") and not torch.cuda.is_available():
+        return [f"attn_implementation is {name}, which needs an NVIDIA GPU; use sdpa."]
+    if name == "flash_attention_2" and not is_flash_attn_2_available():
+        return [
+            "attn_implementation is flash_attention_2, which is not installed: pip install flash-attn, or use sdpa."
+        ]
+    return []
 
 
 def _best_precision() -> str:

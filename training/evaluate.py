@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, UserError, run
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
@@ -136,6 +137,8 @@ def main(arguments: list[str]) -> None:
     (door,), _ = FlagParser((EvaluateDoor,), __doc__.splitlines()[0], positional="model").parse(arguments)
     if door.model is None:
         raise UserError("Name a run: python -m training.evaluate runs/x")
+    if door.per_device_eval_batch_size < 1:
+        raise UserError(f"per_device_eval_batch_size is {door.per_device_eval_batch_size}; it must be at least 1.")
     folder = find_model(door.model)
     store = TokenStore(door.data) if door.data else _store_of_run(door.model)
     model = GPT2ScratchForCausalLM.from_pretrained(folder)
@@ -157,4 +160,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    transformers_logging.disable_progress_bar()
     run(main)

@@ -56,6 +56,7 @@ class Journal:
         self.max_steps = max_steps
         self.compiled = compiled
         self.first_step_is_done = False
+        self.tenths_shown = first_step * 10 // max_steps
         self.main = accelerator.is_main_process
         self.console = Console(highlight=False, soft_wrap=True)
         self.bar = self._bar(first_step) if self.main and self.console.is_terminal else None
@@ -125,16 +126,28 @@ class Journal:
             entry["tokens_per_second"] = round(self.tokens_timed / seconds, 1)
             left = (self.max_steps - step) * seconds / self.steps_timed
             line += f"  {self.tokens_timed / seconds:,.0f} tok/s  ETA {clock(left)}"
-        if not math.isfinite(loss):
-            raise UserError(
-                f"The loss is {loss} at step {step}; what was saved before is intact. Resume with a lower learning_rate "
-                f"({learning_rate:.2e} now) or another seed."
-            )
+        self.refuse_non_finite(step, learning_rate, loss, grad_norm)
         self._write(entry, step)
         self._show(step, line, f"lr {learning_rate:.2e}")
         self.losses.zero_()
         self.steps_since_log = 0
         self.restart_clock()
+
+    def refuse_non_finite(
+        self, step: int, learning_rate: float, loss: torch.Tensor | float, grad_norm: torch.Tensor
+    ) -> None:
+        """Bad numbers never reach a checkpoint. (fp16's scaler finds them itself, and skips such a step.)
+
+        Raises:
+            UserError: the loss or the gradient is not a number any more.
+        """
+        numbers = [float(loss)] if self.accelerator.scaler is not None else [float(loss), float(grad_norm)]
+        if not all(map(math.isfinite, numbers)):
+            raise UserError(
+                f"The loss is {float(loss)} and the gradient norm {float(grad_norm)} at step {step}: training has "
+                f"diverged, and this step is not saved. Lower learning_rate ({learning_rate:.2e} now) or raise "
+                f"warmup_steps, and resume or start anew."
+            )
 
     def log_evaluation(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
         self._write({"step": step, "epoch": round(epoch, 4), **metrics}, step)
@@ -162,6 +175,9 @@ class Journal:
     def _show(self, step: int, line: str, more: str) -> None:
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, line=line)
+            if step * 10 // self.max_steps > self.tenths_shown:  # the bar forgets; these lines stay
+                self.tenths_shown = step * 10 // self.max_steps
+                self.say(f"step {step}/{self.max_steps}  {line}  {more}")
         elif self.main:
             print(f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {line}  {more}", flush=True)
 

@@ -23,7 +23,8 @@ def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> tu
     if len(given) > 1:
         pairs = " and ".join(f"{name} {value}" for name, value in given.items())
         return None, [f"{pairs} are given together; the length of a run is only one of them."]
-    problems = [f"{name} is {value}; it must be above 0." for name, value in given.items() if not value > 0]
+    wrong = {name: value for name, value in given.items() if not 0 < value < math.inf}
+    problems = [f"{name} is {value}; it must be above 0 and finite." for name, value in wrong.items()]
     if problems:
         return None, problems
     if arguments.max_steps is not None:

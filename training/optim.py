@@ -25,9 +25,9 @@ class OptimArguments:
 
     def problems(self) -> list[str]:
         found = []
-        if not self.learning_rate > 0:
-            found.append(f"learning_rate is {self.learning_rate}; it must be above 0.")
-        if not 0 <= self.min_learning_rate <= self.learning_rate:
+        if not 0 < self.learning_rate < math.inf:
+            found.append(f"learning_rate is {self.learning_rate}; it must be above 0 and finite.")
+        elif not 0 <= self.min_learning_rate <= self.learning_rate:
             found.append(
                 f"min_learning_rate is {self.min_learning_rate}; it must be between 0 and learning_rate, "
                 f"{self.learning_rate}."

@@ -46,7 +46,7 @@ class Plan:
         split = f"{batch.context} tokens x {batch.micro_batch} sequences x {batch.accumulation} accumulated"
         total = self.max_steps * self.tokens_per_step
         return (
-            f"{self.max_steps:,} steps of {self.tokens_per_step:,} tokens ({split} x {batch.processes} processes): "
+            f"{self.max_steps:,} steps of {self.tokens_per_step:,} tokens ({split} x {batch.processes} process{'es' * (batch.processes > 1)}): "
             f"{total / 1e6:,.1f}M tokens, {self.epoch(self.max_steps):.2f} epochs"
         )
 

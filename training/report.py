@@ -1,5 +1,6 @@
 """report.md: the run on one page, with its loss curve. What publishing makes the model card from."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,6 @@ from tokenizer.store import Metadata
 from training.journal import read_metrics
 from training.run_folder import RunFolder
 from training.sampling import fenced
-
-PLOT = "loss.png"
 
 
 def write_report(
@@ -26,9 +25,9 @@ def write_report(
     sections = [
         f"# {folder.path.name}",
         _what_it_is(model, parameters, data),
-        _how_to_use(folder.path / "model"),
+        _how_to_use(folder.model, samples[0][0] if samples else "Once"),
         _results(entries),
-        f"![Loss curve]({PLOT})" if plot_loss(entries, folder.path / PLOT) else "",
+        f"![Loss curve]({folder.plot.name})" if plot_loss(entries, folder.plot) else "",
         "## Samples\n\n" + "\n\n".join(fenced(prompt + text) for prompt, text in samples) if samples else "",
         _data(data),
         _training(settings, hardware),
@@ -46,7 +45,7 @@ def _what_it_is(model: GPT2ScratchConfig, parameters: int, data: Metadata) -> st
     )
 
 
-def _how_to_use(model: Path) -> str:
+def _how_to_use(model: Path, prompt: str) -> str:
     return f"""## Use
 
 ```python
@@ -54,7 +53,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{model.as_posix()}", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("{model.as_posix()}", trust_remote_code=True)
-inputs = tokenizer("Once", return_tensors="pt")
+inputs = tokenizer({json.dumps(prompt, ensure_ascii=False)}, return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=30)[0]))
 ```"""
 

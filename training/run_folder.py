@@ -28,7 +28,11 @@ ARCHITECTURE = (
     *("tie_word_embeddings", "layer_norm_epsilon"),
 )
 # Settings that may differ without making it another run.
-NOT_THE_RUN = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint"}
+NOT_THE_RUN = {
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "data_placement", "report_to", "logging_steps"),
+    *("eval_strategy", "eval_steps", "max_eval_samples", "save_strategy", "save_steps", "save_total_limit"),
+    *("sample_prompts", "sample_tokens", "sample_temperature", "sample_top_k", "torch_compile", "torch_compile_mode"),
+}
 
 
 @dataclass
@@ -37,7 +41,7 @@ class RunArguments:
         default=None, metadata={"help": "The run folder; runs/NAME of the config file or the data where left out."}
     )
     overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Delete what is in the run folder and start anew."}
+        default=False, metadata={"help": "Delete the run that is in the folder and start anew."}
     )
     resume_from_checkpoint: str | None = field(
         default=None,
@@ -55,6 +59,14 @@ class RunFolder:
         self.report = self.path / "report.md"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
+        self.hub = self.path / "hub"
+        self.plot = self.path / "loss.png"
+
+    @property
+    def contents(self) -> tuple[Path, ...]:
+        """All that a run leaves; nothing else in the folder is ever deleted."""
+        files = (self.config, self.metrics, self.samples, self.report, self.plot)
+        return (*files, self.checkpoints, self.model, self.hub)
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
         """The newest complete checkpoint that is as it was written; damaged ones are named and passed over.
@@ -88,16 +100,20 @@ def open_run(arguments: RunArguments, settings: dict[str, Any], say: Callable[[s
         UserError: the folder holds another run or something else; the checkpoint is missing or damaged.
     """
     folder = RunFolder(arguments.output_dir)
+    if folder.path.exists() and not folder.path.is_dir():
+        raise UserError(f"{folder.path} is a file; name another --output_dir.")
+    empty = not folder.path.exists() or not any(folder.path.iterdir())
+    if not empty and not folder.config.is_file():
+        raise UserError(f"{folder.path} exists and is not a run folder; name another --output_dir.")
     if arguments.resume_from_checkpoint is not None:
-        return _named_checkpoint(Path(arguments.resume_from_checkpoint), folder, say)
-    if arguments.overwrite_output_dir or not folder.path.exists() or not any(folder.path.iterdir()):
-        return None
-    if not folder.config.is_file():
-        raise UserError(
-            f"{folder.path} exists and is not a run folder; name another --output_dir, or add --overwrite_output_dir to "
-            f"delete what is in it."
-        )
-    before = read_yaml(folder.config, list(settings))
+        source = Path(arguments.resume_from_checkpoint)
+        branch = run_of(source).resolve() != folder.path.resolve()
+        if branch and not empty and not arguments.overwrite_output_dir:
+            raise UserError(f"{folder.path} holds another run; name a new --output_dir to branch off from {source}.")
+        return _named_checkpoint(source, folder, say)
+    if empty or arguments.overwrite_output_dir or not checkpoints.complete_checkpoints(folder.checkpoints):
+        return None  # nothing to lose
+    before = read_yaml(folder.config)
     changed = [
         f"{name} {before.get(name)} -> {value}"
         for name, value in settings.items()
@@ -113,7 +129,7 @@ def open_run(arguments: RunArguments, settings: dict[str, Any], say: Callable[[s
 
 def _named_checkpoint(source: Path, folder: RunFolder, say: Callable[[str], None]) -> Path:
     if not is_checkpoint(source):
-        newest = RunFolder(source).newest_checkpoint(say)
+        newest = RunFolder(run_of(source)).newest_checkpoint(say)
         if newest is None:
             raise UserError(
                 f"{source} has no complete checkpoint to resume from; start it anew with the first command."
@@ -187,25 +203,33 @@ def run_of(path: Path) -> Path:
     run = path
     if is_checkpoint(path):
         run = path.parent.parent
-    elif path.name == "model" and not (path / CONFIG_FILE).is_file():
+    elif path.name in ("model", "checkpoints") and not (path / CONFIG_FILE).is_file():
         run = path.parent
+    if is_checkpoint(path) and run.is_dir() and not path.exists():
+        there = ", ".join(found.name for found in checkpoints.complete_checkpoints(path.parent)) or "no checkpoint"
+        raise UserError(f"There is no {path}; {run} has {there}.")
     if not path.exists() or not (run / CONFIG_FILE).is_file():
         raise UserError(f"{path} is not a run folder or a checkpoint in one: there is no {run / CONFIG_FILE}.")
     return run
 
 
-def begin(folder: RunFolder, first_step: int) -> None:
-    """Makes the folder ready: a new run finds nothing of an old one, a resumed run nothing of later steps."""
-    if first_step > 0:
-        forget_after(folder.metrics, first_step)
-        forget_samples_after(folder.samples, first_step)
-        return
-    for inside in (folder.config, folder.metrics, folder.samples, folder.report, folder.checkpoints, folder.model):
-        if inside.is_dir():
-            shutil.rmtree(inside)
+def begin(folder: RunFolder, first_step: int, resume_from: Path | None) -> None:
+    """Makes the folder ready: a new run finds nothing of an old one, a resumed run nothing of later steps.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    own = resume_from is not None and run_of(resume_from).resolve() == folder.path.resolve()
+    try:
+        if own:
+            forget_after(folder.metrics, first_step)
+            forget_samples_after(folder.samples, first_step)
         else:
-            inside.unlink(missing_ok=True)
-    folder.checkpoints.mkdir(parents=True, exist_ok=True)
+            for inside in folder.contents:
+                shutil.rmtree(inside) if inside.is_dir() else inside.unlink(missing_ok=True)
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder.path} cannot be written ({error.strerror}); name another --output_dir.") from error
 
 
 def find_model(name: str) -> str:

@@ -101,7 +101,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
                 f"The prompt has {', '.join(map(repr, unknown))}, which this model of {len(tokenizer)} characters has "
                 f"never seen; leave it out."
             )
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("The prompt is not UTF-8 text.") from error
+    ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
@@ -110,8 +114,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def prompts_of(arguments: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The prompts given, or the openings of the first three validation documents."""
+    """The prompts given, or the openings of the first three validation documents.
+
+    Raises:
+        UserError: a prompt that the tokenizer cannot read.
+    """
     if arguments.sample_prompts:
+        for prompt in arguments.sample_prompts:
+            encode_prompt(tokenizer, prompt)
         return arguments.sample_prompts
     tokens, offsets = store.memory_map("val"), store.offsets("val")
     openings = [tokens[start : start + OPENING_TOKENS] for start in offsets[:-1][:3]]
