@@ -152,7 +152,7 @@ def test_a_vocab_size_that_is_not_the_tokenizers_is_answered_with_both(tmp_path,
         "tokenizer_type": {"tokenizer_type": "character"},
     }
     size = {"tokenizer": 280, "tokenizer_type": len(set(PROSE))}[kind]
-    with pytest.raises(UserError, match=rf"vocab_size is 999 but .* {size} tokens; leave .* or set it to {size}"):
+    with pytest.raises(UserError, match=rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"):
         vocabulary.build(VocabularyArguments(vocab_size=999, **arguments[kind]), corpus_of(tmp_path, PROSE))
 
 
