@@ -47,7 +47,6 @@ class TrainState:
     """What resumes beside weights and optimizer. Data, dropout and learning rate are functions of the step."""
 
     step: int  # steps done
-    tokens: int  # tokens trained on
     seed: int
     tokens_per_step: int
     data_identity: str
@@ -56,10 +55,10 @@ class TrainState:
 
     @classmethod
     def at_start(cls, seed: int, tokens_per_step: int, data: Metadata) -> "TrainState":
-        return cls(0, 0, seed, tokens_per_step, data.identity, data.tokenizer_sha256)
+        return cls(0, seed, tokens_per_step, data.identity, data.tokenizer_sha256)
 
     def after(self, step: int, grad_scaler: dict[str, float] | None) -> "TrainState":
-        return replace(self, step=step, tokens=step * self.tokens_per_step, grad_scaler=grad_scaler)
+        return replace(self, step=step, grad_scaler=grad_scaler)
 
 
 def folder_name(step: int) -> str:
