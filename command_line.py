@@ -12,15 +12,10 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
+from errors import UserError
+
 # Ways to say the same thing, how long a run is: one given as a flag clears all of them in the file.
 EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
-
-
-class UserError(Exception):
-    """Something the user can mend. Its text is what they read: what is wrong, with the values involved, and the remedy.
-
-    Several problems found together are raised together, one a line.
-    """
 
 
 class FlagParser(HfArgumentParser):

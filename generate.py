@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture: our models need no trust_remote_code here
-from command_line import FlagParser, UserError, run
+from command_line import FlagParser, run
+from errors import UserError
 from tokenizer import vocabulary
 from training.run_folder import find_model
 from training.sampling import continue_text, encode_prompt, generation_config

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from command_line import FlagParser, UserError, run
+from command_line import FlagParser, run
+from errors import UserError
 from publishing.hub_folder import assemble
 from publishing.upload import check_repo_id, upload
 from publishing.verify import verify

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from command_line import UserError
+from errors import UserError
 from training.run_folder import RunFolder
 
 # Nothing else is ever copied: no optimizer state, no logs with paths, no file that merely lies there.

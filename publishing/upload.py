@@ -6,7 +6,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from command_line import UserError
+from errors import UserError
 
 
 def check_repo_id(repo_id: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from command_line import UserError
+from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 
 PROBE_TOKENS = 32

@@ -6,7 +6,8 @@ from typing import Literal
 
 import pytest
 
-from command_line import FlagParser, UserError, run
+from command_line import FlagParser, run
+from errors import UserError
 
 
 @dataclass

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import generate
 import push_to_hub
-from command_line import UserError
 from conftest import trained
+from errors import UserError
 from training.sampling import SamplingArguments, sample
 
 
