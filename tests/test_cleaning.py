@@ -1,0 +1,308 @@
+"""Cleaning: what each stage does to texts of many scripts, what it leaves alone, what it drops and what it counts."""
+
+# ruff: noqa: RUF001  characters of many scripts, which look alike, are what this is about
+
+import random
+import time
+
+import pytest
+
+from tokenizer.cleaning import FAULTS, LEVELS, STAGES, Cleaner, CleaningArguments, Outcome, fault, merged, problems
+
+CODE = "def f(x):\n    if x < 3:\n\treturn x  # don't\n\n\n@property\nclass A:\n    ...\n\n    }\n"
+SCRIPTS = [
+    "春天来了。他说：“你好”……真的——是吗？",
+    "「今日は、いい天気ですね。」東京タワー、〇〇さん。",
+    "ฤดูใบไม้ผลิมาถึงแล้ว เด็กๆ วิ่งเล่น",
+    "می‌خواهم کتاب‌ها را بخوانم؛ آیا ممکن است؟ ه‍",  # with ZWNJ and ZWJ
+    "क्‍ष और क्‌ष, हिन्दी में। श्री",  # with ZWJ and ZWNJ
+    "각자 나라의 말씀, 한글은 “참 좋다”",
+    "Tiếng Việt có dấu, q̃ và ẹ̃",  # combining marks that do not compose
+    "සිංහල භාෂාව, ශ්‍රී ලංකාව; ខ្មែរ\u200bភាសា",  # ZWJ; a zero width space between Khmer words
+]
+
+
+def cleaned(text: str, *stages: str) -> str | None:
+    return Cleaner(list(stages))(text)
+
+
+# ---- normalize, lenient, balanced, strict ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [["none"], ["normalize"], ["lenient"], ["balanced"]])
+@pytest.mark.parametrize("text", [CODE, *SCRIPTS, "👩‍👩‍👧 ❤️ 1️⃣", "don’t — “so” …", ""])
+def test_text_of_any_script_and_code_stay_as_they_are(text, stages):
+    cleaner = Cleaner(stages)
+    assert cleaner(text) == text
+    assert cleaner.outcomes == {}
+
+
+@pytest.mark.parametrize("text", SCRIPTS)
+def test_strict_leaves_every_script_alone(text):
+    assert cleaned(text, "strict") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\r\nb\rc\x85d\n\r\ne", "a\nb\nc\nd\n\ne"),
+        ("\ufeffa\x00b\x1bc\x7f\x9f\td\fe\n", "abc\td\fe\n"),
+        ("cafe\u0301 \u1100\u1161\u11a8 \u0915\u093c", "café 각 \u0915\u093c"),  # a nukta never composes
+        ("e\x00\u0301", "é"),
+    ],
+)
+def test_normalize(text, expected):
+    assert cleaned(text, "normalize") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("co\u00adop\u200berate\u2060d \ue000\ufdd0x\U000f1234", "cooperated x"),
+        ("a \ufffd\ufffd b, don\ufffd\ufffdt, \ufffdc", "a  b, don\ufffdt, c"),  # one stays where a letter may be lost
+        ("ខ្មែរ\u200b\u200bភាសា a\u200bb", "ខ្មែរ\u200bភាសា ab"),
+        ("a \t\nb\u00a0\u3000\n  \n    c  ", "a\nb\n\n    c"),
+        ("a\n\n\n\n\nb\n \n\t\n\n\nc\n\n\nd", "a\n\n\nb\n\n\nc\n\n\nd"),
+        ("<b>&amp;</b>\n----", "<b>&amp;</b>\n----"),
+    ],
+)
+def test_lenient(text, expected):
+    assert cleaned(text, "lenient") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<p>One <b>bold</b> word.</p><p>Two</p>\n<ul>\n  <li>a</li>\n  <li>b</li></ul>", "One bold word.\nTwo\na\nb"),
+        ("<P CLASS=x>un<i>believ</i>able<br/>H<sub>2</sub>O</P>", "unbelievable\nH2O"),
+        ("<tr><td>1</td><td>2</td></tr>", "1 2"),
+        ("a<!-- b\n> -->c<script>if (a < b) {}</script> d<STYLE>p</STYLE>", "a c d"),
+        ("<!DOCTYPE html>\n<?xml version='1.0'?>\n<a href='x > y' hidden>b</a>", "b"),
+        *[
+            (text, text)
+            for text in ("a < b > c", "vector<int> v", "List<Object> a", "get<i>(t)", "<name@host>", "<Item>")
+        ],
+        *[
+            (text, text)
+            for text in ("<a <b>href=x>", "x <b and c> d", "<!-- open", "a <- b", "<T> & <K>", "<a\n--\nb=c>")
+        ],
+        ("AT&amp;T &lt;3 &amp;amp;eacute; &#39;&#x4e2d;&#39; C&#35;", "AT&T <3 é '中' C#"),
+        ("a&shy;b&#8203;c &#13;d&#0;", "abc\nd"),
+        ("&foo; &copy ?a=1&b=2; &am&#112;;", "&foo; &copy ?a=1&b=2; &am&#112;;"),
+        ("a\n----\n  ****\n|\n= = =\n...\n}\n#!\nb", "a\n...\n}\n#!\nb"),
+        ("No!!!!!! Well..... 好。。。。。。 -----", "No!!! Well... 好。。。 ---"),
+        ("http://x.org/a?b=1&c=(2) #### '''' ((((", "http://x.org/a?b=1&c=(2) #### '''' (((("),
+    ],
+)
+def test_balanced(text, expected):
+    assert cleaned(text, "balanced") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hi 👨‍👩‍👧‍👦 all, 🇩🇪🏴󠁧󠁢󠁥󠁮󠁧󠁿 good❤️day 👍🏽\n🙂‍↔️ no", "Hi all, good day\nno"),
+        ("1️⃣2️⃣ ☎ 你好😀世界 〇㊗♯", "1 2 你好 世界 〇㊗♯"),
+        ("see http://x.org/a_(b)?c=1, or www.x.org. (ftp://a.b)", "see , or . ( )"),
+        ("请访问http://a.cn谢谢 me@x.org,mailto:a.b+c@x.co.uk.", "请访问 谢谢 , ."),
+        ("@me a@b 3@x.5", "@me a@b 3@x.5"),
+        ("“It’s” „so“ — 1–2… «x»\u00a0y", '"It\'s" "so" -- 1-2... "x" y'),
+        ("a \t b\n    c   d\n\te", "a b\n    c d\n\te"),
+        ("a\n...\n}\n♥\n7\n\nb", "a\n\n7\n\nb"),
+    ],
+)
+def test_strict(text, expected):
+    assert cleaned(text, "strict") == expected
+
+
+def test_levels_bring_in_what_needs_composing_again():
+    assert cleaned("e\u00ad\u0301 e&#769;", "normalize", "balanced") == "é é"
+
+
+FRAGMENTS = [
+    *"< </ > <b> </b> b> <a href=x> <i> </i> <script> </script> <!-- --> -- <! <p> <br/> <td> <data> & amp &amp; amp;".split(),
+    *"&lt; lt; &#38; # ; &semi; &#112; &shy; &#8203; &#x1F600; &nbsp; &#13; &#769; &#65533; e\u0301 \u0301 😀 → ( ) @".split(),
+    *"👩\u200d👩 \ufe0f \u20e3 \u200d http://x.y www.z.w a@b.co mailto: \u00ad \u200b \ufffd \ue000 ខ 你好 “ … —".split(),
+    *"। क\u200d \u1100\u1161 ---- | ... . !!!! word x 1 \x00".split(),
+    *(" ", " ", "  ", "\t", "\n", "\n", "\n\n\n\n", "\r", "\x85", "\u00a0", "\u3000", "<a ", "<?xml ?>"),
+]
+
+
+@pytest.mark.parametrize("stages", [["normalize"], *([level] for level in LEVELS), *(["normalize", x] for x in LEVELS)])
+def test_cleaning_twice_is_cleaning_once(stages):
+    for seed in range(1500):
+        choices = random.Random(seed).choices
+        text = "".join(choices(choices(FRAGMENTS, k=12), k=20))
+        once = cleaned(text, *stages)
+        assert cleaned(once, *stages) == once, repr(text)
+
+
+# ---- quality ---------------------------------------------------------------------------------------------------------
+
+
+def words(count: int, start: int = 0) -> list[str]:
+    """Different words of six letters."""
+    return [f"wor{chr(97 + i // 676)}{chr(97 + i // 26 % 26)}{chr(97 + i % 26)}" for i in range(start, start + count)]
+
+
+def line(parts: list[str]) -> str:
+    """One line that ends in a full stop, in place of a letter."""
+    return " ".join(parts)[:-1] + "."
+
+
+def lines(count: int, start: int = 0, ended: int = 1000) -> list[str]:
+    """Lines of ten words; the first `ended` of them end in a full stop."""
+    made = [words(10, start + 10 * i) for i in range(count)]
+    return [line(parts) if i < ended else " ".join(parts) for i, parts in enumerate(made)]
+
+
+def often(n: int, times: int) -> str:
+    """100 words, in which one sequence of n words stands several times."""
+    parts = [word for i in range(times) for word in [*words(n), words(1, 500 + i)[0]]]
+    return line(parts + words(100 - len(parts), 600))
+
+
+def twice(n: int, sequences: int) -> str:
+    """1000 words, in which many sequences of n words stand twice."""
+    once = [
+        [word for i in range(sequences) for word in [*words(n, 20 * i), words(1, at + i)[0]]] for at in (2000, 3000)
+    ]
+    return line(once[0] + once[1] + words(1000 - 2 * len(once[0]), 4000))
+
+
+TWO_LETTERS = [a + b for a in "abcdefgh" for b in "ijklmnop"]
+HAN = "".join(map(chr, range(0x4E00, 0x4E40)))
+YES = ["Yes."]
+PAIRS = ["\n".join(lines(2, 20 * i)) for i in range(6)]  # paragraphs of two lines
+MARKED = {mark: [word + mark * (i < 10) for i, word in enumerate(words(100))] for mark in ("#", "...", "…")}
+# The rule, a document that is just good enough, and one that is not.
+QUALITY = [
+    ("short", line(words(50)), line(words(49))),
+    ("short", HAN[:50] + "。", HAN[:49] + "。"),
+    ("word_length", line(TWO_LETTERS), line(["a", *TWO_LETTERS])),
+    ("word_length", line([word + "x" * 9 for word in words(60)]), line(["x" * 16, *(w + "x" * 9 for w in words(60))])),
+    ("hash_signs", line(MARKED["#"]), line(["#", *MARKED["#"]])),
+    ("ellipses", line(MARKED["..."]), line(["...a", *MARKED["..."]])),
+    ("ellipses", line(MARKED["…"]), line(["…a", *MARKED["…"]])),
+    ("bullets", "\n• ".join(lines(10)), "• " + "\n  - ".join(lines(10))),
+    ("ellipsis_lines", "..\n".join(lines(4)) + "\n" + "\n".join(lines(6, 200)), "..\n".join(lines(10))),
+    ("unended_lines", "\n".join(lines(25, ended=3)), "\n".join(lines(25, ended=2))),
+    ("letters", line([*map(str, range(100, 120)), *words(80)]), line([*map(str, range(100, 121)), *words(80)])),
+    ("repeated_paragraphs", "\n\n".join(PAIRS + 4 * YES), "\n\n".join(PAIRS + 5 * YES)),
+    ("repeated_lines", "\n".join(lines(6) + 4 * YES), "\n".join(lines(6) + 5 * YES)),
+    ("in_repeated_lines", "\n".join(lines(9) + lines(1)), "\n".join(lines(8) + lines(1))),
+    ("top_2_words", often(2, 10), often(2, 11)),
+    ("top_3_words", often(3, 6), often(3, 7)),
+    ("top_4_words", often(4, 4), often(4, 5)),
+    *(
+        (f"repeated_{n}_words", twice(n, most), twice(n, most + 1))
+        for n, most in zip(range(5, 11), (30, 23, 18, 15, 12, 10), strict=True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "good", "bad"), QUALITY)
+def test_a_rule_drops_what_is_just_beyond_its_threshold(rule, good, bad):
+    assert fault(good) is None
+    assert fault(bad) == f"quality.{rule}"
+    cleaner = Cleaner(["quality"])
+    assert [cleaner(good), cleaner(bad), cleaner(bad, whole=False)] == [good, None, bad]
+    assert cleaner.outcomes == {f"quality.{rule}": Outcome(1, len(bad), [" ".join(bad.split())[:160]], dropped=True)}
+
+
+def test_repeated_paragraphs_are_measured_by_their_characters_too():
+    assert fault("\n\n".join(lines(8) + lines(2))) == "quality.in_repeated_lines"  # 0.2 of paragraphs may repeat
+    assert fault("\n\n".join(lines(7) + lines(3))) == "quality.in_repeated_paragraphs"
+
+
+def test_every_rule_of_quality_is_tested():
+    assert {f"quality.{rule}" for rule, _, _ in QUALITY} | {"quality.in_repeated_paragraphs"} == set(FAULTS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "春天来了，公园里的花都开了。孩子们在草地上奔跑，老人们坐在长椅上晒太阳。小河边的柳树长出了新叶，几只鸭子在水里游来游去。",
+        "ฤดูใบไม้ผลิมาถึงแล้ว ดอกไม้ในสวนบานสะพรั่ง เด็กๆ วิ่งเล่นบนสนามหญ้า คนชรานั่งอาบแดดบนม้านั่งยาว ทุกคนรู้สึกว่าวันนี้งดงามมาก",
+        " ".join(["Kansainvälistymissuunnitelmassa", "on", "tietojenkäsittelytiede", "mukana", "ja", *words(50)]) + ".",
+    ],
+)
+def test_short_good_text_passes_in_any_script(text):
+    assert fault(text) is None
+    assert fault("\n".join([text] * 3)) == "quality.repeated_lines"
+
+
+# ---- what holds for all ----------------------------------------------------------------------------------------------
+
+BAD = '<~&~ ~\n ~a.~.~<a ~&amp;~&#~<b>~<b>x~-<b>-~<!--~<script>~<a x="~a@~a~http://a(~www..~😀x~x\u00ad~a\ufffd'.split(
+    "~"
+)
+BAD += "ខ\u200b~你“~\u0301~x  ~\t\n~a ~、「~...\n~&shy;a~<a\n--\n".split("~")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_text_takes_long(stage):
+    for part in BAD:
+        for text in (part * (300_000 // len(part)), "<a http://a&" + part * (300_000 // len(part)) + "-->1</script>"):
+            start = time.process_time()
+            cleaned(text, stage)
+            assert time.process_time() - start < 3, part  # minutes, were it quadratic
+
+
+def test_outcomes_of_runs_add_up_wherever_they_are_divided():
+    stages = ["normalize", "strict", "quality"]
+    documents = [good for _, good, _ in QUALITY] + [bad for _, _, bad in QUALITY] + SCRIPTS + [CODE]
+    documents += ["<p>a\r\nb</p> 😀", "http://a.b &amp; c\n\n\n\n\nd  e", "x!!!!\n---\n}\n“e\u0301” \x00\u00ad"] * 2
+    random.Random(0).shuffle(documents)
+
+    def outcomes(part: list[str]) -> dict[str, Outcome]:
+        cleaner = Cleaner(stages)
+        for text in part:
+            cleaner(text)
+        return cleaner.outcomes
+
+    whole = outcomes(documents)
+    assert len(whole) > 30
+    assert max(len(outcome.examples) for outcome in whole.values()) == 3
+    for i in range(0, len(documents) + 1, 3):
+        both = merged(outcomes(documents[:i]), outcomes(documents[i:]))
+        assert both == whole
+        assert list(both) == list(whole)
+
+
+def test_outcomes_show_what_was_done():
+    cleaner = Cleaner(["normalize", "lenient"])
+    texts = ["x" * 99 + "cafe\u0301\r\n", "a \r\r\nb", "\r" + "y" * 500, "\r", "fine"]
+    assert [cleaner(text) for text in texts] == ["x" * 99 + "café\n", "a\n\nb", "\n" + "y" * 500, "\n", "fine"]
+    outcomes = cleaner.outcomes
+    assert list(outcomes) == ["normalize.line_ends", "normalize.nfc", "lenient.trailing_blanks"]
+    assert outcomes["normalize.nfc"] == Outcome(1, 1, [f"{'x' * 17}cafe\\u0301\\n → {'x' * 17}caf\\xe9\\n"])
+    assert outcomes["lenient.trailing_blanks"] == Outcome(1, 1, ["a \\n\\nb → a\\n\\nb"])
+    ends = outcomes["normalize.line_ends"]
+    assert (ends.documents, ends.characters, ends.dropped) == (4, 2, False)
+    assert ends.examples[1:] == ["a \\r\\r\\nb → a \\n\\nb", f"\\r{'y' * 76} → \\n{'y' * 76}"]
+    assert all(len(example) <= 160 for example in ends.examples)
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        (["normalize", "balanced", "quality"], []),
+        (["none"], []),
+        (["strickt"], ["Unknown cleaning stage strickt. Did you mean strict?"]),
+        (
+            ["xyz"],
+            ["Unknown cleaning stage xyz. There are normalize, lenient, balanced, strict, quality; and none, alone."],
+        ),
+        (["normalize", "normalize"], ["cleaning names normalize 2 times; name it once."]),
+        (["none", "quality"], ["cleaning is none and quality; give none alone, or leave it out."]),
+        (["lenient", "strict"], ["cleaning names lenient and strict, but strict includes the rest; name one of them."]),
+        ([], ["cleaning is empty; give `none` for no cleaning."]),
+    ],
+)
+def test_problems_are_sentences(stages, expected):
+    assert problems(CleaningArguments(stages)) == expected
+
+
+def test_the_default_is_to_normalize():
+    assert CleaningArguments().cleaning == ["normalize"]
