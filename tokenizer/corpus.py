@@ -1,32 +1,33 @@
-"""Where text comes from: files, folders, globs and Hub datasets, as a stream of documents in pieces.
+"""What there is to read: `--input` as files and Hub datasets, and the units of work that they fall into.
 
-A plain text file is one document; a record of a jsonl, csv or parquet file or of a Hub dataset is one document.
-Documents arrive in pieces of about a megabyte, so that none has to fit in memory. Hub datasets are streamed through
-`datasets`; local files are read here, because one broken line or byte ends its readers, and here it is counted.
+A unit is what one process reads at a time: 16 MiB of a file, some small files, a compressed file, a shard of a Hub dataset.
+Units are the same for any number of processes, and so is all that is made of them.
 """
 
 import codecs
-import csv
 import glob
 import hashlib
-import json
+import itertools
+import os
 import re
-import sys
+import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any, BinaryIO, Literal
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import RepositoryNotFoundError
+from errors import UserError
+from tokenizer import chat, documents, files
+from tokenizer.documents import PIECE_BYTES, Counts, Stretch
+from tokenizer.hub import HubDataset
 
-from command_line import UserError
-
-PIECE_BYTES = 1 << 20
+UNIT_BYTES = 16 << 20
 # Text that is not quite clean is mended and counted up to this share; beyond, it is something else than text.
 TOLERATED_SHARE = 0.01
-TEXT_COLUMNS = ("text", "content")
-NUMBER = re.compile(r"[-+.\d]+")
+LOOKED_AT = 100  # records at the head of a file, to find the column of its text
+INFLATION = 4.0  # of compressed text, for estimates
 
 # The text every Python machine has: the standard library's sources, without tests and without tables of data.
 STANDARD_LIBRARY = "python-standard-library"
@@ -36,10 +37,29 @@ NOT_LIBRARY_SOURCE = {
 }
 
 
+UNCLEAN = ("bad_bytes", "empty_records", "binary_files", "cut_words")
+LEFT_OUT = {
+    "blank": "blank documents",
+    "binary_files": "binary files",
+    "bad_bytes": "bytes that are not UTF-8",
+    "empty_records": "records without text",
+    "cut_words": "runs without a place to cut",
+}
+
+
 @dataclass
 class CorpusArguments:
     text_column: str | None = field(
-        default=None, metadata={"help": "Column of a record that holds the text; found where it is `text` or alone."}
+        default=None,
+        metadata={"help": "Column of a record that holds its text or chat; found where it is `text` or alone."},
+    )
+    sample_by: Literal["document", "paragraph", "line"] = field(
+        default="document",
+        metadata={"help": "What is a document in a plain text file: all of it, each paragraph, or each line."},
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata={"help": "How chats become text: a file of Jinja source, or chatml; else the tokenizer's own."},
     )
     validation_fraction: float = field(
         default=0.01,
@@ -54,160 +74,246 @@ class CorpusArguments:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of one document. Pieces of a document come in order, one document after the other."""
+class Unit:
+    stretches: tuple[Stretch, ...]
+    copies: float = 1.0  # how many times its documents are trained on
 
-    text: str
-    starts_document: bool
-    ends_document: bool
+    def to_json(self) -> list:
+        return [self.copies, [list(vars(stretch).values()) for stretch in self.stretches]]
+
+    @staticmethod
+    def from_json(content: list) -> "Unit":
+        copies, stretches = content
+        return Unit(tuple(Stretch(*stretch) for stretch in stretches), copies)
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    path: str
+    size: int  # bytes
+    modified: int  # nanoseconds
+
+    @staticmethod
+    def at(path: str | Path) -> "TextFile":
+        """
+        Raises:
+            UserError: there is no file to be read twice: a broken link, a pipe.
+        """
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            what = "is a broken link" if os.path.islink(path) else f"cannot be read: {error.strerror}"
+            raise UserError(f"{path} {what}; mend it or leave it out.") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path} is a pipe or a device, and text is read twice; save it as a file first.")
+        return TextFile(str(path), status.st_size, status.st_mtime_ns)
 
 
 @dataclass
 class Corpus:
-    """Documents of all `inputs`, readable any number of times.
-
-    `counts` holds, after a pass, what was read and what was mended or left out in that pass.
-    """
+    """All that `inputs` name."""
 
     inputs: list[str]
     arguments: CorpusArguments
-    files: list[Path] = field(init=False)
-    counts: dict[str, int] = field(init=False, default_factory=dict)
+    weights: list[float] = field(default_factory=list)
+    left_out: Path | None = None  # a store that lies among its own text is no text
+    files: list[list[TextFile]] = field(init=False)  # of each input
+    links: int = field(init=False, default=0)  # in folders, not followed
+    has_chats: bool = field(init=False, default=False)  # known once there are units
 
     def __post_init__(self):
-        self.files = [path for entry in self.inputs for path in _find(entry)]
+        self.weights = self.weights or [1.0] * len(self.inputs)
+        self.hub = [HubDataset.parse(entry) for entry in self.inputs]
+        own = os.path.join(os.path.abspath(self.left_out), "") if self.left_out is not None else None
+        self.files = [
+            [file for file in self._find(entry) if own is None or not os.path.abspath(file.path).startswith(own)]
+            if hub is None
+            else []
+            for entry, hub in zip(self.inputs, self.hub, strict=True)
+        ]
+        self._refuse_repeated()
 
-    def leave_out(self, folder: Path) -> None:
-        """A store that lies among its own text is no text."""
-        self.files = [path for path in self.files if folder.absolute() not in path.absolute().parents]
+    def _refuse_repeated(self) -> None:
+        seen: dict[str, str] = {}
+        for entry, of_entry in zip(self.inputs, self.files, strict=True):
+            for file in of_entry:
+                if (path := os.path.abspath(file.path)) in seen:
+                    raise UserError(
+                        f"{file.path} is named twice, by {seen[path]} and by {entry}; name it once, with --weights 2 if it "
+                        f"is to count twice."
+                    )
+                seen[path] = entry
 
     @property
-    def hub_datasets(self) -> list[str]:
-        return [entry for entry in self.inputs if _is_hub_id(entry)]
+    def all_files(self) -> list[TextFile]:
+        return [file for of_entry in self.files for file in of_entry]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of all local files."""
-        return sum(path.stat().st_size for path in self.files)
+        return sum(file.size for file in self.all_files)
 
-    def fingerprint(self) -> str:
-        """Changes whenever the content, the order or the source of the text changes."""
-        digest = hashlib.sha256()
-        for path in self.files:
-            with path.open("rb") as file:
-                while block := file.read(PIECE_BYTES):
-                    digest.update(block)
-            digest.update(b"\xff" + str(_record_reader(path) is not None).encode())
-        for repository in self.hub_datasets:
-            digest.update(f"{repository}@{_revision(repository)}".encode())
-        digest.update(repr(self.arguments.text_column).encode())
-        return digest.hexdigest()
+    @cached_property
+    def text_sizes(self) -> list[int]:
+        """Bytes of the text of each input, where compressed about."""
+        return [
+            sum(int(file.size * (INFLATION if files.is_packed(file.path) else 1)) for file in of_entry)
+            for of_entry in self.files
+        ]
 
-    def pieces(self) -> Iterator[Piece]:
-        """Every document that is not blank.
+    @property
+    def text_size(self) -> int:
+        return sum(self.text_sizes)
 
-        Raises:
-            UserError: nothing but blank text, or more than 1% of it is not UTF-8.
+    def describe(self) -> str:
+        return f"{', '.join(self.inputs)} ({len(self.all_files):,} files, {self.size / 1e6:.1f} MB)"
+
+    def check(self, counts: Counts, at_least: int = 0) -> None:
         """
-        self.counts = {"documents": 0, "bytes": 0, "blank": 0, "binary_files": 0, "bad_bytes": 0, "empty_records": 0}
-        for path in self.files:
-            if (reader := _record_reader(path)) is not None:
-                yield from self._records(reader(path), str(path))
-            elif _is_binary(path):
-                self.counts["binary_files"] += 1
-            else:
-                yield from self._counted(_decoded(path, self.counts))
-        for repository in self.hub_datasets:
-            yield from self._records(_hub_records(repository), repository)
-        self._check()
-
-    def _records(self, records: Iterator[dict | None], label: str) -> Iterator[Piece]:
-        """Documents of records; None stands for a broken one."""
-        column = None
-        try:
-            for record in records:
-                if record is not None and column is None:
-                    column = self._text_column(record, label)
-                text = record.get(column) if record is not None else None
-                if isinstance(text, str):
-                    text = _mended(text, self.counts)
-                    starts = range(0, len(text), PIECE_BYTES)
-                    yield from self._counted(_in_pieces(text[i : i + PIECE_BYTES] for i in starts))
-                else:
-                    self.counts["empty_records"] += 1
-        except (ValueError, TypeError, OSError, csv.Error) as error:
-            raise UserError(f"{label} cannot be read: {' '.join(str(error).split())[:300]}.") from error
-
-    def _text_column(self, record: dict, label: str) -> str:
-        wanted = self.arguments.text_column
-        if wanted is not None and wanted in record:
-            return wanted
-        strings = [name for name, value in record.items() if isinstance(value, str) and not NUMBER.fullmatch(value)]
-        found = [name for name in TEXT_COLUMNS if name in record] or strings
-        if wanted is None and (len(found) == 1 or any(name in TEXT_COLUMNS for name in found)):
-            return found[0]
-        missing = f"has no column {wanted!r}" if wanted else "does not say which column holds the text"
-        raise UserError(f"{label} {missing}; its columns are {', '.join(record) or 'none'}: give one as --text_column.")
-
-    def _counted(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """Passes on a document, unless all of it is blank."""
-        held: list[Piece] = []  # blank pieces at the head, until something follows
-        for piece in pieces:
-            held.append(piece)
-            if piece.text.strip():
-                break
-        else:
-            self.counts["blank"] += 1
-            return
-        self.counts["documents"] += 1
-        for source in (held, pieces):
-            for piece in source:
-                self.counts["bytes"] += len(piece.text.encode())
-                yield piece
-
-    def _check(self):
+        Raises:
+            UserError: what was read is too unclean, even if there are `at_least` so many bytes of text in all.
+        """
         where = ", ".join(self.inputs)
-        if self.counts["documents"] == 0:
-            raise UserError(f"{where} holds no text: {self._left_out() or 'nothing was found'}.")
-        bad = {name: self.counts[name] for name in ("bad_bytes", "empty_records", "binary_files") if self.counts[name]}
-        if self.arguments.strict and bad:
-            raise UserError(f"{where} is not clean ({self._left_out()}), and --strict allows nothing else.")
-        read = self.counts["bytes"] - 2 * self.counts["bad_bytes"]  # U+FFFD takes three bytes
-        if bad.get("bad_bytes", 0) > TOLERATED_SHARE * read:
-            raise UserError(f"{where} is not UTF-8 text: {bad['bad_bytes']:,} of {read:,} bytes are invalid.")
-        if bad.get("empty_records", 0) > TOLERATED_SHARE * (self.counts["documents"] + bad.get("empty_records", 0)):
+        left_out = self.left_out_words(counts)
+        if counts.documents == 0 and not at_least:
+            raise UserError(f"{where} holds no text: {left_out or 'nothing was found'}.")
+        unclean = {name: getattr(counts, name) for name in UNCLEAN if getattr(counts, name)}
+        if self.arguments.strict and (unclean or self.links):
             raise UserError(
-                f"{where}: {bad['empty_records']:,} records hold no text against {self.counts['documents']:,} that do; "
-                f"name the right column with --text_column."
+                f"{where} is not clean ({left_out}), and --strict allows nothing else{_first(counts, unclean)}."
+            )
+        size = max(counts.bytes - 2 * counts.bad_bytes, at_least)  # U+FFFD takes three bytes
+        if counts.bad_bytes > TOLERATED_SHARE * size:
+            raise UserError(
+                f"{where} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid{_first(counts, ['bad_bytes'])}; "
+                f"convert it."
+            )
+        records = counts.documents + counts.empty_records
+        if not at_least and counts.empty_records > TOLERATED_SHARE * records:
+            raise UserError(
+                f"{where}: {counts.empty_records:,} records hold no text against {counts.documents:,} that do"
+                f"{_first(counts, ['empty_records'])}; name the right column with --text_column."
             )
 
-    def _left_out(self) -> str:
-        words = {"blank": "blank documents", "binary_files": "binary files", "bad_bytes": "bytes that are not UTF-8"}
-        words["empty_records"] = "records without text"
-        return ", ".join(f"{self.counts[name]:,} {word}" for name, word in words.items() if self.counts[name])
+    def left_out_words(self, counts: Counts) -> str:
+        numbers = {word: getattr(counts, name) for name, word in LEFT_OUT.items()}
+        numbers["links, not followed"] = self.links
+        return ", ".join(f"{number:,} {word}" for word, number in numbers.items() if number)
 
-    def summary(self) -> str:
-        left_out = self._left_out()
-        mended = f" ({left_out} left out or replaced)" if left_out else ""
-        return f"{self.counts['documents']:,} documents, {self.counts['bytes'] / 1e6:.1f} MB{mended}"
+    def fingerprint(self) -> str:
+        """Changes whenever the content, the order or the kind of the text changes; reads all of it."""
+        digest = hashlib.sha256()
+        for file in self.all_files:
+            with open(file.path, "rb") as content:
+                while block := content.read(PIECE_BYTES):
+                    digest.update(block)
+            digest.update(f"\xff{kind_of(file.path)}".encode())
+        for hub in filter(None, self.hub):
+            digest.update(str(hub.pinned()).encode())
+        return digest.hexdigest()
 
+    def identity(self) -> list[list]:
+        """Name, size and time of change of every file: what is compared before interrupted work goes on."""
+        return [[file.path, file.size, file.modified] for file in self.all_files]
 
-def _find(entry: str) -> list[Path]:
-    """The files an entry of `--input` names, in a fixed order; none for a Hub id."""
-    if entry == STANDARD_LIBRARY:
-        return list(_library_sources(Path(sysconfig.get_path("stdlib"))))
-    path = Path(entry).expanduser()
-    if path.is_dir():
-        inside = (p for p in sorted(path.rglob("*")) if p.is_file())
-        files = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-    elif path.is_file():
-        files = [path]
-    else:
-        files = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
-    if not files and not _is_hub_id(entry):
-        what = "an empty folder" if path.is_dir() else "no file, folder, glob or Hub dataset"
-        raise UserError(f"{entry} is {what}; nothing to read there.")
-    return files
+    def units(self) -> list[Unit]:
+        """
+        Raises:
+            UserError: records whose column cannot be told, one a line; a Hub dataset that cannot be read.
+        """
+        problems, units = [], []
+        for of_entry, hub, copies in zip(self.files, self.hub, self.weights, strict=True):
+            stretches: list[tuple[int, Stretch]] = []
+            for file in of_entry:
+                try:
+                    stretches += self._stretches(file)
+                except UserError as error:
+                    problems.append(str(error))
+            if hub is not None:
+                pinned = hub.pinned()
+                column = self._column(str(hub), pinned.stream.take(LOOKED_AT))
+                shards = range(pinned.stream.num_shards)
+                stretches += [(UNIT_BYTES, Stretch(str(pinned), "hub", shard, column=column)) for shard in shards]
+            units += [Unit(group, copies) for group in _grouped(stretches)]
+        if problems:
+            raise UserError("\n".join(problems[:20]))
+        return units
+
+    def _stretches(self, file: TextFile) -> list[tuple[int, Stretch]]:
+        """The parts of a file that are read on their own, with their sizes."""
+        name, size = file.path, file.size
+        kind, compressed = kind_of(name, self.arguments.text_column), files.is_compressed(name)
+        if kind == "text" and (compressed or size <= UNIT_BYTES):
+            return [(size, Stretch(name, kind))]
+        column = None
+        if kind != "text":
+            column = self._column(name, (record for record, _ in documents.records(_head(name, kind))))
+            if column is None:
+                return []
+        if kind == "parquet":
+            return [(bytes_, Stretch(name, kind, start, stop, column)) for bytes_, start, stop in _row_groups(name)]
+        if kind in ("text", "jsonl") and not compressed:
+            starts = range(0, size or 1, UNIT_BYTES)
+            ends = [*starts[1:], None]
+            return [
+                (min(UNIT_BYTES, size), Stretch(name, kind, start, stop, column))
+                for start, stop in zip(starts, ends, strict=True)
+            ]
+        return [(size, Stretch(name, kind, column=column))]
+
+    def _column(self, label: str, records: Iterable[dict[str, Any] | None]) -> str | None:
+        """The column of the text; None where there is no record at all."""
+        head = list(itertools.islice(records, LOOKED_AT))
+        for record in filter(None, head):
+            if column := documents.text_column(record, self.arguments.text_column):
+                self.has_chats |= chat.normalised(record[column]) is not None
+                return column
+        known = next(filter(None, head), None)
+        if known is None:
+            return documents.TEXT_COLUMNS[0] if head else None
+        wanted = self.arguments.text_column
+        missing = f"has no column {wanted!r}" if wanted else "does not say which column holds the text"
+        raise UserError(
+            f"{label} {missing}; its columns are {', '.join(map(str, known))[:300] or 'none'}: give one as --text_column."
+        )
+
+    def _find(self, entry: str) -> list[TextFile]:
+        """The files an entry of `--input` names, in a fixed order.
+
+        Raises:
+            UserError: there are none.
+        """
+        if entry == STANDARD_LIBRARY:
+            return list(map(TextFile.at, _library_sources(Path(sysconfig.get_path("stdlib")))))
+        path = Path(entry).expanduser()
+        is_one = os.path.lexists(path)
+        named = [str(path)] if is_one else sorted(glob.glob(str(path), recursive=True), key=lambda p: Path(p).parts)
+        if "**" in entry:  # which matches folders as well as all that is in them
+            named = [match for match in named if os.path.isfile(match)]
+        links = self.links
+        found = [
+            file for match in named for file in (self._inside(match) if os.path.isdir(match) else [TextFile.at(match)])
+        ]
+        if not found:
+            what = "an empty folder" if path.is_dir() else "no file, folder, glob or Hub dataset"
+            if self.links > links:
+                what = "a folder of links, which are not followed unless a glob names them"
+            raise UserError(f"{entry} is {what}; nothing to read there.")
+        return found
+
+    def _inside(self, folder: str) -> Iterator[TextFile]:
+        try:
+            with os.scandir(folder) as inside:
+                entries = [entry for entry in inside if not entry.name.startswith(".")]
+        except OSError as error:
+            raise UserError(f"{folder} cannot be read: {error.strerror}; mend that or leave it out.") from error
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.is_symlink():
+                self.links += 1
+            elif entry.is_dir():
+                yield from self._inside(entry.path)
+            elif entry.is_file():
+                yield TextFile.at(entry.path)
 
 
 def _library_sources(folder: Path) -> Iterator[Path]:
@@ -220,146 +326,86 @@ def _library_sources(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _is_hub_id(entry: str) -> bool:
-    """`user/name`: two plain parts, and nothing of that name on this disk."""
-    parts = entry.split("/")
-    plain = all(part and part.strip(".") and not set(part) & set("*?[~\\ ") for part in parts)
-    return len(parts) == 2 and plain and not Path(entry).exists() and not Path(parts[0]).exists()
+def kind_of(path: str, text_column: str | None = None) -> str:
+    """How a file is read. A .json file that holds neither records nor a list of them, a configuration say, is text."""
+    suffix = files.suffix(path)
+    if suffix == ".json":
+        with documents.readable(path), files.opened(path) as file:
+            return _kind_of_json(file, text_column)
+    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}.get(suffix, "text")
 
 
-def _revision(repository: str) -> str:
-    """The commit a Hub dataset stands at.
-
-    Raises:
-        UserError: there is no such dataset, or the Hub cannot be reached.
-    """
-    try:
-        return HfApi().dataset_info(repository).sha
-    except Exception as error:  # the HTTP library behind the Hub, and its exceptions, differ by version
-        reason = "has no such dataset" if isinstance(error, RepositoryNotFoundError) else "cannot be reached to look"
-        raise UserError(f"{repository} is no file or folder here, and the Hub {reason}.") from error
+def _kind_of_json(file: BinaryIO, text_column: str | None) -> str:
+    lines = (file.readline(PIECE_BYTES) for _ in range(LOOKED_AT))
+    head = b"".join(itertools.takewhile(bool, lines)).removeprefix(codecs.BOM_UTF8).strip()
+    if re.match(rb'\[\s*["{]', head):
+        return "json"
+    first, *more = head.split(b"\n")
+    record = documents.parsed(first) or {}
+    known = {text_column, *documents.TEXT_COLUMNS, *documents.CHAT_COLUMNS}
+    return "jsonl" if record and (more or known & record.keys()) else "text"
 
 
-def _is_binary(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(8192)
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{path} is UTF-16 text; save it as UTF-8.")
-    return b"\0" in head
+def _head(name: str, kind: str) -> Stretch:
+    return Stretch(name, kind, 0, 1 if kind == "parquet" else None)
 
 
-def _decoded(path: Path, counts: dict[str, int]) -> Iterator[Piece]:
-    """A file as pieces of one document, bytes that are not UTF-8 replaced by U+FFFD and counted."""
+def _row_groups(name: str) -> Iterator[tuple[int, int, int]]:
+    """(bytes, first, end) of runs of row groups of about a unit."""
+    from pyarrow import parquet
 
-    def blocks() -> Iterator[str]:
-        decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="surrogateescape")
-        with path.open("rb") as file:
-            while True:
-                block = file.read(PIECE_BYTES)
-                text = decoder.decode(block, final=not block)
-                text = _mended(text, counts)
-                yield text
-                if not block:
-                    return
-
-    yield from _in_pieces(blocks())
+    with parquet.ParquetFile(name) as file:
+        sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
+    start = size = 0
+    for i, of_group in enumerate(sizes):
+        size += of_group
+        if size >= UNIT_BYTES or i == len(sizes) - 1:
+            yield size, start, i + 1
+            start, size = i + 1, 0
 
 
-def _mended(text: str, counts: dict[str, int]) -> str:
-    """`text` with U+FFFD for what is no character: surrogates, which also stand for bytes that are not UTF-8."""
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        text, bad = re.subn("[\ud800-\udfff]", "\ufffd", text)
-        counts["bad_bytes"] += bad
-    return text
+def _grouped(stretches: Iterable[tuple[int, Stretch]]) -> Iterator[tuple[Stretch, ...]]:
+    """Stretches in their order, small ones together."""
+    group, size = [], 0
+    for of_stretch, stretch in stretches:
+        if group and size + of_stretch > UNIT_BYTES:
+            yield tuple(group)
+            group, size = [], 0
+        group.append(stretch)
+        size += of_stretch
+    if group:
+        yield tuple(group)
 
 
-def _json_records(path: Path) -> Iterator[dict | None]:
-    """One record a line; of a .json file also one list of records or texts."""
-    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-        is_list = path.suffix.lower() == ".json" and file.read(4096).lstrip().startswith("[")
-        file.seek(0)
-        for record in json.load(file) if is_list else (_loaded(line) for line in file if line.strip()):
-            if is_list and isinstance(record, str):
-                record = {"text": record}
-            yield record if isinstance(record, dict) else None
+def _first(counts: Counts, names: Iterable[str]) -> str:
+    """Where the first of what is wrong stands, for a message."""
+    for name in names:
+        if name in counts.first:
+            path, place = counts.first[name]
+            why = f" ({place['why']})" if "why" in place else ""
+            return f"; the first in {path}{_place(name, path, place)}{why}"
+    return ""
 
 
-def _loaded(line: str) -> object:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
+def _place(name: str, path: str, place: dict[str, Any]) -> str:
+    for unit in ("line", "record"):
+        if unit in place:
+            return f", {unit} {place[unit]:,}"
+    if "byte" in place:
+        return f", line {documents.line_number(path, place['byte']):,}"
+    if name == "bad_bytes":
+        return f", line {_first_bad_line(path):,}"
+    return ""
 
 
-def _csv_records(path: Path) -> Iterator[dict | None]:
-    csv.field_size_limit(sys.maxsize)
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        yield from csv.DictReader(file)
-
-
-def _parquet_records(path: Path) -> Iterator[dict | None]:
-    from pyarrow import parquet  # comes with datasets; training from a store needs neither
-
-    with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(1000):
-            yield from batch.to_pylist()
-
-
-def _hub_records(repository: str) -> Iterator[dict | None]:
-    import datasets
-
-    try:
-        yield from datasets.load_dataset(repository, split="train", streaming=True)
-    except datasets.exceptions.DatasetsError as error:
-        raise OSError(str(error)) from error
-
-
-RECORDS = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _json_records),
-    ".csv": _csv_records,
-    ".parquet": _parquet_records,
-}
-
-
-def _record_reader(path: Path) -> Callable[[Path], Iterator[dict | None]] | None:
-    """How to read a file of records; None for a file that is one document."""
-    suffix = path.suffix.lower()
-    if (
-        suffix == ".json"
-    ):  # records, a line each or in one list; or something else, a configuration say: then it is text
-        with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-            first_line = file.readline(PIECE_BYTES)
-        if not first_line.startswith("[") and not isinstance(_loaded(first_line), dict):
-            return None
-    return RECORDS.get(suffix)
-
-
-def _in_pieces(blocks: Iterable[str]) -> Iterator[Piece]:
-    """Cuts a document between words, so that pieces encode to the same tokens as the whole. Always yields at least one
-    piece, the last one marked."""
-    rest, first, enough = "", True, PIECE_BYTES
-    for block in blocks:
-        rest += block
-        if len(rest) > enough:
-            cut = _safe_cut(rest)
-            if cut is None:
-                enough = 2 * len(rest)  # looked at again only when there is as much again
-                continue
-            yield Piece(rest[:cut], starts_document=first, ends_document=False)
-            rest, first, enough = rest[cut:], False, PIECE_BYTES
-    yield Piece(rest, starts_document=first, ends_document=True)
-
-
-# A letter, a space, a letter: there the word patterns of GPT-2, Llama 3 (cl100k) and o200k all end a word. Where a text
-# has no such place: something visible before a line break, which is exact for GPT-2's pattern, and so for our own BPE.
-BETWEEN_WORDS = re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL)
-BEFORE_LINE_BREAK = re.compile(r".*\S(?=\r?\n)", re.DOTALL)
-
-
-def _safe_cut(text: str) -> int | None:
-    found = BETWEEN_WORDS.match(text) or BEFORE_LINE_BREAK.match(text)
-    return found.end() if found else None
+def _first_bad_line(path: str) -> int:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    number = 1
+    with files.opened(path) as file:
+        while line := file.readline(PIECE_BYTES):
+            try:
+                decoder.decode(line, final=line.endswith(b"\n"))
+            except UnicodeDecodeError:
+                return number
+            number += line.endswith(b"\n")
+    return number
