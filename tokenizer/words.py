@@ -1,0 +1,118 @@
+"""Where words begin: GPT-2's pattern (Radford et al. 2019) on bytes, without a regular expression.
+
+    's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
+
+A word ends where the class of the bytes changes (letter, number, white space, anything else), with two exceptions: the
+last white space of a run goes with what follows it, in one word if it is a blank; and the seven English endings stand alone.
+Texts are joined by the byte 0xFF, which UTF-8 never holds; each 0xFF is a word of its own.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import pre_tokenizers
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+END = b"\xff"
+LETTER, NUMBER, SPACE, OTHER, ENDS, UNKNOWN = range(6)
+
+
+def _byte_classes() -> bytes:
+    classes = bytearray([OTHER] * 256)
+    for kind, members in ((LETTER, b"abcdefghijklmnopqrstuvwxyz"), (NUMBER, b"0123456789"), (SPACE, b"\t\n\v\f\r ")):
+        for byte in members + members.upper():
+            classes[byte] = kind
+    classes[0xFF] = ENDS
+    return bytes(classes)
+
+
+BYTE_CLASSES = _byte_classes()  # those of bytes from 0x80 on are settled by their code points
+
+
+class WordSplitter:
+    """Splits as `tokenizers`' ByteLevel does, whose own tables are asked for the class of every new code point."""
+
+    def __init__(self):
+        self.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.classes = np.full(0x110000, UNKNOWN, dtype=np.uint8)  # of code points
+
+    def words(self, texts: Iterable[bytes]) -> "pa.Array":
+        """All words of all texts as one array of binaries; after each text comes the word 0xFF."""
+        import pyarrow as pa  # comes with datasets; training from a store needs neither
+
+        joined = END.join([*texts, b""])
+        starts = self.starts(joined)
+        offsets = np.append(starts, np.int32(len(joined)))
+        return pa.Array.from_buffers(pa.binary(), len(starts), [None, pa.py_buffer(offsets), pa.py_buffer(joined)])
+
+    def starts(self, joined: bytes) -> np.ndarray:
+        """(words,) int32: where each word of `joined` (n bytes, the last one 0xFF) begins."""
+        text = np.frombuffer(joined, dtype=np.uint8)  # (n,)
+        classes = np.frombuffer(joined.translate(BYTE_CLASSES), dtype=np.uint8)  # (n,)
+        lead_bytes = np.flatnonzero((text >= 0xC2) & (text < 0xFF))  # of code points above ASCII
+        wide_space = None
+        if len(lead_bytes):
+            classes = classes.copy()
+            wide_space = self._settle_code_points(text, lead_bytes, classes)
+        begins = np.empty(len(text), dtype=bool)
+        begins[0] = True
+        np.not_equal(classes[1:], classes[:-1], out=begins[1:])
+        begins |= text == 0xFF
+        before_visible = np.zeros(len(text), dtype=bool)  # the next byte begins something that is neither space nor end
+        np.logical_and(classes[1:] != SPACE, classes[1:] != ENDS, out=before_visible[:-1])
+        last_space = before_visible & (classes == SPACE)
+        if wide_space is not None:  # a space of several bytes was marked at its last; the word begins at its first
+            first, last = wide_space
+            last_space[first], last_space[last] = last_space[last], False
+        begins |= last_space
+        begins[1:] &= ~(last_space & (text == 0x20))[:-1]  # a single blank and what follows it are one word
+        self._split_english_endings(text, classes, begins)
+        return np.flatnonzero(begins).astype(np.int32)
+
+    def _settle_code_points(self, text: np.ndarray, first: np.ndarray, classes: np.ndarray) -> tuple | None:
+        """Writes the classes of all bytes of the code points that begin at `first`, (m,). Returns the spaces among them
+        as their first and their last bytes."""
+        lead = text[first].astype(np.uint32)
+        length = 2 + (lead >= 0xE0).astype(np.uint8) + (lead >= 0xF0)
+        points = np.where(length == 2, lead & 0x1F, np.where(length == 3, lead & 0x0F, lead & 0x07))
+        for i in (1, 2, 3):
+            has = length > i
+            points[has] = (points[has] << 6) | (text[first[has] + i] & 0x3F)
+        kinds = self._classes_of(points)
+        for i in (0, 1, 2, 3):
+            has = length > i
+            classes[first[has] + i] = kinds[has]
+        space = kinds == SPACE
+        return (first[space], first[space] + length[space] - 1) if space.any() else None
+
+    def _classes_of(self, points: np.ndarray) -> np.ndarray:
+        kinds = self.classes[points]
+        if (kinds == UNKNOWN).any():
+            for point in np.unique(points[kinds == UNKNOWN]).tolist():
+                self.classes[point] = self._probed(chr(point))
+            kinds = self.classes[points]
+        return kinds
+
+    def _probed(self, character: str) -> int:
+        for probe, kind in (("a", LETTER), ("1", NUMBER), ("!", OTHER)):
+            if len(self.pre_tokenizer.pre_tokenize_str(probe + character)) == 1:
+                return kind
+        return SPACE
+
+    @staticmethod
+    def _split_english_endings(text: np.ndarray, classes: np.ndarray, begins: np.ndarray) -> None:
+        """'s 't 'm 'd 're 've 'll are words of their own where an apostrophe begins a word."""
+        at = np.flatnonzero(text == 0x27)
+        at = at[begins[at] & (at + 2 < len(text))]
+        if not len(at):
+            return
+        one, two = text[at + 1], text[at + 2]
+        short = np.isin(one, list(b"stmd"))
+        pairs = [(one == first) & (two == second) for first, second in (b"re", b"ve", b"ll")]
+        for chosen, length in ((short, 2), (np.logical_or.reduce(pairs), 3)):
+            begins[at[chosen] + 1] = False
+            after = at[chosen] + length
+            begins[after[classes[after] == LETTER]] = True
