@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState, GradientState
 import train_accelerate
 from tokenizer.corpus import CorpusArguments
 from tokenizer.pretokenize import pretokenize
+from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
 
 REPOSITORY = Path(__file__).parent.parent
@@ -54,14 +55,10 @@ def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stores")
     for i in range(8):
         (folder / f"text{i}.txt").write_text(prose(i, 800), encoding="utf-8")
-    return pretokenize(
-        [str(folder)],
-        folder / "store",
-        CorpusArguments(validation_fraction=0.2),
-        VocabularyArguments(vocab_size=300),
-        seed=1,
-        say=lambda text: None,
+    recipe = Recipe(
+        [str(folder)], CorpusArguments(validation_fraction=0.2), VocabularyArguments(vocab_size=300), seed=1
     )
+    return pretokenize(recipe, folder / "store", say=lambda text: None)
 
 
 def flags(**settings) -> list[str]:

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from conftest import REPOSITORY
+from conftest import REPOSITORY, TINY, flags
 
 ROOMS = ("modeling_gpt2scratch", "tokenizer", "training", "publishing")
 MAY_IMPORT = {
@@ -35,7 +35,20 @@ def test_the_arrows_run_one_way(room):
         assert imports_of(path) & OURS <= MAY_IMPORT[room] | {room}, path.name
 
 
-def test_training_from_a_store_does_not_need_datasets(launch):
+ONLY_FOR_TEXT = ("datasets", "pyarrow", "xxhash", "zstandard", "rensa")
+
+
+def without(*modules: str) -> str:
     """`None` in sys.modules makes an import fail, as if it were not installed."""
-    result = launch("-c", "import sys; sys.modules['datasets'] = None; import train_accelerate, training.evaluate")
+    return f"import sys; sys.modules.update(dict.fromkeys({modules!r}));"
+
+
+def test_training_from_a_store_needs_nothing_that_only_text_needs(launch, store, tmp_path):
+    arguments = flags(data=store.folder, output_dir=tmp_path / "run", **TINY)
+    result = launch("-c", f"{without(*ONLY_FOR_TEXT)} import train_accelerate; train_accelerate.main({arguments!r})")
+    assert result.returncode == 0, result.stderr
+
+
+def test_workers_start_without_what_takes_long_to_import(launch):
+    result = launch("-c", f"{without('torch', 'transformers', 'datasets', 'huggingface_hub')} import tokenizer.work")
     assert result.returncode == 0, result.stderr

@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +14,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from command_line import UserError
 from conftest import REPOSITORY
+from errors import UserError
 from tokenizer import vocabulary
-from tokenizer.pretokenize import main, split_of
+from tokenizer.pretokenize import Making, main
+from tokenizer.pretokenize import pretokenize as make
+from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
-from tokenizer.vocabulary import train_bpe
+from tokenizer.vocabulary import VocabularyArguments, train_bpe
+from tokenizer.work import share
 
 LINES = "".join(f"Line {i} of a text, naïve and short.\n" for i in range(300))
 SMALL = ("--vocab_size", "300")
@@ -39,7 +45,7 @@ def refused(*arguments) -> str:
         pretokenize(*arguments)
     sentence = str(error.value)
     assert "\n" not in sentence
-    assert sentence.endswith(".")
+    assert sentence.endswith((".", "?"))
     return sentence
 
 
@@ -68,16 +74,49 @@ def test_text_becomes_a_store_in_one_command(launch, tmp_path, text):
     assert command.startswith(f"python -m tokenizer.pretokenize --input '{text}'")
 
 
-def test_two_processes_may_ask_for_the_same_store_at_once(tmp_path, text):
-    command = [sys.executable, "-m", "tokenizer.pretokenize", "--input", text, "--output", tmp_path / "store", *SMALL]
-    both = [
-        subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=200) for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    assert sum("holds these tokens already" in said for said, _ in outputs) == 1
-    assert decoded(tmp_path / "store") == LINES + "<|endoftext|>"
+def test_of_two_processes_with_the_same_output_the_second_is_refused(launch, tmp_path, text):
+    text.write_text(LINES * 100, encoding="utf-8")
+    arguments = ("-m", "tokenizer.pretokenize", "--input", text, "--output", tmp_path / "store", *SMALL)
+    with subprocess.Popen(
+        [sys.executable, *map(str, arguments)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout.readline().startswith("Reading ")
+        os.kill(first.pid, signal.SIGSTOP)
+        second = launch(*arguments)
+        os.kill(first.pid, signal.SIGCONT)
+        first.communicate(timeout=60)
+        assert error_lines(second) == second.stderr.splitlines()
+        assert f"Another process is writing {tmp_path / 'store'}; wait for it, or name another" in second.stderr
+    assert first.returncode == 0
+    assert decoded(tmp_path / "store") == LINES * 100 + "<|endoftext|>"
+
+
+def test_whoever_finds_another_process_at_a_cache_waits(tmp_path, text):
+    recipe = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300))
+    program = (
+        "import sys; from pathlib import Path; from tokenizer.pretokenize import pretokenize; from tokenizer.recipe import "
+        f"Recipe; from tokenizer.vocabulary import VocabularyArguments; pretokenize(Recipe([{str(text)!r}], vocabulary="
+        f"VocabularyArguments(vocab_size=300)), Path({str(tmp_path / 'cache')!r}), is_cache=True)"
+    )
+    with subprocess.Popen([sys.executable, "-uc", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline().startswith("Reading ")
+        os.kill(first.pid, signal.SIGSTOP)
+        with ThreadPoolExecutor() as thread:
+            said = []
+            waiting = thread.submit(make, recipe, tmp_path / "cache", said.append, is_cache=True)
+            time.sleep(0.3)
+            assert not waiting.done()
+            os.kill(first.pid, signal.SIGCONT)
+            assert waiting.result().metadata.train.tokens > 0
+    assert said == [f"{tmp_path / 'cache'} holds these tokens already."]
+
+
+def test_a_cache_that_was_begun_from_another_text_is_begun_anew(tmp_path, text):
+    recipe = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300))
+    Making(recipe, tmp_path / "cache", print, 1).plan(is_cache=True)
+    text.write_text("other text\n" * 100)
+    make(recipe, tmp_path / "cache", is_cache=True)
+    assert decoded(tmp_path / "cache") == "other text\n" * 100 + "<|endoftext|>"
 
 
 def test_text_that_is_none_ends_in_one_sentence(launch, tmp_path):
@@ -101,25 +140,34 @@ def test_the_same_command_twice_says_that_it_is_there(tmp_path, text, capsys):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "changed"),
     [
-        *(["--vocab_size", "301"], ["--vocab_size", "300", "--seed", "2"]),
-        ["--vocab_size", "300", "--validation_fraction", "0.2"],
-        ["--tokenizer_type", "character"],
+        (["--vocab_size", "301"], "vocab_size was 300 and is 301"),
+        ([*SMALL, "--seed", "2"], "seed was 1337 and is 2"),
+        ([*SMALL, "--validation_fraction", "0.2"], "validation_fraction was 0.01 and is 0.2"),
+        ([*SMALL, "--cleaning", "none"], "cleaning was ['normalize'] and is ['none']"),
+        ([*SMALL, "--dedup", "exact"], "dedup was 'no' and is 'exact'"),
+        ([*SMALL, "--weights", "2"], "weights was [] and is [2.0]"),
+        ([*SMALL, "--strict"], "strict was False and is True"),
+        (
+            ["--tokenizer_type", "character"],
+            "vocab_size was 300 and is None; tokenizer_type was 'bpe' and is 'character'",
+        ),
     ],
 )
-def test_another_output_is_asked_for_where_the_settings_differ(tmp_path, text, settings):
+def test_another_output_is_asked_for_where_the_settings_differ(tmp_path, text, settings, changed):
     pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
     before = TokenStore(tmp_path / "store").metadata
     sentence = refused("--input", text, "--output", tmp_path / "store", *settings)
-    assert "store is a store of other text or other settings; name another --output" in sentence
+    assert f"store is a store of other text or other settings ({changed}); name another --output" in sentence
     assert TokenStore(tmp_path / "store").metadata == before
 
 
 def test_another_output_is_asked_for_where_the_text_differs(tmp_path, text):
     pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
     text.write_text(LINES.replace("299", "298"), encoding="utf-8")
-    assert "is a store of other text" in refused("--input", text, "--output", tmp_path / "store", *SMALL)
+    sentence = refused("--input", text, "--output", tmp_path / "store", *SMALL)
+    assert f"is a store of other text or other settings ({text} was changed); name another --output" in sentence
 
 
 def test_the_same_bytes_read_as_records_are_another_text(tmp_path):
@@ -127,7 +175,7 @@ def test_the_same_bytes_read_as_records_are_another_text(tmp_path):
     lines.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(300)))
     pretokenize("--input", lines, "--output", tmp_path / "store", *SMALL)
     records = lines.rename(tmp_path / "a.jsonl")
-    assert "is a store of other text" in refused("--input", records, "--output", tmp_path / "store", *SMALL)
+    assert f"{lines} is gone; {records} is new)" in refused("--input", records, "--output", tmp_path / "store", *SMALL)
 
 
 def test_an_exchanged_tokenizer_is_another_setting(tmp_path, text):
@@ -135,7 +183,8 @@ def test_an_exchanged_tokenizer_is_another_setting(tmp_path, text):
     vocabulary.save(train_bpe([LINES], 300), theirs)
     pretokenize("--input", text, "--output", tmp_path / "store", "--tokenizer", theirs)
     vocabulary.save(train_bpe(["quite another text " * 20], 280), theirs)
-    assert "other settings" in refused("--input", text, "--output", tmp_path / "store", "--tokenizer", theirs)
+    sentence = refused("--input", text, "--output", tmp_path / "store", "--tokenizer", theirs)
+    assert "other settings (tokenizer_json was '" in sentence
 
 
 def test_a_store_within_the_folder_of_its_text_is_not_taken_for_text(tmp_path, text, capsys):
@@ -172,14 +221,15 @@ def test_documents_of_several_inputs_end_up_in_one_store(tmp_path, text, capsys)
     metadata = TokenStore(tmp_path / "store").metadata
     assert metadata.sources == [str(text), str(records)]
     assert metadata.val.documents == sum(
-        split_of(document, 0.1, -7) == "val" for document in [LINES, *(f"record {i}" for i in range(40))]
+        share(document.encode(), -7) < 0.1 for document in [LINES, *(f"record {i}" for i in range(40))]
     )
 
 
 def test_a_document_of_many_batches_is_kept(tmp_path):
-    long = "".join(f"{i} bottles of beer on the wall\r\n" for i in range(300_000))
+    long = "".join(f"{i} bottles of beer on the wall\r\n" for i in range(150_000))
     (tmp_path / "a.txt").write_text(long, encoding="utf-8", newline="")
-    pretokenize("--input", tmp_path / "a.txt", "--output", tmp_path / "store", "--tokenizer_type", "character")
+    flags = ("--tokenizer_type", "character", "--cleaning", "none")
+    pretokenize("--input", tmp_path / "a.txt", "--output", tmp_path / "store", *flags)
     assert decoded(tmp_path / "store") == long
 
 
@@ -234,6 +284,16 @@ def test_a_misspelt_folder_that_could_be_a_hub_dataset_is_named(tmp_path):
         ("--validation_fraction", "1", "validation_fraction is 1.0; it must be above 0 and below 1"),
         ("--validation_fraction", "nan", "validation_fraction is nan; it must be above 0 and below 1"),
         ("--tokenizer_type", "word", "'word'"),
+        ("--num_proc", "0", "num_proc is 0; it must be at least 1"),
+        ("--sample_bytes", "0", "sample_bytes is 0; it must be at least 1"),
+        ("--weights", "0", "weights holds 0.0; a weight must be above 0 and at most 1000"),
+        ("--weights", "nan", "weights holds nan; a weight must be above 0 and at most 1000"),
+        ("--cleaning", "strikt", "Unknown cleaning stage strikt. Did you mean strict?"),
+        ("--dedup", "nearly", "'nearly'"),
+        ("--shard", "3/3", "shard is 3/3; it must be i/n with i from 0 to n - 1"),
+        ("--shard", "-1/3", "shard"),
+        ("--shard", "1", "shard is 1; it must be i/n"),
+        ("--shard", "0/0", "shard is 0/0; it must be i/n"),
         ("--tokenizer", "/nowhere/at/all", "No tokenizer can be loaded from /nowhere/at/all"),
     ],
 )

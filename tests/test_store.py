@@ -11,38 +11,41 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from command_line import UserError
+from errors import UserError
 from tokenizer import vocabulary
+from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
-from tokenizer.pretokenize import pretokenize, split_of
-from tokenizer.store import StoreWriter, TokenStore
+from tokenizer.pretokenize import pretokenize
+from tokenizer.recipe import Recipe
+from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments, character_tokenizer
+from tokenizer.work import share
 
 LINES = "".join(f"Line {i}: naïve 雪 words, don't they?\r\n  and more\n" for i in range(1000))
 
 
 def make(folder: Path, *texts: str, seed: int = 1, fraction: float = 0.01, **settings) -> TokenStore:
-    """A store of `texts`, each a document of its own."""
+    """A store of `texts`, each a document of its own, not a character of them changed."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, text in enumerate(texts):
         (folder / f"{i:04}.txt").write_bytes(text.encode())
-    return pretokenize(
+    recipe = Recipe(
         [str(folder)],
-        folder.with_name(folder.name + "-store"),
         CorpusArguments(validation_fraction=fraction),
         VocabularyArguments(**{"vocab_size": 300, **settings}),
-        seed,
-        say=lambda text: None,
+        CleaningArguments(["none"]),
+        seed=seed,
     )
+    return pretokenize(recipe, folder.with_name(folder.name + "-store"), say=lambda text: None)
 
 
 def documents(store: TokenStore, split: str) -> list[str]:
     """As whoever has only numpy, transformers and the description of the format reads them."""
     tokens = np.fromfile(store.folder / f"{split}.bin", dtype="<u2")
-    offsets = np.fromfile(store.folder / f"{split}.offsets.bin", dtype="<i8")
+    ends = np.fromfile(store.folder / f"{split}.bin.index", dtype="<u8").tolist()
     tokenizer = AutoTokenizer.from_pretrained(store.folder / "tokenizer")
-    assert (offsets[0], offsets[-1]) == (0, len(tokens))
-    return [tokenizer.decode(tokens[start:end]) for start, end in pairwise(offsets)]
+    assert ends[-1] == len(tokens)
+    return [tokenizer.decode(tokens[start:end]) for start, end in pairwise([0, *ends])]
 
 
 # ---- what is in it --------------------------------------------------------------------------------------------------
@@ -58,15 +61,13 @@ def test_nanogpt_reads_the_tokens_as_they_are(tmp_path):
 
 @pytest.mark.parametrize(("size", "dtype", "itemsize"), [(65_499, "uint16", 2), (65_500, "uint32", 4)])
 def test_tokens_are_uint16_below_65500_and_uint32_from_there_on(tmp_path, size, dtype, itemsize):
-    tokenizer = character_tokenizer([chr(0x10000 + i) for i in range(size)])
-    writer = StoreWriter(tmp_path, tokenizer)
-    ids = np.array([0, 258, size - 1], dtype=np.uint32)
-    for split in ("train", "val"):
-        writer.add(split, ids, 12, ends_document=True)
-    store = writer.finish(0.1, ["text"], "fingerprint", "command")
+    vocabulary.save(character_tokenizer([chr(0x10000 + i) for i in range(size)]), tmp_path / "theirs")
+    ids = [0, 258, size - 1] * 2
+    text = "".join(chr(0x10000 + i) for i in ids)
+    store = make(tmp_path / "text", text, fraction=0.5, vocab_size=None, tokenizer=str(tmp_path / "theirs"))
     assert (store.metadata.dtype, store.metadata.vocab_size) == (dtype, size)
-    assert (tmp_path / "train.bin").read_bytes() == b"".join(int(i).to_bytes(itemsize, "little") for i in ids)
-    assert store.memory_map("train").tolist() == store.in_memory("val").tolist() == ids.tolist()
+    assert (store.folder / "train.bin").read_bytes() == b"".join(i.to_bytes(itemsize, "little") for i in ids[:3])
+    assert store.memory_map("train").tolist() == store.in_memory("val").tolist() == ids[:3]
     store.check_ids("train")
 
 
@@ -74,7 +75,7 @@ def test_metadata_says_what_is_in_the_store(tmp_path):
     texts = [f"Document {i} of ü 雪\n" * (i + 1) for i in range(50)]
     store = make(tmp_path / "text", *texts, fraction=0.2)
     metadata = json.loads((store.folder / "metadata.json").read_text(encoding="utf-8"))
-    assert metadata["format_version"] == 1
+    assert metadata["format_version"] == 2
     assert (metadata["dtype"], metadata["vocab_size"], metadata["eos_token_id"]) == ("uint16", 300, 0)
     assert (metadata["tokenizer_type"], metadata["sources"]) == ("bpe", [str(tmp_path / "text")])
     assert metadata["tokenizer_sha256"] == sha256(store.folder / "tokenizer" / "tokenizer.json")
@@ -86,7 +87,7 @@ def test_metadata_says_what_is_in_the_store(tmp_path):
             "documents": len(texts_of_split),
             "bytes": len("".join(texts_of_split).replace("<|endoftext|>", "").encode()),
             "sha256": sha256(path),
-            "offsets_sha256": sha256(store.folder / f"{split}.offsets.bin"),
+            "index_sha256": sha256(store.folder / f"{split}.bin.index"),
         }
     assert metadata["train"]["documents"] + metadata["val"]["documents"] == 50
     assert metadata["train"]["bytes"] + metadata["val"]["bytes"] == len("".join(texts).encode())
@@ -117,7 +118,12 @@ def test_a_character_store_has_no_end_of_text(tmp_path):
 def test_a_store_has_the_same_bytes_every_time(tmp_path):
     one, other = (make(tmp_path / name / "text", LINES, "a", "b") for name in ("one", "other"))
     assert one.metadata.identity == other.metadata.identity
-    for name in ("train.bin", "val.bin", "train.offsets.bin", "val.offsets.bin", "tokenizer/tokenizer.json"):
+    names = sorted(path.name for path in one.folder.iterdir())
+    assert names == [
+        *("inputs.json", "metadata.json", "report.md", "tokenizer"),
+        *("train.bin", "train.bin.index", "train.idx", "val.bin", "val.bin.index", "val.idx"),
+    ]
+    for name in [*names[4:], "tokenizer/tokenizer.json"]:
         assert (one.folder / name).read_bytes() == (other.folder / name).read_bytes()
 
 
@@ -145,7 +151,7 @@ def test_the_seed_alone_decides_the_split(tmp_path):
 @pytest.mark.parametrize("hashed_to", ["train", "val"])
 def test_a_lone_document_gives_its_tail_cut_at_a_line_break(tmp_path, hashed_to):
     fraction = 0.3
-    seed = next(seed for seed in range(100) if split_of(LINES, fraction, seed) == hashed_to)
+    seed = next(seed for seed in range(100) if (share(LINES.encode(), seed) < fraction) == (hashed_to == "val"))
     store = make(tmp_path / "text", LINES, fraction=fraction, seed=seed)
     [train], [val] = documents(store, "train"), documents(store, "val")
     assert train + val == LINES + "<|endoftext|>"
@@ -155,9 +161,13 @@ def test_a_lone_document_gives_its_tail_cut_at_a_line_break(tmp_path, hashed_to)
     assert store.metadata.val.bytes == len(val.encode()) - len("<|endoftext|>")
 
 
+def seed_that_holds_out_none(texts: list[str]) -> int:
+    return next(seed for seed in range(100) if all(share(text.encode(), seed) >= 0.01 for text in texts))
+
+
 def test_where_the_hash_picks_no_document_some_text_is_held_out_all_the_same(tmp_path):
     texts = [f"{i}\n{LINES[:2000]}" for i in range(5)]
-    seed = next(seed for seed in range(100) if all(split_of(text, 0.01, seed) == "train" for text in texts))
+    seed = seed_that_holds_out_none(texts)
     store = make(tmp_path / "text", *texts, seed=seed)
     assert "".join(documents(store, "train") + documents(store, "val")).replace("<|endoftext|>", "") == "".join(texts)
     assert 0.005 < store.metadata.val.bytes / len("".join(texts).encode()) < 0.05
@@ -165,7 +175,7 @@ def test_where_the_hash_picks_no_document_some_text_is_held_out_all_the_same(tmp
 
 def test_a_tiny_last_document_is_not_all_that_is_held_out(tmp_path):
     texts = [*(f"{i}\n{LINES[:2000]}" for i in range(5)), "x"]
-    seed = next(seed for seed in range(100) if all(split_of(text, 0.01, seed) == "train" for text in texts))
+    seed = seed_that_holds_out_none(texts)
     store = make(tmp_path / "text", *texts, seed=seed)
     assert store.metadata.val.bytes > 50
 
@@ -218,9 +228,9 @@ def edit(folder: Path, **values) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda f: shorten(f / "train.bin", 20), r"train\.bin is [\d,]+ bytes long, but [\d,]+ items of 2 bytes"),
-        (lambda f: shorten(f / "val.bin", 1), r"val\.bin is [\d,]+ bytes long, but [\d,]+ items of 2 bytes"),
-        (lambda f: shorten(f / "train.offsets.bin", 8), r"train\.offsets\.bin is 8 bytes long, but 2 items of 8 bytes"),
+        (lambda f: shorten(f / "train.bin", 20), r"train\.bin is [\d,]+ bytes long, not [\d,]+: it is truncated"),
+        (lambda f: shorten(f / "val.bin", 1), r"val\.bin is [\d,]+ bytes long, not [\d,]+: it is truncated"),
+        (lambda f: shorten(f / "train.bin.index", 8), r"train\.bin\.index is 0 bytes long, not 8: it is truncated"),
         (lambda f: (f / "val.bin").unlink(), r"val\.bin is missing"),
         (lambda f: (f / "tokenizer" / "tokenizer.json").unlink(), r"has lost its tokenizer/tokenizer\.json"),
         (lambda f: vocabulary.save(character_tokenizer(["ab"]), f / "tokenizer"), r"is another tokenizer than the one"),
@@ -261,8 +271,14 @@ def test_what_is_no_store_is_said_to_be_none(tmp_path, name):
 
 
 def test_a_store_of_a_newer_format_is_refused(finished):
-    edit(finished, format_version=2, something_new=1)
-    with pytest.raises(UserError, match=r"is a store of format 2; this version reads up to 1\. Update"):
+    edit(finished, format_version=3, something_new=1)
+    with pytest.raises(UserError, match=r"is a store of format 3; this version reads format 2\. Update\."):
+        TokenStore(finished)
+
+
+def test_a_store_of_an_older_format_is_refused_with_the_remedy(finished):
+    edit(finished, format_version=1)
+    with pytest.raises(UserError, match=r"is a store of format 1; this version reads format 2\. Delete it and make it"):
         TokenStore(finished)
 
 

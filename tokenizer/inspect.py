@@ -1,74 +1,91 @@
-"""Shows what is in a token store, checks every hash, and decodes documents.
+"""Shows what is in a token store, decodes its documents, and verifies every hash.
 
 python -m tokenizer.inspect data/my
 python -m tokenizer.inspect data/my --split val --document 3
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
-from command_line import FlagParser, UserError, run
-from tokenizer.store import SPLITS, Split, TokenStore, file_sha256
+from command_line import FlagParser, run
+from errors import UserError
+from tokenizer import megatron, report
+from tokenizer.store import SPLITS, TokenStore, file_sha256
 
 
 @dataclass
 class InspectArguments:
     store: str | None = field(default=None, metadata={"help": "Folder of the store; may be given without its flag."})
-    split: str = field(default="train", metadata={"help": "Split of the document to decode: train or val."})
+    split: Literal["train", "val"] = field(default="train", metadata={"help": "Split of the document to decode."})
     document: int | None = field(default=None, metadata={"help": "Number of a document to decode, from 0."})
 
 
 def main(arguments: list[str]) -> None:
-    parser = FlagParser((InspectArguments,), __doc__.splitlines()[0], positional="store")
-    (options,), _ = parser.parse(arguments)
+    (options,), _ = FlagParser((InspectArguments,), __doc__.splitlines()[0], positional="store").parse(arguments)
     if options.store is None:
         raise UserError("Name a store: python -m tokenizer.inspect data/my")
     store = TokenStore(options.store)
     if options.document is not None:
         print(decode(store, options.split, options.document))
         return
+    show(store)
+    if found := list(problems(store)):
+        raise UserError("\n".join(f"{problem} Delete the store and make it anew." for problem in found))
+    print("Every hash is right, and so are the indexes; every id is in the vocabulary.")
+
+
+def show(store: TokenStore) -> None:
     metadata = store.metadata
-    print(
-        f"{store.folder}: {metadata.tokenizer_type} tokenizer of {metadata.vocab_size:,} tokens, ids as {metadata.dtype}"
-    )
+    kind = report.tokenizer_kind(metadata)
+    print(f"{store.folder}: {kind} of {metadata.vocab_size:,} tokens, ids as {metadata.dtype}")
     for split in SPLITS:
-        info: Split = getattr(metadata, split)
+        info = getattr(metadata, split)
         print(
-            f"  {split:5}  {info.tokens:>15,} tokens  {info.documents:>10,} documents  {info.bytes:>15,} bytes of text"
+            f"  {split:5}  {info.tokens:>15,} tokens  {info.documents:>11,} documents  {info.bytes:>15,} bytes of text  "
+            f"{info.bytes / max(1, info.tokens):.3f} a token"
         )
     print(f"  made from {', '.join(metadata.sources)} by: {metadata.command}")
-    problems = [problem for split in SPLITS for problem in wrong_hashes(store, split)]
-    if problems:
-        raise UserError("\n".join(problems))
-    for split in SPLITS:
-        store.check_ids(split)
-    print("  every hash is right, every id is in the vocabulary")
+    if left_out := report.left_out(metadata):
+        print(f"  left out or mended: {'; '.join(left_out)}; examples in {store.folder / 'report.md'}")
 
 
 def decode(store: TokenStore, split: str, document: int) -> str:
     """The text of one document.
 
     Raises:
-        UserError: no such split or document.
+        UserError: no such document.
     """
-    if split not in SPLITS:
-        raise UserError(f"split is {split!r}; a store has train and val.")
     offsets = store.offsets(split)
     if not 0 <= document < len(offsets) - 1:
         raise UserError(f"{split} has documents 0 to {len(offsets) - 2:,}; there is no {document}.")
     ids: np.ndarray = store.memory_map(split)[offsets[document] : offsets[document + 1]]
-    return store.load_tokenizer().decode(ids.tolist(), skip_special_tokens=True)
+    if len(ids) and ids[-1] == store.metadata.eos_token_id:
+        ids = ids[:-1]
+    return store.load_tokenizer().decode(ids.tolist())
 
 
-def wrong_hashes(store: TokenStore, split: str) -> list[str]:
-    info: Split = getattr(store.metadata, split)
-    expected = {f"{split}.bin": info.sha256, f"{split}.offsets.bin": info.offsets_sha256}
-    return [
-        f"{store.folder / name} was changed: its hash is not the one in metadata.json. Delete the store and make it anew."
-        for name, sha256 in expected.items()
-        if file_sha256(store.folder / name) != sha256
-    ]
+def problems(store: TokenStore) -> Iterator[str]:
+    """What was changed since the store was written."""
+    changed = [name for name, sha256 in store.metadata.hashes.items() if file_sha256(store.folder / name) != sha256]
+    for name in changed:
+        yield f"{store.folder / name} was changed: its hash is not the one in metadata.json."
+    for split in SPLITS if not changed else ():  # what is read now can be trusted
+        yield from _problems_of_split(store, split)
+
+
+def _problems_of_split(store: TokenStore, split: str) -> Iterator[str]:
+    path = store.folder / f"{split}.idx"
+    if not path.is_file():
+        yield f"{path} is missing."
+    elif not megatron.is_index(store.folder, split, store.metadata.dtype):
+        yield f"{path} was changed: it is not the index of {split}.bin."
+    try:
+        store.check_ids(split)
+    except UserError as error:
+        yield str(error).removesuffix(" Delete it and make it anew.")
 
 
 if __name__ == "__main__":

@@ -1,182 +1,476 @@
 """Text -> token store.
 
 python -m tokenizer.pretokenize --input my.txt --output data/my
-python -m tokenizer.pretokenize --input books/ notes.jsonl --output data/books --vocab_size 16000
-python -m tokenizer.pretokenize --input user/dataset --tokenizer openai-community/gpt2 --output data/theirs
+python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/books --vocab_size 16000 --dedup near
+python -m tokenizer.pretokenize --input user/dataset:config:split@revision --tokenizer openai-community/gpt2 --output data/theirs
+python -m tokenizer.pretokenize --input crawl/ --output data/crawl --shard 3/64      # on one of 64 machines; then --merge
+
+Interrupted, the same command goes on, and what it makes is the same to the byte, in any number of processes.
 """
 
-import hashlib
+import glob
+import itertools
+import json
+import math
+import operator
+import os
+import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from command_line import FlagParser, UserError, run
-from tokenizer import vocabulary
-from tokenizer.corpus import TOLERATED_SHARE, Corpus, CorpusArguments, Piece
-from tokenizer.store import StoreWriter, TokenStore
-from tokenizer.vocabulary import Encoder, VocabularyArguments
+from command_line import FlagParser, run
+from errors import UserError
+from tokenizer import archive, cleaning, encode, export, megatron, report, vocabulary
+from tokenizer.chat import CHATML_TOKENS, ChatTemplate
+from tokenizer.cleaning import Cleaner, CleaningArguments, Outcome
+from tokenizer.corpus import TOLERATED_SHARE, Corpus, CorpusArguments, Unit
+from tokenizer.dedup import DedupArguments, MinHasher
+from tokenizer.documents import Counts
+from tokenizer.files import is_packed
+from tokenizer.merge import Merger
+from tokenizer.progress import Progress
+from tokenizer.recipe import SEED, Recipe
+from tokenizer.store import MAX_UINT16_VOCAB, TokenStore, disk_problem, finish, write_whole
+from tokenizer.vocabulary import VocabularyArguments
+from tokenizer.work import Part, Settings, do_all, done_parts
 
-BATCH_BYTES = 4 << 20  # enough for the encoder's threads, little enough for memory
+SAMPLED_UNITS = 4096  # at most, for making a tokenizer
+ESTIMATED_FROM = 1 << 16  # characters of text whose tokens are counted to estimate those of all
 
 
 @dataclass
 class PretokenizeArguments:
     input: list[str] = field(
-        default_factory=list, metadata={"help": "Text: files, folders, globs, jsonl, csv, parquet, or Hub dataset ids."}
+        default_factory=list,
+        metadata={
+            "help": "Text: files, folders, globs (plain, jsonl, csv, parquet; .gz, .zst, .bz2 of them), or Hub datasets "
+            "as user/name:config:split@revision."
+        },
     )
     output: str | None = field(default=None, metadata={"help": "Folder of the token store to write."})
-    seed: int = field(default=1337, metadata={"help": "Decides which documents are held out for validation."})
+    weights: list[float] = field(
+        default_factory=list,
+        metadata={"help": "How many times the documents of each input are trained on: 2, 0.5 (half of them), ..."},
+    )
+    seed: int = field(default=SEED, metadata={"help": "Decides which documents are held out for validation."})
+    num_proc: int | None = field(default=None, metadata={"help": "Worker processes; one a core where left out."})
+    shard: str | None = field(
+        default=None, metadata={"help": "Do only share i of n, as i/n from 0/n on; afterwards run once with --merge."}
+    )
+    merge: bool = field(default=False, metadata={"help": "Put the shards together; refused while any is missing."})
+    export: Literal["parquet"] | None = field(
+        default=None, metadata={"help": "Also write the store as a Hub dataset, with its card, to OUTPUT-parquet."}
+    )
+    compress: bool = field(
+        default=False,
+        metadata={"help": "Also pack the store into OUTPUT.tar.zst, which `python -m tokenizer.unpack` verifies."},
+    )
+    quiet: bool = field(default=False, metadata={"help": "Say nothing but what is wrong."})
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        return tuple(map(int, self.shard.split("/"))) if self.shard is not None else None
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.num_proc is not None and self.num_proc < 1:
+            found.append(f"num_proc is {self.num_proc}; it must be at least 1.")
+        if self.shard is None:
+            return found
+        if not re.fullmatch(r"\d+/\d+", self.shard) or not self.share[0] < self.share[1]:
+            found.append(f"shard is {self.shard}; it must be i/n with i from 0 to n - 1, as 0/4, 1/4, 2/4, 3/4.")
+        others = [name for name in ("merge", "export", "compress") if getattr(self, name)]
+        if others:
+            found.append(f"shard and {' and '.join(others)} are given together; run all shards first, then --merge.")
+        return found
 
 
 def pretokenize(
-    inputs: list[str],
+    recipe: Recipe,
     folder: Path,
-    corpus_arguments: CorpusArguments,
-    vocabulary_arguments: VocabularyArguments,
-    seed: int,
     say: Callable[[str], None] = print,
-) -> TokenStore:
-    """Reads `inputs`, makes the tokenizer and writes the store to `folder`; opens it where it is there already.
+    num_proc: int | None = None,
+    shard: tuple[int, int] | None = None,
+    merge_only: bool = False,
+    is_cache: bool = False,
+) -> TokenStore | None:
+    """Makes the store that `recipe` describes in `folder`, or goes on making it; opens it where it is there already.
 
-    Any number of processes may ask for the same store at once: one writes it, the others wait.
+    A cache belongs to us: whoever finds another process at it waits, and what was begun otherwise is begun anew.
+    None is returned after a shard.
 
     Raises:
-        UserError: bad input (see `Corpus` and `vocabulary.build`), or `folder` holds something else.
+        UserError: bad text or settings, other ones than the work was begun with, a folder that is in use or is something
+            else, or not enough room on the disk. What was done is kept.
     """
-    check(corpus_arguments)
+    if problems := recipe.problems():
+        raise UserError("\n".join(problems))
     folder = folder if folder.name else folder.absolute()
-    corpus = Corpus(inputs, corpus_arguments)
-    corpus.leave_out(folder)
-    fingerprint = settings_hash(corpus, vocabulary_arguments, seed)
+    making = Making(recipe, folder, say, num_proc or len(os.sched_getaffinity(0)))
+    try:
+        with _locked(folder, "", wait=is_cache or shard is not None):
+            if TokenStore.is_store(folder):
+                return making.open_finished(is_cache)
+            making.plan(is_cache)
+            if shard is None:
+                _refuse_busy_shards(folder)
+                return making.finish(merge_only)
+            own = _locked(folder, f".shard-{shard[0]}-of-{shard[1]}", wait=False)
+        with own:
+            making.do_shard(*shard)
+    except BrokenPipeError:  # of `say`
+        raise
+    except OSError as error:
+        raise disk_problem(error, folder) from error
+    return None
+
+
+def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_name(f".{folder.name}.lock")).acquire()
+        return FileLock(folder.with_name(f".{folder.name}{suffix}.lock")).acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        raise UserError(f"Another process is writing {folder}; wait for it, or name another --output.") from None
     except OSError as error:
         raise UserError(f"{folder} cannot be made ({error.strerror}); name another --output.") from error
-    with lock:
-        if TokenStore.is_store(folder):
-            store = TokenStore(folder)
-            if store.metadata.fingerprint != fingerprint:
-                raise UserError(
-                    f"{folder} is a store of other text or other settings; name another --output or delete it."
-                )
-            say(f"{folder} holds these tokens already.")
-            return store
-        _check_writable(folder)
-        return _write(corpus, folder, vocabulary_arguments, seed, fingerprint, say)
 
 
-def settings_hash(corpus: Corpus, vocabulary_arguments: VocabularyArguments, seed: int) -> str:
-    """Changes whenever the tokens might."""
-    name = vocabulary_arguments.tokenizer
-    theirs = vocabulary.load(name).backend_tokenizer.to_str() if name is not None else None
-    settings = [asdict(corpus.arguments), asdict(vocabulary_arguments), theirs, seed]
-    return hashlib.sha256(f"{corpus.fingerprint()} {settings}".encode()).hexdigest()
+def _refuse_busy_shards(folder: Path) -> None:
+    """None begins while the folder is locked."""
+    for lock in folder.parent.glob(f".{glob.escape(folder.name)}.shard-*.lock"):
+        with _locked(folder, lock.name.removeprefix(f".{folder.name}").removesuffix(".lock"), wait=False):
+            pass
 
 
-def check(arguments: CorpusArguments) -> None:
-    if not 0 < arguments.validation_fraction < 1:
-        raise UserError(f"validation_fraction is {arguments.validation_fraction}; it must be above 0 and below 1.")
+class Making:
+    """A store on its way. All that is unfinished lies in `.NAME.unfinished` beside it."""
 
+    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None], processes: int):
+        self.recipe, self.folder, self.say, self.processes = recipe, folder, say, processes
+        self.work = folder.with_name(f".{folder.name}.unfinished")
+        self.store = self.work / "store"
+        self.corpus = Corpus(recipe.inputs, recipe.corpus, recipe.weights, left_out=folder)
+        self.inputs = self.corpus.identity()
+        self.settings_of_user = recipe.settings()
 
-def _write(
-    corpus: Corpus,
-    folder: Path,
-    vocabulary_arguments: VocabularyArguments,
-    seed: int,
-    fingerprint: str,
-    say: Callable[[str], None],
-) -> TokenStore:
-    say(f"Reading {', '.join(corpus.inputs)} ({len(corpus.files):,} files, {corpus.size / 1e6:.1f} MB) ...")
-    tokenizer = vocabulary.build(vocabulary_arguments, corpus)
-    _say_vocabulary(vocabulary_arguments, len(tokenizer), say)
-    # A crash leaves this folder, never one that looks finished.
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    with StoreWriter(unfinished, tokenizer) as writer:
-        lost = _encode(corpus, writer, vocabulary.encoder(tokenizer), corpus.arguments.validation_fraction, seed)
-        if lost > TOLERATED_SHARE * corpus.counts["bytes"]:
+    # ---- what is there already ------------------------------------------------------------------------------------------
+
+    def open_finished(self, is_cache: bool) -> TokenStore:
+        store = TokenStore(self.folder)
+        inputs = json.loads((self.folder / "inputs.json").read_text(encoding="utf-8"))
+        # A cache is named by the content of its text.
+        if not is_cache and (changed := self._changed(store.metadata.settings, inputs)):
             raise UserError(
-                f"{vocabulary_arguments.tokenizer} cannot express this text: {lost:,} of {corpus.counts['bytes']:,} bytes "
-                f"would be lost; use another tokenizer."
+                f"{self.folder} is a store of other text or other settings ({changed}); name another --output or delete it."
             )
-        command = shlex.join(["python", *sys.orig_argv[1:]])
-        writer.finish(corpus.arguments.validation_fraction, corpus.inputs, fingerprint, command)
-    if folder.exists():
-        folder.rmdir()
-    unfinished.rename(folder)
-    store = TokenStore(folder)
-    train, val = store.metadata.train, store.metadata.val
-    say(
-        f"{corpus.summary()} -> {train.tokens:,} tokens to train on and {val.tokens:,} to validate with "
-        f"({(train.bytes + val.bytes) / (train.tokens + val.tokens):.2f} bytes a token) in {folder}"
-    )
-    return store
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.say(f"{self.folder} holds these tokens already.")
+        return store
+
+    def _changed(self, settings: dict[str, Any], inputs: list[list]) -> str:
+        """What differs between then and now, by name; empty where nothing does."""
+        now = json.loads(json.dumps(self.settings_of_user))
+        named = [
+            f"{key} was {settings.get(key)!r:.60} and is {now[key]!r:.60}"
+            for key in now
+            if settings.get(key) != now[key]
+        ]
+        before, after = ({name: rest for name, *rest in files} for files in (inputs, self.inputs))
+        named += [f"{name} is gone" for name in before if name not in after]
+        named += [f"{name} is new" for name in after if name not in before]
+        named += [f"{name} was changed" for name in after if name in before and before[name] != after[name]]
+        return "; ".join(named[:3]) + (f"; and {len(named) - 3} more" if len(named) > 3 else "")
+
+    def plan(self, is_cache: bool) -> None:
+        """Decides on units and tokenizer, unless that was done before."""
+        self._check_writable()
+        if not self._go_on(is_cache):
+            shutil.rmtree(self.work, ignore_errors=True)
+            self._begin()
+        plan = json.loads((self.work / "plan.json").read_text(encoding="utf-8"))
+        self.settings = Settings(**plan["settings"])
+        self.units = [Unit.from_json(unit) for unit in plan["units"]]
+
+    def _go_on(self, is_cache: bool) -> bool:
+        path = self.work / "plan.json"
+        if not path.is_file():
+            return False
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        if not (changed := self._changed(plan["settings_of_user"], plan["inputs"])):
+            done = len(done_parts(self.work, range(len(plan["units"]))))
+            self.say(f"Going on with {self.folder}: {done:,} of {len(plan['units']):,} units of work are done.")
+            return True
+        if is_cache:
+            return False
+        raise UserError(
+            f"{self.folder} was begun with other text or settings ({changed}); undo that, or delete {self.work} to begin anew."
+        )
+
+    def _check_writable(self) -> None:
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise UserError(f"{self.folder} exists and is not an empty folder; name another --output.")
+
+    # ---- the beginning --------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self.recipe.dedup.dedup == "near":
+            MinHasher()  # or the sentence that it is not installed, before any work
+        self.say(f"Reading {self.corpus.describe()} ...")
+        units = self.corpus.units()
+        source, control, variables = self._chat_template()
+        settings = Settings(
+            sample_by=self.recipe.corpus.sample_by,
+            cleaning=self.recipe.cleaning.cleaning,
+            dedup=self.recipe.dedup.dedup,
+            validation_fraction=self.recipe.corpus.validation_fraction,
+            seed=self.recipe.seed,
+            chat_template=source,
+            control_tokens=control,
+            template_variables=variables,
+        )
+        sample = Sample(units, settings, self.recipe.vocabulary, self.corpus.text_size, self._most_text)
+        tokenizer = vocabulary.build(self.recipe.vocabulary, self.recipe.theirs, sample.texts, control)
+        if self.recipe.vocabulary.tokenizer is None:
+            self.corpus.check(sample.counts, at_least=0 if sample.is_all else self._most_text)
+        if source is not None:
+            tokenizer.chat_template = source
+        self._say_vocabulary(len(tokenizer))
+        vocabulary.save(tokenizer, self.store / "tokenizer")
+        settings = Settings(
+            **asdict(settings)
+            | {"dtype": "uint16" if len(tokenizer) < MAX_UINT16_VOCAB else "uint32", "eos": tokenizer.eos_token_id}
+        )
+        self._check_room(settings, sample)
+        plan = {
+            "settings_of_user": self.settings_of_user,
+            "inputs": self.inputs,
+            "settings": asdict(settings),
+            "units": [unit.to_json() for unit in units],
+        }
+        write_whole(self.work / "plan.json", json.dumps(plan))
+
+    def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
+        """Source, control tokens and variables of the template that writes out chats; None and none where there are no
+        chats."""
+        name, arguments = self.recipe.corpus.chat_template, self.recipe.vocabulary
+        if not self.corpus.has_chats:
+            if name is not None:
+                raise UserError(
+                    f"chat_template is {name}, but {', '.join(self.recipe.inputs)} hold no chats; leave it out."
+                )
+            return None, [], {}
+        theirs = self.recipe.theirs
+        source = ChatTemplate.read(name) if name is not None else getattr(theirs, "chat_template", None)
+        if source is None:
+            raise UserError(
+                "The text is chats, and no template says how to write them; give --chat_template chatml or a file."
+            )
+        if theirs is not None:
+            special = [str(token) for token in theirs.added_tokens_decoder.values() if token.special]
+            return source, special, theirs.special_tokens_map
+        if arguments.tokenizer_type == "character":
+            raise UserError("Chats need control tokens, which a character tokenizer has not; leave out tokenizer_type.")
+        chatml = CHATML_TOKENS if name == "chatml" else ()
+        control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *chatml, *arguments.special_tokens]))
+        return source, control, dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
+
+    def _say_vocabulary(self, size: int) -> None:
+        arguments = self.recipe.vocabulary
+        if arguments.tokenizer is not None:
+            self.say(f"Tokenizer: {arguments.tokenizer}, {size:,} tokens.")
+            return
+        wanted = arguments.vocab_size or vocabulary.DEFAULT_VOCAB_SIZE
+        short = f" (of {wanted:,} asked for: the text holds no more pairs to merge)" if size < wanted else ""
+        kind = {"bpe": f"byte-level BPE, {size:,} tokens{short}", "character": f"{size:,} characters"}
+        self.say(f"Tokenizer: {kind[arguments.tokenizer_type]}.")
+
+    def _check_room(self, settings: Settings, sample: "Sample") -> None:
+        """
+        Raises:
+            UserError: the store will not fit on its disk.
+        """
+        ids_per_byte = sample.ids_per_byte(self.store / "tokenizer" / "tokenizer.json")
+        itemsize = np.dtype(settings.dtype).itemsize
+        # The ids of a part are there until its last copy is written.
+        copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
+        needed = sum(map(operator.mul, copies, self.corpus.text_sizes)) * ids_per_byte * itemsize
+        free = shutil.disk_usage(self.work).free
+        if needed > free:
+            raise UserError(
+                f"The tokens will take about {needed / 1e9:.1f} GB, and {self.folder.parent.absolute()} has {free / 1e9:.1f} GB "
+                f"free; make room or name an --output on another disk."
+            )
+
+    @property
+    def _most_text(self) -> float:
+        """Bytes that the text has at most, as far as that is known before all of it was read."""
+        is_known = not any(self.corpus.hub) and not any(is_packed(file.path) for file in self.corpus.all_files)
+        return self.corpus.size if is_known else math.inf
+
+    # ---- the work -------------------------------------------------------------------------------------------------------
+
+    def do_shard(self, share: int, shares: int) -> None:
+        mine = list(range(len(self.units)))[share::shares]
+        self._do(mine)
+        self.say(
+            f"Shard {share}/{shares} is done: {len(mine):,} of {len(self.units):,} units. When all are, the same command with "
+            f"--merge in place of --shard puts them together."
+        )
+
+    def _do(self, units: list[int]) -> list[Part]:
+        """Does what is not yet done of `units`; returns all their parts in order."""
+        parts = {part.unit: part for part in done_parts(self.work, units)}
+        counts = Counts()
+        for part in parts.values():
+            counts.add(part.counts)
+        with Progress(self.corpus.text_size, counts.bytes, len(units) - len(parts), self.say) as progress:
+            one_at_a_time = threading.Lock()
+
+            def on_part(part: Part) -> None:
+                with one_at_a_time:
+                    parts[part.unit] = part
+                    counts.add(part.counts)
+                    self.corpus.check(counts, at_least=self._most_text)
+                    progress.advance(part.counts.bytes, sum(part.tokens.values()))
+
+            do_all(self.work, [unit for unit in units if unit not in parts], self.processes, on_part)
+        return [parts[unit] for unit in units]
+
+    def finish(self, merge_only: bool) -> TokenStore:
+        """Does what is left to do, puts the parts together, and moves the store to its place."""
+        everything = list(range(len(self.units)))
+        if merge_only:
+            self._refuse_missing(everything)
+        counts, outcomes, lost = Counts(), {}, 0
+        for part in self._do(everything):
+            counts.add(part.counts)
+            outcomes = cleaning.merged(outcomes, part.outcomes)
+            lost += part.lost_bytes
+        self.corpus.check(counts)
+        if lost > TOLERATED_SHARE * counts.bytes:
+            raise UserError(
+                f"{self.recipe.vocabulary.tokenizer} cannot express this text: {lost:,} of {counts.bytes:,} bytes would be "
+                f"lost; use another tokenizer."
+            )
+        merger = Merger(self.work, self.store, self.settings, [unit.copies for unit in self.units])
+        self._refuse_empty(merger, counts, outcomes)
+        merger.merge()
+        self._describe(counts, outcomes, merger)
+        self._check_writable()  # hours may have passed
+        if self.folder.exists():
+            self.folder.rmdir()
+        self.store.rename(self.folder)
+        shutil.rmtree(self.work)
+        store = TokenStore(self.folder)
+        self.say(report.summary(store))
+        return store
+
+    def _refuse_missing(self, everything: list[int]) -> None:
+        missing = len(everything) - len(done_parts(self.work, everything))
+        if missing:
+            raise UserError(
+                f"{missing:,} of {len(everything):,} units of {self.folder} are not done; run the shards that are missing, "
+                f"or the command without --merge, which does the rest."
+            )
+
+    def _refuse_empty(self, merger: Merger, counts: Counts, outcomes: dict[str, Outcome]) -> None:
+        if merger.documents == 0:
+            dropped = ", ".join(
+                f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped
+            )
+            raise UserError(
+                f"Of {counts.documents:,} documents none is left (dropped: {dropped or 'by --weights'}); clean less, or read more."
+            )
+
+    def _describe(self, counts: Counts, outcomes: dict[str, Outcome], merger: Merger) -> None:
+        write_whole(self.store / "inputs.json", json.dumps(self.inputs))
+        megatron.write_indexes(self.store, self.settings.dtype)
+        rust = encode.load_rust(self.store / "tokenizer" / "tokenizer.json")
+        splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
+        finish(
+            self.store,
+            splits,
+            dtype=self.settings.dtype,
+            vocab_size=rust.get_vocab_size(),
+            tokenizer_type=encode.kind(rust),
+            eos_token_id=self.settings.eos,
+            sources=self.recipe.inputs,
+            settings=self.settings_of_user,
+            counts=asdict(counts) | {"links": self.corpus.links},
+            cleaning={rule: asdict(outcome) for rule, outcome in outcomes.items()},
+            repeated_documents=merger.repeated,
+            command=shlex.join(["python", *sys.orig_argv[1:]]),
+        )
+        report.write(TokenStore(self.store))
 
 
-def _say_vocabulary(arguments: VocabularyArguments, size: int, say: Callable[[str], None]) -> None:
-    if arguments.tokenizer is not None:
-        say(f"Tokenizer: {arguments.tokenizer}, {size:,} tokens.")
-        return
-    wanted = arguments.vocab_size or vocabulary.DEFAULT_VOCAB_SIZE
-    short = f" (of {wanted:,} asked for: the text holds no more pairs to merge)" if size < wanted else ""
-    kind = {"bpe": f"byte-level BPE, {size:,} tokens{short}", "character": f"{size:,} characters"}
-    say(f"Tokenizer: {kind[arguments.tokenizer_type]}.")
+class Sample:
+    """Text from everywhere, evenly, to make a tokenizer from."""
 
+    def __init__(
+        self, units: list[Unit], settings: Settings, arguments: VocabularyArguments, text_size: int, most_text: float
+    ):
+        """The text has about `text_size` bytes, and `most_text` at most."""
+        self.settings = settings
+        self.is_all = arguments.tokenizer_type == "character" or most_text <= arguments.sample_bytes
+        step = max(1, text_size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)
+        self.units = units if self.is_all else units[::step]
+        self.bytes_of_unit = arguments.sample_bytes // max(1, len(self.units)) + 1
+        self.counts = Counts()
 
-def _encode(corpus: Corpus, writer: StoreWriter, encode: Encoder, validation_fraction: float, seed: int) -> int:
-    """Writes all documents. Returns how many bytes of the text its tokens do not stand for."""
-    batch: list[tuple[str, Piece]] = []
-    batch_size = 0
-    split = "train"
-    lengths = np.array([len(piece) for piece in vocabulary.token_bytes(writer.tokenizer)])
-    lost = 0
+    def texts(self) -> Iterator[str]:
+        cleaner = Cleaner(self.settings.cleaning)
+        for unit in self.units:
+            reader = self.settings.reader()
+            for piece in itertools.chain.from_iterable(map(reader.pieces, unit.stretches)):
+                text = cleaner(piece.text, whole=piece.starts_document and piece.ends_document)
+                if text:
+                    yield text
+                if reader.counts.bytes > self.bytes_of_unit and not self.is_all:
+                    break
+            self.counts.add(reader.counts)
 
-    def flush() -> None:
-        nonlocal lost
-        for (to_split, piece), ids in zip(batch, encode([piece.text for _, piece in batch]), strict=True):
-            n_bytes = len(piece.text.encode())
-            writer.add(to_split, ids, n_bytes, piece.ends_document)
-            lost += max(0, n_bytes - int(lengths[ids].sum()))
-        batch.clear()
-
-    for piece in corpus.pieces():
-        if piece.starts_document:
-            split = split_of(piece.text, validation_fraction, seed)
-        batch.append((split, piece))
-        batch_size += len(piece.text)
-        if batch_size >= BATCH_BYTES:
-            flush()
-            batch_size = 0
-    flush()
-    return lost
-
-
-def split_of(text: str, validation_fraction: float, seed: int) -> str:
-    """By the document's own text (the first piece of it), so that copies of a document never stand in both splits."""
-    digest = hashlib.blake2b(f"{seed}\0{text}".encode(), digest_size=8).digest()
-    return "val" if int.from_bytes(digest, "little") < validation_fraction * 2**64 else "train"
-
-
-def _check_writable(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder; name another --output.")
+    def ids_per_byte(self, tokenizer_json: Path) -> float:
+        taken, size = [], 0
+        for text in self.texts():
+            taken.append(text[:ESTIMATED_FROM].encode())
+            size += len(taken[-1])
+            if size > ESTIMATED_FROM:
+                break
+        if size == 0:
+            return 0.0
+        ids, _ = encode.encoder(encode.load_rust(tokenizer_json), np.dtype("<u4"))(taken, [encode.NOTHING] * len(taken))
+        return len(ids) / size
 
 
 def main(arguments: list[str]) -> None:
-    parser = FlagParser((PretokenizeArguments, CorpusArguments, VocabularyArguments), __doc__.splitlines()[0])
-    (door, corpus_arguments, vocabulary_arguments), _ = parser.parse(arguments)
+    kinds = (PretokenizeArguments, CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
+    (door, *parts), _ = FlagParser(kinds, __doc__.splitlines()[0]).parse(arguments)
     missing = [f"--{name}" for name in ("input", "output") if not getattr(door, name)]
     if missing:
         raise UserError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed. See --help.")
-    pretokenize(door.input, Path(door.output).expanduser(), corpus_arguments, vocabulary_arguments, door.seed)
+    if problems := door.problems():
+        raise UserError("\n".join(problems))
+    say = (lambda text: None) if door.quiet else print
+    recipe = Recipe(door.input, *parts, door.seed, door.weights)
+    folder = Path(door.output).expanduser()
+    store = pretokenize(recipe, folder, say, door.num_proc, door.share, door.merge)
+    if store is not None and door.compress:
+        say(f"{archive.pack(store)} is the packed store; `python -m tokenizer.unpack` takes it out and verifies it.")
+    if store is not None and door.export:
+        say(f"{export.to_parquet(store)} is the store as a Hub dataset.")
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # a log file shows how far it is
     run(main)

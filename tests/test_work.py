@@ -1,0 +1,316 @@
+"""Units of work in processes that may be killed at any moment: what comes out is the same to the byte."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from conftest import REPOSITORY, prose
+from errors import UserError
+from tokenizer import corpus
+from tokenizer.cleaning import CleaningArguments
+from tokenizer.corpus import CorpusArguments
+from tokenizer.dedup import DedupArguments
+from tokenizer.pretokenize import Making, pretokenize
+from tokenizer.recipe import Recipe
+from tokenizer.store import TokenStore
+from tokenizer.vocabulary import VocabularyArguments
+from tokenizer.work import Job, Worker
+
+# The door, with units of 30 kB in place of 16 MiB: a small text is many of them.
+UNIT_BYTES = 30_000
+DOOR = (
+    f"import sys; from tokenizer import corpus; corpus.UNIT_BYTES = {UNIT_BYTES}; from command_line import run; "
+    "from tokenizer.pretokenize import main; sys.stdout.reconfigure(line_buffering=True); run(main)"
+)
+FLAGS = ("--output", "store", "--vocab_size", "400", "--sample_bytes", "100000", "--dedup", "exact")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    """0.9 MB in all kinds of files; some documents twice, some in several units."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(12):
+        (folder / f"{i:02}.txt").write_text(prose(i % 9, 8000), encoding="utf-8")
+    (folder / "long.txt").write_text("naïve 雪 " + prose(20, 60_000), encoding="utf-8")
+    records = [{"text": f"{i % 400}: {prose(i % 400, 60)}"} for i in range(1000)]
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def command(texts: Path, *more: object) -> list[str]:
+    return [sys.executable, "-c", DOOR, "--input", str(texts), *FLAGS, *map(str, more)]
+
+
+def start(arguments: list[str], folder: Path, **settings) -> subprocess.Popen:
+    folder.mkdir(exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(arguments, cwd=folder, env=environment, **pipes, **settings)
+
+
+def finish(arguments: list[str], folder: Path) -> str:
+    """What a process says that ends well."""
+    with start(arguments, folder) as process:
+        said, wrong = process.communicate(timeout=100)
+    assert (process.returncode, wrong) == (0, "")
+    return said
+
+
+def failed(process: subprocess.Popen) -> str:
+    """The one sentence of a process that does not."""
+    _, wrong = process.communicate(timeout=100)
+    assert process.returncode == 1, wrong
+    [line] = wrong.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith(".")
+    return line
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    """Every file of a store, without the command that made it."""
+    found = {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    made_by = json.loads(found["metadata.json"])["command"]
+    for name in ("metadata.json", "report.md"):
+        text = found[name].decode()
+        found[name] = text.replace(json.dumps(made_by, ensure_ascii=False), "").replace(made_by, "").encode()
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(texts, tmp_path_factory) -> dict[str, bytes]:
+    """The store of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("expected")
+    assert "603 documents that repeat" in finish(command(texts, "--num_proc", 1), folder)
+    assert len(os.listdir(folder)) == 2, "the store and its lock"
+    return contents(folder / "store")
+
+
+def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_for(happens) -> None:
+    deadline = time.monotonic() + 30
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# ---- the same in any number of processes and any order ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_proc", [2, 3])
+def test_any_number_of_processes_makes_the_same_store(texts, expected, tmp_path, num_proc):
+    finish(command(texts, "--num_proc", num_proc), tmp_path)
+    assert contents(tmp_path / "store") == expected
+
+
+def recipe_of(texts: Path) -> Recipe:
+    vocabulary = VocabularyArguments(vocab_size=400, sample_bytes=100_000)
+    return Recipe([str(texts)], vocabulary=vocabulary, dedup=DedupArguments("exact"))
+
+
+@pytest.fixture
+def planned(texts, tmp_path, monkeypatch) -> Making:
+    """What is to be done, with nothing done yet."""
+    monkeypatch.setattr(corpus, "UNIT_BYTES", UNIT_BYTES)
+    making = Making(recipe_of(texts), tmp_path / "store", lambda text: None, 1)
+    making.plan(is_cache=False)
+    return making
+
+
+def test_the_order_in_which_units_are_done_makes_no_difference(planned, expected, tmp_path):
+    job = Job.open(planned.work)
+    assert len(job.units) > 20
+    for number in random.Random(0).sample(range(len(job.units)), len(job.units)):
+        job.do(number)
+    planned.finish(merge_only=True)
+    assert contents(tmp_path / "store") == expected
+
+
+# ---- killed -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_same_command_goes_on_after_kills_at_any_moment(texts, expected, tmp_path, seed):
+    random_number = random.Random(seed).random
+    for _ in range(4):
+        with start(command(texts, "--num_proc", 2), tmp_path) as process:
+            if process.stdout.readline():  # it is there, and begins
+                time.sleep(0.6 * random_number())
+            workers = workers_of(process)
+            process.kill()
+        _, alive = psutil.wait_procs(workers, timeout=1)
+        assert not alive
+    finish(command(texts, "--num_proc", 2), tmp_path)
+    assert contents(tmp_path / "store") == expected
+    assert sorted(os.listdir(tmp_path)) == [".store.lock", "store"]
+
+
+@pytest.mark.parametrize(
+    "file", ["store/tokenizer/tokenizer.json", "plan.json", "parts/000001.json", "store/train.bin", "merged.json"]
+)
+def test_the_same_command_goes_on_where_it_was_killed_when_a_file_appeared(texts, expected, tmp_path, file):
+    with start(command(texts, "--num_proc", 2), tmp_path) as process:
+        wait_for((tmp_path / ".store.unfinished" / file).exists)
+        process.kill()
+    done = len(list(tmp_path.glob(".store.unfinished/parts/*.json")))
+    said = finish(command(texts, "--num_proc", 2), tmp_path)
+    if "merge" in file:
+        assert f"Going on with store: {done} of {done} units of work are done." in said
+    assert contents(tmp_path / "store") == expected
+
+
+def test_a_worker_that_is_killed_ends_in_one_sentence(texts, expected, tmp_path):
+    with start(command(texts, "--num_proc", 2), tmp_path) as process:
+        wait_for(lambda: len(workers_of(process)) == 2)
+        workers_of(process)[0].kill()
+        assert "A worker process ended with status -9 (-9: killed, often for want of memory)" in failed(process)
+    finish(command(texts, "--num_proc", 2), tmp_path)
+    assert contents(tmp_path / "store") == expected
+
+
+def test_a_worker_that_was_killed_between_two_units_ends_in_one_sentence(planned):
+    worker = Worker(planned.work)
+    worker.process.kill()
+    worker.process.wait()
+    with pytest.raises(UserError, match="A worker process ended with status -9"):
+        worker._ask(0)
+    worker.close()
+
+
+def test_ctrl_c_ends_all_of_it_and_the_same_command_goes_on(texts, expected, tmp_path):
+    with start(command(texts, "--num_proc", 2), tmp_path) as process:
+        wait_for((tmp_path / ".store.unfinished" / "parts" / "000000.json").exists)
+        workers = workers_of(process)
+        process.send_signal(signal.SIGINT)
+        _, wrong = process.communicate(timeout=20)
+    assert (process.returncode, wrong) == (130, "interrupted\n")
+    assert not any(worker.is_running() for worker in workers)
+    finish(command(texts, "--num_proc", 2), tmp_path)
+    assert contents(tmp_path / "store") == expected
+
+
+# ---- the disk ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file_bytes", [0, 1000, 20_000, 40_000, 100_000])
+def test_a_full_disk_ends_in_one_sentence_and_the_same_command_goes_on(texts, expected, tmp_path, file_bytes):
+    """No file may grow beyond some bytes: the tokenizer, the plan, parts, or the tokens put together."""
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+
+    with start(command(texts, "--num_proc", 2), tmp_path, preexec_fn=limited) as process:
+        sentence = failed(process)
+    assert "(File too large" in sentence or "(os error 27)" in sentence
+    assert "mend that, and the same command goes on." in sentence
+    finish(command(texts, "--num_proc", 2), tmp_path)
+    assert contents(tmp_path / "store") == expected
+
+
+def test_a_disk_with_too_little_room_is_said_before_the_work(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**4))
+    with pytest.raises(UserError, match=r"tokens will take about 0\.0 GB, and .* has 0\.0 GB free; make room"):
+        pretokenize(recipe_of(texts), tmp_path / "store", lambda text: None)
+    assert not list(tmp_path.rglob("parts"))
+
+
+@pytest.mark.parametrize(("weights", "needed"), [([], 2), ([3.0, 0.5], 4.5), ([0.5, 0.5], 1)])
+def test_room_is_needed_for_parts_and_copies(tmp_path, monkeypatch, weights, needed):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("x" * 10**6)
+    vocabulary = VocabularyArguments(tokenizer_type="character")
+    recipe = Recipe([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], vocabulary=vocabulary, weights=weights)
+    for free, fits in ((needed * 2 * 10**6 - 9, False), (needed * 2 * 10**6 + 9, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(0, 0, free))
+        making = Making(recipe, tmp_path / "store", lambda text: None, 1)
+        if fits:
+            making.plan(is_cache=False)
+        else:
+            with pytest.raises(UserError, match="make room"):
+                making.plan(is_cache=False)
+
+
+# ---- changed in between -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch) -> Path:
+    """A folder with texts, and a store of them on its way."""
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("texts")
+    for name in "abc":
+        Path(f"texts/{name}.txt").write_text(prose(ord(name), 800))
+    Making(recipe_of(Path("texts")), Path("store"), print, 1).plan(is_cache=False)
+    return tmp_path
+
+
+def refused(recipe: Recipe) -> str:
+    with pytest.raises(UserError) as error:
+        pretokenize(recipe, Path("store"), lambda text: None)
+    [sentence] = str(error.value).splitlines()
+    assert sentence.startswith("store was begun with other text or settings (")
+    assert sentence.endswith("; undo that, or delete .store.unfinished to begin anew.")
+    return sentence.split("(")[1].split(")")[0]
+
+
+def test_files_that_changed_in_between_are_named_and_undoing_it_goes_on(begun):
+    recipe, file = recipe_of(Path("texts")), Path("texts/b.txt")
+    said: list[str] = []
+    Path("texts/d.txt").write_text("new")
+    assert refused(recipe) == "texts/d.txt is new"
+    Path("texts/d.txt").unlink()
+    content, stat = file.read_text(), file.stat()
+    file.unlink()
+    assert refused(recipe) == "texts/b.txt is gone"
+    file.write_text(content + "more")
+    assert refused(recipe) == "texts/b.txt was changed"
+    file.write_text(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    pretokenize(recipe, Path("store"), said.append)
+    assert said[0] == "Going on with store: 0 of 1 units of work are done."
+    assert TokenStore("store").metadata.train.documents + TokenStore("store").metadata.val.documents >= 3
+
+
+def test_settings_that_changed_in_between_are_named(begun):
+    of = {"inputs": ["texts"], "vocabulary": recipe_of(begun).vocabulary, "dedup": DedupArguments("exact")}
+    assert refused(Recipe(**of, seed=2)) == "seed was 1337 and is 2"
+    assert refused(Recipe(**of | {"dedup": DedupArguments("no")})) == "dedup was 'exact' and is 'no'"
+    cleaning = CleaningArguments(["normalize", "strict"])
+    assert refused(Recipe(**of, cleaning=cleaning)) == "cleaning was ['normalize'] and is ['normalize', 'strict']"
+    several = Recipe(**of, corpus=CorpusArguments(strict=True, sample_by="line", text_column="x"), weights=[2.0])
+    assert refused(several).endswith("; strict was False and is True; and 1 more")
+
+
+def test_a_file_that_goes_away_during_the_work_is_named(planned, texts):
+    unit = next(i for i, unit in enumerate(planned.units) if unit.stretches[0].path.endswith("long.txt"))
+    moved = (texts / "long.txt").rename(texts / "gone.txt")
+    try:
+        with pytest.raises(UserError, match=r"long\.txt cannot be read: No such file or directory; mend it"):
+            Job.open(planned.work).do(unit)
+    finally:
+        moved.rename(texts / "long.txt")
+
+
+def test_what_was_put_into_the_output_meanwhile_is_kept(planned, tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="store exists and is not an empty folder; name another --output"):
+        planned.finish(merge_only=False)
+    shutil.rmtree(tmp_path / "store")
+    planned.finish(merge_only=False)
+    assert TokenStore.is_store(tmp_path / "store")

@@ -1,0 +1,182 @@
+"""A store as a dataset for the Hub: parquet files of token ids, with a card."""
+
+import itertools
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from errors import UserError
+from tokenizer import report
+from tokenizer.cleaning import CleaningArguments
+from tokenizer.corpus import CorpusArguments
+from tokenizer.dedup import DedupArguments
+from tokenizer.hub import HubDataset
+from tokenizer.recipe import SEED
+from tokenizer.store import SPLITS, TokenStore, in_place_when_done, index_file, sequences, tokens_file
+from tokenizer.vocabulary import VocabularyArguments
+
+ROW_TOKENS = 1 << 20  # a longer document goes on in the next row
+GROUP_TOKENS = 1 << 22  # of a row group: what a writer and a reader hold in memory
+SHARD_BYTES = 1 << 29  # of ids
+HUB_SPLITS = {"train": "train", "val": "validation"}
+MADE_OF = b"token_store"  # in the files: the identity of the store
+SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "n>1B")
+
+
+def to_parquet(store: TokenStore) -> Path:
+    """Writes a store as a dataset for the Hub beside it, `NAME-parquet/`, unless that is there already.
+
+    Raises:
+        UserError: there is something else of that name; a full disk.
+    """
+    folder = store.folder.with_name(f"{store.folder.name}-parquet")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if exported_identity(folder) == store.metadata.identity:
+            return folder
+        raise UserError(f"{folder} exists and is not {store.folder} as parquet; move it away or delete it.")
+    with in_place_when_done(folder, ".exporting") as unfinished:
+        (unfinished / "data").mkdir(parents=True)
+        rows = sum(_write_shards(store, split, unfinished / "data") for split in SPLITS)
+        shutil.copytree(store.folder / "tokenizer", unfinished / "tokenizer")
+        (unfinished / "README.md").write_text(_card(store, rows), encoding="utf-8")
+    return folder
+
+
+def exported_identity(folder: Path) -> str | None:
+    """Of which store a folder is the export; None where it is something else."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        schema = parquet.read_schema(min((folder / "data").glob("train-00000-of-*.parquet")))
+        return schema.metadata[MADE_OF].decode()
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException):
+        return None
+
+
+def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
+    """Returns the number of rows."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    dtype = np.dtype(store.metadata.dtype)
+    ids_type = pa.list_(pa.from_numpy_dtype(dtype))
+    schema = pa.schema([("document", pa.int64()), ("input_ids", ids_type)], {MADE_OF: store.metadata.identity})
+    shard_tokens = SHARD_BYTES // dtype.itemsize
+    rows, unnamed = 0, []
+    with (store.folder / tokens_file(split)).open("rb") as file:
+        groups = _row_groups(store.folder / index_file(split))
+        for number, of_shard in itertools.groupby(groups, key=lambda group: int(group[1][0]) // shard_tokens):
+            unnamed.append(folder / str(number))
+            # Written plainly: a dictionary of ids cuts them into odd numbers of bits, and zstd finds less, 71% against 59%.
+            settings = {"compression": "zstd", "use_dictionary": False}
+            with parquet.ParquetWriter(unnamed[-1], schema, **settings) as writer:
+                for document, starts, ends in of_shard:
+                    ids = np.fromfile(file, dtype=dtype.newbyteorder("<"), count=int(ends[-1] - starts[0]))
+                    bounds = pa.array(np.append(starts, ends[-1]) - starts[0], pa.int32())
+                    lists = pa.ListArray.from_arrays(bounds, pa.array(ids))
+                    writer.write_table(pa.Table.from_arrays([pa.array(document), lists], schema=schema))
+                    rows += len(document)
+    for number, path in enumerate(unnamed):
+        path.rename(folder / f"{HUB_SPLITS[split]}-{number:05d}-of-{len(unnamed):05d}.parquet")
+    return rows
+
+
+def _row_groups(index: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """What `sequences` gives, cut where a row passes a multiple of GROUP_TOKENS, and so never within a shard's last group."""
+    for document, starts, ends in sequences(index, ROW_TOKENS):
+        cuts = np.flatnonzero(np.diff(starts // GROUP_TOKENS)) + 1
+        for first, stop in itertools.pairwise([0, *cuts.tolist(), len(starts)]):
+            yield document[first:stop], starts[first:stop], ends[first:stop]
+
+
+def _card(store: TokenStore, rows: int) -> str:
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    metadata, name = store.metadata, store.folder.absolute().name
+    paths = {split: f"data/{split}-*" for split in HUB_SPLITS.values()}
+    data = DatasetCardData(
+        pretty_name=f"{name}, tokenized",
+        license="unknown",
+        task_categories=["text-generation"],
+        size_categories=[SIZE_CATEGORIES[min(7, max(0, len(str(rows)) - 3))]],
+        tags=["pretokenized", "gpt2scratch"],
+        configs=[
+            {
+                "config_name": "default",
+                "data_files": [{"split": split, "path": path} for split, path in paths.items()],
+            }
+        ],
+    )
+    sources = "\n".join(f"- {_public(source)}" for source in metadata.sources)
+    left_out = "\n".join(f"- {line}" for line in report.left_out(metadata)) or "- nothing"
+    ends = (
+        "There is no end-of-text token."
+        if metadata.eos_token_id is None
+        else f"Every document ends with the end-of-text token, id {metadata.eos_token_id}."
+    )
+    text = f"""# {name}, tokenized
+
+Text as the token ids of a language model, to train on as they are.
+
+{report.table(metadata)}
+
+A row holds `document`, the number of a document in its split, and `input_ids`, its {metadata.dtype} ids. A document of more
+than {ROW_TOKENS:,} tokens goes on in the next row, under the same number. {ends}
+
+## Use
+
+```python
+from datasets import load_dataset
+from huggingface_hub import snapshot_download
+from transformers import AutoTokenizer
+
+repo_id = "user/name"
+dataset = load_dataset(repo_id, split="train", streaming=True)
+folder = snapshot_download(repo_id, repo_type="dataset", allow_patterns="tokenizer/*")
+tokenizer = AutoTokenizer.from_pretrained(f"{{folder}}/tokenizer")
+print(tokenizer.decode(next(iter(dataset))["input_ids"]))
+```
+
+## How it was made
+
+From
+
+{sources}
+
+with a {report.tokenizer_kind(metadata)} of {metadata.vocab_size:,} tokens (in `tokenizer/`), by
+
+    {_public_command(metadata.settings)}
+
+Left out or mended:
+
+{left_out}
+
+## Licence
+
+Unknown. The licence of the text is for whoever publishes these tokens to state, above as `license:` and here.
+"""
+    return str(DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+
+
+def _public(source: str) -> str:
+    """A source without the folders of the machine where it was."""
+    return source if HubDataset.parse(source) is not None else Path(source).name
+
+
+def _public_command(settings: dict) -> str:
+    """The settings that are not the usual ones, as flags."""
+    kinds = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
+    usual = {field.name: getattr(kind(), field.name) for kind in kinds for field in fields(kind)}
+    usual |= {"weights": [], "seed": SEED}
+    parts = ["python", "-m", "tokenizer.pretokenize", "--input", *map(_public, settings["input"])]
+    for name, value in settings.items():
+        if name in usual and value != usual[name]:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            of_this_machine = name in ("tokenizer", "chat_template")
+            parts += [f"--{name}", *(_public(item) if of_this_machine else str(item) for item in values)]
+    return shlex.join(parts)

@@ -1,0 +1,49 @@
+"""Indexes for Megatron's IndexedDataset, beside the same bytes: `train` and `val` become its prefixes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from tokenizer.store import SPLITS, durable, index_file, sequences
+
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+DTYPES = {"uint16": 8, "uint32": 4}  # codes; 4 is int32, the same bytes for ids below 2^31
+LONGEST_SEQUENCE = 2**31 - 1  # tokens, of Megatron's int32
+
+
+def write_indexes(folder: Path, dtype: str) -> None:
+    """train.idx and val.idx, from the indexes that are there."""
+    for split in SPLITS:
+        with (folder / f"{split}.idx").open("wb") as file:
+            for block in _index(folder, split, dtype):
+                file.write(block)
+            durable(file)
+
+
+def is_index(folder: Path, split: str, dtype: str) -> bool:
+    """Whether a split's `.idx` says what its other index does."""
+    with (folder / f"{split}.idx").open("rb") as file:
+        same = all(file.read(len(block)) == block for block in _index(folder, split, dtype))
+        return same and not file.read(1)
+
+
+def _index(folder: Path, split: str, dtype: str) -> Iterator[bytes]:
+    """Magic, version, dtype code, numbers of sequences and of document bounds; lengths, int32; first bytes, int64; the
+    sequence that each document begins with, and their end, int64. A document is one sequence, unless int32 cannot count it.
+    """
+    index, itemsize = folder / index_file(split), np.dtype(dtype).itemsize
+    count = sum(len(starts) for _, starts, _ in sequences(index, LONGEST_SEQUENCE))
+    yield MAGIC
+    yield np.array([VERSION], dtype="<u8").tobytes()
+    yield np.array([DTYPES[dtype]], dtype="<u1").tobytes()
+    yield np.array([count, index.stat().st_size // 8 + 1], dtype="<u8").tobytes()
+    for _, starts, ends in sequences(index, LONGEST_SEQUENCE):
+        yield (ends - starts).astype("<i4").tobytes()
+    for _, starts, _ in sequences(index, LONGEST_SEQUENCE):
+        yield (starts * itemsize).astype("<i8").tobytes()
+    before = 0
+    for document, starts, _ in sequences(index, LONGEST_SEQUENCE):
+        yield (before + np.flatnonzero(np.diff(document, prepend=-1))).astype("<i8").tobytes()
+        before += len(starts)
+    yield np.array([count], dtype="<i8").tobytes()

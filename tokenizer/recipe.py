@@ -1,0 +1,58 @@
+"""All that decides about the tokens of a store, in one place."""
+
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tokenizer import cleaning, encode, vocabulary
+from tokenizer.chat import ChatTemplate
+from tokenizer.cleaning import CleaningArguments
+from tokenizer.corpus import CorpusArguments
+from tokenizer.dedup import DedupArguments
+from tokenizer.vocabulary import VocabularyArguments
+
+SEED = 1337
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides about the tokens of a store, besides the text."""
+
+    inputs: list[str]
+    corpus: CorpusArguments = field(default_factory=CorpusArguments)
+    vocabulary: VocabularyArguments = field(default_factory=VocabularyArguments)
+    cleaning: CleaningArguments = field(default_factory=CleaningArguments)
+    dedup: DedupArguments = field(default_factory=DedupArguments)
+    seed: int = SEED
+    weights: list[float] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        found = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary)
+        fraction = self.corpus.validation_fraction
+        if not 0 < fraction < 1:
+            found.append(f"validation_fraction is {fraction}; it must be above 0 and below 1.")
+        if self.weights and len(self.weights) != len(self.inputs):
+            found.append(
+                f"There are {len(self.weights)} weights for {len(self.inputs)} inputs; give one for each, in their order."
+            )
+        if wrong := [weight for weight in self.weights if not 0 < weight <= 1000]:
+            found.append(f"weights holds {wrong[0]}; a weight must be above 0 and at most 1000.")
+        return found
+
+    @cached_property
+    def theirs(self) -> PreTrainedTokenizerBase | None:
+        """The existing tokenizer that is to be used."""
+        return None if self.vocabulary.tokenizer is None else vocabulary.load(self.vocabulary.tokenizer)
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting under its flag's name, and the content of what some of them name."""
+        parts = (self.corpus, self.vocabulary, self.cleaning, self.dedup)
+        settings = {name: value for part in parts for name, value in asdict(part).items()}
+        settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
+        if self.theirs is not None:
+            settings["tokenizer_json"] = encode.sha256(self.theirs.backend_tokenizer)
+        if (name := self.corpus.chat_template) is not None:
+            settings["chat_template_source"] = ChatTemplate.read(name)
+        return settings

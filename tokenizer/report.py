@@ -1,0 +1,129 @@
+"""What became of the text: `report.md` in a store, and the line at the end."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tokenizer import encode
+from tokenizer.corpus import LEFT_OUT
+from tokenizer.store import SPLITS, Metadata, TokenStore
+
+COUNTED_TOKENS = 1 << 22  # evenly spread, for the most frequent ones
+COMPARED_TOKENS = 1 << 18  # with GPT-2's
+SHOWN = 12
+GPT2 = ("openai-community/gpt2", "gpt2")  # both of its names on the Hub
+
+
+def summary(store: TokenStore) -> str:
+    metadata = store.metadata
+    train, val = metadata.train, metadata.val
+    noted = "; ".join(line for line, _ in _left_out(metadata))
+    return (
+        f"{metadata.counts['documents']:,} documents, {metadata.counts['bytes'] / 1e6:,.1f} MB"
+        f"{f' (left out or mended: {noted})' if noted else ''} -> {train.tokens:,} tokens to train on and {val.tokens:,} to "
+        f"validate with ({(train.bytes + val.bytes) / (train.tokens + val.tokens):.2f} bytes a token) in {store.folder}"
+    )
+
+
+def write(store: TokenStore) -> None:
+    metadata = store.metadata
+    read = f"{metadata.counts['documents']:,} documents, {metadata.counts['bytes']:,} bytes of text, were read."
+    left_out = [f"- {line}{place}" for line, place in _left_out(metadata)]
+    sections = [
+        f"# Tokens of {', '.join(metadata.sources)}",
+        f"A {tokenizer_kind(metadata)} of {metadata.vocab_size:,} tokens, ids as {metadata.dtype}. Made by",
+        f"    {metadata.command}",
+        table(metadata),
+        f"## What was read\n\n{read}" + (" Left out or mended:\n\n" + "\n".join(left_out) if left_out else ""),
+        *_cleaning(metadata),
+        f"## Tokens\n\n{_tokens(store)}",
+    ]
+    (store.folder / "report.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def tokenizer_kind(metadata: Metadata) -> str:
+    return f"{'BPE' if metadata.tokenizer_type == 'bpe' else metadata.tokenizer_type} tokenizer"
+
+
+def table(metadata: Metadata) -> str:
+    rows = ["| split | tokens | documents | bytes of text | bytes a token |", "|---|--:|--:|--:|--:|"]
+    for split in SPLITS:
+        info = getattr(metadata, split)
+        per_token = info.bytes / max(1, info.tokens)
+        rows.append(f"| {split} | {info.tokens:,} | {info.documents:,} | {info.bytes:,} | {per_token:.3f} |")
+    return "\n".join(rows)
+
+
+def left_out(metadata: Metadata) -> list[str]:
+    """What was left out or mended, one thing a line."""
+    return [line for line, _ in _left_out(metadata)]
+
+
+def _left_out(metadata: Metadata) -> Iterator[tuple[str, str]]:
+    """A line, and where the first of it stands."""
+    counts = metadata.counts
+    for name, words in LEFT_OUT.items():
+        if counts[name]:
+            yield f"{counts[name]:,} {words}", _place(counts["first"].get(name))
+    if counts["links"]:
+        yield f"{counts['links']:,} links in folders, not followed", ""
+    for rule, outcome in metadata.cleaning.items():
+        if outcome["dropped"]:
+            yield f"{outcome['documents']:,} documents dropped by {rule}", ""
+    if metadata.repeated_documents:
+        yield f"{metadata.repeated_documents:,} documents that repeat an earlier one", ""
+
+
+def _place(first: tuple[str, dict] | None) -> str:
+    if first is None:
+        return ""
+    path, place = first
+    return f", the first in {path}" + "".join(f", {unit} {number}" for unit, number in place.items())
+
+
+def _cleaning(metadata: Metadata) -> Iterator[str]:
+    if metadata.cleaning:
+        yield "## Cleaning"
+    for rule, outcome in metadata.cleaning.items():
+        did = "dropped" if outcome["dropped"] else "changed"
+        documents, characters = outcome["documents"], outcome["characters"]
+        yield f"### {rule}: {documents:,} documents {did}, {characters:,} characters less"
+        yield "\n".join(f"    {example}" for example in outcome["examples"])
+
+
+def _tokens(store: TokenStore) -> str:
+    rust = encode.load_rust(store.folder / "tokenizer" / "tokenizer.json")
+    texts = encode.token_bytes(rust)
+    longest = sorted(range(len(texts)), key=lambda i: -len(texts[i]))[:SHOWN]
+    tokens = store.memory_map("train")
+    counts = np.bincount(tokens[:: max(1, len(tokens) // COUNTED_TOKENS)], minlength=len(texts))
+    frequent = np.argsort(-counts, kind="stable")[:SHOWN].tolist()
+
+    def shown(ids: list[int]) -> str:
+        return ", ".join(
+            f"`{texts[i].decode('utf-8', 'replace')!r}`" if texts[i] else f"`{rust.id_to_token(i)}`" for i in ids
+        )
+
+    seen = "training text" if len(tokens) <= COUNTED_TOKENS else f"{counts.sum():,} tokens of the training text"
+    lines = [
+        f"longest: {shown(longest)}",
+        f"most frequent: {shown(frequent)}",
+        f"not used in {seen}: {int((counts == 0).sum()):,} of {len(texts):,}",
+        *_compared(tokens[:COMPARED_TOKENS], texts),
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _compared(ids: np.ndarray, texts: list[bytes]) -> Iterator[str]:
+    """How much text a token holds beside GPT-2's, if that is on this machine: nothing is fetched for a report."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = (try_to_load_from_cache(name, "tokenizer.json") for name in GPT2)
+    path = next((path for path in cached if isinstance(path, str)), None)
+    if path is None:
+        return
+    sample = b"".join(texts[i] for i in ids.tolist())
+    theirs = len(Tokenizer.from_file(path).encode(sample.decode("utf-8", "replace"), add_special_tokens=False).ids)
+    ratio = f"{len(sample) / len(ids):.3f} bytes a token, GPT-2's {len(sample) / max(1, theirs):.3f}"
+    yield f"the first {len(sample):,} bytes: {ratio}"
