@@ -33,11 +33,13 @@ def main(arguments: list[str]) -> None:
     setup = decide(config.device)
     accelerator = start_accelerator(setup, config.device, config.journal.trackers(), config.run.output_dir)
     main_process, say = accelerator.is_main_process, accelerator.print
-    store = open_store(config.data.data, config.corpus, config.vocabulary, say)
+    store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
     plan = make_plan(config, store, tokenizer, accelerator)
-    tokens, where = place_tokens(store, "train", config.data.data_placement, accelerator.num_processes)
-    eval_tokens, _ = place_tokens(store, "val", config.data.data_placement, accelerator.num_processes)
+    tokens, eval_tokens = (
+        place_tokens(store, split, plan.placement.where, accelerator.device, config.batch.mask_documents)
+        for split in ("train", "val")
+    )
     prompts = prompts_of(config.sampling, store, tokenizer)
     folder = RunFolder(config.run.output_dir)
     resume_from = open_run(config.run, config.flat(), say)
@@ -64,12 +66,12 @@ def main(arguments: list[str]) -> None:
         checkpoint.load_optimizer(resume_from, model, optimizer)
     if state.grad_scaler:
         accelerator.scaler.load_state_dict(state.grad_scaler)
-    batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, accelerator.device)
+    batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index)
     trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
     hardware = describe(accelerator, setup, config.device)
     say("\n".join([f"Device:  {hardware}", *(f"         {note}" for note in setup.notes)]))
     say(f"Model:   {plan.describe_model()}, {model.num_parameters():,} parameters")
-    say(f"Data:    {store.folder}, {where}: {plan.describe_data()}")
+    say(f"Data:    {store.folder}, {plan.placement}: {plan.describe_data()}")
     say(f"Length:  {plan.describe_length()}")
     say(f"Run:     {folder.path}" + (f", going on after {resume_from.name}" if resume_from else ""))
 

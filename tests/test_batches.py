@@ -1,19 +1,33 @@
+import sys
+
 import numpy as np
 import pytest
 import torch
 
-from command_line import UserError
-from training.batches import BatchArguments, BatchPlan, TrainBatches, WindowOrder, permute, plan_batches
+from errors import UserError
+from training.batches import BLOCK, BatchArguments, BatchPlan, TrainBatches, WindowOrder, permute, plan_batches
+from training.tokens import Documents, Tokens
+
+CPU = torch.device("cpu")
+
+
+def held(ids: np.ndarray, documents: Documents | None = None) -> Tokens:
+    return Tokens(torch.from_numpy(ids.view(f"<i{ids.itemsize}")), CPU, documents)
+
+
+def permuted(n: int, key: int) -> np.ndarray:
+    keys, nth = np.array([key], dtype=np.uint64), np.zeros(n, dtype=np.intp)
+    return permute(np.arange(n, dtype=np.uint64), n, keys, nth)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 1000, 4097])
 def test_permutation_hits_every_place_once(n):
-    assert sorted(permute(np.arange(n, dtype=np.uint64), n, key=7).tolist()) == list(range(n))
+    assert sorted(permuted(n, key=7).tolist()) == list(range(n))
 
 
 def test_permutation_is_not_the_identity_and_depends_on_the_key():
     places = np.arange(1000, dtype=np.uint64)
-    one, other = permute(places, 1000, key=1), permute(places, 1000, key=2)
+    one, other = permuted(1000, key=1), permuted(1000, key=2)
     assert (one == places).mean() < 0.02
     assert (one == other).mean() < 0.02
 
@@ -56,6 +70,14 @@ def test_any_position_costs_the_same():
     assert len(order.starts(10**13 + 5, 8)) == 8
 
 
+@pytest.mark.parametrize("n_tokens", [40, 1000, 30_000])
+def test_a_block_of_many_epochs_is_what_it_is_sample_by_sample(n_tokens):
+    starts = WindowOrder(n_tokens, 16, seed=5).starts(0, BLOCK)
+    order = WindowOrder(n_tokens, 16, seed=5)
+    alone = [int(order._compute(np.array([g], dtype=np.uint64))[0]) for g in range(0, BLOCK, 97)]
+    assert starts[::97].tolist() == alone
+
+
 def test_blocks_join_seamlessly():
     order = WindowOrder(100_000, 16, seed=5)
     assert order.starts(4090, 12).tolist() == [int(order.starts(g, 1)[0]) for g in range(4090, 4102)]
@@ -69,7 +91,7 @@ def test_a_step_sees_the_same_samples_however_it_is_split(micro_batch, accumulat
     seen = []
     for micro_step in range(accumulation):
         for rank in range(processes):
-            inputs, targets = TrainBatches(tokens, order, plan, rank, torch.device("cpu"))(5, micro_step)
+            inputs, targets, _ = TrainBatches(held(tokens), order, plan, rank)(5, micro_step)
             assert torch.equal(targets, inputs + 1)  # the tokens count up
             seen += inputs[:, 0].tolist()
     assert seen == order.starts(40, 8).tolist()
@@ -78,8 +100,8 @@ def test_a_step_sees_the_same_samples_however_it_is_split(micro_batch, accumulat
 def test_batches_are_int64_from_any_store_dtype():
     for dtype in ("<u2", "<u4"):
         tokens = np.full(100, 65_000, dtype=dtype)
-        batches = TrainBatches(tokens, WindowOrder(100, 8, 0), BatchPlan(8, 4, 1, 1), 0, torch.device("cpu"))
-        inputs, _ = batches(0, 0)
+        batches = TrainBatches(held(tokens), WindowOrder(100, 8, 0), BatchPlan(8, 4, 1, 1), 0)
+        inputs, _, _ = batches(0, 0)
         assert inputs.dtype == torch.int64
         assert inputs.shape == (4, 8)
         assert (inputs == 65_000).all()
@@ -104,3 +126,23 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
         "tokens_per_step 1000 is not a multiple of 256 (context 64 x 1 process x micro-batch 4); "
         "the nearest are 768 or 1024."
     ]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+def test_no_python_runs_for_each_row(masked):
+    """The cause of a quick batch: as many calls for 64 rows as for 4."""
+    ids = np.arange(30_000, dtype=np.uint16)
+    documents = Documents(np.arange(0, 30_001, 100), has_eos=True) if masked else None
+
+    def calls_of(micro_batch: int) -> int:
+        batches = TrainBatches(held(ids, documents), WindowOrder(30_000, 64, 0), BatchPlan(64, micro_batch, 1, 1), 0)
+        batches(0, 0)  # computes the block of starts
+        calls = []
+        sys.setprofile(lambda frame, event, arg: calls.append(event))
+        try:
+            batches(1, 0)
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert calls_of(4) == calls_of(64) > 0

@@ -11,9 +11,15 @@ from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.optim import OptimArguments, build_optimizer
 from training.step import NextTokenLoss, Trainer
+from training.tokens import Batch, Documents, Tokens
 
 CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
 TOKENS = np.random.default_rng(0).integers(0, 50, 3000).astype(np.uint16)
+
+
+def tokens(device: torch.device, where: str = "ram", documents: Documents | None = None) -> Tokens:
+    values = torch.from_numpy(TOKENS.view(np.int16))
+    return Tokens(values.to(device) if where == "device" else values, device, documents)
 
 
 def trainer(model, micro_batch: int, accumulation: int, seed: int = 0) -> Trainer:
@@ -23,7 +29,7 @@ def trainer(model, micro_batch: int, accumulation: int, seed: int = 0) -> Traine
     optimizer = build_optimizer(model, OptimArguments(learning_rate=0.01), accelerator.device)
     loss, optimizer = accelerator.prepare(NextTokenLoss(model), optimizer)
     plan = BatchPlan(16, micro_batch, accumulation, 1)
-    batches = TrainBatches(TOKENS, WindowOrder(len(TOKENS), 16, seed=1), plan, 0, accelerator.device)
+    batches = TrainBatches(tokens(accelerator.device), WindowOrder(len(TOKENS), 16, seed=1), plan, 0)
     return Trainer(accelerator, loss, optimizer, batches, max_grad_norm=1.0, seed=seed)
 
 
@@ -79,6 +85,60 @@ def test_model_and_loss_are_one_graph_compiled_once():
     assert counter.frame_count == 1
 
 
+EOS = 0
+PIECES = ([7, 3, 9, EOS], [EOS, 5, EOS], [EOS, 2, 8, 4, 6, 2, EOS], [EOS, 30, 31])  # windows start within documents
+
+
+def packed_batch() -> Batch:
+    """Two rows of four documents, the last of which is cut off. End-of-text is the last target of one document and the
+    first input of the next."""
+    ids = np.array([7, 3, 9, EOS, 5, EOS, 2, 8, 4, 6, 2, EOS, 30, 31, 32], dtype=np.int16)
+    documents = Documents(np.array([0, 4, 6, 12, 15]), has_eos=True)
+    return Tokens(torch.from_numpy(ids), torch.device("cpu"), documents).batch(np.array([0, 1]), 13)
+
+
+def loss_of_documents_alone(model: GPT2ScratchForCausalLM) -> torch.Tensor:
+    """The mean over all targets of `packed_batch`, one document at a time and with nothing of ours but the model."""
+    nats = torch.zeros(())
+    for pieces in (PIECES, ([3, 9, EOS], *PIECES[1:3], [EOS, 30, 31, 32])):
+        for piece in pieces:
+            ids = torch.tensor([piece])
+            nats += torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="sum")
+    return nats / 26
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_masked_documents_train_as_if_alone(attention):
+    packed, alone = (GPT2ScratchForCausalLM._from_config(CONFIG, attn_implementation=attention) for _ in range(2))
+    alone.load_state_dict(packed.state_dict())
+    inputs, targets, positions = packed_batch()
+    ours, expected = NextTokenLoss(packed)(inputs, targets, 26, positions), loss_of_documents_alone(alone)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    ours.backward()
+    expected.backward()
+    for (name, a), b in zip(packed.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-5, msg=name)
+    crossing = NextTokenLoss(alone)(inputs, targets, 26)
+    assert (crossing - expected).abs() > 1e-4  # the mask is what makes them equal
+
+
+def test_masked_documents_are_one_graph_compiled_once():
+    """Whatever the batch: also where no document ends in it."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model = fresh()
+    loss = torch.compile(NextTokenLoss(model), backend=counter, fullgraph=True, dynamic=False)
+    values = torch.from_numpy(TOKENS.view(np.int16))
+    for length in (5, 11, 1000):
+        documents = Documents(np.arange(0, 3001, length), has_eos=True)
+        batch = Tokens(values, torch.device("cpu"), documents).batch(np.array([40, 200]), 16)
+        compiled = loss(batch.inputs, batch.targets, 32, batch.positions)
+        compiled.backward()
+        plain = NextTokenLoss(model)(batch.inputs, batch.targets, 32, batch.positions)
+        torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-5)
+    assert counter.frame_count == 1
+
+
 def test_the_compiled_step_builds_no_attention_mask():
     """A (T, T) tensor in the graph would mean that attention left its fast path."""
     torch._dynamo.reset()
@@ -100,13 +160,15 @@ def _is_tensor(node: torch.fx.Node) -> bool:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_step_never_waits_for_the_device():
+@pytest.mark.parametrize("where", ["ram", "device"])
+def test_a_step_never_waits_for_the_device(where):
     AcceleratorState._reset_state(True)
     model = fresh().cuda()
     accelerator = Accelerator(mixed_precision="bf16")
     optimizer = build_optimizer(model, OptimArguments(), accelerator.device)
     loss, optimizer = accelerator.prepare(NextTokenLoss(model), optimizer)
-    batches = TrainBatches(TOKENS, WindowOrder(len(TOKENS), 16, 1), BatchPlan(16, 4, 1, 1), 0, accelerator.device)
+    placed = tokens(accelerator.device, where)
+    batches = TrainBatches(placed, WindowOrder(len(TOKENS), 16, 1), BatchPlan(16, 4, 1, 1), 0)
     ready = Trainer(accelerator, loss, optimizer, batches, 1.0, 0)
     ready.step(0, 0.01)
     torch.cuda.set_sync_debug_mode("error")

@@ -8,8 +8,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from command_line import UserError
 from conftest import TINY, flags, prose
+from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.data import name_of
 from training.run_folder import RunFolder

@@ -8,14 +8,15 @@ of a run (g counts over all steps and processes) lies in epoch g // windows at p
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from numpy.lib.stride_tricks import sliding_window_view
 
-from command_line import UserError
+from errors import UserError
+from training.tokens import Batch, Tokens
 
 BLOCK = 4096  # samples whose places are computed together: the cost of a few vector operations is spread over them
 ROUNDS = 4
-MASK64 = (1 << 64) - 1
+# The numbers of splitmix64.
+GOLDEN, *FACTORS = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+SHIFTS = tuple(np.uint64(n) for n in (30, 27, 31))
 
 
 @dataclass
@@ -26,6 +27,12 @@ class BatchArguments:
     per_device_train_batch_size: str = field(
         default="auto",
         metadata={"help": "Sequences a process computes at once (micro-batch): a number, or auto by free memory."},
+    )
+    mask_documents: bool = field(
+        default=False,
+        metadata={
+            "help": "Attention and positions begin anew with each document; otherwise they cross from one to the next."
+        },
     )
 
 
@@ -109,73 +116,75 @@ class WindowOrder:
         return np.concatenate(parts)
 
     def _compute(self, samples: np.ndarray) -> np.ndarray:
+        """(k,) int64 for samples in a row, (k,) uint64. They may lie in many epochs, if those are short."""
         epochs, places = np.divmod(samples, np.uint64(self.windows))
-        starts = np.empty(len(samples), dtype=np.int64)
-        for epoch in np.unique(epochs):
-            inside = epochs == epoch
-            key = mix(self.seed, int(epoch))
-            slack = self.n_tokens - 1 - self.windows * self.context  # tokens the windows can move by
-            offset = key % (min(self.context - 1, slack) + 1)
-            starts[inside] = offset + permute(places[inside], self.windows, key).astype(np.int64) * self.context
-        return starts
+        nth = (epochs - epochs[0]).astype(np.intp)  # (k,): which of the epochs here
+        here = np.arange(int(epochs[0]), int(epochs[-1]) + 1, dtype=np.uint64)
+        keys = _mixed(np.array([self.seed], dtype=np.uint64), here)  # one an epoch
+        slack = self.n_tokens - 1 - self.windows * self.context  # tokens the windows can move by
+        offsets = keys % np.uint64(min(self.context - 1, slack) + 1)
+        starts = offsets[nth] + permute(places, self.windows, keys, nth) * np.uint64(self.context)
+        return starts.astype(np.int64)
 
 
-def permute(places: np.ndarray, n: int, key: int) -> np.ndarray:
-    """A pseudo-random permutation of 0 .. n-1, looked up at `places`, (k,) uint64, in O(k) time and memory.
+def permute(places: np.ndarray, n: int, keys: np.ndarray, nth: np.ndarray) -> np.ndarray:
+    """Pseudo-random permutations of 0 .. n-1, one for each of `keys`, looked up in O(k) time and memory.
 
-    A balanced Feistel network (Luby and Rackoff 1988) shuffles the smallest square power of two that holds n; what
-    falls beyond n is shuffled on until it does not (cycle walking: Black and Rogaway 2002).
+    `places`, (k,) uint64, are looked up in the permutations of `keys[nth]`. A balanced Feistel network (Luby and
+    Rackoff 1988) shuffles the smallest square power of two that holds n; what falls beyond n is shuffled on until it
+    does not (cycle walking: Black and Rogaway 2002).
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
-    keys = [np.uint64(mix(key, r)) for r in range(ROUNDS)]
+    round_keys = _mixed(keys, np.arange(ROUNDS, dtype=np.uint64)[:, None])  # (ROUNDS, keys)
 
-    def shuffle(values: np.ndarray) -> np.ndarray:
+    def shuffle(values: np.ndarray, nth: np.ndarray) -> np.ndarray:
         left, right = values >> half, values & low
-        for round_key in keys:
-            left, right = right, left ^ (_scrambled(right ^ round_key) & low)
+        for keys_of_round in round_keys:
+            left, right = right, left ^ (_scrambled(right ^ keys_of_round[nth]) & low)
         return (left << half) | right
 
-    out = shuffle(places)
+    out = shuffle(places, nth)
     while len(beyond := np.flatnonzero(out >= n)):
-        out[beyond] = shuffle(out[beyond])
+        out[beyond] = shuffle(out[beyond], nth[beyond])
     return out
 
 
 def mix(a: int, b: int) -> int:
     """64 bits that depend on all bits of both."""
-    return int(_scrambled(np.array([(a * 0x9E3779B97F4A7C15 + b + 1) & MASK64], dtype=np.uint64))[0])
+    return int(_mixed(np.array([a], dtype=np.uint64), np.array([b], dtype=np.uint64))[0])
+
+
+def _mixed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return _scrambled(a * GOLDEN + b + np.uint64(1))
 
 
 def _scrambled(values: np.ndarray) -> np.ndarray:
     """The output function of splitmix64 (Steele, Lea and Flood 2014), on uint64 that wrap around."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values = values + GOLDEN
+    values = (values ^ (values >> SHIFTS[0])) * FACTORS[0]
+    values = (values ^ (values >> SHIFTS[1])) * FACTORS[1]
+    return values ^ (values >> SHIFTS[2])
 
 
 class TrainBatches:
     """The micro-batches of one process."""
 
-    def __init__(self, tokens: np.ndarray, order: WindowOrder, plan: BatchPlan, rank: int, device: torch.device):
-        self.windows = sliding_window_view(tokens, plan.context + 1)  # (n - context, context + 1), a view
+    def __init__(self, tokens: Tokens, order: WindowOrder, plan: BatchPlan, rank: int):
+        self.tokens = tokens
         self.order = order
         self.plan = plan
         self.rank = rank
-        self.device = device
 
-    def __call__(self, step: int, micro_step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, (micro_batch, context) int64 each, on the device."""
+    def __call__(self, step: int, micro_step: int) -> Batch:
+        """(micro_batch, context) each, on the device, without waiting for it."""
+        starts, context = self._starts(step, micro_step), self.plan.context
+        if self.tokens.file is not None:
+            following = self._starts(step, micro_step + 1)  # after the last of a step, the first of the next
+            self.tokens.file.announce(np.concatenate([starts, following]), context + 1)
+        return self.tokens.batch(starts, context)
+
+    def _starts(self, step: int, micro_step: int) -> np.ndarray:
         plan = self.plan
         first = step * plan.sequences + (micro_step * plan.processes + self.rank) * plan.micro_batch
-        rows = self.windows[self.order.starts(first, plan.micro_batch)].astype(np.int64)  # (B, T + 1)
-        return split_windows(torch.from_numpy(rows), self.device)
-
-
-def split_windows(windows: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T + 1) on the host -> inputs and targets, (B, T) each, on the device, without waiting for it."""
-    if device.type == "cuda":
-        windows = windows.pin_memory()
-    windows = windows.to(device, non_blocking=True)
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        return self.order.starts(first, plan.micro_batch)

@@ -8,8 +8,12 @@ from typing import Any
 
 import yaml
 
-from command_line import FlagParser, UserError
+from command_line import FlagParser
+from errors import UserError
+from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
+from tokenizer.dedup import DedupArguments
+from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
 from training.batches import BatchArguments
 from training.checkpoint import CheckpointArguments
@@ -23,7 +27,8 @@ from training.optim import OptimArguments
 from training.run_folder import CONFIG_FILE, RunArguments, resume_source
 from training.sampling import SamplingArguments
 
-ABOUT_TEXT = {part.name for kind in (CorpusArguments, VocabularyArguments) for part in fields(kind)}
+ABOUT = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
+ABOUT_TEXT = {part.name for kind in ABOUT for part in fields(kind)}
 QUICKSTART = Path(__file__).parent.parent / "presets" / "quickstart.yaml"
 
 
@@ -33,6 +38,8 @@ class TrainConfig:
     data: DataArguments
     corpus: CorpusArguments
     vocabulary: VocabularyArguments
+    cleaning: CleaningArguments
+    dedup: DedupArguments
     model: ModelArguments
     batch: BatchArguments
     length: LengthArguments
@@ -52,6 +59,11 @@ class TrainConfig:
     def text(self) -> bool:
         """Whether `data` is text, which has to be tokenized first."""
         return not is_store(self.data.data)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Of the tokens. Its seed is not the run's: runs that differ in seed are scored on the same text."""
+        return Recipe([self.data.data], self.corpus, self.vocabulary, self.cleaning, self.dedup)
 
     @property
     def trains_bpe(self) -> bool:

@@ -1,6 +1,6 @@
 """Where a run's tokens come from, and where they lie while it trains."""
 
-import mmap
+import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,15 +9,20 @@ from typing import Literal
 
 import numpy as np
 import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils import get_int_from_env
 
-from command_line import UserError
-from tokenizer.corpus import Corpus, CorpusArguments
-from tokenizer.pretokenize import PretokenizeArguments, check, pretokenize, settings_hash
+from errors import UserError
+from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
-from tokenizer.vocabulary import VocabularyArguments
+from training.tokens import Documents, MemoryMap, Tokens
 
 CACHE = Path(__file__).parent.parent / "data"  # raw text, tokenized: one folder for each text and its settings
-SPLIT_SEED = PretokenizeArguments.seed  # not the run's: runs that differ in seed are scored on the same text
+# The micro-batch gets what the tokens leave free. Tokens on the device save no more than the copy of each batch, which
+# is not worth a smaller one; a twentieth does not make it smaller by more than that.
+LARGEST_SHARE_OF_DEVICE = 1 / 20
+LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 
 @dataclass
@@ -26,28 +31,42 @@ class DataArguments:
         default=None,
         metadata={"help": "What to train on: a token store, or text (file, folder, glob, Hub dataset id)."},
     )
-    data_placement: Literal["auto", "ram", "mmap"] = field(
+    data_placement: Literal["auto", "device", "ram", "mmap"] = field(
         default="auto",
         metadata={
-            "help": "Where the tokens lie: in RAM, or memory-mapped. auto: RAM where they fit half of what is free."
+            "help": "Where the tokens lie: on the GPU, in RAM, or memory-mapped. auto: on the GPU where they take at most "
+            "a twentieth of its free memory, else in RAM where they fit half of what is free."
         },
     )
 
 
-def open_store(
-    data: str, corpus: CorpusArguments, vocabulary: VocabularyArguments, say: Callable[[str], None]
-) -> TokenStore:
-    """The store at `data`; or, where `data` is text, the store made from it, cached by its content and the settings.
+@dataclass(frozen=True)
+class Placement:
+    where: Literal["device", "ram", "mmap"]
+    reserved: int  # bytes that a process thereby takes of the memory it trains in
+
+    def __str__(self) -> str:
+        return {"device": "on the device", "ram": "in RAM", "mmap": "memory-mapped"}[self.where]
+
+
+def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
+    """The store that the recipe's one input is; or, where it is text, the store made from it, cached by its content and the
+    settings.
 
     Raises:
         UserError: there is neither, or the text or the store is bad.
     """
+    [data] = recipe.inputs
     if is_store(data):
         return TokenStore(data)
-    check(corpus)
-    fingerprint = settings_hash(Corpus([data], corpus), vocabulary, SPLIT_SEED)
-    folder = CACHE / f"{name_of(data)}-{fingerprint[:12]}"
-    return pretokenize([data], folder, corpus, vocabulary, SPLIT_SEED, say)
+    from tokenizer.corpus import Corpus
+    from tokenizer.pretokenize import pretokenize
+
+    if problems := recipe.problems():
+        raise UserError("\n".join(problems))
+    key = hashlib.sha256(f"{Corpus([data], recipe.corpus).fingerprint()} {recipe.settings()}".encode()).hexdigest()
+    folder = CACHE / f"{name_of(data)}-{key[:12]}"
+    return TokenStore(folder) if is_store(str(folder)) else pretokenize(recipe, folder, say, is_cache=True)
 
 
 def name_of(data: str) -> str:
@@ -62,23 +81,56 @@ def is_store(data: str) -> bool:
     return TokenStore.is_store(data) or (Path(data) / "train.bin").is_file()
 
 
-def place_tokens(store: TokenStore, split: str, placement: str, local_processes: int) -> tuple[np.ndarray, str]:
-    """(tokens,) and a word on where they lie. Every process of this machine holds its own copy in RAM.
+def choose_placement(asked: str, n_bytes: int, device: torch.device, local_processes: int) -> Placement:
+    """Where `n_bytes` of tokens are to lie. Every process of this machine holds its own copy, but of a memory map.
+
+    Only an NVIDIA or AMD GPU has a memory of its own: anywhere else, the device's memory is RAM.
 
     Raises:
-        UserError: `ram` was asked for and there is not enough, or an id is beyond the vocabulary.
+        UserError: there is not enough of the memory that was asked for.
     """
-    store.check_ids(split)
-    size = (store.folder / f"{split}.bin").stat().st_size
-    needed, free = size * local_processes, psutil.virtual_memory().available
-    if placement == "ram" and needed > free:
+    if device.type == "cuda" and asked in ("auto", "device"):
+        free, _ = torch.cuda.mem_get_info(device)
+        if asked == "device" and n_bytes > free:
+            raise UserError(
+                f"data_placement is device, but the tokens need {n_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free "
+                f"there; use ram, mmap or auto."
+            )
+        if asked == "device" or n_bytes <= free * LARGEST_SHARE_OF_DEVICE:
+            return Placement("device", n_bytes)
+    needed, free = n_bytes * local_processes, psutil.virtual_memory().available
+    if asked in ("device", "ram") and needed > free:
         raise UserError(
-            f"data_placement is ram, but {split}.bin needs {needed / 1e9:.1f} GB for {local_processes} processes and "
-            f"{free / 1e9:.1f} GB are free; use mmap or auto."
+            f"data_placement is {asked}, but the tokens need {needed / 1e9:.1f} GB of RAM for {local_processes} "
+            f"process{'es' * (local_processes > 1)} and {free / 1e9:.1f} GB are free; use mmap or auto."
         )
-    if placement == "ram" or (placement == "auto" and needed < free / 2):
-        return store.in_memory(split), "in RAM"
-    tokens = store.memory_map(split)
-    if hasattr(mmap, "MADV_RANDOM"):  # read-ahead of megabytes a window stalls a cold file for 100 ms and more
-        tokens._mmap.madvise(mmap.MADV_RANDOM)
-    return tokens, "memory-mapped"
+    if asked in ("device", "ram") or (asked == "auto" and needed < free / 2):
+        return Placement("ram", 0 if device.type == "cuda" else n_bytes)
+    return Placement("mmap", 0)
+
+
+def bytes_of(store: TokenStore, *splits: str) -> int:
+    tokens = sum(getattr(store.metadata, split).tokens for split in splits)
+    return tokens * np.dtype(store.metadata.dtype).itemsize
+
+
+def processes_of_this_machine(accelerator: Accelerator) -> int:
+    """As torchrun, Accelerate and the kinds of MPI say; all processes where nobody says."""
+    return get_int_from_env(LOCAL_WORLD_SIZE, accelerator.num_processes)
+
+
+def place_tokens(store: TokenStore, split: str, where: str, device: torch.device, mask_documents: bool) -> Tokens:
+    """
+    Raises:
+        UserError: an id is beyond the vocabulary. Memory-mapped, each batch is looked at instead.
+    """
+    documents = None
+    if mask_documents:
+        documents = Documents(store.offsets(split), has_eos=store.metadata.eos_token_id is not None)
+    if where == "mmap":
+        file = MemoryMap(store.folder / f"{split}.bin", store.metadata.dtype, store.metadata.vocab_size)
+        return Tokens(file.tensor(), device, documents, file)
+    store.check_ids(split)
+    tokens = store.in_memory(split)
+    values = torch.from_numpy(tokens.view(f"<i{tokens.itemsize}"))
+    return Tokens(values.to(device) if where == "device" else values, device, documents)

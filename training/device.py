@@ -14,7 +14,7 @@ from accelerate.utils import TorchDynamoPlugin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
-from command_line import UserError
+from errors import UserError
 
 
 @dataclass

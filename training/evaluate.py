@@ -19,14 +19,14 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from command_line import FlagParser, UserError, run
+from command_line import FlagParser, run
+from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.store import Split, TokenStore
-from training.batches import split_windows
+from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.run_folder import CONFIG_FILE, find_model, run_of
 from training.step import NextTokenLoss
-
-IGNORED = -100  # the target that cross-entropy leaves out
+from training.tokens import IGNORED, Batch, Tokens
 
 
 @dataclass
@@ -66,24 +66,23 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     loss: nn.Module,
-    tokens: np.ndarray,
+    tokens: Tokens,
     split: Split,
     context: int,
     micro_batch: int,
     accelerator: Accelerator,
     max_eval_samples: int | None = None,
 ) -> Evaluation:
-    """Scores `tokens` (n,) in windows that overlap by one, so that each token but the first is a target once.
+    """Scores `tokens` in windows that overlap by one, so that each token but the first is a target once.
 
     `loss` is the prepared `NextTokenLoss`; all processes take part and get the same result.
     """
     loss.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=_float64_device(accelerator.device))  # nats, targets
-    for windows in eval_windows(
+    for inputs, targets, positions in eval_batches(
         tokens, context, micro_batch, accelerator.process_index, accelerator.num_processes, max_eval_samples
     ):
-        inputs, targets = split_windows(windows, accelerator.device)
-        sums[0] += loss(inputs.clamp(min=0), targets, 1).to(sums.device)  # clamp: padding is -100
+        sums[0] += loss(inputs, targets, 1, positions).to(sums.device)
         sums[1] += (targets != IGNORED).sum().to(sums.device)
     loss.train()
     nats, scored = accelerator.reduce(sums, reduction="sum").tolist()
@@ -91,33 +90,39 @@ def evaluate(
     return Evaluation(mean, mean / math.log(2) * split.tokens / split.bytes, int(scored))
 
 
-def eval_windows(
-    tokens: np.ndarray, context: int, micro_batch: int, rank: int, processes: int, max_samples: int | None
-) -> Iterator[torch.Tensor]:
-    """This process's batches, (micro_batch, context + 1) int64; what lies beyond the end is -100.
-
-    Every process yields the same number of batches of the same shape, if need be of padding.
-    """
+def eval_batches(
+    tokens: Tokens, context: int, micro_batch: int, rank: int, processes: int, max_samples: int | None
+) -> Iterator[Batch]:
+    """This process's batches. Every process yields as many, of the same shape, if need be of ignored targets."""
     count = -(-(len(tokens) - 1) // context)
     starts = np.arange(count, dtype=np.int64) * context
     if max_samples is not None and max_samples < count:
         starts = starts[np.linspace(0, count - 1, max_samples).astype(np.int64)]
-    per_round = micro_batch * processes
-    for first in range(0, len(starts), per_round):
-        mine = starts[first + rank * micro_batch : first + (rank + 1) * micro_batch]
-        rows = np.full((micro_batch, context + 1), IGNORED, dtype=np.int64)
-        for row, start in zip(rows, mine, strict=False):
-            window = tokens[start : start + context + 1]
-            row[: len(window)] = window
-        yield torch.from_numpy(rows)
+    rounds = -(-len(starts) // (micro_batch * processes))
+    padded = np.full(rounds * processes * micro_batch, len(tokens), dtype=np.int64)  # beyond the end: nothing to score
+    padded[: len(starts)] = starts
+    mine = padded.reshape(rounds, processes, micro_batch)[:, rank]
+    for now in range(rounds):
+        if tokens.file is not None:
+            tokens.file.announce(mine[now : now + 2].flatten(), context + 1)
+        yield tokens.batch(mine[now], context)
 
 
-def _store_of_run(name: str) -> TokenStore:
+def _store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
+    """The store to score, and whether attention keeps to documents, as the run says that `model` is of."""
     from training.config import read_config  # composes this module's arguments too: above, it would be a circle
-    from training.data import open_store
 
-    config = read_config(["--config", str(run_of(Path(name)) / CONFIG_FILE)])
-    return open_store(config.data.data, config.corpus, config.vocabulary, partial(print, file=sys.stderr))
+    try:
+        run_folder = run_of(Path(model))
+    except UserError:
+        if data is None:
+            raise
+        return TokenStore(data), False  # a model without its run
+    config = read_config(["--config", str(run_folder / CONFIG_FILE)])
+    if data is not None:
+        return TokenStore(data), config.batch.mask_documents
+    say = partial(print, file=sys.stderr)
+    return open_store(config.recipe, say), config.batch.mask_documents
 
 
 def _float64_device(device: torch.device) -> torch.device:
@@ -140,7 +145,7 @@ def main(arguments: list[str]) -> None:
     if door.per_device_eval_batch_size < 1:
         raise UserError(f"per_device_eval_batch_size is {door.per_device_eval_batch_size}; it must be at least 1.")
     folder = find_model(door.model)
-    store = TokenStore(door.data) if door.data else _store_of_run(door.model)
+    store, mask_documents = _store_and_masking(door.model, door.data)
     model = GPT2ScratchForCausalLM.from_pretrained(folder)
     if model.config.vocab_size != store.metadata.vocab_size:
         raise UserError(
@@ -148,9 +153,11 @@ def main(arguments: list[str]) -> None:
             f"{store.metadata.vocab_size}; score it on a store made with its own tokenizer."
         )
     accelerator = Accelerator()
+    local = processes_of_this_machine(accelerator)
+    placement = choose_placement("auto", bytes_of(store, "val"), accelerator.device, local)
     result = evaluate(
         accelerator.prepare(NextTokenLoss(model)),
-        store.memory_map("val"),
+        place_tokens(store, "val", placement.where, accelerator.device, mask_documents),
         store.metadata.val,
         model.config.n_positions,
         door.per_device_eval_batch_size,

@@ -17,7 +17,7 @@ from accelerate.utils import LoggerType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from command_line import UserError
+from errors import UserError
 
 
 @dataclass

@@ -7,11 +7,12 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from command_line import UserError
+from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
-from tokenizer.store import TokenStore
+from tokenizer.store import SPLITS, TokenStore
 from training.batches import BatchPlan, WindowOrder, largest_micro_batch, plan_batches
 from training.config import TrainConfig
+from training.data import Placement, bytes_of, choose_placement, processes_of_this_machine
 from training.length import steps_of
 from training.model import model_config
 
@@ -24,6 +25,7 @@ class Plan:
     batches: BatchPlan
     order: WindowOrder
     max_steps: int
+    placement: Placement
 
     @property
     def tokens_per_step(self) -> int:
@@ -75,12 +77,21 @@ def make_plan(
         )
     model, model_problems = model_config(config.model, vocab_size, tokenizer)
     problems += model_problems
-    batches = order = steps = None
+    attention = config.device.attn_implementation
+    if config.batch.mask_documents and attention.startswith("flash_attention"):
+        problems.append(
+            f"mask_documents needs attn_implementation sdpa, eager or flex_attention: {attention}, as Transformers calls "
+            f"it, would see documents only in a batch of one row."
+        )
+    placement = batches = order = steps = None
+    try:
+        local = processes_of_this_machine(accelerator)
+        placement = choose_placement(config.data.data_placement, bytes_of(store, *SPLITS), accelerator.device, local)
+    except UserError as error:
+        problems.append(str(error))
     if model is not None:
-        largest = accelerator.gather(
-            torch.tensor([_largest_micro_batch(model, accelerator)], device=accelerator.device)
-        ).min()
-        batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, int(largest))
+        largest = _largest_micro_batch(model, placement.reserved if placement is not None else 0, accelerator)
+        batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
         problems += batch_problems
         try:
             order = WindowOrder(store.metadata.train.tokens, model.n_positions, config.seed)
@@ -91,16 +102,19 @@ def make_plan(
         problems += length_problems
     if problems:
         raise UserError("\n".join(problems))
-    return Plan(model, batches, order, steps)
+    return Plan(model, batches, order, steps, placement)
 
 
-def _largest_micro_batch(model: GPT2ScratchConfig, accelerator: Accelerator) -> int:
+def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: Accelerator) -> int:
+    """Sequences that fit every process, beside `reserved` bytes of tokens."""
     if accelerator.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(accelerator.device)
     else:
-        free = psutil.virtual_memory().available // max(1, accelerator.num_processes)
+        free = psutil.virtual_memory().available // processes_of_this_machine(accelerator)
     width, inner = model.n_embd, model.n_inner or 4 * model.n_embd
     blocks = model.n_layer * (4 * width**2 + 2 * width * inner)
     embeddings = (model.vocab_size * (1 if model.tie_word_embeddings else 2) + model.n_positions) * width
     bytes_per_value = 4 if accelerator.mixed_precision == "no" else 2
-    return largest_micro_batch(model, free, BYTES_PER_PARAMETER * (blocks + embeddings), bytes_per_value)
+    trained_bytes = BYTES_PER_PARAMETER * (blocks + embeddings)
+    largest = largest_micro_batch(model, free - reserved, trained_bytes, bytes_per_value)
+    return int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())

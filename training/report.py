@@ -37,7 +37,7 @@ def write_report(
 
 def _what_it_is(model: GPT2ScratchConfig, parameters: int, data: Metadata) -> str:
     head = "tied to the token embedding" if model.tie_word_embeddings else "with weights of its own"
-    kind = {"bpe": "byte-level BPE", "character": "character"}[data.tokenizer_type]
+    kind = "BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type
     return (
         f"A GPT-2-class language model trained from scratch: {parameters:,} parameters, {model.n_layer} layers, "
         f"{model.n_head} heads, width {model.n_embd}, a context of {model.n_positions} tokens, a vocabulary of "

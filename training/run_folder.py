@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from command_line import UserError, read_yaml
+from command_line import read_yaml
+from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training import checkpoint as checkpoints
 from training.checkpoint import TrainState

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from command_line import UserError
+from errors import UserError
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import is_character
 

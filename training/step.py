@@ -18,10 +18,21 @@ class NextTokenLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, divisor: int) -> torch.Tensor:
-        """Cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`; -100 is ignored."""
+    def forward(
+        self, inputs: torch.Tensor, targets: torch.Tensor, divisor: int, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`; -100 is ignored.
+
+        Where `positions` (B, T) begin anew within a row, attention does too. Not compiled, Transformers then looks
+        whether any do, and waits for the device.
+        """
         outputs = self.model(
-            input_ids=inputs, labels=targets, shift_labels=targets, num_items_in_batch=divisor, use_cache=False
+            input_ids=inputs,
+            position_ids=positions,
+            labels=targets,
+            shift_labels=targets,
+            num_items_in_batch=divisor,
+            use_cache=False,
         )
         return outputs.loss
 
@@ -47,9 +58,9 @@ class Trainer:
             group["lr"] = learning_rate
         total = torch.zeros((), device=self.accelerator.device)
         for micro_step in range(plan.accumulation):
-            inputs, targets = self.batches(step, micro_step)  # (B, T) each
+            inputs, targets, positions = self.batches(step, micro_step)  # (B, T) each
             with self.accelerator.accumulate(self.loss):
-                loss = self.loss(inputs, targets, targets.numel())
+                loss = self.loss(inputs, targets, targets.numel(), positions)
                 self.accelerator.backward(loss)
                 total += loss.detach()
                 if self.accelerator.sync_gradients:

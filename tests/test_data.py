@@ -1,0 +1,142 @@
+"""Where tokens are placed, and that attention keeps to documents in whole runs."""
+
+import json
+import shutil
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from training import evaluate
+from training.data import bytes_of, choose_placement, place_tokens, processes_of_this_machine
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GB = 10**9
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Says how much memory is free, on a GPU that need not be there."""
+
+    def say(ram: int, gpu: int = 0) -> None:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=ram))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu, 2 * gpu))
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_bytes", "device", "local_processes", "expected"),
+    [
+        ("auto", 4 * GB, GPU, 1, ("device", 4 * GB)),
+        ("auto", 5 * GB, GPU, 8, ("ram", 0)),  # more than a twentieth of 80 GB
+        ("auto", 50 * GB, GPU, 1, ("ram", 0)),
+        ("auto", 50 * GB, GPU, 2, ("mmap", 0)),  # each process holds its own
+        ("auto", 5 * GB, CPU, 1, ("ram", 5 * GB)),
+        ("auto", 150 * GB, CPU, 1, ("mmap", 0)),
+        ("device", 50 * GB, GPU, 1, ("device", 50 * GB)),
+        ("device", 50 * GB, CPU, 1, ("ram", 50 * GB)),
+        ("ram", 150 * GB, GPU, 1, ("ram", 0)),
+        ("mmap", 1, GPU, 1, ("mmap", 0)),
+    ],
+)
+def test_placement_follows_from_what_is_free(free, asked, n_bytes, device, local_processes, expected):
+    free(ram=200 * GB, gpu=80 * GB)
+    placement = choose_placement(asked, n_bytes, device, local_processes)
+    assert (placement.where, placement.reserved) == expected
+
+
+def test_too_little_memory_ends_in_a_sentence_with_both_sizes(free):
+    free(ram=8 * GB, gpu=2 * GB)
+    with pytest.raises(UserError, match=r"is device, but the tokens need 3\.0 GB and 2\.0 GB are free there; use ram"):
+        choose_placement("device", 3 * GB, GPU, 1)
+    with pytest.raises(UserError, match=r"is ram, but the tokens need 9\.0 GB of RAM for 3 processes and 8\.0 GB"):
+        choose_placement("ram", 3 * GB, GPU, 3)
+    with pytest.raises(UserError, match=r"is device, but the tokens need 9\.0 GB of RAM for 1 process and"):
+        choose_placement("device", 9 * GB, CPU, 1)
+
+
+def test_all_placements_give_the_same_batches(store):
+    assert bytes_of(store, "train", "val") == sum((store.folder / f"{s}.bin").stat().st_size for s in ("train", "val"))
+    starts = np.array([0, 5, 100])
+    expected = store.in_memory("train")[starts[:, None] + np.arange(17)]
+    for where in ("device", "ram", "mmap"):
+        tokens = place_tokens(store, "train", where, CPU, mask_documents=False)
+        assert (tokens.file is not None) == (where == "mmap")
+        inputs, targets, _ = tokens.batch(starts, 16)
+        assert inputs.tolist() == expected[:, :-1].tolist()
+        assert targets.tolist() == expected[:, 1:].tolist()
+
+
+def test_only_the_processes_of_this_machine_count(monkeypatch):
+    eight = SimpleNamespace(num_processes=8)
+    for name in ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert processes_of_this_machine(eight) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert processes_of_this_machine(eight) == 2
+
+
+@pytest.mark.parametrize(("placement", "said"), [("device", "in RAM"), ("mmap", "memory-mapped")])
+def test_where_the_tokens_lie_is_said(train, tmp_path, capsys, placement, said):
+    train(tmp_path / "run", max_steps=1, data_placement=placement)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Data:"))
+    assert f", {said}: " in line
+
+
+def metrics(run) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@torch.no_grad()
+def masked_loss(model: GPT2ScratchForCausalLM, ids: np.ndarray, offsets: np.ndarray, context: int) -> float:
+    """The definition, token by token: windows are cut where a document ends, and each piece is run alone."""
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    starts = sorted({*range(0, len(tokens) - 1, context), *(offsets[1:-1] - 1).tolist(), len(tokens) - 1})
+    nats = 0.0
+    for start, end in pairwise(starts):
+        logits = model(tokens[None, start:end]).logits[0]
+        nats += torch.nn.functional.cross_entropy(logits, tokens[start + 1 : end + 1], reduction="sum").item()
+    return nats / (len(tokens) - 1)
+
+
+@pytest.mark.parametrize("placement", ["ram", "mmap"])
+def test_a_run_that_masks_documents_scores_them_alone(train, store, tmp_path, capsys, placement):
+    run = train(tmp_path / "run", "--mask_documents", "true", data_placement=placement, eval_steps=6)
+    model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
+    expected = masked_loss(model, store.in_memory("val"), store.offsets("val"), 16)
+    assert metrics(run)[-1]["eval_loss"] == pytest.approx(expected, abs=1e-5)
+
+    capsys.readouterr()
+    evaluate.main([str(run)])  # goes by the run's config.yaml
+    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    evaluate.main([str(run / "model"), "--data", str(store.folder)])
+    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_resuming_a_run_that_masks_documents_is_exact(train, tmp_path):
+    straight = train(tmp_path / "straight", "--mask_documents", "true")
+    stopped = shutil.copytree(straight, tmp_path / "stopped")
+    shutil.rmtree(stopped / "checkpoints" / "step_00000006")
+    train(None, "--resume_from_checkpoint", str(stopped))
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (straight, stopped))
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_masking_makes_another_run(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=1)
+    with pytest.raises(UserError, match=r"holds another run \(mask_documents False -> True\)"):
+        train(run, "--mask_documents", "true", max_steps=1)
+
+
+def test_masking_is_refused_with_attention_that_would_ignore_it(train, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.device._attention_problems", lambda name: [])  # as on a machine that has it
+    with pytest.raises(UserError, match="mask_documents needs attn_implementation sdpa, eager or flex_attention"):
+        train(tmp_path / "run", "--mask_documents", "true", attn_implementation="flash_attention_2")

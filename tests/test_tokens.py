@@ -1,0 +1,167 @@
+"""The tokens of a split: the same batches wherever they lie, and documents that are kept apart."""
+
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+from errors import UserError
+from training.batches import BatchPlan, TrainBatches, WindowOrder
+from training.tokens import IGNORED, Documents, MemoryMap, Tokens
+
+CPU = torch.device("cpu")
+
+
+def mapped(path, ids: np.ndarray, vocab_size: int) -> Tokens:
+    ids.tofile(path)
+    file = MemoryMap(path, str(ids.dtype), vocab_size)
+    return Tokens(file.tensor(), CPU, None, file)
+
+
+def held(ids: np.ndarray) -> Tokens:
+    return Tokens(torch.from_numpy(ids.view(f"<i{ids.itemsize}")), CPU)
+
+
+# Batches
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [("<u2", 300), ("<u2", 65_000), ("<u4", 2**31 - 1)])
+def test_batches_are_the_same_from_memory_and_from_a_file(tmp_path, dtype, vocab_size):
+    ids = np.random.default_rng(0).integers(0, vocab_size, 5000).astype(dtype)
+    starts = np.array([0, 4983, 17, 17])
+    for tokens in (held(ids), mapped(tmp_path / "train.bin", ids, vocab_size)):
+        inputs, targets, positions = tokens.batch(starts, 16)
+        for row, start in enumerate(starts.tolist()):
+            assert inputs[row].tolist() == ids[start : start + 16].tolist()
+            assert targets[row].tolist() == ids[start + 1 : start + 17].tolist()
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert inputs.is_contiguous()
+        assert targets.is_contiguous()
+        assert positions is None
+
+
+@pytest.mark.parametrize("n", [4, 9, 12])
+def test_targets_beyond_the_end_are_ignored(tmp_path, n):
+    ids = np.arange(100, 100 + n, dtype=np.uint16)
+    for tokens in (held(ids), mapped(tmp_path / "val.bin", ids, 200)):
+        inputs, targets, _ = tokens.batch(np.array([0, n - 3, n]), 8)
+        expected = ids[1:9].tolist() + [IGNORED] * (9 - n)
+        assert targets.tolist() == [expected, [98 + n, 99 + n] + [IGNORED] * 6, [IGNORED] * 8]
+        assert inputs[1, :3].tolist() == ids[n - 3 :].tolist()
+        assert inputs.min() >= 100  # ids of the vocabulary, whatever they stand for
+
+
+def test_a_file_with_an_unknown_id_ends_in_a_sentence(tmp_path):
+    for dtype, bad in (("<u2", 40_000), ("<u4", 2**32 - 1)):  # negative, if read as signed
+        ids = np.zeros(1000, dtype=dtype)
+        ids[700] = bad
+        tokens = mapped(tmp_path / "train.bin", ids, 300)
+        tokens.batch(np.array([0, 500]), 64)
+        with pytest.raises(UserError, match=rf"train\.bin holds token id {bad}, beyond its vocabulary of 300"):
+            tokens.batch(np.array([0, 690]), 64)
+
+
+class Advice:
+    """Stands for a map, and notes what the system is told."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.ranges = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def madvise(self, option: int, start: int, size: int) -> None:
+        assert option == mmap.MADV_WILLNEED
+        assert start % mmap.PAGESIZE == 0
+        assert 0 < size <= self.size - start
+        self.ranges.append((start, start + size))
+
+    def covers(self, first_byte: int, end: int) -> bool:
+        return any(start <= first_byte and end <= stop for start, stop in self.ranges)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="this system takes no advice")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_batch_announces_itself_and_the_next(tmp_path, rank):
+    tokens = mapped(tmp_path / "train.bin", np.zeros(100_000, dtype=np.uint16), 300)
+    plan = BatchPlan(64, 4, 2, 2)
+    batches = TrainBatches(tokens, WindowOrder(100_000, 64, seed=1), plan, rank)
+    for step, micro_step, next_step, next_micro_step in ((0, 0, 0, 1), (0, 1, 1, 0)):
+        tokens.file._map = advice = Advice(200_000)
+        batches(step, micro_step)
+        assert len(advice.ranges) == 8
+        for start in (*batches._starts(step, micro_step), *batches._starts(next_step, next_micro_step)):
+            assert advice.covers(2 * start, 2 * (start + 65))
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="this system takes no advice")
+def test_nothing_beyond_the_end_of_a_file_is_announced(tmp_path):
+    for n in (mmap.PAGESIZE // 2, 3000):  # to the end of a page, and not
+        tokens = mapped(tmp_path / "val.bin", np.zeros(n, dtype=np.uint16), 300)
+        tokens.file.announce(np.array([0, n - 3, n]), 17)  # by the real map, which would refuse
+
+
+# Documents
+
+
+def positions(offsets: list[int], starts: list[int], context: int, has_eos: bool) -> list[list[int]]:
+    return Documents(np.array(offsets), has_eos).positions(np.array(starts), context).tolist()
+
+
+def test_end_of_text_is_the_first_token_of_the_next_document():
+    # tokens  a b c E | d E | e f g h i E: ends at 4, 6 and 12
+    assert positions([0, 4, 6, 12], [0], 11, has_eos=True) == [[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5]]
+
+
+def test_without_end_of_text_a_document_starts_with_its_own_first_token():
+    assert positions([0, 4, 6, 12], [0], 11, has_eos=False) == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4]]
+
+
+def test_windows_cut_documents_and_documents_windows():
+    expected = {
+        2: [0, 0, 1, 0],  # c E d E: starts and ends within documents
+        3: [0, 1, 0, 1],  # E d E e: starts where a document does
+        4: [0, 0, 1, 2],  # d E e f
+        5: [0, 1, 2, 3],  # E e f g: one document, from its start
+        7: [0, 1, 2, 3],  # f g h i: one that began before the window
+        8: [0, 1, 2, 0],  # g h i E: the next one starts with the last token
+    }
+    assert positions([0, 4, 6, 12], list(expected), 4, has_eos=True) == list(expected.values())
+
+
+def test_a_boundary_just_outside_the_window_does_not_show():
+    assert positions([0, 4, 8, 12], [4], 4, has_eos=False) == [[0, 1, 2, 3]]
+    assert positions([0, 4, 8, 12], [3], 4, has_eos=True) == [[0, 1, 2, 3]]
+
+
+def test_empty_documents_change_nothing():
+    assert positions([0, 0, 4, 4, 4, 6, 6], [0, 1], 5, has_eos=False) == [[0, 1, 2, 3, 0], [0, 1, 2, 0, 1]]
+
+
+def test_a_lone_document_has_no_boundaries():
+    assert positions([0, 100], [0, 40, 91], 8, has_eos=False) == [list(range(8))] * 3
+
+
+def test_many_documents_are_what_a_loop_finds():
+    rng = np.random.default_rng(0)
+    offsets = np.concatenate([[0], rng.integers(1, 40, 500).cumsum()])
+    starts = rng.integers(0, offsets[-1] - 64, 50)
+    for has_eos in (True, False):
+        begins = set((offsets - has_eos).tolist())
+        found = positions(offsets, starts, 64, has_eos)
+        for start, row in zip(starts.tolist(), found, strict=True):
+            expected = [0]
+            for place in range(start + 1, start + 64):
+                expected.append(0 if place in begins else expected[-1] + 1)
+            assert row == expected
+
+
+def test_positions_come_with_the_batch_and_go_on_beyond_the_end():
+    ids = np.arange(12, dtype=np.uint16)
+    tokens = Tokens(torch.from_numpy(ids.view(np.int16)), CPU, Documents(np.array([0, 4, 6, 12]), has_eos=True))
+    _, targets, found = tokens.batch(np.array([0, 8, 12]), 8)
+    assert found.dtype == torch.int64
+    assert found.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4], list(range(8))]
+    assert (targets[1] != IGNORED).tolist() == [True] * 3 + [False] * 5

@@ -1,0 +1,149 @@
+"""The tokens of a split, where they lie while a run trains, and the batches that are gathered from them.
+
+One way to read them, wherever they lie: on the device, in RAM, or in a memory-mapped file. Nothing here loops over the
+rows of a batch, but for the system calls that announce them to a cold file.
+"""
+
+import mmap
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from errors import UserError
+
+IGNORED = -100  # the target that cross-entropy leaves out
+SIGNED = {"uint16": torch.int16, "uint32": torch.int32}
+UNSIGNED = {torch.int16: torch.uint16, torch.int32: torch.uint32}
+
+
+class Batch(NamedTuple):
+    """On the device, (B, T) int64 each."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor  # -100 beyond the end of the text
+    positions: torch.Tensor | None  # from 0 on in each document; None where attention crosses documents
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents begin, for attention that keeps to them.
+
+    The end-of-text token that ends a document is the first token of the next one's segment, as in generation, where a
+    prompt starts from it: a document's first token is predicted from end-of-text alone, and end-of-text by the document
+    that it ends. Where a store has none, a segment starts with the document's first token; that one is then predicted
+    from the document before, because the loss is divided by a fixed number of targets, so none is left out.
+    """
+
+    offsets: np.ndarray  # (documents + 1,) int64: where each begins, and the end
+    has_eos: bool
+
+    def positions(self, starts: np.ndarray, context: int) -> np.ndarray:
+        """(B, context) int64: how far each token is from the start of its segment, or of the row if that comes later."""
+        row_starts = starts + self.has_eos  # as offsets count: there, a segment starts one token before its document
+        first = np.searchsorted(self.offsets, row_starts, side="right") - 1  # (B,): the segment that a row starts in
+        beyond = np.searchsorted(self.offsets, row_starts + context, side="left")
+        counts = beyond - first  # (B,): segments of each row
+        rows = np.repeat(np.arange(len(starts)), counts)  # (segments of all rows,)
+        segments = np.arange(len(rows)) + np.repeat(beyond - counts.cumsum(), counts)
+        begins = rows * context + np.maximum(self.offsets[segments] - row_starts[rows], 0)  # in the flattened batch
+        size = len(starts) * context
+        flat = np.arange(size) - np.repeat(begins, np.diff(begins, append=size))
+        return flat.reshape(len(starts), context)
+
+
+class MemoryMap:
+    """A split's file, read as needed."""
+
+    def __init__(self, path: Path, dtype: str, vocab_size: int):
+        self.path = path
+        self.dtype = dtype
+        self.vocab_size = vocab_size
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if hasattr(mmap, "MADV_RANDOM"):  # read-ahead of megabytes a window stalls a cold file for 100 ms and more
+            self._map.madvise(mmap.MADV_RANDOM)
+
+    def tensor(self) -> torch.Tensor:
+        with warnings.catch_warnings():
+            # That it cannot be written. Nobody does, and Linux refuses a writable map of a file larger than memory.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.frombuffer(self._map, dtype=SIGNED[self.dtype])
+
+    def announce(self, starts: np.ndarray, length: int) -> None:
+        """Asks the system to read windows in the background, all at once; gathered unannounced, each would be waited for
+        in turn. Give it a batch and the next one: the batch itself was announced before, unless it is a run's first.
+
+        The one loop over rows, because a system call takes one range: 1 us a row that is in memory already.
+        """
+        if not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        itemsize = np.dtype(self.dtype).itemsize
+        first = starts * itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        sizes = np.minimum((starts + length) * itemsize, len(self._map)) - first
+        for start, size in zip(first.tolist(), sizes.tolist(), strict=True):
+            if size > 0:
+                self._map.madvise(mmap.MADV_WILLNEED, start, size)
+
+    def check_ids(self, rows: torch.Tensor) -> None:
+        """A look at what was gathered, 4 us for 64 x 513, because looking through a large file would take minutes.
+
+        Raises:
+            UserError: an id that the vocabulary does not have.
+        """
+        largest = int(rows.numpy().view(self.dtype).max())
+        if largest >= self.vocab_size:
+            raise UserError(
+                f"{self.path} holds token id {largest}, beyond its vocabulary of {self.vocab_size}; the file or "
+                f"metadata.json was changed. Delete {self.path.parent} and make it anew."
+            )
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A split, where it lies."""
+
+    values: torch.Tensor  # (n,) int16 or int32: the bits of uint16 or uint32, which not all backends index
+    device: torch.device  # where batches are wanted
+    documents: Documents | None = None  # given where attention keeps to them
+    file: MemoryMap | None = None  # given where `values` is one
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def batch(self, starts: np.ndarray, context: int) -> Batch:
+        """The windows that begin at `starts`, (B,) int64, and as targets the token after each of theirs.
+
+        Does not wait for the device.
+        """
+        rows = self._gather(starts, context + 1)  # (B, T + 1)
+        if self.file is not None:
+            self.file.check_ids(rows)
+        rows = _sent(rows, self.device).view(UNSIGNED[rows.dtype])
+        inputs, targets = rows[:, :-1].long(), rows[:, 1:].long()
+        targets_left = len(self) - 1 - starts
+        if targets_left.min() < context:
+            beyond = np.arange(context) >= targets_left[:, None]
+            targets.masked_fill_(_sent(torch.from_numpy(beyond), self.device), IGNORED)
+        positions = None
+        if self.documents is not None:
+            positions = _sent(torch.from_numpy(self.documents.positions(starts, context)), self.device)
+        return Batch(inputs, targets, positions)
+
+    def _gather(self, starts: np.ndarray, length: int) -> torch.Tensor:
+        """(B, length), where the tokens lie. Beyond the end, the last token is repeated."""
+        if starts.max() + length <= len(self):
+            index = _sent(torch.from_numpy(starts), self.values.device)
+            return self.values.unfold(0, length, 1).index_select(0, index)  # a view, then one copy a row
+        index = np.minimum(starts[:, None] + np.arange(length), len(self) - 1)
+        return self.values[_sent(torch.from_numpy(index), self.values.device)]
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for it: from pinned memory."""
+    if device.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
