@@ -1,0 +1,297 @@
+"""Text -> tokens, timed side by side: this project, the way nanoGPT prepares its data, and `datasets.map`.
+
+python -m benchmarks.pretokenize                        # writes benchmarks/results/pretokenize-cpu.json
+python -m benchmarks.pretokenize --megabytes 120 --num_proc 1
+
+The text is what any machine has: sources, documentation and data files below Python and /usr/share, each a document. Every
+system starts cold, in a process of its own, from the same jsonl file and the same 32,000-token BPE, and ends with a file of
+uint16 ids. The ids have to be the same. Peers that are not installed are left out by name.
+"""
+
+import argparse
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).parent.parent
+RESULTS = REPOSITORY / "benchmarks" / "results"
+SUFFIXES = (
+    ".py",
+    ".txt",
+    ".md",
+    ".rst",
+    ".h",
+    ".html",
+    ".json",
+    ".po",
+    ".pm",
+    ".pl",
+    ".js",
+    ".c",
+    ".xml",
+    ".css",
+    ".tex",
+)
+VOCAB_SIZE = 32000
+DOCUMENT_BYTES = 200, 2_000_000
+
+DATASETS_MAP = """
+import sys, numpy as np
+from datasets import load_dataset
+from tokenizers import Tokenizer
+text, tokenizer, out, processes = sys.argv[1:]
+rust = Tokenizer.from_file(tokenizer + "/tokenizer.json")
+rust.encode_special_tokens = True
+end = rust.token_to_id("<|endoftext|>")
+
+def encode(batch):
+    return {"ids": [e.ids + [end] for e in rust.encode_batch_fast(batch["text"], add_special_tokens=False)]}
+
+if __name__ == "__main__":
+    data = load_dataset("json", data_files=text, split="train")
+    data = data.map(encode, batched=True, remove_columns=["text"], num_proc=int(processes))
+    with open(out, "wb") as file:
+        for batch in data.with_format("arrow").iter(1000):
+            batch["ids"].combine_chunks().flatten().to_numpy().astype(np.uint16).tofile(file)
+"""
+
+# As its data/openwebtext/prepare.py goes about it: tiktoken a document at a time in datasets.map, then a second pass over
+# 1,024 shards into a memory map.
+NANOGPT = """
+import sys, json, numpy as np, tiktoken
+from datasets import load_dataset
+text, tokenizer, out, processes = sys.argv[1:]
+
+def encoding():
+    model = json.load(open(tokenizer + "/tokenizer.json"))["model"]
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in shown]
+    byte = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(rest)}
+    special = {"<|endoftext|>": 0, "<|pad|>": 1}
+    ranks = {bytes(byte[c] for c in t): i for t, i in model["vocab"].items() if t not in special}
+    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\\p{L}++| ?\\p{N}++| ?[^\\s\\p{L}\\p{N}]++|\\s++$|\\s+(?!\\S)|\\s"
+    return tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+encoder = encoding()
+
+def process(example):
+    ids = encoder.encode_ordinary(example["text"])
+    ids.append(0)
+    return {"ids": ids, "len": len(ids)}
+
+if __name__ == "__main__":
+    data = load_dataset("json", data_files=text, split="train")
+    data = data.map(process, remove_columns=["text"], num_proc=int(processes))
+    total = int(np.sum(data["len"], dtype=np.uint64))
+    tokens = np.memmap(out, dtype=np.uint16, mode="w+", shape=(total,))
+    position = 0
+    for shard in range(1024):
+        ids = np.concatenate(data.shard(num_shards=1024, index=shard, contiguous=True).with_format("numpy")["ids"])
+        tokens[position : position + len(ids)] = ids
+        position += len(ids)
+    tokens.flush()
+"""
+
+PEERS = {
+    "nanogpt_prepare": (NANOGPT, ("datasets", "tiktoken")),
+    "datasets_map": (DATASETS_MAP, ("datasets",)),
+}
+
+
+def texts(n_bytes: int) -> Iterator[str]:
+    """Text files of this machine until there is enough, every seventh of them first, so that all kinds are there."""
+    roots = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share", "/usr/include", "/usr/lib"]
+    found = sorted(
+        {
+            os.path.realpath(os.path.join(folder, name))
+            for root in roots
+            for folder, _, names in os.walk(root)
+            for name in names
+            if name.endswith(SUFFIXES)
+        }
+    )
+    size = 0
+    for path in (path for first in range(7) for path in found[first::7]):
+        if not os.path.isfile(path) or not DOCUMENT_BYTES[0] < os.path.getsize(path) < DOCUMENT_BYTES[1]:
+            continue
+        content = Path(path).read_bytes().replace(b"\r\n", b"\n")
+        try:
+            text = content.decode()
+        except UnicodeDecodeError:
+            continue
+        if "\0" in text or not text.strip():
+            continue
+        size += len(content)
+        yield text
+        if size > n_bytes:
+            return
+
+
+def timed(command: list[str], folder: Path) -> dict[str, float]:
+    """Seconds, and the most memory that the process and its children took together (bytes of their own)."""
+    environment = os.environ | {
+        "HF_HOME": str(folder / "hf"),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    peak = [0]
+    watcher = threading.Thread(target=_watch, args=(process.pid, peak), daemon=True)
+    watcher.start()
+    _, error = process.communicate()
+    seconds = time.perf_counter() - start
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)[:200]} failed:\n{error.decode()[-2000:]}")
+    return {"seconds": round(seconds, 2), "peak_memory_mb": round(peak[0] / 1e6)}
+
+
+def _watch(pid: int, peak: list[int]) -> None:
+    while psutil.pid_exists(pid):
+        total = 0
+        try:
+            root = psutil.Process(pid)
+            for process in [root, *root.children(recursive=True)]:
+                total += process.memory_full_info().uss
+        except psutil.Error:
+            pass
+        peak[0] = max(peak[0], total)
+        time.sleep(0.1)
+
+
+def missing(packages: tuple[str, ...]) -> list[str]:
+    def is_there(package: str) -> bool:
+        try:
+            return bool(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            return False
+
+    return [package for package in packages if not is_there(package)]
+
+
+def ids_digest(*paths: Path) -> str:
+    """Of all ids as a multiset of 64-bit words would not see order; documents are compared in order, split by split."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def measure(folder: Path, megabytes: int, num_proc: int) -> dict[str, Any]:
+    text = folder / "text.jsonl"
+    size = documents = 0
+    with text.open("w", encoding="utf-8") as file:
+        for document in texts(megabytes * 1_000_000):
+            file.write(json.dumps({"text": document}) + "\n")
+            size += len(document.encode())
+            documents += 1
+    run = [
+        sys.executable,
+        "-m",
+        "tokenizer.pretokenize",
+        "--input",
+        str(text),
+        "--num_proc",
+        str(num_proc),
+        "--cleaning",
+        "none",
+    ]
+    tokenizer = folder / "made" / "tokenizer"
+    training = timed([*run, "--output", str(tokenizer.parent), "--vocab_size", str(VOCAB_SIZE)], folder)
+    systems = {"gpt2scratch": timed([*run, "--output", str(folder / "ours"), "--tokenizer", str(tokenizer)], folder)}
+    reference = None
+    left_out = []
+    for name, (script, packages) in PEERS.items():
+        if absent := missing(packages):
+            left_out.append(f"{name}: {', '.join(absent)} not installed")
+            continue
+        path, out = folder / f"{name}.py", folder / f"{name}.bin"
+        path.write_text(script)
+        systems[name] = timed([sys.executable, str(path), str(text), str(tokenizer), str(out), str(num_proc)], folder)
+        reference = reference or out
+        if ids_digest(out) != ids_digest(reference):
+            raise SystemExit(f"{name} has other ids than {reference.stem}.")
+    if reference is not None:
+        check_identical(folder / "ours", reference)
+    for system in systems.values():
+        system["mb_per_second"] = round(size / 1e6 / system["seconds"], 2)
+    ours = systems["gpt2scratch"]["mb_per_second"]
+    return {
+        "num_proc": num_proc,
+        "bytes": size,
+        "documents": documents,
+        "systems": systems,
+        "times_as_fast": {
+            name: round(ours / s["mb_per_second"], 1) for name, s in systems.items() if name != "gpt2scratch"
+        },
+        "with_making_the_tokenizer": training,
+        "left_out": left_out,
+    }
+
+
+def check_identical(store: Path, reference: Path) -> None:
+    """Document by document: the store's, taken from both splits, against the peer's, which has one."""
+    import numpy as np
+
+    def of_split(name: str) -> list[bytes]:
+        tokens = np.fromfile(store / f"{name}.bin", dtype="<u2")
+        ends = np.fromfile(store / f"{name}.bin.index", dtype="<u8")
+        return [part.tobytes() for part in np.split(tokens, ends[:-1].astype(int))]
+
+    theirs = np.fromfile(reference, dtype="<u2")
+    ends = np.flatnonzero(theirs == 0) + 1
+    expected = [part.tobytes() for part in np.split(theirs, ends[:-1])]
+    if sorted(of_split("train") + of_split("val")) != sorted(expected):
+        raise SystemExit("The store has other ids than its peers.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=240, help="Text to take.")
+    parser.add_argument(
+        "--num_proc", type=int, nargs="+", default=[1, os.cpu_count()], help="Processes of each system."
+    )
+    options = parser.parse_args()
+    runs = []
+    for num_proc in sorted(set(options.num_proc)):
+        with tempfile.TemporaryDirectory() as folder:
+            runs.append(measure(Path(folder), options.megabytes, num_proc))
+        print(json.dumps(runs[-1], indent=2), flush=True)
+    packages = ("tokenizers", "pyarrow", "numpy", "datasets", "tiktoken", "transformers")
+    result = {
+        "command": f"python -m benchmarks.pretokenize --megabytes {options.megabytes} --num_proc {' '.join(map(str, options.num_proc))}",
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {cpu_name()}",
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages if not missing((name,))},
+        "runs": runs,
+    }
+    path = RESULTS / "pretokenize-cpu.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"{path.name} is written")
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+if __name__ == "__main__":
+    main()
