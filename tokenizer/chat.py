@@ -94,7 +94,8 @@ def normalised(messages: Any) -> list[dict[str, str]] | None:
             return None
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if isinstance(content, list):  # parts, of which those that are text count
-            content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+            texts = (part.get("text") for part in content if isinstance(part, dict))
+            content = "".join(text for text in texts if isinstance(text, str))
         if not isinstance(role, str) or not isinstance(content, str):
             return None
         chat.append({"role": ROLES.get(role, role), "content": content})

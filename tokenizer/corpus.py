@@ -204,7 +204,7 @@ class Corpus:
         """Changes whenever the content, the order or the kind of the text changes; reads all of it."""
         digest = hashlib.sha256()
         for file in self.all_files:
-            with open(file.path, "rb") as content:
+            with documents.readable(file.path), open(file.path, "rb") as content:
                 while block := content.read(PIECE_BYTES):
                     digest.update(block)
             digest.update(f"\xff{kind_of(file.path)}".encode())
@@ -231,7 +231,7 @@ class Corpus:
                     problems.append(str(error))
             if hub is not None:
                 pinned = hub.pinned()
-                column = self._column(str(hub), pinned.stream.take(LOOKED_AT))
+                column = self._column(str(hub), pinned.head(LOOKED_AT))
                 shards = range(pinned.stream.num_shards)
                 stretches += [(UNIT_BYTES, Stretch(str(pinned), "hub", shard, column=column)) for shard in shards]
             units += [Unit(group, copies) for group in _grouped(stretches)]
@@ -247,7 +247,7 @@ class Corpus:
             return [(size, Stretch(name, kind))]
         column = None
         if kind != "text":
-            column = self._column(name, (record for record, _ in documents.records(_head(name, kind))))
+            column = self._column(name, (record for record, _ in documents.records(Stretch(name, kind))))
             if column is None:
                 return []
         if kind == "parquet":
@@ -266,7 +266,7 @@ class Corpus:
         head = list(itertools.islice(records, LOOKED_AT))
         for record in filter(None, head):
             if column := documents.text_column(record, self.arguments.text_column):
-                self.has_chats |= chat.normalised(record[column]) is not None
+                self.has_chats |= any(chat.normalised(record.get(column)) for record in filter(None, head))
                 return column
         known = next(filter(None, head), None)
         if known is None:
@@ -338,16 +338,12 @@ def kind_of(path: str, text_column: str | None = None) -> str:
 def _kind_of_json(file: BinaryIO, text_column: str | None) -> str:
     lines = (file.readline(PIECE_BYTES) for _ in range(LOOKED_AT))
     head = b"".join(itertools.takewhile(bool, lines)).removeprefix(codecs.BOM_UTF8).strip()
-    if re.match(rb'\[\s*["{]', head):
+    if re.match(rb'\[\s*["{\]]', head):
         return "json"
     first, *more = head.split(b"\n")
     record = documents.parsed(first) or {}
     known = {text_column, *documents.TEXT_COLUMNS, *documents.CHAT_COLUMNS}
     return "jsonl" if record and (more or known & record.keys()) else "text"
-
-
-def _head(name: str, kind: str) -> Stretch:
-    return Stretch(name, kind, 0, 1 if kind == "parquet" else None)
 
 
 def _row_groups(name: str) -> Iterator[tuple[int, int, int]]:

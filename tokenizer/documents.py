@@ -29,6 +29,7 @@ LONGEST_RECORD = 128 << 20  # bytes of a line of jsonl, or of a json file: it ha
 HEAD_BYTES = 8192
 NUL_SHARE = 0.01  # more of them, and a file is no text
 TEXT_COLUMNS, CHAT_COLUMNS = ("text", "content"), ("messages", "conversations")
+SHORTER = "it has become shorter since its parts were planned"
 NUMBER = re.compile(r"[-+.\d]+")
 
 # Places where the word patterns of GPT-2, Llama 3 (cl100k) and o200k all end a word.
@@ -296,7 +297,7 @@ def bounds(stretch: Stretch, sample_by: str) -> tuple[int, int | None, bool]:
     """
     by = "line" if stretch.kind == "jsonl" else sample_by
     if max(stretch.start, stretch.stop or 0) > os.path.getsize(stretch.path):
-        raise ValueError("it has become shorter since its parts were planned")
+        raise ValueError(SHORTER)
     start, is_between_words = place_to_cut(stretch.path, stretch.start, by) if stretch.start else (0, True)
     stop = stretch.stop and place_to_cut(stretch.path, stretch.stop, by)[0]
     return start, stop, is_between_words
@@ -313,6 +314,7 @@ def place_to_cut(path: str, offset: int, by: str) -> tuple[int, bool]:
     lead = 1  # bytes before the first character
     while lead < min(4, len(window)) and 0x80 <= window[lead] < 0xC0:
         lead += 1
+    lead += window[lead - 1 : lead + 1] == b"\r\n"  # a line break is not torn
     text = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape").decode(window[lead:])  # whole characters
     found = next(filter(None, (pattern.search(text) for pattern in FIRST_CUTS)), None)
     cut = len(text[: found.end()].encode("utf-8", errors="surrogateescape")) if found else 0
@@ -428,6 +430,8 @@ def _parquet(stretch: Stretch) -> Iterator[tuple[dict | None, dict[str, int]]]:
 
     try:
         with parquet.ParquetFile(stretch.path) as file:
+            if max(stretch.start, stretch.stop or 0) > file.num_row_groups:
+                raise ValueError(SHORTER)
             groups = list(range(stretch.start, file.num_row_groups if stretch.stop is None else stretch.stop))
             row = sum(file.metadata.row_group(i).num_rows for i in range(stretch.start))
             columns = stretch.column and [stretch.column]

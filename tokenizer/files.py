@@ -13,6 +13,7 @@ from errors import UserError
 
 INFLATED_BLOCK = 1 << 18
 ZST_BLOCK = 512  # bytes, all of which inflate at once: to 16 MiB in a bomb
+ZST_WINDOW = 1 << 31  # of `zstd --long=31`, by which large crawls are packed
 BOMB_BYTES, BOMB_RATIO = 64 << 20, 200  # text packs 3 to 10 times smaller, logs 50 times
 
 
@@ -27,12 +28,13 @@ def _bz2(file: BinaryIO) -> Iterator[bytes]:
 def _zst(file: BinaryIO) -> Iterator[bytes]:
     import zstandard
 
-    frame = zstandard.ZstdDecompressor().decompressobj()
+    decompressor = zstandard.ZstdDecompressor(max_window_size=ZST_WINDOW)
+    frame = decompressor.decompressobj()
     try:
         while block := file.read(ZST_BLOCK):
             while block:
                 if frame.eof:  # one after the other
-                    frame = zstandard.ZstdDecompressor().decompressobj()
+                    frame = decompressor.decompressobj()
                 yield frame.decompress(block)
                 block = frame.unused_data
     except zstandard.ZstdError as error:
@@ -45,7 +47,7 @@ INFLATERS: dict[str, Callable[[BinaryIO], Iterator[bytes]]] = {".gz": _gz, ".bz2
 
 
 def is_compressed(path: str) -> bool:
-    return path.lower().endswith(tuple(INFLATERS))
+    return os.path.splitext(path.lower())[1] in INFLATERS
 
 
 def is_packed(path: str) -> bool:

@@ -32,8 +32,9 @@ class HubDataset:
         return cls(**found.groupdict())
 
     def __str__(self) -> str:
-        parts = [self.name, self.config or "", self.split or ""] if self.split else [self.name, self.config]
-        return ":".join(filter(None, parts)) + (f"@{self.revision}" if self.revision else "")
+        return ":".join(filter(None, [self.name, self.config, self.split])) + (
+            f"@{self.revision}" if self.revision else ""
+        )
 
     def pinned(self) -> Self:
         """The same at the commit where it stands now.
@@ -73,14 +74,21 @@ class HubDataset:
         except Exception as error:  # by version, and by what is behind the Hub
             raise UserError(f"{self} cannot be read from the Hub: {' '.join(str(error).split())[:300]}.") from error
 
-    def shard(self, number: int) -> Iterator[dict[str, Any]]:
-        """The records of one of `stream.num_shards` shards.
+    def head(self, count: int) -> Iterator[dict[str, Any]]:
+        """The first records."""
+        return self._records(self.stream.take(count))
 
+    def shard(self, number: int) -> Iterator[dict[str, Any]]:
+        """The records of one of `stream.num_shards` shards."""
+        return self._records(self.stream.shard(num_shards=self.stream.num_shards, index=number))
+
+    def _records(self, stream: Any) -> Iterator[dict[str, Any]]:
+        """
         Raises:
             UserError: the connection is lost, or the data are broken.
         """
         try:
-            yield from self.stream.shard(num_shards=self.stream.num_shards, index=number)
+            yield from stream
         except Exception as error:
             raise UserError(
                 f"{self} cannot be read further: {' '.join(str(error).split())[:300]}. The same command goes on from here."

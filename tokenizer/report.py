@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from tokenizer import encode
 from tokenizer.corpus import LEFT_OUT
@@ -124,6 +123,6 @@ def _compared(ids: np.ndarray, texts: list[bytes]) -> Iterator[str]:
     if path is None:
         return
     sample = b"".join(texts[i] for i in ids.tolist())
-    theirs = len(Tokenizer.from_file(path).encode(sample.decode("utf-8", "replace"), add_special_tokens=False).ids)
+    theirs = len(encode.load_rust(path).encode(sample.decode("utf-8", "replace"), add_special_tokens=False).ids)
     ratio = f"{len(sample) / len(ids):.3f} bytes a token, GPT-2's {len(sample) / max(1, theirs):.3f}"
     yield f"the first {len(sample):,} bytes: {ratio}"

@@ -245,7 +245,16 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
 
 
 def save(tokenizer: PreTrainedTokenizerBase, folder: Path, context: int | None = None) -> None:
-    """Writes the tokenizer, telling it the model's context length where there is a model."""
+    """Writes the tokenizer, telling it the model's context length where there is a model.
+
+    Raises:
+        OSError: a full disk, say.
+    """
     if context is not None:
         tokenizer.model_max_length = context
-    tokenizer.save_pretrained(folder)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is Exception and "os error" in str(error):  # as the Rust library says it
+            raise OSError(str(error)) from error
+        raise

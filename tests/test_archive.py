@@ -1,0 +1,167 @@
+"""A store in one file: the same bytes come out, or one sentence."""
+
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from errors import UserError
+from tokenizer import archive, unpack
+from tokenizer.store import TokenStore
+
+
+@pytest.fixture
+def packed(store, tmp_path) -> Path:
+    shutil.copytree(store.folder, tmp_path / "my.store")
+    return archive.pack(TokenStore(tmp_path / "my.store"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def members(packed: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
+    with tarfile.open(fileobj=io.BytesIO(zstandard.decompress(packed.read_bytes(), 1 << 30))) as tar:
+        return [(info, tar.extractfile(info).read()) for info in tar]
+
+
+def repacked(packed: Path, files: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for info, text in files:
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text))
+    packed.write_bytes(zstandard.compress(content.getvalue()))
+    return packed
+
+
+def refused(packed: Path, folder: Path) -> str:
+    with pytest.raises(UserError) as error:
+        archive.unpack(packed, folder)
+    [sentence] = str(error.value).splitlines()
+    assert str(packed) in sentence
+    assert sentence.endswith(".")
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["my.store", "my.store.tar.zst"]
+    return sentence
+
+
+def test_what_is_unpacked_is_the_store(store, packed, tmp_path):
+    assert packed.name == "my.store.tar.zst"
+    unpacked = archive.unpack(packed, tmp_path / "elsewhere" / "store")
+    assert contents(unpacked.folder) == contents(store.folder)
+
+
+def test_the_same_store_packs_to_the_same_bytes(packed, tmp_path):
+    first = packed.rename(tmp_path / "first")
+    (tmp_path / "my.store" / "train.bin").touch()
+    assert archive.pack(TokenStore(tmp_path / "my.store")).read_bytes() == first.read_bytes()
+
+
+def test_packing_again_leaves_what_is_there(packed, tmp_path):
+    before = packed.stat().st_mtime_ns
+    assert archive.pack(TokenStore(tmp_path / "my.store")) == packed
+    assert packed.stat().st_mtime_ns == before
+
+
+def test_another_file_of_that_name_is_kept(packed, tmp_path):
+    packed.write_bytes(b"mine")
+    with pytest.raises(UserError, match=r"my\.store\.tar\.zst exists and is not .*my\.store, packed; move it away"):
+        archive.pack(TokenStore(tmp_path / "my.store"))
+    assert packed.read_bytes() == b"mine"
+
+
+def test_a_changed_store_is_not_packed(packed, tmp_path):
+    packed.unlink()
+    path = tmp_path / "my.store" / "train.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
+    with pytest.raises(UserError, match=r"train\.bin was changed\. Delete"):
+        archive.pack(TokenStore(tmp_path / "my.store"))
+    assert [path.name for path in tmp_path.iterdir()] == ["my.store"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_refused(packed, tmp_path, share):
+    content = packed.read_bytes()
+    packed.write_bytes(content[: int(share * len(content))])
+    assert refused(packed, tmp_path / "out").endswith("get it anew.")
+
+
+def test_a_changed_file_is_refused(packed, tmp_path):
+    content = bytearray(packed.read_bytes())
+    content[len(content) // 2] ^= 1
+    packed.write_bytes(content)
+    assert refused(packed, tmp_path / "out").endswith("get it anew.")
+
+
+def test_a_file_with_other_tokens_than_its_metadata_say_is_refused(packed, tmp_path):
+    files = [(info, text[:-2] + b"\1\0" if info.name.endswith("val.bin") else text) for info, text in members(packed)]
+    sentence = refused(repacked(packed, files), tmp_path / "out")
+    assert "was changed or damaged: val.bin in it is not what its metadata say; get it anew." in sentence
+
+
+def test_a_file_that_lacks_something_is_refused(packed, tmp_path):
+    sentence = refused(repacked(packed, members(packed)[:-1]), tmp_path / "out")
+    assert "lacks val.bin: it is truncated or damaged" in sentence
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil", "/evil", "store/../../evil", "store/evil.py", "store/tokenizer/../x.json", "store/train.bin"]
+)
+def test_what_is_no_file_of_a_store_is_not_written(packed, tmp_path, name):
+    files = [*members(packed), (tarfile.TarInfo(name), b"evil")]
+    assert "is not a packed store" in refused(repacked(packed, files), tmp_path / "out")
+    assert not list(tmp_path.parent.rglob("evil*"))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE])
+def test_links_and_devices_are_refused(packed, tmp_path, kind):
+    info = tarfile.TarInfo("store/report.md")
+    info.type, info.linkname = kind, "/etc/passwd"
+    files = [(info, b"") if known.name == info.name else (known, text) for known, text in members(packed)]
+    assert "is none of a store's files" in refused(repacked(packed, files), tmp_path / "out")
+
+
+def test_a_file_larger_than_its_metadata_say_is_refused_before_it_is_written(packed, tmp_path):
+    files = [(info, text + b"\0\0" if info.name.endswith("train.bin") else text) for info, text in members(packed)]
+    assert "train.bin in it has" in refused(repacked(packed, files), tmp_path / "out")
+
+
+def test_metadata_come_first(packed, tmp_path):
+    assert "is not a packed store" in refused(repacked(packed, members(packed)[::-1]), tmp_path / "out")
+
+
+def test_a_store_of_a_newer_format_is_refused(packed, tmp_path):
+    (first, metadata), *others = members(packed)
+    newer = json.dumps(json.loads(metadata) | {"format_version": 3}).encode()
+    sentence = refused(repacked(packed, [(first, newer), *others]), tmp_path / "out")
+    assert sentence.endswith("is a store of format 3; this version reads format 2. Update.")
+
+
+def test_too_little_room_is_said_before_the_work(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    assert "has 0.0 GB free; make room or name a folder on another disk." in refused(packed, tmp_path / "out")
+
+
+def test_an_output_that_is_taken_is_left_alone(packed, tmp_path):
+    with pytest.raises(UserError, match="is not an empty folder; name another"):
+        archive.unpack(packed, tmp_path / "my.store")
+
+
+def test_the_door_names_the_folder_by_the_file(packed, tmp_path, capsys):
+    shutil.rmtree(tmp_path / "my.store")
+    unpack.main([str(packed)])
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'my.store'} holds ")
+    TokenStore(tmp_path / "my.store")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [([], "Name a packed store"), (["my.zip"], r"my\.zip does not end in \.tar\.zst"), (["no.tar.zst"], "no file no")],
+)
+def test_the_door_asks_for_what_it_needs(arguments, sentence):
+    with pytest.raises(UserError, match=sentence):
+        unpack.main(arguments)

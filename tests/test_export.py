@@ -1,0 +1,127 @@
+"""A store as a dataset for the Hub: what `datasets` reads are the tokens of the store."""
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from huggingface_hub import DatasetCard
+from pyarrow import parquet
+
+from conftest import prose
+from errors import UserError
+from tokenizer import export, vocabulary
+from tokenizer.cleaning import CleaningArguments
+from tokenizer.corpus import CorpusArguments
+from tokenizer.pretokenize import main, pretokenize
+from tokenizer.recipe import Recipe
+from tokenizer.store import TokenStore
+from tokenizer.vocabulary import VocabularyArguments
+
+
+@pytest.fixture
+def made(tmp_path) -> TokenStore:
+    (tmp_path / "secret place").mkdir()
+    for i in range(40):
+        (tmp_path / "secret place" / f"{i:02}.txt").write_text(prose(i, 40 * (i + 1)))
+    recipe = Recipe(
+        [str(tmp_path / "secret place")],
+        CorpusArguments(validation_fraction=0.2),
+        VocabularyArguments(vocab_size=300),
+    )
+    return pretokenize(recipe, tmp_path / "books", lambda text: None)
+
+
+def rows(folder: Path, split: str) -> list[tuple[int, list[int]]]:
+    files = sorted((folder / "data").glob(f"{split}-*.parquet"))
+    return [(row["document"], row["input_ids"]) for file in files for row in parquet.read_table(file).to_pylist()]
+
+
+def documents(store: TokenStore, split: str) -> list[list[int]]:
+    return [store.memory_map(split)[start:end].tolist() for start, end in pairwise(store.offsets(split))]
+
+
+def test_a_row_is_a_document(made):
+    folder = export.to_parquet(made)
+    assert folder == made.folder.with_name("books-parquet")
+    for ours, theirs in (("train", "train"), ("val", "validation")):
+        assert rows(folder, theirs) == list(enumerate(documents(made, ours)))
+    assert parquet.read_schema(next(folder.glob("data/train-*"))).field("input_ids").type.value_type == "uint16"
+
+
+def test_long_documents_and_many_go_into_several_rows_and_files(made, monkeypatch):
+    monkeypatch.setattr(export, "ROW_TOKENS", 100)
+    monkeypatch.setattr(export, "GROUP_TOKENS", 1000)
+    monkeypatch.setattr(export, "SHARD_BYTES", 10_000)
+    folder = export.to_parquet(made)
+    assert len(list(folder.glob("data/train-*-of-*.parquet"))) == -(-made.metadata.train.tokens // 5000)
+    joined: dict[int, list[int]] = {}
+    for document, ids in rows(folder, "train"):
+        assert 0 < len(ids) <= 100
+        joined.setdefault(document, []).extend(ids)
+    assert list(joined.items()) == list(enumerate(documents(made, "train")))
+
+
+def test_datasets_loads_both_splits_by_the_card(made):
+    folder = export.to_parquet(made)
+    program = (
+        "import sys, datasets; loaded = datasets.load_dataset(sys.argv[1], streaming=True); "
+        "print({split: sum(len(row['input_ids']) for row in rows) for split, rows in loaded.items()})"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
+    tokens = {"train": made.metadata.train.tokens, "validation": made.metadata.val.tokens}
+    assert done.stdout.strip() == str(tokens)
+
+
+def test_the_card_is_valid_and_names_no_folder_of_this_machine(made, tmp_path):
+    folder = export.to_parquet(made)
+    card = DatasetCard.load(folder / "README.md")
+    assert card.data.license == "unknown"
+    assert [entry["split"] for entry in card.data.configs[0]["data_files"]] == ["train", "validation"]
+    assert "- secret place\n" in card.text
+    assert (
+        "python -m tokenizer.pretokenize --input 'secret place' --validation_fraction 0.2 --vocab_size 300" in card.text
+    )
+    for file in folder.rglob("*"):
+        assert file.is_dir() or str(tmp_path).encode() not in file.read_bytes(), file.name
+
+
+def test_exporting_again_leaves_what_is_there(made):
+    folder = export.to_parquet(made)
+    (folder / "README.md").write_text("mine")
+    assert export.to_parquet(made) == folder
+    assert (folder / "README.md").read_text() == "mine"
+
+
+def test_a_folder_of_something_else_is_kept(made):
+    taken = made.folder.with_name("books-parquet")
+    (taken / "data").mkdir(parents=True)
+    (taken / "data" / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"books-parquet exists and is not .*books as parquet; move it away"):
+        export.to_parquet(made)
+    assert len(list(taken.rglob("*"))) == 2
+
+
+def test_the_door_exports_and_packs_what_it_made_even_later(made, tmp_path, capsys):
+    arguments = ["--input", str(tmp_path / "secret place"), "--output", str(made.folder), "--vocab_size", "300"]
+    main([*arguments, "--validation_fraction", "0.2", "--export", "parquet", "--compress"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("holds these tokens already.")
+    assert (tmp_path / "books.tar.zst").is_file()
+    assert rows(tmp_path / "books-parquet", "train")
+
+
+def test_uint32_ids_stay_what_they_are(tmp_path):
+    large = vocabulary.character_tokenizer([chr(0x10000 + i) for i in range(70_000)])
+    vocabulary.save(large, tmp_path / "large")
+    (tmp_path / "a.txt").write_text("".join(chr(0x10000 + i) for i in range(0, 70_000, 7)), encoding="utf-8")
+    recipe = Recipe(
+        [str(tmp_path / "a.txt")],
+        vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "large")),
+        cleaning=CleaningArguments(["none"]),
+    )
+    made = pretokenize(recipe, tmp_path / "store", lambda text: None)
+    written = rows(export.to_parquet(made), "train") + rows(tmp_path / "store-parquet", "validation")
+    assert np.concatenate([ids for _, ids in written]).tolist() == list(range(0, 70_000, 7))

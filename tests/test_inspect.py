@@ -1,0 +1,137 @@
+"""What a store shows of itself, and what is said of one that was changed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conftest import prose
+from errors import UserError
+from tokenizer import inspect, report, vocabulary
+from tokenizer.cleaning import CleaningArguments
+from tokenizer.corpus import CorpusArguments
+from tokenizer.pretokenize import pretokenize
+from tokenizer.recipe import Recipe
+from tokenizer.store import TokenStore
+from tokenizer.vocabulary import VocabularyArguments
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> TokenStore:
+    folder = tmp_path_factory.mktemp("inspected")
+    records = [{"text": f"{i}: {prose(i, 80)} naïve 雪 <|endoftext|> and \u200bmore"} for i in range(300)]
+    lines = [*(json.dumps(record) for record in records), '{"text": null}', "{"]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    recipe = Recipe(
+        [str(folder / "a.jsonl")],
+        CorpusArguments(validation_fraction=0.1),
+        VocabularyArguments(vocab_size=400),
+        CleaningArguments(["lenient"]),
+    )
+    return pretokenize(recipe, folder / "store", lambda text: None)
+
+
+@pytest.fixture
+def store(original, tmp_path) -> Path:
+    return Path(shutil.copytree(original.folder, tmp_path / "store"))
+
+
+def change(path: Path, at: int = -2) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_it_shows_what_is_in_it(store, original, capsys):
+    inspect.main([str(store)])
+    shown = capsys.readouterr().out
+    assert "BPE tokenizer of 400 tokens, ids as uint16" in shown
+    for split in (original.metadata.train, original.metadata.val):
+        for number in (split.tokens, split.documents, split.bytes):
+            assert f" {number:,} " in shown
+    assert original.metadata.train.documents + original.metadata.val.documents == 300
+    assert "left out or mended: 2 records without text; examples in" in shown
+    assert shown.endswith("Every hash is right, and so are the indexes; every id is in the vocabulary.\n")
+
+
+def test_any_document_is_decoded(store, original, capsys):
+    texts = set()
+    for split, count in (("train", original.metadata.train.documents), ("val", original.metadata.val.documents)):
+        for number in range(count):
+            inspect.main([str(store), "--split", split, "--document", str(number)])
+            texts.add(capsys.readouterr().out)
+    assert texts == {f"{i}: {prose(i, 80)} naïve 雪 <|endoftext|> and more\n" for i in range(300)}
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "train.bin.index", "val.bin.index"])
+def test_a_changed_byte_is_found(store, name):
+    change(store / name)
+    with pytest.raises(UserError, match=rf"{name} was changed: its hash is not the one in metadata\.json\. Delete"):
+        inspect.main([str(store)])
+
+
+def test_every_changed_file_is_named(store):
+    change(store / "train.bin")
+    change(store / "val.bin")
+    with pytest.raises(UserError) as error:
+        inspect.main([str(store)])
+    assert [sentence.split(" was ")[0] for sentence in str(error.value).splitlines()] == [
+        *(str(store / "train.bin"), str(store / "val.bin"))
+    ]
+
+
+def test_a_changed_index_for_megatron_is_found(store):
+    change(store / "val.idx")
+    (store / "train.idx").unlink()
+    with pytest.raises(UserError, match=r"train\.idx is missing\. .*\n.*val\.idx was changed: it is not the index"):
+        inspect.main([str(store)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "Name a store"),
+        (["nowhere"], "nowhere is not a token store"),
+        (["--split", "test"], "invalid choice: 'test'"),
+        (["--document", "-1"], "train has documents 0 to"),
+        (["--document", "300"], "there is no 300"),
+    ],
+)
+def test_what_is_not_there_is_said(store, arguments, sentence):
+    arguments = [str(store), *arguments] if arguments and arguments[0].startswith("-") else arguments
+    with pytest.raises(UserError, match=sentence):
+        inspect.main(arguments)
+
+
+# ---- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_says_what_was_left_out_and_changed_with_examples(store):
+    text = (store / "report.md").read_text(encoding="utf-8")
+    assert "300 documents, " in text
+    assert "- 2 records without text, the first in " in text
+    assert "### lenient.invisible: 300 documents changed, 300 characters less" in text
+    section = text.split("### lenient.invisible")[1].split("\n\n")[1]
+    examples = section.splitlines()
+    assert len(examples) == 3
+    assert all(r"\u200b" in example and " → " in example for example in examples)
+
+
+def test_the_report_names_the_longest_and_the_most_frequent_tokens(store):
+    lines = (store / "report.md").read_text(encoding="utf-8").split("## Tokens\n\n")[1].splitlines()
+    assert lines[0].startswith("- longest: ")
+    assert lines[1].startswith("- most frequent: ")
+    assert "`' the'`" in lines[1] or "`'.'`" in lines[1]
+    assert lines[2].endswith(" of 400")
+
+
+def test_the_report_compares_with_gpt2s_tokens_where_they_are_cached(store, tmp_path, monkeypatch):
+    [theirs] = {len(ids) for ids in [TokenStore(store).memory_map("train")[: report.COMPARED_TOKENS]]}
+    cached = tmp_path / "gpt2"
+    vocabulary.save(vocabulary.train_bpe([""], 258), cached)  # a byte a token
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(cached / "tokenizer.json"))
+    report.write(TokenStore(store))
+    last = (store / "report.md").read_text(encoding="utf-8").splitlines()[-1]
+    size = TokenStore(store).metadata.train.bytes
+    assert last == f"- the first {size:,} bytes: {size / theirs:.3f} bytes a token, GPT-2's 1.000"
