@@ -31,6 +31,7 @@ def near(hasher: MinHasher, first: str, second: str) -> bool:
 
 
 def repeats_of(rows: np.ndarray, block: int = 1000, **settings) -> np.ndarray:
+    settings = {"memory": 128 << 20, **settings}
     return repeated(lambda: (rows[i : i + block] for i in range(0, len(rows), block)), len(rows), **settings)
 
 

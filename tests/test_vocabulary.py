@@ -1,17 +1,27 @@
 """Tokenizers: made from text, saved, loaded with AutoTokenizer, and exact to the last byte."""
 
+import json
+import logging
 import random
+import re
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from command_line import UserError
-from tokenizer import vocabulary
-from tokenizer.corpus import Corpus, CorpusArguments
-from tokenizer.vocabulary import VocabularyArguments, character_tokenizer, encoder, token_bytes, train_bpe
+from conftest import prose
+from errors import UserError
+from tokenizer import encode, vocabulary
+from tokenizer.chat import CHATML_TOKENS
+from tokenizer.cleaning import CleaningArguments
+from tokenizer.corpus import CorpusArguments
+from tokenizer.pretokenize import pretokenize
+from tokenizer.recipe import Recipe
+from tokenizer.store import TokenStore
+from tokenizer.vocabulary import VocabularyArguments, build, character_tokenizer, problems, token_bytes, train_bpe
 
 PROSE = "The quick brown fox jumps over the lazy dog; it wouldn't stop.\n\n    Indented, 12345 times.\n" * 30
 UNICODE = {
@@ -35,15 +45,26 @@ def bpe(tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
+def encoded(tokenizer, *texts: str) -> list[np.ndarray]:
+    """The ids of each text, as a store gets them."""
+    rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    rust.encode_special_tokens = True
+    rust.no_truncation()
+    rust.no_padding()
+    ids, counts = encode.encoder(rust, np.dtype("<u4"))(
+        [text.encode() for text in texts], [encode.NOTHING] * len(texts)
+    )
+    return np.split(ids, np.cumsum(counts)[:-1])
+
+
 def as_bytes(tokenizer, ids) -> bytes:
     pieces = token_bytes(tokenizer)
     return b"".join(pieces[i] for i in ids)
 
 
-def corpus_of(tmp_path, text: str) -> Corpus:
-    path = tmp_path / "text.txt"
-    path.write_text(text, encoding="utf-8", newline="")
-    return Corpus([str(path)], CorpusArguments())
+def made(*texts: str, **arguments):
+    """The tokenizer that is made from `texts`."""
+    return build(VocabularyArguments(**arguments), None, lambda: texts)
 
 
 # ---- byte-level BPE -------------------------------------------------------------------------------------------------
@@ -51,7 +72,7 @@ def corpus_of(tmp_path, text: str) -> Corpus:
 
 @pytest.mark.parametrize("text", UNICODE.values(), ids=UNICODE)
 def test_a_bpe_gives_any_text_back(bpe, text):
-    [ids] = encoder(bpe)([text])
+    [ids] = encoded(bpe, text)
     assert bpe.decode(ids) == text
     assert as_bytes(bpe, ids) == text.encode()
 
@@ -62,7 +83,7 @@ def test_a_bpe_encodes_as_the_tokenizers_library_does(bpe, tmp_path):
     rust.encode_special_tokens = True
     pick = random.Random(0)
     texts = ["".join(pick.choices([*UNICODE.values(), *PROSE.split(" "), " ", "\n"], k=40)) for _ in range(50)]
-    for text, ids in zip(texts, encoder(bpe)(texts), strict=True):
+    for text, ids in zip(texts, encoded(bpe, *texts), strict=True):
         assert ids.tolist() == rust.encode(text).ids
 
 
@@ -70,10 +91,100 @@ def test_ids_survive_saving_and_autotokenizer(tmp_path):
     tokenizer = train_bpe([PROSE], 400)
     vocabulary.save(tokenizer, tmp_path, context=64)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert loaded(PROSE).input_ids == tokenizer(PROSE).input_ids == encoder(loaded)([PROSE])[0].tolist()
+    assert loaded(PROSE).input_ids == tokenizer(PROSE).input_ids == encoded(loaded, PROSE)[0].tolist()
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.model_max_length == 64
     assert loaded.decode(loaded("a , b . don 't").input_ids) == "a , b . don 't"  # nothing is cleaned up
+
+
+def test_a_bpe_loads_without_autotokenizer_as_with_it(bpe, tmp_path):
+    vocabulary.save(bpe, tmp_path)
+    ours = vocabulary.load(tmp_path)
+    assert ours.special_tokens_map == bpe.special_tokens_map
+    assert ours(PROSE).input_ids == bpe(PROSE).input_ids
+
+
+def test_training_gives_the_same_json_twice():
+    one, other = (train_bpe([PROSE, "more text"], 400).backend_tokenizer.to_str() for _ in range(2))
+    assert one == other
+
+
+def test_how_a_text_is_divided_makes_no_difference_where_words_end():
+    whole = train_bpe([PROSE], 400).backend_tokenizer.to_str()
+    assert train_bpe(re.split("(?=[;.])", PROSE), 400).backend_tokenizer.to_str() == whole
+    assert train_bpe(["", PROSE, ""], 400).backend_tokenizer.to_str() == whole
+
+
+def test_the_words_of_large_texts_are_counted_a_batch_at_a_time(monkeypatch):
+    texts = [prose(i, 400) for i in range(10)]
+    at_once = vocabulary.count_words(texts)
+    assert (at_once[b" the"], at_once[b"."], at_once[b"\xff"]) == (142, 500, 0)
+    monkeypatch.setattr(vocabulary, "COUNTED_BYTES", 1000)
+    assert vocabulary.count_words(texts) == at_once
+
+
+def test_of_very_many_words_those_that_occur_once_are_let_go(monkeypatch):
+    monkeypatch.setattr(vocabulary, "COUNTED_BYTES", 100)
+    monkeypatch.setattr(vocabulary, "COUNTED_WORDS", 50)
+    counts = vocabulary.count_words(f" same once{'x' * i}" for i in range(100))
+    assert counts[b" same"] == 100
+    assert len(counts) < 60
+
+
+def test_words_are_trained_on_by_their_frequency_however_many_there_are(monkeypatch):
+    text = "abab " * 400 + "cdcd " * 80 + "efef " * 8 + "ghgh"
+    monkeypatch.setattr(vocabulary, "TRAINED_WORDS", 10)
+    tokens = token_bytes(train_bpe([text], 1000))
+    assert {b"abab", b"cdcd"} & set(
+        tokens
+    ) == set()  # of 48 occurrences one is kept; words of a text but the first begin
+    assert {b" abab", b" cdcd"} <= set(tokens)  # with a blank
+    assert b" efef" not in tokens
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "tokens"),
+    [
+        (300, PROSE, 300),
+        (300, "ab ab", 260),  # 258, "ab" and " ab"
+        (258, "anything", 258),
+        (258, "", 258),
+        (32_000, "many words, many words", 267),
+    ],
+)
+def test_a_vocabulary_is_as_large_as_asked_for_or_as_the_text_allows(size, text, tokens):
+    assert len(made(text, vocab_size=size)) == tokens
+
+
+@pytest.mark.parametrize("size", [257, 1, 0, -5])
+def test_a_vocabulary_too_small_for_bytes_is_refused(size):
+    [sentence] = problems(VocabularyArguments(vocab_size=size))
+    assert re.match(rf"vocab_size {size} is too small .* needs 258 \(256 bytes and 2 special tokens\)", sentence)
+
+
+def test_control_tokens_need_room_too():
+    arguments = VocabularyArguments(vocab_size=259, special_tokens=["<|a|>"])
+    assert problems(arguments) == []
+    with pytest.raises(UserError, match=r"vocab_size 259 is too small .* needs 261 \(256 bytes and 5 special tokens\)"):
+        build(arguments, None, lambda: [PROSE], CHATML_TOKENS)
+
+
+def test_ids_beyond_65535_are_whole():
+    """A token for each byte and each pair of bytes, after 30,000 of which nothing is made."""
+    by_byte = sorted(encode.byte_level_alphabet().items(), key=lambda item: item[1])
+    pairs = [(one, other) for one, _ in by_byte for other, _ in by_byte]
+    names = [*(f"unused {i}" for i in range(30_000)), *(name for name, _ in by_byte), *map("".join, pairs)]
+    rust = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, pairs))
+    rust.pre_tokenizer, rust.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust)
+    [snow, ids] = encoded(tokenizer, "雪", "雪é" + PROSE)
+    assert snow.tolist() == [30_000 + 0xE9, 30_256 + 0x9BAA]  # 30233, 70106
+    assert ids.tolist() == rust.encode("雪é" + PROSE).ids
+    assert as_bytes(tokenizer, ids) == ("雪é" + PROSE).encode()
+    assert token_bytes(tokenizer)[7] == b"unused 7"
+
+
+# ---- special tokens -------------------------------------------------------------------------------------------------
 
 
 def test_special_tokens_have_the_first_two_ids(bpe):
@@ -85,25 +196,104 @@ def test_special_tokens_have_the_first_two_ids(bpe):
 def test_a_literal_special_token_in_text_stays_text(bpe):
     text = UNICODE["a literal special token"]
     assert 0 in bpe(text).input_ids  # what Transformers does on its own
-    [ids] = encoder(bpe)([text])
+    [ids] = encoded(bpe, text)
     assert not {0, 1} & set(ids.tolist())
 
 
-def test_training_gives_the_same_json_twice():
-    one, other = (train_bpe([PROSE, "more text"], 400).backend_tokenizer.to_str() for _ in range(2))
-    assert one == other
+@pytest.mark.parametrize(
+    ("pad_token", "found", "pad_token_id"),
+    [("none", None, None), ("<pad>", "<pad>", 1), ("<|endoftext|>", "<|endoftext|>", 0)],
+)
+def test_a_padding_token_can_be_named_or_left_out(tmp_path, pad_token, found, pad_token_id):
+    vocabulary.save(made(PROSE, vocab_size=300, pad_token=pad_token), tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert (loaded.pad_token, loaded.pad_token_id, len(loaded)) == (found, pad_token_id, 300)
+    assert "<|pad|>" not in loaded.get_vocab()
+    assert loaded.decode(encoded(loaded, PROSE)[0]) == PROSE
 
 
-def test_a_vocabulary_is_as_large_as_asked_for_or_as_the_text_allows():
-    assert len(train_bpe([PROSE], 300)) == 300
-    assert len(train_bpe(["ab ab"], 300)) == 260  # 258, "ab" and " ab"
-    assert len(train_bpe(["anything"], 258)) == 258
+def test_control_tokens_come_next_each_once(tmp_path):
+    special = ["<|user|>", "<|im_end|>", "<|user|>", "<|endoftext|>"]
+    arguments = VocabularyArguments(vocab_size=300, special_tokens=special)
+    vocabulary.save(build(arguments, None, lambda: [PROSE], ["<|endoftext|>", *CHATML_TOKENS]), tmp_path)
+    names = ["<|endoftext|>", "<|pad|>", "<|user|>", "<|im_end|>", "<|im_start|>"]
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.convert_ids_to_tokens(range(5)) == names
+    assert (len(loaded), set(loaded.all_special_tokens), loaded.eos_token_id) == (300, set(names), 0)
 
 
-@pytest.mark.parametrize("size", [257, 1, 0, -5])
-def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path, size):
-    with pytest.raises(UserError, match=rf"vocab_size {size} is too small .* needs 258"):
-        vocabulary.build(VocabularyArguments(vocab_size=size), corpus_of(tmp_path, PROSE))
+def test_control_tokens_survive_saving_and_autotokenizer_without_a_warning(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        tokenizer = made(PROSE, vocab_size=300, special_tokens=["<|user|>", "<|bot|>"])
+        vocabulary.save(tokenizer, tmp_path)
+        loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert caplog.messages == []
+    assert loaded.all_special_tokens == ["<|endoftext|>", "<|pad|>", "<|user|>", "<|bot|>"]
+    assert loaded("a<|user|>b<|bot|>").input_ids.count(2) == 1
+    assert loaded.decode([2, *loaded("text").input_ids, 3], skip_special_tokens=True) == "text"
+    assert token_bytes(loaded)[:4] == [b""] * 4
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("token", ["user", "a", "###", "Ġthe", "é", "12", " ", ""])
+def test_a_special_token_that_text_might_become_is_refused(token):
+    if token in ("user", "###"):  # what would happen
+        tokenizer = train_bpe([f"{token}\n" * 99], 300, "none", [token])
+        assert encoded(tokenizer, token)[0].tolist() == [1]
+    sentence = re.escape(f"{token!r} cannot be a special token")
+    if token != " ":  # no name of a token holds a blank
+        assert re.match(sentence, " ".join(problems(VocabularyArguments(special_tokens=[token]))))
+        assert re.match(sentence, " ".join(problems(VocabularyArguments(pad_token=token))))
+
+
+@pytest.mark.parametrize("token", ["<|user|>", "<pad>", "</s>", "[INST]", "<unused 1>", "雪", "❤"])
+def test_other_special_tokens_are_not(token):
+    assert problems(VocabularyArguments(special_tokens=[token], pad_token="none")) == []
+    tokenizer = train_bpe([f"{token}\n" * 99], 400, "none", [token])
+    assert tokenizer.convert_tokens_to_ids(token) == 1
+    [ids] = encoded(tokenizer, token)
+    assert 1 not in ids
+    assert as_bytes(tokenizer, ids) == token.encode()
+
+
+def test_what_would_be_ignored_or_cannot_be_is_said():
+    assert problems(VocabularyArguments()) == []
+    ignored = "special_tokens are for a BPE that is made from text; leave them out, or tokenizer and tokenizer_type."
+    assert problems(VocabularyArguments(tokenizer="x", special_tokens=["<|a|>"])) == [ignored]
+    assert problems(VocabularyArguments(tokenizer_type="character", special_tokens=["<|a|>"])) == [ignored]
+    assert problems(VocabularyArguments(sample_bytes=0)) == ["sample_bytes is 0; it must be at least 1."]
+    assert problems(VocabularyArguments(tokenizer_type="character", vocab_size=65)) == []
+
+
+# ---- from a sample --------------------------------------------------------------------------------------------------
+
+
+def store_of(folder: Path, **arguments) -> TokenStore:
+    recipe = Recipe(
+        [str(folder)],
+        CorpusArguments(validation_fraction=0.1),
+        VocabularyArguments(**{"vocab_size": 350} | arguments),
+        CleaningArguments(["none"]),
+    )
+    return pretokenize(recipe, folder.with_name(f"store{len(list(folder.parent.iterdir()))}"), lambda text: None)
+
+
+def test_a_tokenizer_is_made_from_a_sample_the_same_every_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("tokenizer.corpus.UNIT_BYTES", 10_000)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i, word in enumerate(("first", "second", "third", "fourth")):
+        (folder / f"{i}.txt").write_text(f"{word} {prose(i, 2000)}" + f" {word}{word}" * 500)
+    sampled, again, everything = (store_of(folder, sample_bytes=size) for size in (20_000, 20_000, 10**6))
+    sha256 = [store.metadata.tokenizer_sha256 for store in (sampled, again, everything)]
+    assert sha256[0] == sha256[1] != sha256[2]
+    for store in (sampled, everything):
+        tokenizer = store.load_tokenizer()
+        assert len(tokenizer) == 350
+        text = "".join(tokenizer.decode(store.in_memory(split)) for split in ("train", "val"))
+        assert "fourthfourth" in text
+        assert len(text.replace("<|endoftext|>", "")) == sum(file.stat().st_size for file in folder.iterdir())
 
 
 # ---- characters -----------------------------------------------------------------------------------------------------
@@ -112,10 +302,11 @@ CHARACTERS = "To be,\tor not\r\nto be 雪🙂e\u0301 ."
 
 
 def test_a_character_tokenizer_holds_exactly_the_characters():
-    tokenizer = character_tokenizer([CHARACTERS[:9], CHARACTERS[9:]])
+    tokenizer = made(CHARACTERS[:9], CHARACTERS[9:], tokenizer_type="character")
     assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == sorted(set(CHARACTERS))
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (None, None, None)
     assert tokenizer.all_special_tokens == []
+    assert vocabulary.is_character(tokenizer)
 
 
 def test_a_character_tokenizer_survives_saving_and_autotokenizer(tmp_path):
@@ -123,14 +314,14 @@ def test_a_character_tokenizer_survives_saving_and_autotokenizer(tmp_path):
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     ids = loaded(CHARACTERS).input_ids
     assert ids == [sorted(set(CHARACTERS)).index(character) for character in CHARACTERS]
-    assert encoder(loaded)([CHARACTERS, ""])[0].tolist() == ids
+    assert encoded(loaded, CHARACTERS, "")[0].tolist() == ids
     assert loaded.decode(ids) == CHARACTERS
     assert as_bytes(loaded, ids) == CHARACTERS.encode()
 
 
 def test_an_unseen_character_is_named():
     with pytest.raises(UserError, match=r"The character 'ß' \(U\+00DF\) is not among the 4 that this") as error:
-        encoder(character_tokenizer(["abc "]))(["a b", "c ß"])
+        encoded(character_tokenizer(["abc "]), "a b", "c ß")
     assert "\n" not in str(error.value)
 
 
@@ -140,8 +331,40 @@ def test_an_unseen_character_is_named():
 def test_an_existing_tokenizer_is_taken_as_it_is(tmp_path):
     theirs = train_bpe(["quite another text " * 20], 280)
     vocabulary.save(theirs, tmp_path / "theirs")
-    ours = vocabulary.build(VocabularyArguments(tokenizer=str(tmp_path / "theirs")), corpus_of(tmp_path, PROSE))
+    recipe = Recipe(["any"], vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "theirs")))
+    ours = build(recipe.vocabulary, recipe.theirs, lambda: [PROSE])
     assert ours(PROSE).input_ids == theirs(PROSE).input_ids
+
+
+def test_a_tokenizer_in_the_form_of_gpt2_is_loaded_from_its_folder(tmp_path):
+    theirs = train_bpe([PROSE], 400, "none")
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    theirs.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    content["post_processor"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": False,
+        "use_regex": True,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    (folder / "vocab.json").write_text(json.dumps(content["model"]["vocab"]), encoding="utf-8")
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024, "add_prefix_space": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+
+    loaded = vocabulary.load(folder)
+    assert (type(loaded).__name__, len(loaded), loaded.eos_token_id) == ("GPT2Tokenizer", 324, 0)
+    vocabulary.save(loaded, tmp_path / "saved")
+    rust = encode.load_rust(tmp_path / "saved" / "tokenizer.json")
+    assert isinstance(encode.encoder(rust, np.dtype("<u2")), encode.WordCache)
+    for text in (PROSE, *UNICODE.values()):
+        [ids] = encoded(loaded, text)
+        assert ids.tolist() == encoded(theirs, text)[0].tolist()
+        assert loaded.decode(ids) == text
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "tokenizer_type"])
@@ -152,8 +375,9 @@ def test_a_vocab_size_that_is_not_the_tokenizers_is_answered_with_both(tmp_path,
         "tokenizer_type": {"tokenizer_type": "character"},
     }
     size = {"tokenizer": 280, "tokenizer_type": len(set(PROSE))}[kind]
+    recipe = Recipe(["any"], vocabulary=VocabularyArguments(vocab_size=999, **arguments[kind]))
     with pytest.raises(UserError, match=rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"):
-        vocabulary.build(VocabularyArguments(vocab_size=999, **arguments[kind]), corpus_of(tmp_path, PROSE))
+        build(recipe.vocabulary, recipe.theirs, lambda: [PROSE])
 
 
 def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path):
@@ -163,18 +387,41 @@ def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"version": "1.0"}', '{"model": {}, "added_tokens": []}'])
-def test_a_damaged_tokenizer_is_refused(tmp_path, content):
+@pytest.mark.parametrize("made_here", [False, True])
+def test_a_damaged_tokenizer_is_refused(tmp_path, content, made_here):
+    if made_here:
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match="No tokenizer can be loaded from") as error:
         vocabulary.load(tmp_path)
     assert "\n" not in str(error.value)
 
 
+def test_a_damaged_description_of_a_tokenizer_is_refused(bpe, tmp_path):
+    vocabulary.save(bpe, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": ')
+    with pytest.raises(UserError, match="No tokenizer can be loaded from"):
+        vocabulary.load(tmp_path)
+
+
 def test_an_existing_tokenizer_of_whole_words_encodes_as_the_tokenizers_library_does():
     words = Tokenizer(models.WordLevel({"hello": 0, "world": 1, "<unk>": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
-    assert encoder(tokenizer)(["hello new world"])[0].tolist() == [0, 2, 1]
+    assert encoded(tokenizer, "hello new world")[0].tolist() == [0, 2, 1]
+
+
+def test_a_tokenizer_whose_words_begin_with_a_blank_loses_nothing_of_a_text(tmp_path):
+    pieces = Tokenizer(models.Unigram())
+    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    pieces.train_from_iterator([prose(0)], trainer)
+    vocabulary.save(PreTrainedTokenizerFast(tokenizer_object=pieces, unk_token="<unk>"), tmp_path / "theirs")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(prose(1))
+    store = store_of(tmp_path / "texts", vocab_size=None, tokenizer=str(tmp_path / "theirs"))
+    ids = np.concatenate([store.in_memory("train"), store.in_memory("val")])
+    assert store.load_tokenizer().decode(ids) == prose(1)
 
 
 def test_added_tokens_stand_for_their_own_text():
@@ -182,22 +429,33 @@ def test_added_tokens_stand_for_their_own_text():
     theirs.add_tokens(["    ", "é "])  # as in the tokenizers of GPT-NeoX and Phi
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=theirs, eos_token="<|endoftext|>")
     text = "if:\n    caf\u00e9 au"
-    [ids] = encoder(tokenizer)([text])
+    [ids] = encoded(tokenizer, text)
     assert {300, 301} <= set(ids.tolist())
     assert as_bytes(tokenizer, ids) == text.encode()
 
 
-def test_truncation_and_padding_of_an_existing_tokenizer_are_left_out():
+def test_truncation_and_padding_of_an_existing_tokenizer_are_left_out(tmp_path):
     pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "[CLS]": 1, "hello": 2, "##s": 3}, unk_token="[UNK]"))
     pieces.pre_tokenizer = pre_tokenizers.Split(Regex(" "), behavior="removed")
-    pieces.post_processor = None
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pieces, unk_token="[UNK]", cls_token="[CLS]")
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=8)
-    assert encoder(tokenizer)(["hello hellos hello"])[0].tolist() == [2, 2, 3, 2]
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    rust = encode.load_rust(tmp_path / "tokenizer.json")
+    ids, counts = encode.encoder(rust, np.dtype("<u2"))([b"hello hellos hello"], [encode.NOTHING])
+    assert (ids.tolist(), counts.tolist()) == ([2, 2, 3, 2], [4])
 
 
-def test_ids_come_as_one_array_a_text(bpe):
-    encoded = encoder(bpe)(["one", "", "two words"])
-    assert [ids.dtype for ids in encoded] == [np.uint32] * 3
-    assert [bpe.decode(ids) for ids in encoded] == ["one", "", "two words"]
+def test_ids_come_text_by_text(bpe):
+    ids = encoded(bpe, "one", "", "two words")
+    assert [one.dtype for one in ids] == [np.uint32] * 3
+    assert [bpe.decode(one) for one in ids] == ["one", "", "two words"]
+
+
+def test_a_control_token_that_is_added_stays_out_of_text():
+    theirs = train_bpe([PROSE], 300).backend_tokenizer
+    theirs.add_tokens([AddedToken("<|tool|>", special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=theirs)
+    [ids] = encoded(tokenizer, "a <|tool|> call")
+    assert 300 not in ids
+    assert token_bytes(tokenizer)[300] == b""

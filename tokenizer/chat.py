@@ -13,9 +13,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-MARKS = "".join(
-    map(chr, range(0xFDD0, 0xFDF0))
-)  # noncharacters: one stands inside what only reads like a control token
+MARKS = range(0x100000, 0x10FFFE)  # private use: stand for the first characters of what only reads like a control token
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # as ShareGPT names them
 
 
@@ -71,16 +69,26 @@ class ChatTemplate:
         if chat is None:
             raise ValueError("no list of messages with role and content")
         said = "".join(part for message in chat for part in message.values())
-        mark = next((mark for mark in MARKS if mark not in said), MARKS[0])
-        for message in chat if self.control.search(said) else ():
-            for name, part in message.items():
-                message[name] = self.control.sub(lambda found: found[0][0] + mark + found[0][1:], part)
+        free = (chr(mark) for mark in MARKS if chr(mark) not in said)
+        marks: dict[str, str] = {}
+
+        def marked(found: re.Match) -> str:
+            first = found[0][0]
+            if first not in marks:
+                marks[first] = next(free)
+            return marks[first] + found[0][1:]
+
+        for message in chat:
+            for name in message:
+                while self.control.search(message[name]):  # a token may hold another
+                    message[name] = self.control.sub(marked, message[name])
         try:
             [rendered], _ = render_jinja_template([chat], chat_template=self.source, **self.variables)
         except Exception as error:  # a template raises what it likes
             raise ValueError(f"the chat template cannot write it: {' '.join(str(error).split())[:200]}") from error
         *parts, rest = self.control.split(rendered)  # text, token, text, token, ..., text
-        texts = [part.replace(mark, "") for part in (*parts[::2], rest)]
+        unmarked = {ord(mark): first for first, mark in marks.items()}
+        texts = [part.translate(unmarked) if marks else part for part in (*parts[::2], rest)]
         return list(zip(texts, [*parts[1::2], None], strict=True))
 
 

@@ -1,11 +1,11 @@
 """Pretokenizing as a step of a datatrove pipeline: a task does a share of the units, on whatever machine it runs.
 
-    from datatrove.executor import SlurmPipelineExecutor
-    from tokenizer.cluster import Pretokenize
+from datatrove.executor import SlurmPipelineExecutor
+from tokenizer.cluster import Pretokenize
 
-    flags = ["--input", "crawl/", "--output", "data/crawl"]
-    shards = SlurmPipelineExecutor([Pretokenize(flags)], tasks=64, ...)
-    SlurmPipelineExecutor([Pretokenize([*flags, "--merge"])], tasks=1, depends=shards, ...).run()
+flags = ["--input", "crawl/", "--output", "data/crawl"]
+shards = SlurmPipelineExecutor([Pretokenize(flags)], tasks=64, ...)
+SlurmPipelineExecutor([Pretokenize([*flags, "--merge"])], tasks=1, depends=shards, ...).run()
 """
 
 from dataclasses import dataclass

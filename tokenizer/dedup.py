@@ -150,9 +150,7 @@ def _letters() -> np.ndarray:
     return letters
 
 
-def repeated(
-    read: Callable[[], Iterator[np.ndarray]], documents: int, columns: slice, memory: int = 128 << 20
-) -> np.ndarray:
+def repeated(read: Callable[[], Iterator[np.ndarray]], documents: int, columns: slice, memory: int) -> np.ndarray:
     """(documents,) bool: True where an earlier document has the same key.
 
     The first of all documents with a key is kept, whatever becomes of it by its other keys. So of a cluster (documents

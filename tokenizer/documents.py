@@ -13,8 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TextIO
 
 from errors import UserError
 from tokenizer import files
@@ -317,8 +316,10 @@ def place_to_cut(path: str, offset: int, by: str) -> tuple[int, bool]:
     lead += window[lead - 1 : lead + 1] == b"\r\n"  # a line break is not torn
     text = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape").decode(window[lead:])  # whole characters
     found = next(filter(None, (pattern.search(text) for pattern in FIRST_CUTS)), None)
+    if found is None and len(window) < PIECE_BYTES:
+        return offset - 1 + len(window), True  # the end of the file
     cut = len(text[: found.end()].encode("utf-8", errors="surrogateescape")) if found else 0
-    return offset - 1 + lead + cut, found is not None or lead == len(window)
+    return offset - 1 + lead + cut, found is not None
 
 
 def _end_of(separator: re.Pattern, file: BinaryIO) -> int:
@@ -377,10 +378,9 @@ def _jsonl(stretch: Stretch) -> Iterator[tuple[dict | None, dict[str, int]]]:
             if len(line) == LONGEST_RECORD:
                 number = line_number(stretch.path, position)
                 raise ValueError(f"line {number:,} is longer than {LONGEST_RECORD >> 20} MiB, too long for one record")
-            if position == 0:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.isspace():
-                yield parsed(line), {"byte": position}
+            record = line if position else line.removeprefix(codecs.BOM_UTF8)
+            if record and not record.isspace():
+                yield parsed(record), {"byte": position}
             position += len(line)
 
 
@@ -417,12 +417,19 @@ def _json(stretch: Stretch) -> Iterator[tuple[dict | None, dict[str, int]]]:
 def _csv(stretch: Stretch) -> Iterator[tuple[dict | None, dict[str, int]]]:
     csv.field_size_limit(LONGEST_RECORD)
     with files.text(stretch.path) as file:
-        reader = csv.DictReader(iter(partial(file.readline, LONGEST_RECORD), ""))
+        reader = csv.DictReader(_csv_lines(file))
         try:
             for record in reader:
                 yield record, {"line": reader.line_num}
         except csv.Error as error:
             raise ValueError(f"{error}, in line {reader.line_num + 1:,}") from error
+
+
+def _csv_lines(file: TextIO) -> Iterator[str]:
+    while line := file.readline(LONGEST_RECORD):
+        if len(line) == LONGEST_RECORD:
+            raise csv.Error(f"it is longer than {LONGEST_RECORD >> 20} Mi characters, too long for one record")
+        yield line
 
 
 def _parquet(stretch: Stretch) -> Iterator[tuple[dict | None, dict[str, int]]]:

@@ -72,7 +72,7 @@ class HubDataset:
                 self.name, self.config, split=self.split or "train", revision=self.revision, streaming=True
             )
         except Exception as error:  # by version, and by what is behind the Hub
-            raise UserError(f"{self} cannot be read from the Hub: {' '.join(str(error).split())[:300]}.") from error
+            raise UserError(f"{self} cannot be read from the Hub: {_reason(error)}.") from error
 
     def head(self, count: int) -> Iterator[dict[str, Any]]:
         """The first records."""
@@ -91,8 +91,12 @@ class HubDataset:
             yield from stream
         except Exception as error:
             raise UserError(
-                f"{self} cannot be read further: {' '.join(str(error).split())[:300]}. The same command goes on from here."
+                f"{self} cannot be read further: {_reason(error)}. The same command goes on from here."
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".")
 
 
 @cache

@@ -8,11 +8,12 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from errors import UserError
 from tokenizer import dedup, encode
@@ -21,6 +22,7 @@ from tokenizer.work import Settings
 
 BLOCK_TOKENS = 1 << 22
 BYTES_BETWEEN_RECORDS = 256 << 20
+SORTED_BYTES = 128 << 20
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -82,7 +84,8 @@ class Merger:
         columns = dedup.key_columns(self.settings.dedup)
         if not columns:
             return None
-        repeats = [dedup.repeated(self._keys, sum(self.ends), column) for column in columns]
+        memory = max(SORTED_BYTES, psutil.virtual_memory().available // 4)  # more is faster where keys are many
+        repeats = [dedup.repeated(self._keys, sum(self.ends), column, memory) for column in columns]
         return ~np.logical_or.reduce(repeats)
 
     def _keys(self) -> Iterator[np.ndarray]:
@@ -124,6 +127,11 @@ class Merger:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._cut_back()
+        used, needed = (
+            {unit for unit, _ in order}
+            for order in (self.order[: self.progress.done], self.order[self.progress.done :])
+        )
+        self._delete(used - needed)
         self._append_until(len(self.ends))  # all once
         if self.progress.splits["val"].tokens == 0:
             self._cut_off_tail()
@@ -141,10 +149,13 @@ class Merger:
             self.progress.done = position + 1
             if unrecorded > BYTES_BETWEEN_RECORDS or self.progress.done == stop:
                 self._write_record()
-                for finished in used:
-                    for split in SPLITS:
-                        self._part_file(finished, split).unlink()
+                self._delete(used)
                 used, unrecorded = [], 0
+
+    def _delete(self, units: Iterable[int]) -> None:
+        """The ids of parts; killed at this, some are there still."""
+        for unit, split in itertools.product(units, SPLITS):
+            self._part_file(unit, split).unlink(missing_ok=True)
 
     def _append(self, unit: int, split: str, nth: int) -> int:
         """Appends what a part has for a split, in blocks. Returns the bytes written."""

@@ -1,0 +1,482 @@
+"""Encoding by each tokenizer's fastest way: the same ids as `tokenizers` gives, for any text."""
+# ruff: noqa: RUF001 (letters of all scripts look like each other)
+
+import gc
+import random
+import sysconfig
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from conftest import prose
+from errors import UserError
+from tokenizer import encode, vocabulary
+from tokenizer.encode import NOTHING, CharacterEncoder, RustEncoder, WordCache, encoder, text_lengths, token_bytes
+from tokenizer.words import WordSplitter
+
+SPACES = " \t\n\v\f\r\x85\u00a0\u1680\u2000\u2003\u200a\u2028\u2029\u202f\u205f\u3000"
+NO_SPACES = "\x1c\x1d\x1e\x1f\u180e\u200b\u200d\u2060\ufeff"  # which some take for spaces
+FRAGMENTS = [
+    *(SPACES + SPACES + NO_SPACES),
+    *("  ", "\r\n", "\n\n", " \n", "\u00a0 "),
+    *"'s 't 're 've 'm 'll 'd 'S 'LL ’s ' '' 'r 'l 'v 'sé re ll s d".split(),
+    *"a Word é ß ǆ ж ع ไทย 雪 한 𝒳 ʰ ª".split(),
+    *"1 42 ٣ १ ๕ ² ½ Ⅷ ㊿ 𝟙".split(),
+    *("e\u0301", "\u0301", "\u0335", "\u093f", "\u0e31", "\ufe0f", "\u20e3"),
+    *"! _ -- … 。 € \ufffd 🙂 👩\u200d👩\u200d👧 🏳️\u200d🌈 \U000e0041 \U0010ffff \ufffe".split(),
+    *("\x00", "\x01", "\x1b[0m", "\x7f", "\x80", "\x9f", "\xad"),
+    *("<|endoftext|>", "<|pad|>", "<|x|>"),
+]
+SCRIPTS = {
+    "Chinese": "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张；寒来暑往，秋收冬藏。 2024年1月1日，“你好”！\n",
+    "Arabic": "الحمد لله رب العالمين، وُلِدَ في ١٢ مارس ١٩٨٤. «نعم»؟ لا!\n",
+    "Hindi": "सभी मनुष्य जन्म से स्वतंत्र हैं; उनकी संख्या १२३४५ है। क्या हुआ?\n",
+    "Thai": "มนุษย์ทั้งหลายเกิดมามีอิสระและเสมอภาคกัน ๑๒๓๔๕ บาท ฯลฯ\n",
+    "emoji": "👩‍👩‍👧‍👦 👍🏽👍🏽 🇺🇳🇫🇷 ❤️ 1️⃣ 🏴\U000e0067\U000e0062\U000e007f ✨✨\n",
+    "mixed": "naïve café—l'été; we're, they'll, I'd 'em 'til rock'n'roll O'Neill's\t\tΩμέγα Привет\r\n",
+}
+
+
+def random_text(pick: random.Random) -> str:
+    """Of fragments that are hard to split, and of any code points at all."""
+    text = []
+    for _ in range(pick.randrange(12)):
+        code = pick.randrange(0x110000) if pick.random() < 0.5 else pick.randrange(0x3000)
+        any_character = chr(code) if not 0xD800 <= code < 0xE000 else ""
+        text.append(pick.choice(FRAGMENTS) if pick.random() < 0.7 else any_character)
+    return "".join(text)
+
+
+@pytest.fixture(scope="module")
+def fuzz() -> list[str]:
+    pick = random.Random(0)
+    return [random_text(pick) for _ in range(30_000)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The folder of a BPE with tokens of every script."""
+    folder = tmp_path_factory.mktemp("bpe")
+    text = [*SCRIPTS.values(), prose(0, 1000), *(fragment * 3 for fragment in FRAGMENTS[:-3])]
+    vocabulary.save(vocabulary.train_bpe(text * 3, 900, special_tokens=["<|x|>"]), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rust(trained) -> Tokenizer:
+    return encode.load_rust(trained / "tokenizer.json")
+
+
+def library(rust: Tokenizer, texts: list[str], followed_by: list[int]) -> tuple[list[int], list[int]]:
+    """What `tokenizers` makes of the texts, with what follows each."""
+    encodings = rust.encode_batch_fast(texts, add_special_tokens=False)
+    followed = [
+        [*one.ids, *([next_] if next_ != NOTHING else [])] for one, next_ in zip(encodings, followed_by, strict=True)
+    ]
+    return [i for ids in followed for i in ids], [len(ids) for ids in followed]
+
+
+def assert_same(encode_, rust: Tokenizer, texts: list[str], followed_by: list[int] | None = None) -> None:
+    followed_by = [NOTHING] * len(texts) if followed_by is None else followed_by
+    ids, counts = encode_([text.encode() for text in texts], followed_by)
+    expected_ids, expected_counts = library(rust, texts, followed_by)
+    assert counts.tolist() == expected_counts
+    assert ids.tolist() == expected_ids
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def words_of(texts: list[str], splitter: WordSplitter) -> list[list[str]]:
+    """The words of each text, in ByteLevel's printable form."""
+    shown = {byte: character for character, byte in encode.byte_level_alphabet().items()}
+    words = splitter.words([text.encode() for text in texts]).to_pylist()
+    ends = [i for i, word in enumerate(words) if word == b"\xff"]
+    return [["".join(map(shown.get, word)) for word in words[start + 1 : end]] for start, end in pairwise([-1, *ends])]
+
+
+def test_words_are_those_of_byte_level(fuzz):
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for text, words in zip(fuzz, words_of(fuzz, WordSplitter()), strict=True):
+        assert words == [word for word, _ in byte_level.pre_tokenize_str(text)], repr(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", []),
+        (" ", [" "]),
+        ("a", ["a"]),
+        ("'", ["'"]),
+        ("'s", ["'s"]),
+        ("Hello, world", ["Hello", ",", " world"]),
+        ("a  b\n c", ["a", " ", " b", "\n", " c"]),
+        ("a\t\n", ["a", "\t\n"]),
+        ("we're they'll I'd", ["we", "'re", " they", "'ll", " I", "'d"]),
+        ("'sand !'s '' 's 'rex 'r", ["'s", "and", " !'", "s", " ''", " '", "s", " '", "rex", " '", "r"]),
+        ("x2'tisé", ["x", "2", "'t", "isé"]),
+        ("don'T", ["don", "'", "T"]),
+        ("1½ ٣", ["1½", " ٣"]),
+        ("a\u3000\u3000b", ["a", "\u3000", "\u3000", "b"]),
+        ("\u00a0 b", ["\u00a0", " b"]),
+    ],
+)
+def test_texts_split_into_these_words(text, words):
+    assert [word.decode() for word in WordSplitter().words([text.encode()]).to_pylist()[:-1]] == words
+
+
+def test_every_code_point_is_of_the_class_that_byte_level_gives_it():
+    points = [chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000]
+    texts = [f"a{point}1{point} {point}{point}" for point in points[::3]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert words_of(texts, WordSplitter()) == [
+        [word for word, _ in byte_level.pre_tokenize_str(text)] for text in texts
+    ]
+
+
+def test_texts_are_split_apart():
+    texts = ["a", "", "b ", " c", "'", "s", "'r", "e", "\u3000", "\u3000", "d\n", ""]
+    words = words_of(texts, WordSplitter())
+    assert words == [word for text in texts for word in words_of([text], WordSplitter())]
+
+
+# ---- a word at a time -----------------------------------------------------------------------------------------------
+
+
+def test_fuzzed_texts_become_the_ids_of_tokenizers(rust, fuzz):
+    cache = WordCache(rust, np.dtype("<u2"))
+    for start in range(0, len(fuzz), 5000):
+        assert_same(cache, rust, fuzz[start : start + 5000])
+
+
+def test_one_long_text_becomes_the_ids_of_tokenizers(rust, fuzz):
+    assert_same(WordCache(rust, np.dtype("<u2")), rust, ["".join(fuzz)])
+
+
+def test_megabytes_of_source_code_become_the_ids_of_tokenizers(rust):
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [file.read_bytes().decode(errors="replace") for file in files]
+    assert sum(map(len, texts)) > 2_000_000
+    assert_same(WordCache(rust, np.dtype("<u2")), rust, texts)
+
+
+@pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)
+def test_text_of_any_script_becomes_the_ids_of_tokenizers(rust, text):
+    pick = random.Random(0)
+    shuffled = ["".join(pick.sample(text, len(text))) for _ in range(200)]
+    cache = WordCache(rust, np.dtype("<u2"))
+    assert_same(cache, rust, [text, text * 50, *shuffled, text.replace(" ", ""), text.replace(" ", "\u3000")])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x" * 20_000, " " * 50_000, "\n" * 50_000, "é" * 20_000, "雪" * 20_000, "!" * 20_000, "'s" * 20_000, "\u3000" * 9],
+)
+def test_runs_without_an_end_become_the_ids_of_tokenizers(rust, text):
+    assert_same(WordCache(rust, np.dtype("<u2")), rust, [text, text + "a", "a" + text])
+
+
+def test_what_was_encoded_before_makes_no_difference(rust, fuzz):
+    cache = WordCache(rust, np.dtype("<u2"))
+    texts = [text.encode() for text in fuzz[:2000]]
+    first, _ = cache(texts, [NOTHING] * 2000)
+    cache(texts[::-1], [0] * 2000)
+    known = len(cache.number)
+    again, _ = cache(texts, [NOTHING] * 2000)
+    assert len(cache.number) == known
+    assert first.tolist() == again.tolist()
+
+
+def test_a_cache_that_is_full_begins_anew(rust, fuzz, monkeypatch):
+    monkeypatch.setattr(encode, "CACHE_BYTES", 20_000)
+    cache = WordCache(rust, np.dtype("<u2"))
+    known = []
+    for start in range(0, 4000, 20):
+        assert_same(cache, rust, fuzz[start : start + 20])
+        known.append(len(cache.number))
+    assert sum(later < earlier for earlier, later in pairwise(known)) > 20
+    assert max(known) < 20_000 / 160 + 400
+
+
+def test_the_garbage_collector_is_on_afterwards(rust):
+    WordCache(rust, np.dtype("<u2"))([b"some text"], [NOTHING])
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_ids_come_in_the_dtype_of_the_store(rust, dtype):
+    for kind in (WordCache, RustEncoder):
+        ids, counts = kind(rust, np.dtype(dtype))([b"some text", b""], [0, NOTHING])
+        assert (ids.dtype, counts.dtype) == (np.dtype(dtype), np.int64)
+
+
+# ---- what follows a text --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [WordCache, RustEncoder])
+def test_each_text_is_followed_by_its_own_id_or_nothing(rust, fuzz, kind):
+    pick = random.Random(1)
+    texts = [pick.choice([text, ""]) for text in fuzz[:3000]]
+    assert_same(kind(rust, np.dtype("<u2")), rust, texts, [pick.choice([NOTHING, 0, 1, 2, 899]) for _ in texts])
+
+
+@pytest.mark.parametrize("kind", [WordCache, RustEncoder])
+@pytest.mark.parametrize(
+    ("texts", "followed_by", "ids", "counts"),
+    [
+        ([""], [NOTHING], [], [0]),
+        ([""], [0], [0], [1]),
+        (["", "", ""], [0, NOTHING, 2], [0, 2], [1, 0, 1]),
+        (["!", "", "!"], [NOTHING, 1, 0], [3, 1, 3, 0], [1, 1, 2]),
+    ],
+)
+def test_texts_without_a_character_may_be_followed_too(rust, kind, texts, followed_by, ids, counts):
+    assert rust.token_to_id("!") == 3
+    found = kind(rust, np.dtype("<u2"))([text.encode() for text in texts], followed_by)
+    assert (found[0].tolist(), found[1].tolist()) == (ids, counts)
+
+
+# ---- which way for which tokenizer ----------------------------------------------------------------------------------
+
+
+def test_a_bpe_of_ours_is_encoded_word_by_word(rust):
+    assert type(encoder(rust, np.dtype("<u2"))) is WordCache
+
+
+def with_dropout(rust: Tokenizer) -> None:
+    rust.model.dropout = 0.1
+
+
+def with_a_normalizer(rust: Tokenizer) -> None:
+    rust.normalizer = normalizers.NFKC()
+
+
+def with_a_prefix_space(rust: Tokenizer) -> None:
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def without_words(rust: Tokenizer) -> None:
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def with_other_words(rust: Tokenizer) -> None:
+    pattern = Regex(r"\p{N}{1,3}|\p{L}+|[^\p{L}\p{N}]+")
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), words])
+
+
+def with_an_added_word(rust: Tokenizer) -> None:
+    rust.add_tokens(["the", " and", "\n\n"])
+
+
+CHANGES = [with_dropout, with_a_normalizer, with_a_prefix_space, without_words, with_other_words, with_an_added_word]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_other_bpe_is_encoded_by_the_library(trained, change):
+    rust = encode.load_rust(trained / "tokenizer.json")
+    change(rust)
+    ours = encoder(rust, np.dtype("<u2"))
+    assert type(ours) is RustEncoder
+    if change is not with_dropout:
+        assert_same(ours, rust, [*SCRIPTS.values(), "", prose(3, 200)], [0] * (len(SCRIPTS) + 2))
+
+
+def with_no_dropout(rust: Tokenizer) -> None:
+    rust.model.dropout = 0.0
+
+
+def with_an_added_control_token(rust: Tokenizer) -> None:
+    rust.add_special_tokens([AddedToken("<|tool|>", lstrip=True, rstrip=True)])
+
+
+def with_a_template(rust: Tokenizer) -> None:
+    end = ("<|endoftext|>", 0)
+    rust.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=[end])
+
+
+def with_offsets_of_its_own(rust: Tokenizer) -> None:
+    rust.post_processor = processors.ByteLevel(trim_offsets=True)
+
+
+@pytest.mark.parametrize(
+    "change", [with_no_dropout, with_an_added_control_token, with_a_template, with_offsets_of_its_own]
+)
+def test_what_changes_no_word_leaves_a_bpe_to_be_encoded_word_by_word(trained, fuzz, change):
+    rust = encode.load_rust(trained / "tokenizer.json")
+    change(rust)
+    ours = encoder(rust, np.dtype("<u2"))
+    assert type(ours) is WordCache
+    assert_same(ours, rust, [*SCRIPTS.values(), *fuzz[:1000], " <|tool|> a"])
+
+
+def test_a_bpe_that_takes_whole_words_first_is_encoded_as_the_library_does(trained, fuzz):
+    rust = encode.load_rust(trained / "tokenizer.json")
+    rust.model.ignore_merges = True  # as Llama 3 and GPT-4's
+    ours = encoder(rust, np.dtype("<u2"))
+    assert type(ours) is WordCache
+    assert_same(ours, rust, [*SCRIPTS.values(), *fuzz[:2000]])
+
+
+def of_pieces(byte_fallback: bool = True) -> Tokenizer:
+    """In the form of Llama 2: a blank is a character of its words, an unknown character its bytes."""
+    names = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *sorted({*prose(0, 500), "▁"} - {" "}),
+        "▁t",
+        "he",
+        "▁the",
+    ]
+    model = models.BPE(
+        {name: i for i, name in enumerate(names)},
+        [("▁", "t"), ("h", "e"), ("▁t", "he")],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=byte_fallback,
+    )
+    rust = Tokenizer(model)
+    rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    rust.decoder = decoders.Sequence(steps)
+    return rust
+
+
+def of_likely_pieces() -> Tokenizer:
+    """In the form of T5."""
+    rust = Tokenizer(models.Unigram())
+    rust.pre_tokenizer, rust.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    rust.train_from_iterator([prose(0, 2000)], trainer)
+    return rust
+
+
+def of_word_pieces() -> Tokenizer:
+    """In the form of BERT."""
+    rust = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    rust.pre_tokenizer, rust.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    rust.train_from_iterator(
+        [prose(0, 2000)], trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]"], show_progress=False)
+    )
+    return rust
+
+
+@pytest.mark.parametrize("make", [of_pieces, of_likely_pieces, of_word_pieces])
+def test_tokenizers_of_another_kind_are_encoded_by_the_library(make, fuzz):
+    rust = make()
+    ours = encoder(rust, np.dtype("<u2"))
+    assert type(ours) is RustEncoder
+    assert_same(
+        ours,
+        rust,
+        [prose(1, 200), *SCRIPTS.values(), "", *fuzz[:500]],
+        [0, 1, NOTHING, 2, 3, 4, 5, 6] + [NOTHING] * 500,
+    )
+
+
+def test_text_that_a_tokenizer_has_no_token_for_is_refused():
+    rust = Tokenizer(models.Unigram([("a", -1.0), ("b", -2.0)]))
+    with pytest.raises(UserError, match=r"The tokenizer cannot express this text \(.*unknown token.*\); use another\."):
+        encoder(rust, np.dtype("<u2"))([b"ab", b"c"], [NOTHING, NOTHING])
+
+
+def test_what_reads_like_a_control_token_stays_text(trained):
+    rust = encode.load_rust(trained / "tokenizer.json")
+    for kind in (WordCache, RustEncoder):
+        ids, _ = kind(rust, np.dtype("<u2"))([b"<|endoftext|><|pad|> <|x|>"], [NOTHING])
+        assert ids.min() > 2
+        assert rust.decode(ids.tolist()) == "<|endoftext|><|pad|> <|x|>"
+
+
+# ---- characters -----------------------------------------------------------------------------------------------------
+
+
+def characters_of(text: str) -> Tokenizer:
+    return vocabulary.character_tokenizer([text]).backend_tokenizer
+
+
+def test_characters_become_the_ids_of_tokenizers(fuzz):
+    rust = characters_of("".join(fuzz))
+    ours = encoder(rust, np.dtype("<u2"))
+    assert type(ours) is CharacterEncoder
+    pick = random.Random(2)
+    assert_same(ours, rust, fuzz[:5000], [pick.choice([NOTHING, 0, 7]) for _ in range(5000)])
+
+
+def test_characters_of_nothing_are_none():
+    ids, counts = encoder(characters_of("ab"), np.dtype("<u2"))([b"", b""], [NOTHING, NOTHING])
+    assert (ids.tolist(), counts.tolist()) == ([], [0, 0])
+
+
+def letters(unknown: str, words: pre_tokenizers.PreTokenizer | None) -> Tokenizer:
+    rust = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token=unknown))
+    if words is not None:
+        rust.pre_tokenizer = words
+    return rust
+
+
+EACH = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+
+
+def test_letters_alone_make_no_character_tokenizer():
+    assert encode.is_character(letters("<unk>", EACH))
+    assert not encode.is_character(letters("?", EACH))  # which has an id for what it does not know
+    assert not encode.is_character(letters("<unk>", None))
+    assert not encode.is_character(letters("<unk>", pre_tokenizers.Whitespace()))
+    lower = letters("<unk>", EACH)
+    lower.normalizer = normalizers.Lowercase()
+    assert not encode.is_character(lower)
+    ids, _ = encoder(letters("?", EACH), np.dtype("<u2"))([b"abc"], [NOTHING])
+    assert ids.tolist() == [0, 1, 2]
+
+
+# ---- bytes of tokens ------------------------------------------------------------------------------------------------
+
+
+def test_a_byte_level_bpe_stands_for_every_byte(rust, fuzz):
+    pieces = token_bytes(rust)
+    assert len(pieces) == 900
+    assert set(map(bytes, map(bytearray, ([byte] for byte in range(256))))) <= set(pieces)
+    ids, counts = encoder(rust, np.dtype("<u2"))([text.encode() for text in fuzz], [0] * len(fuzz))
+    for text, of_text in zip(fuzz, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
+        assert b"".join(map(pieces.__getitem__, of_text.tolist())) == text.encode()
+    assert text_lengths(rust) is None  # nothing can be lost
+
+
+def test_tokens_of_pieces_stand_for_their_blanks_and_bytes():
+    rust = of_pieces()
+    pieces = dict(zip(map(rust.id_to_token, range(rust.get_vocab_size())), token_bytes(rust), strict=True))
+    assert [pieces[name] for name in ("<unk>", "<0x0A>", "<0xE9>", "▁", "▁t", "he", "▁the")] == [
+        *(b"", b"\n", b"\xe9"),
+        *(b" ", b" t", b"he", b" the"),
+    ]
+    text = prose(1, 400) + "雪\n"
+    ids = rust.encode(text).ids
+    assert b"".join(map(token_bytes(rust).__getitem__, ids)) == b" " + text.encode()
+    assert text_lengths(rust)[ids].sum() == len(text.encode()) + 1
+
+
+def test_other_tokens_stand_for_as_much_as_they_decode_to():
+    for rust in (of_likely_pieces(), of_word_pieces()):
+        ids = rust.encode(prose(1, 400)).ids
+        lost = len(rust.decode(ids)) - text_lengths(rust)[ids].sum()
+        assert abs(lost) <= 1
+        unknown = rust.encode("雪").ids[-1]
+        assert text_lengths(rust)[unknown] == 0
+
+
+def test_a_tokenizer_without_all_bytes_can_lose_text():
+    lossy = Tokenizer(models.BPE())
+    lossy.pre_tokenizer, lossy.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    lossy.train_from_iterator(["abc abc"], trainers.BpeTrainer(vocab_size=100, show_progress=False))
+    ids, _ = encoder(lossy, np.dtype("<u2"))([b"abc xyz"], [NOTHING])
+    assert text_lengths(lossy)[ids].sum() == 4
+
+
+def test_a_character_tokenizer_loses_nothing():
+    rust = characters_of("ab雪")
+    assert token_bytes(rust) == [b"a", b"b", "雪".encode()]
+    assert text_lengths(rust) is None

@@ -1,0 +1,428 @@
+"""Parts become a store: documents as often as asked, repeated ones left out, and no byte different after any kill."""
+
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import prose
+from tokenizer import corpus, encode, merge
+from tokenizer.cleaning import CleaningArguments
+from tokenizer.corpus import CorpusArguments
+from tokenizer.dedup import DedupArguments
+from tokenizer.documents import place_to_cut
+from tokenizer.merge import Merger
+from tokenizer.pretokenize import Making
+from tokenizer.recipe import Recipe
+from tokenizer.store import SPLITS, TokenStore
+from tokenizer.vocabulary import VocabularyArguments
+from tokenizer.work import Job, share
+
+SEED = 1
+DOCUMENTS = [f"Document {i}, {'naïve 雪 ' * (i % 7)}and so on.\n" for i in range(200)]
+LINES = "".join(f"Line {i}: naïve 雪 words, don't they?\r\n" for i in range(600))  # 25 kB
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    monkeypatch.setattr(corpus, "UNIT_BYTES", 2000)
+
+
+def written(folder: Path, *inputs: list[str]) -> list[str]:
+    """A file of records for each input, in which a text is a document."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, texts in enumerate(inputs):
+        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+        (folder / f"{i}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return [str(folder / f"{i}.jsonl") for i in range(len(inputs))]
+
+
+def making_of(
+    paths: list[str],
+    output: Path,
+    weights: tuple[float, ...] = (),
+    dedup: str = "no",
+    fraction: float = 0.1,
+    tokenizer_type: str = "bpe",
+    seed: int = SEED,
+) -> Making:
+    """All planned and nothing done. A token is a byte, or the end of a document."""
+    recipe = Recipe(
+        paths,
+        CorpusArguments(validation_fraction=fraction),
+        VocabularyArguments(258 if tokenizer_type == "bpe" else None, tokenizer_type),
+        CleaningArguments(["none"]),
+        DedupArguments(dedup),
+        seed,
+        list(weights),
+    )
+    making = Making(recipe, output, lambda text: None, 1)
+    making.plan(is_cache=False)
+    return making
+
+
+def with_parts(making: Making) -> Making:
+    """All units done, and nothing put together."""
+    job = Job.open(making.work)
+    for number in range(len(job.units)):
+        job.do(number)
+    return making
+
+
+def finished(making: Making) -> TokenStore:
+    return with_parts(making).finish(merge_only=True)
+
+
+def store_of(folder: Path, *inputs: list[str], **settings) -> TokenStore:
+    number = len(list(folder.iterdir()))
+    paths = written(folder / f"texts{number}", *inputs)
+    return finished(making_of(paths, folder / f"store{number}", **settings))
+
+
+def documents(store: TokenStore, split: str) -> list[str]:
+    pieces = encode.token_bytes(encode.load_rust(store.folder / "tokenizer" / "tokenizer.json"))
+    texts = [b"".join(map(pieces.__getitem__, ids)) for ids in ids_of_documents(store, split)]
+    return [text.decode() for text in texts]
+
+
+def ids_of_documents(store: TokenStore, split: str) -> list[list[int]]:
+    tokens, offsets = store.in_memory(split), store.offsets(split)
+    assert offsets[-1] == len(tokens) == getattr(store.metadata, split).tokens
+    assert len(offsets) - 1 == getattr(store.metadata, split).documents
+    return [tokens[start:end].tolist() for start, end in pairwise(offsets)]
+
+
+def trained_on(store: TokenStore) -> list[str]:
+    texts = documents(store, "train")
+    assert store.metadata.train.bytes == len("".join(texts).encode())
+    return texts
+
+
+def held_out(store: TokenStore) -> list[str]:
+    texts = documents(store, "val")
+    assert store.metadata.val.bytes == len("".join(texts).encode())
+    return texts
+
+
+def for_training(texts: list[str], fraction: float = 0.1) -> list[str]:
+    return [text for text in texts if share(text.encode(), SEED) >= fraction]
+
+
+# ---- as often as asked ----------------------------------------------------------------------------------------------
+
+
+def test_documents_come_in_the_order_of_the_text(tmp_path):
+    store = store_of(tmp_path, DOCUMENTS)
+    assert trained_on(store) == for_training(DOCUMENTS)
+    assert (len(trained_on(store)), len(held_out(store))) == (179, 21)
+    assert [ids[-1] for split in SPLITS for ids in ids_of_documents(store, split)] == [0] * 200
+
+
+def test_with_weight_2_every_document_comes_twice_a_pass_apart(tmp_path):
+    once, twice = store_of(tmp_path, DOCUMENTS), store_of(tmp_path, DOCUMENTS, weights=(2,))
+    assert trained_on(twice) == trained_on(once) * 2
+    assert held_out(twice) == held_out(once)
+
+
+def test_each_input_has_its_own_weight(tmp_path):
+    first, second, third = DOCUMENTS[:70], DOCUMENTS[70:150], DOCUMENTS[150:]
+    store = store_of(tmp_path, first, second, third, weights=(2, 1, 3))
+    assert trained_on(store) == for_training([*first, *second, *third, *first, *third, *third])
+    assert Counter(held_out(store)).most_common(1)[0][1] == 1
+
+
+def test_with_weight_half_about_half_of_the_documents_come_the_same_every_time(tmp_path):
+    once, half, again = (store_of(tmp_path, DOCUMENTS, weights=weights) for weights in ((), (0.5,), (0.5,)))
+    chosen = trained_on(half)
+    assert len(chosen) == 90
+    assert chosen == trained_on(again)
+    assert chosen == [text for text in trained_on(once) if text in set(chosen)]
+    assert len(held_out(half)) == 9
+    beside = store_of(tmp_path, ["another\n"] * 9, DOCUMENTS[::-1], weights=(1, 0.5))
+    assert set(trained_on(beside)) - {"another\n"} == set(chosen)
+
+
+def test_with_weight_two_and_a_half_the_same_half_comes_once_more(tmp_path):
+    half, store = (store_of(tmp_path, DOCUMENTS, weights=(weight,)) for weight in (0.5, 2.5))
+    assert trained_on(store) == for_training(DOCUMENTS) * 2 + trained_on(half)
+
+
+def test_a_large_weight_is_so_many_passes(tmp_path):
+    assert trained_on(store_of(tmp_path, DOCUMENTS[:20], weights=(30,))) == for_training(DOCUMENTS[:20]) * 30
+
+
+def test_a_document_of_several_units_is_weighed_as_a_whole(tmp_path):
+    texts = [f"{i}\n{LINES[: 700 * i]}" for i in range(12)]
+    paths = [tmp_path / f"{i:02}.txt" for i in range(12)]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_bytes(text.encode())
+    once, store = (
+        finished(making_of(list(map(str, paths)), tmp_path / f"store{weight}", weights=(weight,) * 12, fraction=0.2))
+        for weight in (1, 1.5)
+    )
+    train = trained_on(once)
+    assert sorted(train + held_out(once)) == sorted(texts)
+    assert trained_on(store)[: len(train)] == train
+    more = trained_on(store)[len(train) :]
+    assert 2 < len(more) < 10
+    assert more == [text for text in train if text in more]
+
+
+def test_characters_are_weighed_too(tmp_path):
+    store = store_of(tmp_path, DOCUMENTS, weights=(2,), tokenizer_type="character")
+    assert store.metadata.eos_token_id is None
+    assert trained_on(store) == for_training(DOCUMENTS) * 2
+
+
+# ---- repeated documents ---------------------------------------------------------------------------------------------
+
+
+def test_repeated_documents_are_left_out_wherever_they_stand(tmp_path):
+    texts = [*DOCUMENTS[:90], *DOCUMENTS[:5], *DOCUMENTS[90:], *DOCUMENTS[50:60]]
+    store = store_of(tmp_path, texts, [*DOCUMENTS[::-1], "One more.\n"], dedup="exact")
+    assert trained_on(store) == for_training([*DOCUMENTS, "One more.\n"])
+    assert len(trained_on(store)) + len(held_out(store)) == 201
+    assert store.metadata.repeated_documents == 215
+
+
+def test_without_dedup_repeated_documents_are_kept(tmp_path):
+    store = store_of(tmp_path, DOCUMENTS, DOCUMENTS)
+    assert trained_on(store) == for_training(DOCUMENTS) * 2
+    assert store.metadata.repeated_documents == 0
+
+
+def test_of_repeated_documents_the_first_decides_the_weight(tmp_path):
+    store = store_of(tmp_path, DOCUMENTS[:80], DOCUMENTS[60:100], weights=(1, 2), dedup="exact")
+    assert trained_on(store) == for_training([*DOCUMENTS[:100], *DOCUMENTS[80:100]])
+    assert store.metadata.repeated_documents == 20
+    store = store_of(tmp_path, DOCUMENTS[60:100], DOCUMENTS[:80], weights=(2, 1), dedup="exact")
+    assert trained_on(store) == for_training([*DOCUMENTS[60:100], *DOCUMENTS[:60], *DOCUMENTS[60:100]])
+
+
+def test_a_document_that_is_not_used_takes_no_place_from_another(tmp_path):
+    store = store_of(tmp_path, DOCUMENTS, DOCUMENTS, weights=(0.5, 1), dedup="exact")
+    first = trained_on(store_of(tmp_path, DOCUMENTS, weights=(0.5,)))
+    assert trained_on(store) == first + [text for text in for_training(DOCUMENTS) if text not in first]
+    assert store.metadata.repeated_documents == 99  # those that are used of the first
+
+
+def test_a_long_document_is_repeated_where_all_of_it_is(tmp_path):
+    names = {
+        "a": LINES,
+        "b": LINES,
+        "c": LINES[:-9] + "otherwise",
+        "d": "O" + LINES[1:],
+        "e": LINES + "more",
+        "f": LINES,
+    }
+    for name, text in names.items():
+        (tmp_path / f"{name}.txt").write_bytes(text.encode())
+    making = making_of(sorted(map(str, tmp_path.glob("*.txt"))), tmp_path / "store", dedup="exact", fraction=1e-9)
+    assert len(making.units) == 13 * 6
+    store = finished(making)
+    kept = [names[name] for name in "acde"]
+    assert "".join(documents(store, "train") + documents(store, "val")) == "".join(kept)
+    assert store.metadata.repeated_documents == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("rensa") is None, reason="rensa is not installed")
+def test_nearly_repeated_documents_are_left_out_wherever_they_stand(tmp_path):
+    texts = [prose(i, 240) for i in range(20)]
+    near = [text.replace("\n", " \n", 3).replace("Of", "For", 1) for text in texts[::2]]
+    store = store_of(tmp_path, texts, [*near, prose(99, 240)], weights=(1, 2), dedup="near")
+    assert trained_on(store) == for_training([*texts, prose(99, 240), prose(99, 240)])
+    assert store.metadata.repeated_documents == 10
+
+
+@pytest.mark.parametrize("dedup", ["no", "exact"])
+@pytest.mark.parametrize("weights", [(1, 1), (2, 0.5)])
+def test_no_document_is_in_both_splits(tmp_path, dedup, weights):
+    texts = DOCUMENTS * 3
+    random.Random(0).shuffle(texts)
+    store = store_of(tmp_path, texts, DOCUMENTS, dedup=dedup, weights=weights, fraction=0.3)
+    train, val = Counter(trained_on(store)), Counter(held_out(store))
+    assert not train.keys() & val.keys()
+    assert len(train) > 120
+    assert len(val) > 40
+    if dedup == "exact":
+        assert set(val.values()) == {1}
+        assert set(train.values()) == {int(weights[0])}
+
+
+# ---- a lone document ------------------------------------------------------------------------------------------------
+
+
+def seed_apart(texts: list[str], fraction: float, all_to_validation: bool = False) -> int:
+    """A seed by which all of the texts fall to one split."""
+
+    def falls_so(text: str, seed: int) -> bool:
+        return (share(text.encode(), seed) < fraction) == all_to_validation
+
+    return next(seed for seed in itertools.count() if all(falls_so(text, seed) for text in texts))
+
+
+@pytest.mark.parametrize("all_to_validation", [False, True])
+@pytest.mark.parametrize("weight", [2, 3])
+@pytest.mark.parametrize("tokenizer_type", ["bpe", "character"])
+def test_the_tail_of_a_lone_document_is_validated_with_and_never_trained_on(
+    tmp_path, weight, all_to_validation, tokenizer_type
+):
+    (tmp_path / "a.txt").write_bytes(LINES.encode())
+    start = LINES.encode()[: place_to_cut(str(tmp_path / "a.txt"), 2000, "document")[0]].decode()
+    seed = seed_apart([start], 0.3, all_to_validation)  # the first piece of a long document decides
+    making = making_of([str(tmp_path / "a.txt")], tmp_path / "store", (weight,), "no", 0.3, tokenizer_type, seed)
+    assert len(making.units) == 13
+    store = finished(making)
+    [tail] = held_out(store)
+    head = LINES.removesuffix(tail)
+    assert trained_on(store) == [head] * weight
+    assert head + tail == LINES
+    assert head.endswith("\n")
+    assert 0.29 < len(tail) / len(LINES) < 0.31
+
+
+FIRST, SECOND = DOCUMENTS[1:7], DOCUMENTS[7:13]
+
+
+@pytest.mark.parametrize("weights", [(2, 2), (1, 2), (2, 1), (1, 3)])
+@pytest.mark.parametrize("fraction", [0.02, 0.2, 0.4])
+def test_no_copy_goes_beyond_the_cut_where_no_document_fell_to_validation(tmp_path, weights, fraction):
+    """The end of the text is cut off, within a document or between two."""
+    settings = {"fraction": fraction, "seed": seed_apart(FIRST + SECOND, fraction)}
+    once, store = (store_of(tmp_path, FIRST, SECOND, weights=some, **settings) for some in ((), weights))
+    assert "".join(trained_on(once) + held_out(once)) == "".join(FIRST + SECOND)
+    assert held_out(store) == held_out(once)
+    first, second = trained_on(once)[:6], trained_on(once)[6:]
+    copies = [texts for nth in (1, 2) for texts, weight in zip((first, second), weights, strict=True) if nth < weight]
+    assert trained_on(store) == [*first, *second, *itertools.chain.from_iterable(copies)]
+
+
+def test_half_a_copy_goes_no_further_either(tmp_path):
+    settings = {"fraction": 0.2, "seed": seed_apart(FIRST + SECOND, 0.2)}
+    once, store = (store_of(tmp_path, FIRST, SECOND, weights=some, **settings) for some in ((), (2.5, 2.5)))
+    train = trained_on(once)
+    assert held_out(store) == held_out(once)
+    assert trained_on(store)[: 2 * len(train)] == train * 2
+    more = trained_on(store)[2 * len(train) :]
+    assert 0 < len(more) < len(train)
+    assert more == [text for text in train if text in more]
+
+
+def test_the_tail_may_take_whole_inputs(tmp_path):
+    settings = {"fraction": 0.6, "seed": seed_apart(FIRST + SECOND, 0.6)}
+    store = store_of(tmp_path, FIRST, SECOND, weights=(1, 3), **settings)
+    assert "".join(trained_on(store) + held_out(store)) == "".join(FIRST + SECOND)
+    assert 0.55 < store.metadata.val.bytes / len("".join(FIRST + SECOND).encode()) < 0.65
+    assert set(held_out(store)) >= set(SECOND)
+
+
+# ---- in blocks, and killed ------------------------------------------------------------------------------------------
+
+INPUTS = {
+    "weights and dedup": ([*DOCUMENTS[:25], *DOCUMENTS[:9]], DOCUMENTS[20:40] + ["One more.\n"] * 2),
+    "a tail that is cut off": (DOCUMENTS[1:7], DOCUMENTS[7:25]),
+}
+
+
+def parts_of(folder: Path, name: str) -> Making:
+    paths = written(folder / "texts", *INPUTS[name])
+    seed = SEED if "dedup" in name else seed_apart(list(itertools.chain(*INPUTS[name])), 0.1)
+    return with_parts(making_of(paths, folder / "store", (1, 2.5), "exact", seed=seed))
+
+
+def merger_of(making: Making, work: Path) -> Merger:
+    return Merger(work, work / "store", making.settings, [unit.copies for unit in making.units])
+
+
+def merged(making: Making, work: Path) -> dict[str, bytes]:
+    """The files of the store, put together from the parts in `work`."""
+    merger_of(making, work).merge()
+    assert not [*work.glob("parts/*.train"), *work.glob("parts/*.val")]
+    return {path.name: path.read_bytes() for path in (work / "store").glob("*.bin*")}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize(("block", "between"), [(1, 1 << 30), (100, 500), (1 << 22, 0), (7, 0)])
+def test_blocks_and_records_of_any_size_give_the_same_bytes(tmp_path, monkeypatch, name, block, between):
+    making = parts_of(tmp_path, name)
+    shutil.copytree(making.work, tmp_path / "copy")
+    expected = merged(making, making.work)
+    assert sum(map(len, expected.values())) > 1000
+    monkeypatch.setattr(merge, "BLOCK_TOKENS", block)
+    monkeypatch.setattr(merge, "BYTES_BETWEEN_RECORDS", between)
+    assert merged(making, tmp_path / "copy") == expected
+
+
+def is_killed_at(step: int, making: Making, work: Path) -> bool:
+    """Merges in a process that is killed before that step, if there are so many."""
+    process = multiprocessing.get_context("fork").Process(target=merge_until, args=(step, merger_of(making, work)))
+    process.start()
+    process.join(20)
+    assert process.exitcode in (-signal.SIGKILL, 0)
+    return process.exitcode != 0
+
+
+def merge_until(last: int, merger: Merger) -> None:
+    """A step reads a block, or changes a file."""
+    steps = itertools.count(1)
+
+    def counted(do):
+        def step(*arguments, **more):
+            if next(steps) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return do(*arguments, **more)
+
+        return step
+
+    for owner, name in (
+        *((os, "fsync"), (os, "truncate"), (os, "replace"), (np, "fromfile")),
+        *((Path, "unlink"), (Path, "write_bytes"), (Merger, "_append")),
+    ):
+        setattr(owner, name, counted(getattr(owner, name)))
+    merger.merge()
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_killed_at_any_step_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, name):
+    making = parts_of(tmp_path, name)
+    shutil.copytree(making.work, tmp_path / "whole")
+    expected = merged(making, tmp_path / "whole")
+    monkeypatch.setattr(merge, "BLOCK_TOKENS", 300)
+    monkeypatch.setattr(merge, "BYTES_BETWEEN_RECORDS", 3000)
+    for killed_at in itertools.count(1):
+        work = tmp_path / f"killed at {killed_at}"
+        shutil.copytree(making.work, work)
+        if not is_killed_at(killed_at, making, work):
+            break
+        assert merged(making, work) == expected
+        shutil.rmtree(work)
+    assert killed_at > 60
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_killed_again_and_again_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, name):
+    making = parts_of(tmp_path, name)
+    shutil.copytree(making.work, tmp_path / "whole")
+    expected = merged(making, tmp_path / "whole")
+    monkeypatch.setattr(merge, "BYTES_BETWEEN_RECORDS", 1000)
+    steps = itertools.count(20)
+    while is_killed_at(next(steps), making, making.work):
+        pass
+    assert next(steps) > 24
+    assert merged(making, making.work) == expected
+
+
+def test_once_more_when_all_is_done_changes_nothing(tmp_path):
+    making = parts_of(tmp_path, "a tail that is cut off")
+    first = merged(making, making.work)
+    assert merged(making, making.work) == first
