@@ -1,67 +1,56 @@
-"""Reading text: what is found and in which order, what is mended and counted, and pieces that lose nothing."""
+"""The corpus: what `--input` names, which kind and column it is read by, its units, and what is refused in which words."""
 
 import csv
 import json
-import random
+import os
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
-from command_line import UserError
+from errors import UserError
 from tokenizer import corpus as corpus_module
-from tokenizer.corpus import PIECE_BYTES, STANDARD_LIBRARY, Corpus, CorpusArguments
-from tokenizer.vocabulary import encoder, train_bpe
+from tokenizer.corpus import STANDARD_LIBRARY, Corpus, CorpusArguments, Unit
+from tokenizer.documents import Counts, Reader
 
-# The word pattern of Llama 3 and cl100k_base: line breaks may belong to the punctuation before them.
-NEWER_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-FRAGMENTS = [
-    *(
-        "to be",
-        "or not",
-        "to be",
-        "Straße",
-        "don't",
-        "we'll",
-        "'s",
-        "'",
-        "日本語",
-        "e\u0301",
-        "👩‍👩‍👧",
-        "123",
-        "4",
-        "²",
-        "...",
-        "!?",
-        "(",
-    ),
-    *(" ", " ", " ", "  ", "      ", "\t", " \t ", "\n", "\n", "\n\n\n", " \n ", "\r\n", "\r\n\r\n", "\r"),
-    *("\x0b", "\x0c", "\x1c", "\x85", "\xa0", "\u2003", "\u2028", "\u3000", "\u200b", "\ufeff"),
-]
+GOOD = "good words " * 100
 
 
-def corpus(*inputs, **arguments) -> Corpus:
-    return Corpus([str(entry) for entry in inputs], CorpusArguments(**arguments))
+def corpus(*inputs, weights=(), **arguments) -> Corpus:
+    return Corpus([str(entry) for entry in inputs], CorpusArguments(**arguments), list(weights))
 
 
-def documents(source: Corpus) -> list[str]:
+def read(*inputs, **arguments) -> tuple[list[str], Counts]:
+    """All documents, and what was counted."""
+    source = corpus(*inputs, **arguments)
+    reader = Reader(source.arguments.sample_by)
     texts, ended = [], True
-    for piece in source.pieces():
-        assert piece.starts_document == ended
-        if piece.starts_document:
-            texts.append("")
-        texts[-1] += piece.text
-        ended = piece.ends_document
+    for stretch in (stretch for unit in source.units() for stretch in unit.stretches):
+        for piece in reader.pieces(stretch):
+            assert piece.starts_document == ended
+            if piece.starts_document:
+                texts.append("")
+            texts[-1] += piece.text
+            ended = piece.ends_document
     assert ended
-    return texts
+    source.check(reader.counts)
+    return texts, reader.counts
+
+
+def documents(*inputs, **arguments) -> list[str]:
+    return read(*inputs, **arguments)[0]
+
+
+def refusal(*inputs, **arguments) -> str:
+    """The one sentence of what cannot be read."""
+    with pytest.raises(UserError) as error:
+        read(*inputs, **arguments)
+    sentence = str(error.value)
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+    return sentence
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -79,281 +68,468 @@ def write_records(path: Path, records: list[dict]) -> Path:
             writer.writerows(records)
     elif path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(records), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(records), encoding="utf-8")
     else:
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
 
 
-def jumble(seed: int, length: int) -> str:
-    return "".join(random.Random(seed).choices(FRAGMENTS, k=length))
-
-
-def newer_bpe(text: str) -> PreTrainedTokenizerFast:
-    bpe = Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(Regex(NEWER_PATTERN), behavior="isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator([text], trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe)
-
-
-# ---- where text is found --------------------------------------------------------------------------------------------
-
-
-def test_a_text_file_is_one_document_kept_to_the_byte(tmp_path):
-    text = "  First line\r\n\r\n\tsecond\u2028line \n\n"
-    source = corpus(write(tmp_path / "a.txt", text))
-    assert documents(source) == [text]
-    assert source.counts["bytes"] == len(text.encode())
+# ---- what is found, and in which order --------------------------------------------------------------------------------
 
 
 def test_a_folder_is_read_in_the_order_of_its_names_without_hidden_files(tmp_path):
     for name in ("b.txt", "a.txt", "sub/c.md", ".hidden.txt", ".git/config", "sub/.cache/d.txt"):
         write(tmp_path / "books" / name, name)
-    assert documents(corpus(tmp_path / "books")) == ["a.txt", "b.txt", "sub/c.md"]
+    assert documents(tmp_path / "books") == ["a.txt", "b.txt", "sub/c.md"]
+
+
+def test_a_hidden_file_that_is_named_is_read(tmp_path):
+    assert documents(write(tmp_path / ".hidden.txt", "text")) == ["text"]
 
 
 def test_inputs_are_read_in_the_order_given(tmp_path):
     later, first = write(tmp_path / "a.txt", "later"), write(tmp_path / "b.txt", "first")
-    assert documents(corpus(first, later)) == ["first", "later"]
+    assert documents(first, later) == ["first", "later"]
 
 
 def test_a_glob_finds_files_in_a_fixed_order(tmp_path):
     for name in ("b.txt", "a.txt", "no.md", "deep/er/c.txt"):
         write(tmp_path / name, name)
-    assert documents(corpus(tmp_path / "*.txt")) == ["a.txt", "b.txt"]
-    assert documents(corpus(tmp_path / "**" / "*.txt")) == ["a.txt", "b.txt", "deep/er/c.txt"]
+    assert documents(tmp_path / "*.txt") == ["a.txt", "b.txt"]
+    assert documents(tmp_path / "**" / "*.txt") == ["a.txt", "b.txt", "deep/er/c.txt"]
+
+
+def test_a_glob_of_everything_reads_every_file_once(tmp_path):
+    for name in ("a.txt", "deep/b.txt", "deep/er/c.txt", "deep/.hidden"):
+        write(tmp_path / name, name)
+    assert documents(tmp_path / "**") == ["a.txt", "deep/b.txt", "deep/er/c.txt"]
+
+
+def test_a_glob_of_folders_reads_what_is_inside(tmp_path):
+    for name in ("en/a.txt", "en/deep/b.txt", "de/c.txt", "d.txt"):
+        write(tmp_path / name, name)
+    assert documents(tmp_path / "*e*") == ["de/c.txt", "en/a.txt", "en/deep/b.txt"]
 
 
 @pytest.mark.parametrize("name", ["my notes.txt", "Über 雪 👩‍👩‍👧.txt", "draft [1].txt", "50% #2?.txt", "none"])
 def test_a_text_file_may_have_any_name(tmp_path, name):
-    assert documents(corpus(write(tmp_path / "a folder" / name, "text"))) == ["text"]
+    assert documents(write(tmp_path / "a folder" / name, "text")) == ["text"]
 
 
 @pytest.mark.parametrize("name", ["my notes.jsonl", "雪 #1 50%.jsonl", "draft [1].jsonl", "why?.jsonl", "a::b.jsonl"])
 def test_a_file_of_records_may_have_any_name(tmp_path, name):
-    assert documents(corpus(write_records(tmp_path / "a folder" / name, [{"text": "one"}]))) == ["one"]
+    assert documents(write_records(tmp_path / "a folder" / name, [{"text": "one"}])) == ["one"]
 
 
-def test_a_record_format_is_known_by_its_suffix_in_capitals_too(tmp_path):
-    assert documents(corpus(write_records(tmp_path / "A.JSONL", [{"text": "one"}, {"text": "two"}]))) == ["one", "two"]
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.txt", "text")
+    assert documents("~/a.txt") == documents("~/*.txt") == ["text"]
 
 
 @pytest.mark.parametrize("entry", ["nothing.txt", "no*.txt", "a b/c.txt", "~/nothing here", "one/two/three.txt"])
 def test_what_is_not_there_is_named(tmp_path, monkeypatch, entry):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as error:
-        corpus(entry)
-    assert str(error.value) == f"{entry} is no file, folder, glob or Hub dataset; nothing to read there."
+    assert refusal(entry) == f"{entry} is no file, folder, glob or Hub dataset; nothing to read there."
+
+
+def test_a_misspelt_path_that_reads_like_a_hub_dataset_is_answered_as_both(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "books" / "a.txt", "text")
+    assert refusal("boks/a.txt") == "boks/a.txt is no file or folder here, and the Hub cannot be reached to look."
+    assert refusal("books/b.txt") == "books/b.txt is no file, folder, glob or Hub dataset; nothing to read there."
 
 
 def test_an_empty_folder_is_named(tmp_path):
     write(tmp_path / ".hidden", "text")
-    with pytest.raises(UserError, match="is an empty folder; nothing to read there"):
-        corpus(tmp_path)
+    assert refusal(tmp_path) == f"{tmp_path} is an empty folder; nothing to read there."
+
+
+def test_a_pipe_that_is_named_is_refused_and_one_in_a_folder_left_out(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    write(tmp_path / "a.txt", "text")
+    assert documents(tmp_path) == ["text"]
+    assert "is a pipe or a device" in refusal(tmp_path / "pipe")
+
+
+def test_a_store_among_its_own_text_is_no_text(tmp_path):
+    write(tmp_path / "a.txt", "text")
+    write(tmp_path / "store" / "report.md", "report")
+    write(tmp_path / "store-notes.txt", "notes")
+    source = Corpus([str(tmp_path)], CorpusArguments(), left_out=tmp_path / "store")
+    assert [Path(file.path).name for file in source.all_files] == ["a.txt", "store-notes.txt"]
 
 
 def test_the_standard_library_is_sources_without_tests_and_tables():
     source = corpus(STANDARD_LIBRARY)
     root = Path(sysconfig.get_path("stdlib"))
-    names = [path.relative_to(root).as_posix() for path in source.files]
+    paths = [Path(file.path).relative_to(root) for file in source.all_files]
+    names = [path.as_posix() for path in paths]
     assert {"argparse.py", "json/decoder.py", "email/message.py"} <= set(names)
-    assert names == sorted(names, key=lambda name: Path(name).parts)
-    assert {path.suffix for path in source.files} == {".py"}
-    assert not any({"test", "tests", "encodings", "pydoc_data", "site-packages"} & set(Path(n).parts) for n in names)
+    assert paths == sorted(paths, key=lambda path: path.parts)
+    assert {path.suffix for path in paths} == {".py"}
+    assert not any({"test", "tests", "encodings", "pydoc_data", "site-packages"} & set(path.parts) for path in paths)
     assert 3e6 < source.size < 30e6
 
 
-# ---- records --------------------------------------------------------------------------------------------------------
+# ---- links, and the same file twice -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_links_in_a_folder_are_not_followed_and_counted(tmp_path):
+    write(tmp_path / "elsewhere" / "b.txt", "out")
+    write(tmp_path / "books" / "a.txt", "in")
+    (tmp_path / "books" / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
+    (tmp_path / "books" / "folder").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "books" / "broken").symlink_to(tmp_path / "nothing")
+    (tmp_path / "books" / "round").symlink_to(tmp_path / "books")
+    assert documents(tmp_path / "books") == ["in"]
+    assert corpus(tmp_path / "books").left_out_words(Counts()) == "4 links, not followed"
+    assert "is not clean (4 links, not followed), and --strict" in refusal(tmp_path / "books", strict=True)
+
+
+def test_a_link_that_is_named_is_followed(tmp_path):
+    write(tmp_path / "elsewhere" / "b.txt", "out")
+    (tmp_path / "a.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
+    (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
+    assert documents(tmp_path / "a.txt") == documents(tmp_path / "folder") == documents(tmp_path / "*.txt") == ["out"]
+
+
+def test_a_folder_of_links_is_refused_with_the_remedy(tmp_path):
+    write(tmp_path / "elsewhere" / "b.txt", "out")
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
+    assert "is a folder of links, which are not followed unless a glob names them" in refusal(tmp_path / "books")
+    assert documents(tmp_path / "books" / "*") == ["out"]
+
+
+@pytest.mark.parametrize("target", ["nothing", "link"])
+def test_a_broken_link_that_is_named_is_refused(tmp_path, target):
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    assert refusal(tmp_path / "link") == f"{tmp_path / 'link'} is a broken link; mend it or leave it out."
+
+
+def test_a_file_that_is_named_twice_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "books" / "a.txt", "text")
+    sentence = "books/a.txt is named twice, by books and by books/a.txt; name it once, with --weights 2 if it is to count twice."
+    assert refusal("books", "books/a.txt") == sentence
+    assert "is named twice, by books and by ./books" in refusal("books", "./books")
+    assert "is named twice, by books/*.txt and by books/a*" in refusal("books/*.txt", "books/a*")
+
+
+# ---- kinds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "a.ndjson", "a.b.jsonl"])
+def test_a_record_format_is_known_by_its_suffix(tmp_path, name):
+    path = write(tmp_path / name, '{"text": "one"}\n{"text": "two"}\n')
+    assert documents(path) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"name": "GPT", "layers": 12}', '{\n  "text": "all on its own lines"\n}\n', "[1, 2, 3]", "5", '{"broken": '],
+)
+def test_a_json_file_that_holds_no_records_is_text(tmp_path, content):
+    assert documents(write(tmp_path / "config.json", content)) == [content]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"text": "one"}, {"text": "two"}]',
+        '\ufeff \n[\n  {"text": "one"},\n  {"text": "two"}\n]\n',
+        '["one", "two"]',
+        '{"text": "one"}\n{"text": "two"}',
+        '\ufeff{"prose": "one"}\n{"prose": "two"}\n',
+    ],
+)
+def test_a_json_file_may_be_a_list_or_a_record_a_line(tmp_path, content):
+    assert documents(write(tmp_path / "a.json", content)) == ["one", "two"]
+
+
+def test_a_json_file_of_one_record_is_known_by_its_column(tmp_path):
+    assert documents(write(tmp_path / "a.json", '{"id": 1, "content": "one"}\n')) == ["one"]
+    path = write(tmp_path / "b.json", '{"id": 1, "prose": "one"}\n')
+    assert documents(path) == ['{"id": 1, "prose": "one"}\n']
+    assert documents(path, text_column="prose") == ["one"]
+
+
+def test_a_json_list_of_nothing_is_no_text(tmp_path):
+    assert refusal(write(tmp_path / "a.json", "[]\n")).endswith("a.json holds no text: nothing was found.")
+
+
+# ---- columns ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 @pytest.mark.parametrize("column", ["text", "content", "prose"])
 def test_a_record_is_a_document_and_its_text_column_is_found(tmp_path, suffix, column):
     texts = ['He said, "Ü 雪\n\n  twice".', " one\ttwo\r\n", "plain"]
     records = [{"id": i, column: text} for i, text in enumerate(texts)]
-    assert documents(corpus(write_records(tmp_path / f"records.{suffix}", records))) == texts
+    assert documents(write_records(tmp_path / f"records.{suffix}", records)) == texts
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_text_goes_before_content_and_both_before_others(tmp_path):
+    records = [{"title": "no", "content": "no", "text": "yes"}, {"title": "no", "content": "no", "text": "too"}]
+    assert documents(write_records(tmp_path / "a.jsonl", records)) == ["yes", "too"]
+
+
+def test_a_column_of_numbers_is_not_the_text(tmp_path):
+    assert documents(write(tmp_path / "a.csv", "id,score,prose\n1,-0.5,one\n2,3,two\n")) == ["one", "two"]
+
+
+def test_the_column_is_found_where_the_first_records_are_broken_or_lack_it(tmp_path):
+    lines = ["broken", '{"id": 1}', *[json.dumps({"id": 1, "text": str(i)}) for i in range(300)]]
+    assert documents(write(tmp_path / "a.jsonl", "\n".join(lines))) == [str(i) for i in range(300)]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_a_text_column_can_be_named(tmp_path, suffix):
     path = write_records(tmp_path / f"records.{suffix}", [{"text": "no", "summary": "yes"}])
-    assert documents(corpus(path, text_column="summary")) == ["yes"]
+    assert documents(path, text_column="summary") == ["yes"]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_a_text_column_that_is_not_there_is_answered_with_those_that_are(tmp_path, suffix):
     path = write_records(tmp_path / f"records.{suffix}", [{"question": "a", "answer": "b"}])
-    with pytest.raises(UserError, match=r"has no column 'texts'; its columns are question, answer: .*--text_column"):
-        documents(corpus(path, text_column="texts"))
-    with pytest.raises(UserError, match=r"does not say which column .* question, answer: .*--text_column"):
-        documents(corpus(path))
+    given = "its columns are question, answer: give one as --text_column."
+    assert refusal(path, text_column="texts") == f"{path} has no column 'texts'; {given}"
+    assert refusal(path) == f"{path} does not say which column holds the text; {given}"
 
 
-def test_words_that_csv_readers_take_for_nothing_are_text(tmp_path):
-    path = write_records(tmp_path / "a.csv", [{"text": text} for text in ("word", "null", "NA", "None", "nan")])
-    assert documents(corpus(path)) == ["word", "null", "NA", "None", "nan"]
+def test_columns_with_odd_names_are_named_on_one_line(tmp_path):
+    path = write(tmp_path / "a.csv", '"the\nquestion",answer\none,two,and more\n')
+    assert "its columns are the question, answer: give one as --text_column." in refusal(path)
+    assert documents(path, text_column="the\nquestion") == ["one"]
+
+
+def test_all_files_whose_column_cannot_be_told_are_named(tmp_path):
+    for name in ("a", "b"):
+        write_records(tmp_path / f"{name}.jsonl", [{"question": "a", "answer": "b"}])
+    with pytest.raises(UserError) as error:
+        corpus(tmp_path).units()
+    assert [Path(line.split()[0]).name for line in str(error.value).splitlines()] == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_column_of_chats_is_found(tmp_path):
+    chat = [{"role": "user", "content": "Hi"}]
+    for column in ("messages", "conversations"):
+        source = corpus(
+            write_records(tmp_path / f"{column}.jsonl", [{"id": "1", column: []}, {"id": "2", column: chat}])
+        )
+        [unit] = source.units()
+        assert (unit.stretches[0].column, source.has_chats) == (column, True)
+
+
+def test_a_column_of_text_is_no_chat(tmp_path):
+    source = corpus(write_records(tmp_path / "a.jsonl", [{"text": "one", "messages": [{"role": "a", "content": "b"}]}]))
+    source.units()
+    assert not source.has_chats
+
+
+# ---- units ------------------------------------------------------------------------------------------------------------
+
+
+def ranges(source: Corpus) -> list[list[tuple]]:
+    return [[(Path(s.path).name, s.start, s.stop) for s in unit.stretches] for unit in source.units()]
+
+
+def test_small_files_share_a_unit_and_large_ones_are_divided(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 100)
+    for name, size in {"a.txt": 40, "b.txt": 60, "c.txt": 1, "d.txt": 250}.items():
+        write(tmp_path / name, "x" * size)
+    assert ranges(corpus(tmp_path)) == [
+        [("a.txt", 0, None), ("b.txt", 0, None)],
+        [("c.txt", 0, None)],
+        [("d.txt", 0, 100)],
+        [("d.txt", 100, 200)],
+        [("d.txt", 200, None)],
+    ]
+
+
+def test_a_compressed_file_and_a_json_list_are_never_divided(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 10)
+    write(tmp_path / "a.txt.gz", b"x" * 100)
+    write_records(tmp_path / "b.json", [{"text": "x" * 100}])
+    assert ranges(corpus(tmp_path)) == [[("a.txt.gz", 0, None)], [("b.json", 0, None)]]
+
+
+def test_a_parquet_file_is_divided_by_its_row_groups(tmp_path, monkeypatch):
+    texts = [f"{i} " * 50 for i in range(10)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=2)
+    assert ranges(corpus(tmp_path)) == [[("a.parquet", 0, 5)]]
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1)
+    assert ranges(corpus(tmp_path)) == [[("a.parquet", i, i + 1)] for i in range(5)]
+    assert documents(tmp_path) == texts
+
+
+def test_inputs_do_not_share_units_and_each_has_its_weight(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.txt", name)
+    units = corpus(tmp_path / "a.txt", tmp_path / "b.txt", weights=[1, 0.5]).units()
+    assert [unit.copies for unit in units] == [1, 0.5]
+
+
+def test_units_survive_being_written_down(tmp_path):
+    write(tmp_path / "a.txt", GOOD)
+    write_records(tmp_path / "b.jsonl", [{"prose": "one"}])
+    units = corpus(tmp_path, weights=[3]).units()
+    assert [Unit.from_json(json.loads(json.dumps(unit.to_json()))) for unit in units] == units
+
+
+# ---- identity ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_follows_content_and_kind_and_not_names_or_times(tmp_path):
+    first = corpus(write(tmp_path / "a.txt", '{"text": "one"}\n')).fingerprint()
+    os.utime(tmp_path / "a.txt", (1, 1))
+    assert corpus(tmp_path / "a.txt").fingerprint() == first
+    assert corpus(write(tmp_path / "moved" / "b.md", '{"text": "one"}\n')).fingerprint() == first
+    assert corpus(write(tmp_path / "a.jsonl", '{"text": "one"}\n')).fingerprint() != first
+    assert corpus(write(tmp_path / "a.txt", '{"text": "two"}\n')).fingerprint() != first
+
+
+def test_the_fingerprint_follows_order_and_where_a_file_ends(tmp_path):
+    ab, c, a, bc = (write(tmp_path / f"{i}.txt", text) for i, text in enumerate(["ab", "c", "a", "bc"]))
+    assert len({corpus(*inputs).fingerprint() for inputs in ((ab, c), (c, ab), (a, bc))}) == 3
+
+
+def test_identity_is_name_size_and_time_of_every_file(tmp_path):
+    path = write(tmp_path / "雪.txt", "雪")
+    os.utime(path, ns=(5, 7))
+    assert corpus(tmp_path).identity() == [[str(path), 3, 7]]
+
+
+def test_sizes_are_those_of_the_text_where_it_is_packed_about(tmp_path):
+    plain, packed = write(tmp_path / "a.txt", b"x" * 10), write(tmp_path / "b.txt.gz", b"x" * 100)
+    source = corpus(plain, packed)
+    assert (source.size, source.text_sizes, source.text_size) == (110, [10, 400], 410)
+    assert source.describe() == f"{plain}, {packed} (2 files, 0.0 MB)"
+
+
+def test_a_file_that_goes_away_before_it_is_read_is_named(tmp_path):
+    source = corpus(write(tmp_path / "a.txt", "text"))
+    [unit] = source.units()
+    (tmp_path / "a.txt").unlink()
+    sentence = r"a\.txt cannot be read: No such file or directory; mend it or leave it out\.$"
+    with pytest.raises(UserError, match=sentence):
+        list(Reader().pieces(unit.stretches[0]))
+    with pytest.raises(UserError, match=sentence):
+        source.fingerprint()
+
+
+# ---- what is mended, left out, refused --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "line",
-    [b'{"other": 1}', b'{"text": null}', b'{"text": 5}', b'{"text": "cut o', b"not json", b"[]"],
+    ("name", "content", "why"),
+    [
+        ("a.txt", "", "1 blank documents"),
+        ("a.txt", " \n", "1 blank documents"),
+        ("a.bin", b"\0\1", "1 binary files"),
+        ("a.jsonl", "", "nothing was found"),
+        ("a.jsonl", "\n\n", "nothing was found"),
+        ("a.jsonl", '{"text": " "}\n', "1 blank documents"),
+        ("a.jsonl", "broken\n", "1 records without text"),
+        ("a.csv", "", "nothing was found"),
+        ("a.csv", "text,id\n", "nothing was found"),
+    ],
 )
-def test_a_broken_or_fieldless_line_is_counted_up_to_one_percent(tmp_path, line):
-    good = [json.dumps({"text": f"document {i}"}).encode() for i in range(200)]
-    source = corpus(write(tmp_path / "few.jsonl", b"\n".join([*good[:100], line, *good[100:]])))
-    assert documents(source) == [f"document {i}" for i in range(200)]
-    assert source.counts["empty_records"] == 1
-    with pytest.raises(UserError, match=r"1 records without text.*--strict"):
-        documents(corpus(tmp_path / "few.jsonl", strict=True))
-    with pytest.raises(UserError):
-        documents(corpus(write(tmp_path / "many.jsonl", b"\n".join([*good[:100], line, line]))))
+def test_input_without_any_text_is_refused(tmp_path, name, content, why):
+    path = write(tmp_path / name, content)
+    assert refusal(path) == f"{path} holds no text: {why}."
 
 
-def test_a_byte_in_a_record_that_is_not_utf8_is_replaced_and_counted(tmp_path):
-    good = [json.dumps({"text": f"document {i}"}).encode() for i in range(200)]
-    source = corpus(write(tmp_path / "a.jsonl", b"\n".join([*good, b'{"text": "caf\xe9"}'])))
-    assert documents(source)[-1] == "caf\ufffd"
-    assert source.counts["bad_bytes"] == 1
+def test_blank_documents_and_binary_files_are_left_out_and_counted(tmp_path):
+    contents = {"a": "text", "b": "", "c": " \n\t\u3000\r\n", "d": b"\x89PNG\x00\x00", "e": "\n more"}
+    for name, content in contents.items():
+        write(tmp_path / name, content)
+    texts, counts = read(tmp_path)
+    assert texts == ["text", "\n more"]
+    assert (counts.documents, counts.blank, counts.binary_files) == (2, 2, 1)
+    assert corpus(tmp_path).left_out_words(counts) == "2 blank documents, 1 binary files"
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    mark = b"\xef\xbb\xbf"
-    paths = [
-        write(tmp_path / "a.txt", mark + "Ünder".encode()),
-        write(tmp_path / "a.jsonl", mark + b'{"text": "two"}\n'),
-        write(tmp_path / "a.csv", mark + b"text,id\r\nthree,1\r\n"),
-    ]
-    assert documents(corpus(*paths)) == ["Ünder", "two", "three"]
+@pytest.mark.parametrize(("bad", "refused"), [(10, False), (11, True)])
+def test_up_to_one_percent_of_the_bytes_may_be_invalid(tmp_path, bad, refused):
+    path = write(tmp_path / "a.txt", b"x" * 490 + b"\n" + b"\xff" * bad + b"x" * (509 - bad))
+    if refused:
+        assert (
+            refusal(path)
+            == f"{path} is not UTF-8 text: 11 of 1,000 bytes are invalid; the first in {path}, line 2; convert it."
+        )
+    else:
+        assert read(path)[1].bad_bytes == 10
 
 
-# ---- what is mended, left out, refused ------------------------------------------------------------------------------
-
-
-def test_bytes_that_are_not_utf8_are_replaced_and_counted_up_to_one_percent(tmp_path):
-    source = corpus(write(tmp_path / "a.txt", b"na\xefve " + b"plain words " * 100 + b"\xe2\x82"))
-    assert documents(source) == ["na\ufffdve " + "plain words " * 100 + "\ufffd\ufffd"]
-    assert source.counts["bad_bytes"] == 3
-    assert "3 bytes that are not UTF-8" in source.summary()
+def test_the_share_is_of_all_text_and_not_of_each_file(tmp_path):
+    write(tmp_path / "a.txt", "é".encode("latin-1"))
+    write(tmp_path / "b.txt", GOOD)
+    assert documents(tmp_path) == ["\ufffd", GOOD]
 
 
 def test_text_in_another_encoding_is_refused(tmp_path):
     path = write(tmp_path / "a.txt", ("déjà vu à la crème " * 10).encode("latin-1"))
-    with pytest.raises(UserError, match=r"a\.txt is not UTF-8 text: 40 of 190 bytes are invalid"):
-        documents(corpus(path))
+    assert "a.txt is not UTF-8 text: 40 of 190 bytes are invalid; the first in" in refusal(path)
 
 
-def test_utf16_text_is_called_by_its_name(tmp_path):
-    path = write(tmp_path / "a.txt", "What Windows calls Unicode.\n".encode("utf-16"))
-    with pytest.raises(UserError, match="UTF-16"):
-        documents(corpus(path))
+@pytest.mark.parametrize(
+    "broken", ["broken", '{"id": 1}', '{"text": null}', '{"text": 5}', '{"text": ["a"]}', "[]", '"a"']
+)
+def test_up_to_one_percent_of_the_records_may_be_without_text(tmp_path, broken):
+    good = [json.dumps({"text": f"document {i}"}) for i in range(99)]
+    texts, counts = read(write(tmp_path / "few.jsonl", "\n".join([*good[:50], broken, *good[50:]])))
+    assert texts == [f"document {i}" for i in range(99)]
+    assert counts.empty_records == 1
+    path = write(tmp_path / "many.jsonl", "\n".join([*good[:50], broken, broken, *good[50:]]))
+    assert refusal(path) == (
+        f"{path}: 2 records hold no text against 99 that do; the first in {path}, line 51; name the right column with "
+        f"--text_column."
+    )
 
 
-@pytest.mark.parametrize("unclean", [b"one\xff" + b" word" * 100, b"\x00\x01\x02"])
-def test_strict_refuses_what_is_otherwise_mended(tmp_path, unclean):
-    write(tmp_path / "good.txt", "good words " * 100)
-    write(tmp_path / "unclean.dat", unclean)
-    documents(corpus(tmp_path))
-    with pytest.raises(UserError, match=r"is not clean \(1 [a-zA-Z0-9 -]+\), and --strict allows nothing else"):
-        documents(corpus(tmp_path, strict=True))
+def test_a_check_on_the_way_counts_on_the_text_that_is_still_to_come(tmp_path):
+    source = corpus(write(tmp_path / "a.txt", GOOD))
+    source.check(Counts(), at_least=1000)
+    source.check(Counts(documents=1, bytes=300, bad_bytes=10, empty_records=1), at_least=1000)
+    with pytest.raises(UserError, match="11 of 1,000 bytes are invalid"):
+        source.check(Counts(documents=1, bytes=300, bad_bytes=11), at_least=1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.txt", b"one\xff", r"1 bytes that are not UTF-8\).*; the first in \S*/a.txt, line 1\.$"),
+        (
+            "a.txt",
+            GOOD.encode() + b"\n\ntwo \xe2\x82",
+            r"2 bytes that are not UTF-8\).*; the first in \S*/a.txt, line 3\.$",
+        ),
+        ("a.dat", b"\x00\x01\x02", r"1 binary files\).*; the first in \S*/a.dat\.$"),
+        ("a.jsonl", b'{"text": "one"}\n\nbroken\n', r"1 records without text\).*; the first in \S*/a.jsonl, line 3\.$"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}', r"1 bytes .*; the first in \S*/a.jsonl, line 2\.$"),
+        ("a.csv", b"text,id\none,1\n\xff,2\n", r"1 bytes that are not UTF-8\).*; the first in \S*/a.csv, line 3\.$"),
+        ("a.json", b'[{"text": "one"}, {"text": 5}]', r"1 records .*; the first in \S*/a.json, record 2\.$"),
+        ("a.txt", b"x" * (1 << 20 | 1), r"1 runs without a place to cut\).*; the first in \S*/a.txt\.$"),
+    ],
+)
+def test_strict_refuses_what_is_otherwise_mended_and_says_where_it_stands(tmp_path, name, content, what):
+    write(tmp_path / "good.txt", GOOD * 10)
+    for i in range(100):
+        write(tmp_path / f"good{i}.txt", "good")
+    write(tmp_path / name, content)
+    documents(tmp_path)
+    with pytest.raises(UserError, match=rf"is not clean \({what}"):
+        documents(tmp_path, strict=True)
 
 
 def test_strict_takes_clean_text_as_it_is(tmp_path):
-    assert documents(corpus(write(tmp_path / "a.txt", "tr\u00e8s \ufffd clean\r\n"), strict=True)) == [
-        "très \ufffd clean\r\n"
-    ]
+    assert documents(write(tmp_path / "a.txt", "très \ufffd clean\r\n"), strict=True) == ["très \ufffd clean\r\n"]
 
 
-def test_blank_documents_and_binary_files_are_left_out_and_counted(tmp_path):
-    for name, content in {
-        "a": "text",
-        "b": "",
-        "c": " \n\t\u3000\r\n",
-        "d": b"\x89PNG\x00\x00",
-        "e": "\n more",
-    }.items():
-        write(tmp_path / name, content)
-    source = corpus(tmp_path)
-    assert documents(source) == ["text", "\n more"]
-    assert (source.counts["documents"], source.counts["blank"], source.counts["binary_files"]) == (2, 2, 1)
-    assert "2 blank documents, 1 binary files" in source.summary()
-
-
-def test_a_document_that_begins_with_a_megabyte_of_nothing_is_kept(tmp_path):
-    text = "\n" * 2_500_000 + "text\n"
-    assert documents(corpus(write(tmp_path / "a.txt", text))) == [text]
-
-
-@pytest.mark.parametrize(("name", "content"), [("a.txt", ""), ("a.txt", " \n"), ("a.bin", b"\0\1"), ("a.jsonl", "")])
-def test_input_without_any_text_is_refused(tmp_path, name, content):
-    with pytest.raises(UserError, match=name) as error:
-        documents(corpus(write(tmp_path / name, content)))
-    assert "\n" not in str(error.value)
-
-
-def test_every_pass_counts_anew(tmp_path):
-    source = corpus(write(tmp_path / "a.txt", "text"))
-    assert documents(source) == documents(source)
-    assert source.counts["documents"] == 1
-
-
-# ---- pieces ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["jumble", "crlf", "one line"])
-def test_three_megabytes_come_in_pieces_that_encode_to_what_the_whole_does(tmp_path, kind):
-    lines = [f"{i} naïve sentences, each of them short; they don't  end in a full stop" for i in range(45_000)]
-    text = {
-        "jumble": "".join(jumble(seed, 1000) for seed in range(1000)),
-        "crlf": "\r\n".join(lines),
-        "one line": " ".join(lines),
-    }[kind]
-    assert len(text.encode()) > 3_000_000
-    pieces = list(corpus(write(tmp_path / "a.txt", text)).pieces())
-    assert "".join(piece.text for piece in pieces) == text
-    assert [piece.starts_document for piece in pieces].index(False) == 1
-    assert [piece.ends_document for piece in pieces].index(True) == len(pieces) - 1
-    tokenizer = train_bpe([text[:100_000]], 400)
-    [whole] = tokenizer.backend_tokenizer.encode_batch_fast([text])
-    ids = np.concatenate(encoder(tokenizer)([piece.text for piece in pieces]))
-    assert np.array_equal(ids, whole.ids)
-
-
-@pytest.mark.parametrize("make", [lambda text: train_bpe([text], 400), newer_bpe], ids=["GPT-2", "Llama 3"])
-def test_no_cut_between_pieces_changes_a_token(tmp_path, monkeypatch, make):
-    tokenizer = make(jumble(0, 2000))
-    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 600)
-    for seed in range(10):
-        text = "a" + jumble(seed, 3000)
-        pieces = [piece.text for piece in corpus(write(tmp_path / "a.txt", text)).pieces()]
-        assert "".join(pieces) == text
-        assert len(pieces) > 5
-        ids = np.concatenate(encoder(tokenizer)(pieces))
-        assert ids.tolist() == tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def test_a_long_record_comes_in_pieces_too(tmp_path):
-    text = "A line of a long book.\n" * 150_000
-    pieces = list(corpus(write_records(tmp_path / "a.jsonl", [{"text": text}])).pieces())
-    assert "".join(piece.text for piece in pieces) == text
-    assert len(pieces) > 1
-
-
-def test_three_megabytes_without_any_white_space_are_kept(tmp_path):
-    text = "長い" * 500_000
-    assert documents(corpus(write(tmp_path / "a.txt", text))) == [text]
-
-
-def test_characters_that_lie_across_read_blocks_are_kept(tmp_path):
-    for lead in range(4):
-        text = "a" * lead + "🙂" * (PIECE_BYTES // 4 + 1) + "é"
-        source = corpus(write(tmp_path / "a.txt", text))
-        assert documents(source) == [text]
-        assert source.counts["bad_bytes"] == 0
-
-
-def test_a_broken_character_across_read_blocks_is_counted_once(tmp_path):
-    source = corpus(write(tmp_path / "a.txt", b"x" * (PIECE_BYTES - 1) + b"\xc3" + b"x" * 100))
-    assert documents(source) == ["x" * (PIECE_BYTES - 1) + "\ufffd" + "x" * 100]
-    assert source.counts["bad_bytes"] == 1
+def test_strict_takes_blank_documents(tmp_path):
+    write(tmp_path / "a.txt", "text")
+    write(tmp_path / "b.txt", "")
+    assert documents(tmp_path, strict=True) == ["text"]

@@ -273,9 +273,9 @@ class Corpus:
             return documents.TEXT_COLUMNS[0] if head else None
         wanted = self.arguments.text_column
         missing = f"has no column {wanted!r}" if wanted else "does not say which column holds the text"
-        raise UserError(
-            f"{label} {missing}; its columns are {', '.join(map(str, known))[:300] or 'none'}: give one as --text_column."
-        )
+        # csv has None for what a row has more than the header.
+        names = ", ".join(" ".join(str(name).split()) for name in known if name is not None)
+        raise UserError(f"{label} {missing}; its columns are {names[:300] or 'none'}: give one as --text_column.")
 
     def _find(self, entry: str) -> list[TextFile]:
         """The files an entry of `--input` names, in a fixed order.

@@ -1,0 +1,525 @@
+"""Documents in pieces: nothing is lost at any border, no cut changes a token, and what is mended is counted."""
+
+import codecs
+import gzip
+import itertools
+import json
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_corpus import GOOD, documents, read, refusal, write, write_records
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from errors import UserError
+from tokenizer import corpus as corpus_module
+from tokenizer import documents as documents_module
+from tokenizer.corpus import Corpus, CorpusArguments
+from tokenizer.documents import PIECE_BYTES, Counts, Piece, Reader, Stretch
+from tokenizer.vocabulary import train_bpe
+
+# The word pattern of Llama 3 and cl100k_base: line breaks may belong to the punctuation before them.
+NEWER_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+FRAGMENTS = [
+    *"be not Straße don't we'll 's ' 日本語 e\u0301 👩‍👩‍👧 123 4 ² ... !? (".split(),
+    *(" ", " ", " ", "  ", "      ", "\t", " \t ", "\n", "\n", "\n\n\n", " \n ", "\r\n", "\r\n\r\n", "\r"),
+    *("\x0b", "\x0c", "\x1c", "\x85", "\xa0", "\u2003", "\u2028", "\u3000", "\u200b", "\ufeff"),
+]
+
+
+def jumble(seed: int, length: int) -> str:
+    return "".join(random.Random(seed).choices(FRAGMENTS, k=length))
+
+
+def bpe(text: str) -> Tokenizer:
+    return train_bpe([text], 400).backend_tokenizer
+
+
+def newer_bpe(text: str) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(NEWER_PATTERN), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+def pieces(path: Path, sample_by: str = "document") -> tuple[list[Piece], Counts]:
+    """Of all units, and what was counted."""
+    reader = Reader(sample_by)
+    units = Corpus([str(path)], CorpusArguments(sample_by=sample_by)).units()
+    stretches = (stretch for unit in units for stretch in unit.stretches)
+    return list(itertools.chain.from_iterable(map(reader.pieces, stretches))), reader.counts
+
+
+def joined(found: list[Piece]) -> str:
+    return "".join(piece.text for piece in found)
+
+
+# ---- what is a document -----------------------------------------------------------------------------------------------
+
+
+def test_a_text_file_is_one_document_kept_to_the_byte(tmp_path):
+    text = "  First line\r\n\r\n\tsecond\u2028line \n\n"
+    texts, counts = read(write(tmp_path / "a.txt", text))
+    assert texts == [text]
+    assert counts == Counts(documents=1, bytes=len(text.encode()))
+
+
+@pytest.mark.parametrize("text", ["one\n", "one", "\n\none\n", "one\x00\n" + GOOD])
+def test_a_text_file_may_end_and_begin_in_any_way(tmp_path, text):
+    assert documents(write(tmp_path / "a.txt", text)) == [text]
+
+
+def test_lines_are_documents_without_their_ends(tmp_path):
+    path = write(tmp_path / "a.txt", "one\r\n  two \n\n \t\nthree\rthree\u2028\x85three\nfour")
+    texts, counts = read(path, sample_by="line")
+    assert texts == ["one", "  two ", "three\rthree\u2028\x85three", "four"]
+    assert (counts.documents, counts.blank) == (4, 2)
+
+
+def test_paragraphs_are_documents_between_blank_lines(tmp_path):
+    path = write(tmp_path / "a.txt", "\n\none\r\none\r\n\r\n  two\ntwo  \n \t\n\u3000\n\nthree\n")
+    texts, counts = read(path, sample_by="paragraph")
+    assert texts == ["one\none", "  two\ntwo  ", "three"]
+    assert counts.documents == 3
+
+
+@pytest.mark.parametrize("sample_by", ["line", "paragraph"])
+def test_records_are_documents_whatever_a_plain_text_is_divided_into(tmp_path, sample_by):
+    text = "one\n\ntwo\nthree"
+    assert documents(write_records(tmp_path / "a.jsonl", [{"text": text}]), sample_by=sample_by) == [text]
+
+
+def test_counts_of_several_parts_add_up_and_keep_the_first_place():
+    counts = Counts()
+    for part in ([("blank", 2, "a"), ("bad_bytes", 1, "a")], [("bad_bytes", 3, "b"), ("empty_records", 1, "b")]):
+        later = Counts(documents=1, bytes=10)
+        for name, number, path in part:
+            later.note(name, number, path, line=number)
+        counts.add(later)
+    first = {"blank": ["a", {"line": 2}], "bad_bytes": ["a", {"line": 1}], "empty_records": ["b", {"line": 1}]}
+    assert counts == Counts(2, 20, 2, 0, 4, 1, 0, first)
+
+
+# ---- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_fields_of_csv_hold_quotes_commas_and_line_breaks(tmp_path):
+    path = write(tmp_path / "a.csv", 'id,text\r\n1,"He said, ""no""\r\n\n  twice"\r\n2,plain\r\n')
+    assert documents(path) == ['He said, "no"\r\n\n  twice', "plain"]
+
+
+def test_a_csv_file_may_hold_nuls_and_end_lines_with_cr_alone(tmp_path):
+    assert documents(write(tmp_path / "a.csv", "text,id\rone\0one,1\rtwo,2")) == ["one\0one", "two"]
+
+
+def test_words_that_csv_readers_take_for_nothing_are_text(tmp_path):
+    words = ["word", "null", "NA", "None", "nan"]
+    assert documents(write_records(tmp_path / "a.csv", [{"text": text} for text in words])) == words
+
+
+def test_csv_rows_that_are_too_short_are_counted_and_too_long_ones_read(tmp_path):
+    rows = [*(f"{i},text {i}" for i in range(200)), "short", "long,text,more,,"]
+    texts, counts = read(write(tmp_path / "a.csv", "\n".join(["id,text", *rows])))
+    assert texts == [*(f"text {i}" for i in range(200)), "text"]
+    assert (counts.empty_records, counts.first["empty_records"]) == (1, [str(tmp_path / "a.csv"), {"line": 202}])
+
+
+def test_a_csv_field_of_a_megabyte_is_text(tmp_path):
+    text = "words, and more\n" * 70_000
+    assert documents(write_records(tmp_path / "a.csv", [{"text": text}])) == [text]
+
+
+@pytest.mark.parametrize("last", ['{"text": "cut o', '{"text": "cut"', '{"te', "{", '{"text": "caf\\u00'])
+def test_a_broken_last_line_is_counted(tmp_path, last):
+    lines = [json.dumps({"text": f"document {i}"}) for i in range(200)]
+    texts, counts = read(write(tmp_path / "a.jsonl", "\n".join([*lines, last])))
+    assert len(texts) == 200
+    assert counts.empty_records == 1
+
+
+def test_a_last_record_without_line_end_is_read(tmp_path):
+    assert documents(write(tmp_path / "a.jsonl", '{"text": "one"}\r\n\r\n{"text": "two"}')) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "value", ["null", "5", "true", '["a"]', '{"a": "b"}', "[" * 10_000 + "]" * 10_000, "1" * 5000, "NaN"]
+)
+def test_a_value_that_is_no_text_is_counted(tmp_path, value):
+    lines = [json.dumps({"text": f"document {i}"}) for i in range(200)]
+    texts, counts = read(write(tmp_path / "a.jsonl", "\n".join([*lines[:7], f'{{"text": {value}}}', *lines[7:]])))
+    assert len(texts) == 200
+    assert (counts.empty_records, counts.documents) == (1, 200)
+
+
+def test_lone_surrogates_in_json_are_replaced_and_pairs_are_characters(tmp_path):
+    lines = ['{"text": "a\\ud800b\\udc00"}', '{"text": "\\ud83d\\ude42"}', json.dumps({"text": GOOD})]
+    texts, counts = read(write(tmp_path / "a.jsonl", "\n".join(lines)))
+    assert texts == ["a\ufffdb\ufffd", "🙂", GOOD]
+    assert (counts.bad_bytes, counts.bytes) == (2, 8 + 4 + len(GOOD))
+
+
+def test_a_byte_in_a_record_that_is_not_utf8_is_replaced_and_counted(tmp_path):
+    texts, counts = read(write(tmp_path / "a.jsonl", json.dumps({"text": GOOD}).encode() + b'\n{"text": "caf\xe9"}'))
+    assert texts == [GOOD, "caf\ufffd"]
+    assert (counts.bad_bytes, counts.first["bad_bytes"][1]) == (1, {"byte": len(GOOD) + 13})
+
+
+def test_a_record_that_is_too_long_for_the_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "LONGEST_RECORD", 1 << 20)
+    long = "words " * 200_000
+    jsonl = write_records(tmp_path / "a.jsonl", [{"text": "one"}, {"text": long}])
+    assert "a.jsonl cannot be read: line 2 is longer than 1 MiB, too long for one record; mend it" in refusal(jsonl)
+    assert "write it as jsonl, a record a line" in refusal(write_records(tmp_path / "a.json", [{"text": long}]))
+    csv = write_records(tmp_path / "a.csv", [{"text": "one"}, {"text": long}])
+    assert "a.csv cannot be read: it is longer than 1 Mi characters, too long for one record, in line 3;" in refusal(
+        csv
+    )
+    quoted = write_records(tmp_path / "b.csv", [{"text": "one"}, {"text": "words\n" * 200_000}])
+    assert re.search(
+        r"b\.csv cannot be read: field larger than field limit \(1048576\), in line [\d,]+; mend it", refusal(quoted)
+    )
+
+
+def test_a_broken_json_list_is_refused_with_the_place(tmp_path):
+    path = write(tmp_path / "a.json", '[{"text": "one"}, {"text": "tw')
+    assert re.search(
+        r"a\.json cannot be read: Unterminated string .*char 27\); mend it or leave it out\.$", refusal(path)
+    )
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int8(), pa.string())])
+def test_parquet_text_may_be_of_any_kind_and_in_many_row_groups(tmp_path, kind):
+    texts = [f"naïve {i}" for i in range(50)]
+    table = pa.table({"id": range(50), "text": pa.array(texts).cast(kind)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    assert documents(tmp_path / "a.parquet") == texts
+
+
+def test_null_text_in_parquet_is_counted(tmp_path):
+    pq.write_table(pa.table({"text": ["one", None] + ["more"] * 150}), tmp_path / "a.parquet", row_group_size=2)
+    texts, counts = read(tmp_path / "a.parquet")
+    assert texts == ["one"] + ["more"] * 150
+    assert (counts.empty_records, counts.first["empty_records"][1]) == (1, {"record": 2})
+
+
+def test_parquet_text_that_breaks_its_promise_of_utf8_is_replaced_and_counted(tmp_path):
+    column = pa.array([GOOD.encode(), b"caf\xe9"]).view(pa.string())
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    texts, counts = read(tmp_path / "a.parquet")
+    assert texts == [GOOD, "caf\ufffd"]
+    assert counts.bad_bytes == 1
+
+
+def test_a_parquet_file_without_rows_or_row_groups_holds_no_text(tmp_path):
+    schema = pa.schema([("text", pa.string())])
+    pq.ParquetWriter(tmp_path / "a.parquet", schema).close()
+    pq.write_table(schema.empty_table(), tmp_path / "b.parquet")
+    assert "holds no text: nothing was found" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-10], lambda b: b[:4] + b[100:], lambda b: b"text"])
+def test_a_damaged_parquet_file_is_refused(tmp_path, damage):
+    path = write_records(tmp_path / "a.parquet", [{"text": f"{i} {GOOD}"} for i in range(9)])
+    write(path, damage(path.read_bytes()))
+    assert re.search(r"a\.parquet cannot be read: .*; mend it or leave it out\.$", refusal(path))
+
+
+# ---- encodings --------------------------------------------------------------------------------------------------------
+
+
+def test_a_byte_order_mark_at_the_start_is_no_text_and_one_inside_is_kept(tmp_path):
+    mark = codecs.BOM_UTF8
+    paths = [
+        write(tmp_path / "a.txt", mark + "Ün\ufeffder".encode()),
+        write(tmp_path / "a.jsonl", mark + b'{"text": "two"}\n'),
+        write(tmp_path / "a.csv", mark + b"text,id\r\nthree,1\r\n"),
+        write(tmp_path / "a.json", mark + b'["four"]'),
+        write(tmp_path / "b.txt", mark * 2 + b"five"),
+    ]
+    assert documents(*paths) == ["Ün\ufeffder", "two", "three", "four", "\ufefffive"]
+    assert documents(write(tmp_path / "lines.txt", mark + b"six\n" + mark + b"seven"), sample_by="line") == [
+        "six",
+        "\ufeffseven",
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.jsonl", "a.json", "a.txt.gz"])
+def test_utf16_text_is_called_by_its_name(tmp_path, name, encoding):
+    content = '{"text": "What Windows calls Unicode."}\r\n'.encode(encoding)
+    path = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
+    assert refusal(path) == f"{path} is UTF-16 text; save it as UTF-8."
+
+
+def test_some_nuls_are_text_and_many_a_binary_file(tmp_path):
+    write(tmp_path / "a.txt", "one\0two" + GOOD)
+    write(tmp_path / "b.txt", b"one" + b"\0two" * 100)
+    texts, counts = read(tmp_path)
+    assert texts == ["one\0two" + GOOD]
+    assert (counts.binary_files, counts.first["binary_files"]) == (1, [str(tmp_path / "b.txt"), {}])
+
+
+def test_bytes_that_are_not_utf8_are_replaced_one_by_one_and_counted(tmp_path):
+    content = b"na\xefve \xed\xa0\x80 \xc0\xaf \xf4\x90\x80\x80 " + b"plain words " * 100 + b"\xe2\x82"
+    texts, counts = read(write(tmp_path / "a.txt", content))
+    bad = "\ufffd"
+    assert texts == [f"na{bad}ve {bad * 3} {bad * 2} {bad * 4} " + "plain words " * 100 + bad * 2]
+    assert (counts.bad_bytes, counts.first["bad_bytes"]) == (12, [str(tmp_path / "a.txt"), {}])
+
+
+# ---- borders of blocks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("character", ["é", "雪", "🙂"])
+def test_characters_that_lie_across_read_blocks_are_kept(tmp_path, character):
+    size = len(character.encode())
+    for lead in range(size):
+        text = "a" * lead + character * (PIECE_BYTES // size + 1) + "é"
+        found, counts = pieces(write(tmp_path / "a.txt", text))
+        assert joined(found) == text
+        assert counts.bad_bytes == 0
+
+
+def test_a_broken_character_across_read_blocks_is_counted_once(tmp_path):
+    found, counts = pieces(write(tmp_path / "a.txt", b"x" * (PIECE_BYTES - 1) + b"\xc3" + b"x" * 100))
+    assert joined(found) == "x" * (PIECE_BYTES - 1) + "\ufffd" + "x" * 100
+    assert counts.bad_bytes == 1
+
+
+@pytest.mark.parametrize("sample_by", ["line", "paragraph"])
+@pytest.mark.parametrize("shift", [-2, -1, 0, 1])
+def test_line_ends_that_lie_across_read_blocks_are_ends(tmp_path, monkeypatch, sample_by, shift):
+    monkeypatch.setattr(documents_module, "PIECE_BYTES", 100)
+    text = "x" * (200 + shift) + "\r\n\r\ny"
+    found, _ = pieces(write(tmp_path / "a.txt", text), sample_by)
+    assert joined(found) == text.replace("\r\n", "")
+    assert sum(piece.ends_document for piece in found) == 2
+
+
+def test_a_document_that_begins_with_a_megabyte_of_nothing_is_kept(tmp_path):
+    text = "\n" * 2_500_000 + "text\n"
+    assert documents(write(tmp_path / "a.txt", text)) == [text]
+
+
+def test_megabytes_of_nothing_are_one_blank_document(tmp_path):
+    found, counts = pieces(write(tmp_path / "a.txt", " \n" * 1_200_000))
+    assert (found, counts.blank, counts.documents, counts.bytes) == ([], 1, 0, 0)
+
+
+# ---- pieces -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jumble", "crlf", "one line"])
+def test_three_megabytes_come_in_pieces_that_encode_to_what_the_whole_does(tmp_path, kind):
+    lines = [f"{i} naïve sentences, each of them short; they don't  end in a full stop" for i in range(45_000)]
+    text = {"jumble": jumble(0, 1_030_000), "crlf": "\r\n".join(lines), "one line": " ".join(lines)}[kind]
+    assert len(text.encode()) > 3_000_000
+    found, counts = pieces(write(tmp_path / "a.txt", text))
+    assert joined(found) == text
+    assert [piece.starts_document for piece in found].index(False) == 1
+    assert [piece.ends_document for piece in found].index(True) == len(found) - 1
+    assert counts.cut_words == 0
+    tokenizer = bpe(text[:50_000])
+    for left, right in itertools.pairwise(found):
+        left, right = left.text[-2000:], right.text[:2000]
+        whole = tokenizer.encode(left + right, add_special_tokens=False).ids
+        assert tokenizer.encode(left).ids + tokenizer.encode(right).ids == whole
+
+
+@pytest.mark.parametrize("make", [bpe, newer_bpe], ids=["GPT-2", "Llama 3"])
+@pytest.mark.parametrize("cut_by", ["pieces", "units"])
+def test_no_cut_changes_a_token(tmp_path, monkeypatch, make, cut_by):
+    tokenizer = make(jumble(0, 2000))
+    monkeypatch.setattr(documents_module, "PIECE_BYTES", 600)
+    if cut_by == "units":
+        monkeypatch.setattr(corpus_module, "UNIT_BYTES", 250)
+    for seed in range(10):
+        text = "a" + jumble(seed, 3000)
+        found, counts = pieces(write(tmp_path / "a.txt", text))
+        assert counts.cut_words == 0
+        assert joined(found) == text
+        assert len(found) > 5
+        encoded = [tokenizer.encode(piece.text, add_special_tokens=False).ids for piece in found]
+        assert list(itertools.chain(*encoded)) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv", "a.json"])
+def test_a_long_record_comes_in_pieces_too(tmp_path, name):
+    text = "A line of a long book.\n" * 150_000
+    found, counts = pieces(write_records(tmp_path / name, [{"text": text}, {"text": "short"}]))
+    assert joined(found) == text + "short"
+    assert len(found) > 3
+    assert (counts.documents, counts.cut_words) == (2, 0)
+    assert max(len(piece.text) for piece in found) <= 2 * PIECE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("sample_by", "part"),
+    [("document", "長い"), ("document", "/x"), ("document", "\u0301"), ("line", "x"), ("paragraph", "x")],
+)
+def test_a_long_line_without_any_place_to_cut_is_kept_and_counted(tmp_path, sample_by, part):
+    text = part * (2_200_000 // len(part))
+    start = time.process_time()
+    found, counts = pieces(write(tmp_path / "a.txt", text), sample_by)
+    assert time.process_time() - start < 3  # minutes, were it quadratic
+    assert joined(found) == text
+    assert counts.documents == 1
+    assert counts.cut_words in (1, 2)
+    assert max(len(piece.text) for piece in found) <= PIECE_BYTES
+
+
+@pytest.mark.parametrize("part", ["\r\n", "\n\r"])
+def test_no_line_break_is_torn_where_there_is_no_place_to_cut(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(documents_module, "PIECE_BYTES", 50)
+    monkeypatch.setattr(documents_module, "LONGEST_WORD", 9)
+    text = "a" + part * 1000 + "b"
+    for unit_bytes in (60, 61):
+        monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
+        found, _ = pieces(write(tmp_path / "a.txt", text))
+        assert joined(found) == text
+        assert len(found) > 50
+        assert not any(
+            a.text.endswith("\r") and b.text.startswith("\n") for a, b in itertools.pairwise(found) if b.text
+        )
+
+
+# ---- units: parts of files --------------------------------------------------------------------------------------------
+
+CHARACTERS = [*"aaab1  \n\n\r\t,.é雪🙂\u0301\u3000\ufeff\x85\0", "\r\n", "\r\n\r\n", "\n\n", "word word"]
+
+
+def random_text(seed: int) -> str:
+    some = random.Random(seed)
+    return "".join(some.choices(some.choices(CHARACTERS, k=8), k=some.choice([1, 5, 60, 200])))
+
+
+def whole_documents(text: str, sample_by: str) -> list[str]:
+    lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
+    if sample_by == "line":
+        return [line for line in lines if line.strip()]
+    groups = itertools.groupby(lines, key=lambda line: bool(line.strip()))
+    return ["\n".join(group) for visible, group in groups if visible]
+
+
+@pytest.fixture
+def any_text(monkeypatch):
+    """Random texts are full of NULs."""
+    monkeypatch.setattr(documents_module, "NUL_SHARE", 1)
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 2, 3, 5, 7, 64, 1000])
+def test_the_pieces_of_all_units_are_the_text(tmp_path, monkeypatch, any_text, unit_bytes):
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
+    for seed in range(40):
+        text = random_text(seed)
+        found, counts = pieces(write(tmp_path / "a.txt", text))
+        text = text.removeprefix("\ufeff")
+        if found or not text.isspace():
+            assert joined(found) == text, seed
+        if found:
+            assert [piece.starts_document for piece in found] == [True] + [False] * (len(found) - 1)
+            assert [piece.ends_document for piece in found] == [False] * (len(found) - 1) + [True]
+        assert counts.documents == bool(found)
+        assert counts.bytes == len(joined(found).encode())
+        assert counts.bad_bytes == 0
+
+
+@pytest.mark.parametrize("sample_by", ["line", "paragraph"])
+@pytest.mark.parametrize("unit_bytes", [1, 2, 3, 7, 64, 1000])
+def test_the_documents_of_all_units_are_those_of_the_file(tmp_path, monkeypatch, any_text, sample_by, unit_bytes):
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
+    for seed in range(40):
+        text = random_text(seed)
+        found, counts = pieces(write(tmp_path / "a.txt", text), sample_by)
+        assert all(piece.starts_document and piece.ends_document for piece in found)
+        assert [piece.text for piece in found] == whole_documents(text, sample_by), seed
+        assert counts.documents == len(found)
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 7, 30, 1000])
+def test_the_records_of_all_units_are_those_of_the_file(tmp_path, monkeypatch, unit_bytes):
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
+    texts = [text for text in map(random_text, range(30)) if text.strip()]
+    lines = [json.dumps({"text": text}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts)]
+    path = write(tmp_path / "a.jsonl", codecs.BOM_UTF8 + "\r\n\n".join(lines).encode())
+    found, counts = pieces(path)
+    assert [piece.text for piece in found] == texts
+    assert (counts.documents, counts.empty_records) == (len(texts), 0)
+
+
+@pytest.mark.parametrize("sample_by", ["document", "line", "paragraph"])
+@pytest.mark.parametrize("unit_bytes", [1, 2, 3, 7, 64])
+def test_bytes_that_are_not_utf8_are_counted_once_wherever_units_are_cut(tmp_path, monkeypatch, sample_by, unit_bytes):
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
+    for seed in range(30):
+        parts = [b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x80" * 5, b"a", b"b", b" ", b"\n", b"\r\n", "雪".encode()]
+        content = b"a" + b"".join(random.Random(seed).choices(parts, k=40))
+        text = content.decode(errors="surrogateescape")
+        bad = len(re.findall("[\ud800-\udfff]", text))
+        text = re.sub("[\ud800-\udfff]", "\ufffd", text)
+        found, counts = pieces(write(tmp_path / "a.txt", content), sample_by)
+        if sample_by == "document":
+            assert joined(found) == text
+        else:
+            assert [piece.text for piece in found] == whole_documents(text, sample_by)
+        assert counts.bad_bytes == bad
+
+
+def test_a_binary_file_of_several_units_is_counted_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1000)
+    found, counts = pieces(write(tmp_path / "a.dat", b"\0\1" * 1000 + b"some text here" * 1000))
+    assert (found, counts.binary_files) == ([], 1)
+
+
+def test_a_word_that_lies_across_units_is_not_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 10)
+    found, counts = pieces(write(tmp_path / "a.txt", "one two threefourfive six seven"))
+    assert [piece.text for piece in found if piece.text] == ["one two threefourfive", " six seven"]
+    assert counts.cut_words == 0
+
+
+def test_a_file_that_became_shorter_meanwhile_is_refused(tmp_path):
+    texts = [write(tmp_path / "a.txt", "text"), write(tmp_path / "a.jsonl", '{"text": "one"}')]
+    table = write_records(tmp_path / "a.parquet", [{"text": "one"}])
+    stretches = [
+        Stretch(str(path), path.suffix[1:].replace("txt", "text"), 10, 1000, "text") for path in [*texts, table]
+    ]
+    for stretch in stretches:
+        with pytest.raises(
+            UserError, match=r"cannot be read: it has become shorter since its parts were planned; mend it"
+        ):
+            list(Reader().pieces(stretch))
+
+
+def test_a_file_that_grew_meanwhile_is_read_to_its_end(tmp_path):
+    path = write(tmp_path / "a.txt", "one")
+    [unit] = Corpus([str(path)], CorpusArguments()).units()
+    with path.open("a") as file:
+        file.write(" two")
+    assert joined(list(Reader().pieces(unit.stretches[0]))) == "one two"
+
+
+def test_reading_leaves_no_file_open(tmp_path):
+    paths = [
+        write_records(tmp_path / f"a.{kind}", [{"text": "one"}] * 9) for kind in ("jsonl", "json", "csv", "parquet")
+    ]
+    paths += [write(tmp_path / "a.txt", "text"), write(tmp_path / "a.txt.gz", gzip.compress(b"text"))]
+    before = len(os.listdir("/dev/fd"))
+    for unit in Corpus([str(path) for path in paths], CorpusArguments()).units():
+        for stretch in unit.stretches:
+            found = Reader().pieces(stretch)
+            next(found)
+            found.close()
+    assert len(os.listdir("/dev/fd")) == before

@@ -1,0 +1,204 @@
+"""Files, plain and compressed: whole archives are the text they hold, broken and boundless ones a sentence."""
+
+import bz2
+import gzip
+import json
+import os
+import struct
+
+import pytest
+import zstandard
+from test_corpus import documents, refusal, write
+
+from errors import UserError
+from tokenizer import files
+
+COMPRESS = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+TEXT = "".join(f"Line {i}: naïve 雪 🙂\r\n" for i in range(2000))
+
+
+@pytest.fixture(params=COMPRESS)
+def suffix(request):
+    return request.param
+
+
+def content(path) -> bytes:
+    with files.opened(str(path)) as file:
+        return file.read()
+
+
+# ---- whole ones -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_file_is_its_bytes(tmp_path):
+    assert content(write(tmp_path / "a.txt", b"one\xff\r\n")) == b"one\xff\r\n"
+
+
+def test_a_compressed_text_is_the_text_it_holds(tmp_path, suffix):
+    path = write(tmp_path / f"a.txt.{suffix}", COMPRESS[suffix](TEXT.encode()))
+    assert content(path) == TEXT.encode()
+    assert documents(path) == [TEXT]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '{"text": "one"}\n{"text": "two"}'),
+        ("A.JSONL", '\ufeff{"text": "one"}\n{"text": "two"}'),
+        ("a.ndjson", '{"text": "one"}\n{"text": "two"}'),
+        ("a.json", '["one", "two"]'),
+        ("a.csv", '\ufefftext,id\n"one",1\ntwo,2\n'),
+    ],
+)
+def test_records_are_read_from_archives_too(tmp_path, suffix, name, text):
+    path = write(tmp_path / f"{name}.{suffix.upper()}", COMPRESS[suffix](text.encode()))
+    assert documents(path) == ["one", "two"]
+
+
+def test_an_archive_without_a_name_of_what_it_holds_is_text(tmp_path, suffix):
+    for name in (f"notes.{suffix}", f"Notes of 5.7.{suffix}"):
+        assert documents(write(tmp_path / name, COMPRESS[suffix](b'{"text": "one"}'))) == ['{"text": "one"}']
+
+
+def test_a_hidden_file_that_is_called_as_archives_end_is_plain(tmp_path, suffix):
+    assert documents(write(tmp_path / f".{suffix}", "text")) == ["text"]
+
+
+def test_archives_on_end_are_one_text(tmp_path, suffix):
+    parts = [TEXT[:1000], "", TEXT[1000:1001], TEXT[1001:]]
+    path = write(tmp_path / f"a.{suffix}", b"".join(COMPRESS[suffix](part.encode()) for part in parts))
+    assert content(path) == TEXT.encode()
+
+
+def test_frames_may_end_anywhere(tmp_path):
+    for size in range(490, 520):  # the file is read in blocks of 512 bytes
+        text = os.urandom(size)
+        assert content(write(tmp_path / "a.zst", COMPRESS["zst"](text) + COMPRESS["zst"](b"end"))) == text + b"end"
+
+
+def test_frames_that_are_to_be_skipped_are_no_text(tmp_path):
+    table = struct.pack("<II", 0x184D2A5E, 700) + b"x" * 700  # as seekable archives end with
+    one, two = (COMPRESS["zst"](text) for text in (b"one ", b"two"))
+    assert content(write(tmp_path / "a.zst", table + one + table + two + table)) == b"one two"
+
+
+def test_zeros_after_a_gz_archive_are_no_text(tmp_path):
+    assert content(write(tmp_path / "a.gz", gzip.compress(b"text") + b"\0" * 1000)) == b"text"
+
+
+@pytest.mark.parametrize("window_log", [27, 31])
+def test_frames_with_the_long_windows_of_large_crawls_are_read(tmp_path, window_log):
+    parameters = zstandard.ZstdCompressionParameters(window_log=window_log, enable_ldm=True)
+    frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    assert content(write(tmp_path / "a.zst", frame.compress(b"text") + frame.flush())) == b"text"
+
+
+def test_frames_of_unknown_size_are_read(tmp_path):
+    frame = zstandard.ZstdCompressor().compressobj()
+    archive = b"".join(frame.compress(line.encode()) for line in TEXT.splitlines(True)) + frame.flush()
+    assert content(write(tmp_path / "a.zst", archive)) == TEXT.encode()
+
+
+def test_an_archive_of_nothing_is_a_blank_document(tmp_path, suffix):
+    path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](b""))
+    assert content(path) == b""
+    assert refusal(path) == f"{path} holds no text: 1 blank documents."
+
+
+def test_characters_across_blocks_of_an_archive_are_kept(tmp_path, suffix):
+    text = "a" + "雪🙂é" * 100_000
+    path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](text.encode()))
+    assert documents(path) == [text]
+    assert documents(path, sample_by="line") == [text]
+
+
+def test_a_plain_archive_is_not_taken_for_a_tar(tmp_path):
+    header = b"a.txt".ljust(100, b"\0") + b"0000644\0" + bytes(404)
+    path = write(tmp_path / "a.tar.gz", gzip.compress(header + b"text".ljust(512, b"\0") + bytes(1024)))
+    assert refusal(path) == f"{path} holds no text: 1 binary files."
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "is_compressed", "is_packed"),
+    [
+        ("a.txt", ".txt", False, False),
+        ("a", "", False, False),
+        ("a.gz", "", True, True),
+        ("A.Jsonl.ZST", ".jsonl", True, True),
+        ("b.gz/a.csv", ".csv", False, False),
+        ("a.Parquet", ".parquet", False, True),
+        ("a.jsonl.bz2.gz", ".bz2", True, True),
+    ],
+)
+def test_the_name_tells_what_a_file_is(name, kind, is_compressed, is_packed):
+    assert (files.suffix(name), files.is_compressed(name), files.is_packed(name)) == (kind, is_compressed, is_packed)
+
+
+# ---- broken ones ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.99, -1, 20, 5, 1, 0])
+def test_a_truncated_archive_is_refused(tmp_path, suffix, kept):
+    archive = COMPRESS[suffix](TEXT.encode())
+    archive = archive[: int(kept * len(archive)) if isinstance(kept, float) else kept]
+    path = write(tmp_path / f"a.{suffix}", archive)
+    sentence = refusal(path)
+    assert sentence.startswith(f"{path} is truncated or damaged (")
+    assert sentence.endswith("); fetch it again or leave it out.")
+
+
+def test_what_a_truncated_archive_held_is_read_up_to_there(tmp_path, suffix):
+    text = os.urandom(1_000_000).hex().encode()
+    path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](text)[:-100])
+    with files.opened(str(path)) as file:
+        assert file.read(1_000_000) == text[:1_000_000]
+        with pytest.raises(UserError, match="is truncated or damaged"):
+            file.read()
+
+
+def test_truncated_records_are_refused_before_any_work(tmp_path, suffix):
+    text = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(50))
+    path = write(tmp_path / f"a.jsonl.{suffix}", COMPRESS[suffix](text.encode())[:-9])
+    assert "is truncated or damaged" in refusal(path)
+
+
+def test_a_damaged_archive_is_refused(tmp_path, suffix):
+    archive = bytearray(COMPRESS[suffix](TEXT.encode()))
+    archive[len(archive) // 2] ^= 0x55
+    assert "is truncated or damaged" in refusal(write(tmp_path / f"a.{suffix}", bytes(archive)))
+
+
+def test_what_is_no_archive_is_refused(tmp_path, suffix):
+    path = write(tmp_path / f"a.txt.{suffix}", "just text\n" * 100)
+    assert "is truncated or damaged" in refusal(path)
+
+
+def test_what_stands_after_a_zst_archive_is_refused(tmp_path):
+    path = write(tmp_path / "a.zst", COMPRESS["zst"](b"text") + b"more")
+    assert "is truncated or damaged" in refusal(path)
+
+
+# ---- boundless ones ---------------------------------------------------------------------------------------------------
+
+
+def test_an_archive_that_inflates_a_thousandfold_is_refused_with_the_remedy(tmp_path, suffix):
+    path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](b"a" * (files.BOMB_BYTES + (1 << 20))))
+    assert path.stat().st_size < files.BOMB_BYTES / 500
+    with pytest.raises(UserError, match=r"inflates to more than 200 times its size.*decompress it first\.$"):
+        content(path)
+
+
+def test_no_block_of_a_boundless_archive_takes_much_memory(tmp_path, suffix):
+    path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](b"a" * (files.BOMB_BYTES - 1)))
+    assert max(map(len, files._inflated(str(path)))) <= 16 << 20
+
+
+def test_text_that_packs_well_is_read(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(files, "BOMB_BYTES", 1 << 16)
+    text = "".join(f"INFO {i:06} of the same kind of line as ever, again and again and again\n" for i in range(20_000))
+    archive = COMPRESS[suffix](text.encode())
+    assert content(write(tmp_path / f"log.{suffix}", archive)) == text.encode()

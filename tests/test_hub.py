@@ -1,0 +1,314 @@
+"""Datasets of the Hub: what their ids mean, and reading them from a server on this machine that answers as the Hub does."""
+
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_corpus import write
+
+from conftest import REPOSITORY, prose
+from tokenizer.hub import HubDataset, opened
+from tokenizer.store import TokenStore
+from tokenizer.vocabulary import save, train_bpe
+
+# ---- ids --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("user/name", HubDataset("user/name")),
+        ("User-1/my_data.v2", HubDataset("User-1/my_data.v2")),
+        ("user/name:config", HubDataset("user/name", "config")),
+        ("user/name:20231101.en:train", HubDataset("user/name", "20231101.en", "train")),
+        ("user/name@v1.0", HubDataset("user/name", revision="v1.0")),
+        ("user/name:config@refs/convert/parquet", HubDataset("user/name", "config", revision="refs/convert/parquet")),
+        ("user/name:config:test@0123abc", HubDataset("user/name", "config", "test", "0123abc")),
+    ],
+)
+def test_an_id_has_a_configuration_a_split_and_a_revision_as_needed(tmp_path, monkeypatch, entry, expected):
+    monkeypatch.chdir(tmp_path)
+    assert HubDataset.parse(entry) == expected
+    assert str(expected) == entry
+    assert opened(entry) == expected
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *(
+            "name",
+            "a/b/c",
+            "/user/name",
+            "./name",
+            "../name",
+            "~/name",
+            "user/",
+            "user/*.txt",
+            "user/**",
+            "my user/name",
+        ),
+        *("user/name:", "user/name@", "user/name:a:b:c", "a.txt", "C:\\texts", "https://hub.co/user/name", ""),
+    ],
+)
+def test_other_paths_are_no_ids(tmp_path, monkeypatch, entry):
+    monkeypatch.chdir(tmp_path)
+    assert HubDataset.parse(entry) is None
+
+
+def test_what_begins_with_a_folder_that_is_here_is_no_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user").mkdir()
+    assert HubDataset.parse("user/name") is None
+    assert opened("user/name@main") == HubDataset(
+        "user/name", revision="main"
+    )  # which was one when the work was planned
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------------
+
+CARD = """---
+configs:
+- config_name: default
+  default: true
+  data_files:
+  - {split: train, path: train/*.jsonl}
+  - {split: test, path: test.jsonl}
+- {config_name: chats, data_files: [{split: train, path: chats.jsonl}]}
+- {config_name: shaky, data_files: [{split: train, path: shaky.jsonl}]}
+- {config_name: secret, data_files: [{split: train, path: secret.jsonl}]}
+- {config_name: broken, data_files: [{split: train, path: broken.jsonl}]}
+---
+"""
+FIRST, NEWEST = "1" * 40, "2" * 40
+
+
+def jsonl(*texts: str) -> bytes:
+    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def parquet(*texts: str) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"content": texts}), file, row_group_size=2)
+    return file.getvalue()
+
+
+ROWS = [f"row {i}" for i in range(5)]
+FILES = {
+    "README.md": CARD.encode(),
+    "train/0.jsonl": jsonl("one", "naïve 雪"),
+    "train/1.jsonl": jsonl("three"),
+    "test.jsonl": jsonl("held out"),
+    "chats.jsonl": json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode(),
+    "shaky.jsonl": jsonl("shaky"),
+    "secret.jsonl": jsonl("secret"),
+    "broken.jsonl": b'{"text": "one"}\n{"text": "tw\n',
+}
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of the Hub as reading datasets asks for: `commits` of each, and their files."""
+
+    daemon_threads = True
+
+    def __init__(self, **commits: dict[str, dict[str, bytes]]):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.commits = commits
+        self.branches = {"main": NEWEST, "v1": FIRST}
+        self.lost: Counter[str] = Counter()  # how often the connection is lost at a file
+        self.secret: set[str] = set()
+        Thread(target=self.serve_forever, daemon=True).start()
+
+    def server_close(self) -> None:
+        self.shutdown()
+        super().server_close()
+
+    def environment(self, home) -> dict[str, str]:
+        # Whoever waits before the next try hardly waits.
+        hasty = "import time\nsleep = time.sleep\ntime.sleep = lambda seconds: sleep(min(seconds, 0.001))\n"
+        write(home / "hasty" / "sitecustomize.py", hasty)
+        return {
+            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(home),
+            "NO_PROXY": "127.0.0.1",
+            "PYTHONPATH": str(home / "hasty"),
+            "OMP_NUM_THREADS": "1",
+            "USE_TORCH": "0",  # which `datasets` would import in every process
+        }
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer is sent at once
+
+    def do_GET(self):
+        path = unquote(urlsplit(self.path).path)
+        found = re.fullmatch(r"/(?:api/)?datasets/user/(\w+)(?:/(revision|tree|resolve)/([^/]+)/?(.*))?", path)
+        if found is None or found[1] not in self.server.commits:
+            return self.answer(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
+        dataset, what, revision, name = found.groups(default="")
+        commit = self.server.branches.get(revision or "main", revision)
+        if commit not in self.server.commits[dataset]:
+            return self.answer(404, b"{}", **{"X-Error-Code": "RevisionNotFound"})
+        files = self.server.commits[dataset][commit]
+        if what == "resolve":
+            return self.resolve(commit, name, files)
+        if what == "tree":
+            inside = [self.entry(file, files[file]) for file in files if os.path.dirname(file) == name]
+            folders = {os.path.dirname(file) for file in files} - {""} if not name else ()
+            inside += [{"type": "directory", "oid": "0" * 40, "size": 0, "path": folder} for folder in folders]
+            return self.answer(200, json.dumps(inside).encode())
+        about = {"id": f"user/{dataset}", "sha": commit, "siblings": [{"rfilename": file} for file in files]}
+        return self.answer(200, json.dumps(about).encode())
+
+    do_HEAD = do_GET  # noqa: N815  as http.server names it
+
+    def resolve(self, commit: str, name: str, files: dict[str, bytes]):
+        if name not in files:
+            return self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
+        if name in self.server.secret:
+            return self.answer(403, b"")
+        content = files[name]
+        about = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, stop = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1) + 1
+            about["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+            return self.answer(206, content[start:stop], name, **about)
+        return self.answer(200, content, name, **about)
+
+    def entry(self, path: str, content: bytes) -> dict:
+        return {"type": "file", "oid": hashlib.sha1(content).hexdigest(), "size": len(content), "path": path}
+
+    def answer(self, status: int, content: bytes, name: str = "", **headers: str) -> None:
+        self.send_response(status)
+        for header, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(header, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if self.server.lost[name]:
+            self.server.lost[name] -= 1
+            content, self.close_connection = content[: len(content) // 2], True
+        self.wfile.write(content)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+READ = """
+import json, sys
+from errors import UserError
+from tokenizer.chat import CHATML, ChatTemplate
+from tokenizer.corpus import Corpus, CorpusArguments
+from tokenizer.documents import Reader
+
+for entry in sys.argv[1:]:
+    try:
+        reader = Reader(chat=ChatTemplate(CHATML, ()))
+        units = Corpus([entry], CorpusArguments()).units()
+        found = [[piece.text for stretch in unit.stretches for piece in reader.pieces(stretch)] for unit in units]
+    except UserError as error:
+        found = str(error)
+    print(json.dumps(found))
+"""
+ENTRIES = [
+    *("user/name", "user/name:default:test", "user/name:default:test@v1", f"user/name:default:test@{FIRST}"),
+    *("user/tables", "user/name:chats", "user/name:shaky", "user/name:secret", "user/name:broken"),
+    *("user/name:nothing", "user/name:default:nothing", "user/name@v9", "user/nothing"),
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, list[list[str]] | str]:
+    """The texts of every unit of every entry, or the sentence that it ends in."""
+    command = [sys.executable, "-c", READ, *ENTRIES]
+    texts = {FIRST: FILES | {"test.jsonl": jsonl("of the first version")}, NEWEST: FILES}
+    with Hub(name=texts, tables={NEWEST: {"rows.parquet": parquet(*ROWS)}}) as hub:
+        hub.lost["shaky.jsonl"] = 2
+        hub.secret.add("secret.jsonl")
+        environment = os.environ | hub.environment(tmp_path_factory.mktemp("home"))
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(ENTRIES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def test_a_dataset_is_read_shard_by_shard(found):
+    assert found["user/name"] == [["one", "naïve 雪"], ["three"]]
+
+
+def test_a_configuration_and_a_split_are_read_alone(found):
+    assert found["user/name:default:test"] == [["held out"]]
+
+
+@pytest.mark.parametrize("revision", ["v1", FIRST])
+def test_a_revision_is_read_as_it_was(found, revision):
+    assert found[f"user/name:default:test@{revision}"] == [["of the first version"]]
+
+
+def test_parquet_is_read_with_its_only_column(found):
+    assert [text for unit in found["user/tables"] for text in unit] == ROWS
+
+
+def test_chats_of_the_hub_are_chats(found):
+    assert found["user/name:chats"] == [["<|im_start|>user\nHi<|im_end|>\n"]]
+
+
+def test_a_connection_that_is_lost_for_a_moment_is_no_matter(found):
+    assert found["user/name:shaky"] == [["shaky"]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ("user/nothing", r"user/nothing is no file or folder here, and the Hub has no such dataset\."),
+        ("user/name@v9", r"user/name has no revision v9 on the Hub; leave it out or name another\."),
+        ("user/name:nothing", rf"user/name:nothing@{NEWEST} cannot be read from the Hub: .*'nothing' not found.*\."),
+        (
+            "user/name:default:nothing",
+            r"user/name:default:nothing@2+ cannot be read from the Hub: Bad split: nothing\. .*[^.]\.",
+        ),
+        ("user/name:secret", r"user/name:secret@2+ cannot be read from the Hub: 403 Forbidden.*[^.]\."),
+        ("user/name:broken", r"user/name:broken@2+ cannot be read further: .*\. The same command goes on from here\."),
+    ],
+)
+def test_what_cannot_be_read_ends_in_one_sentence(found, entry, sentence):
+    assert re.fullmatch(sentence, found[entry]), found[entry]
+
+
+def test_a_lost_connection_ends_in_one_sentence_and_the_same_command_goes_on_at_the_same_commit(launch, tmp_path):
+    texts = [prose(i, 80) for i in range(300)]
+    files = {"data/train-0.parquet": parquet(*texts[:250]), "data/train-1.parquet": parquet(*texts[250:])}
+    save(train_bpe(texts, 300), tmp_path / "tokenizer")
+    command = ("-m", "tokenizer.pretokenize", "--input", "user/name", "--output", tmp_path / "store", "--num_proc", "1")
+    command = (*command, "--tokenizer", tmp_path / "tokenizer", "--cleaning", "none")
+    with Hub(name={FIRST: files, NEWEST: {"data/train-0.parquet": parquet("changed")}}) as hub:
+        hub.branches["main"] = FIRST
+        hub.lost["data/train-1.parquet"] = 10_000
+        first = launch(*command, **hub.environment(tmp_path / "home"))
+        hub.lost.clear()
+        hub.branches["main"] = NEWEST
+        again = launch(*command, **hub.environment(tmp_path / "home"))
+    assert (first.returncode, "Traceback" in first.stderr) == (1, False), first.stderr
+    [error] = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
+    assert re.fullmatch(
+        rf"error: user/name@{FIRST} cannot be read further: .*\. The same command goes on from here\.", error
+    )
+    assert again.returncode == 0, again.stderr
+    assert "store: 1 of 2 units of work are done." in again.stdout
+    store = TokenStore(tmp_path / "store")
+    decoded = "".join(store.load_tokenizer().decode(store.memory_map(split)) for split in ("train", "val"))
+    assert sorted(decoded.split("<|endoftext|>")) == sorted([*texts, ""])
