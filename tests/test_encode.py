@@ -1,7 +1,7 @@
 """Encoding by each tokenizer's fastest way: the same ids as `tokenizers` gives, for any text."""
 # ruff: noqa: RUF001 (letters of all scripts look like each other)
 
-import gc
+import json
 import random
 import sysconfig
 from itertools import pairwise
@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from conftest import prose
 from errors import UserError
 from tokenizer import encode, vocabulary
-from tokenizer.encode import NOTHING, CharacterEncoder, RustEncoder, WordCache, encoder, text_lengths, token_bytes
+from tokenizer.bpe import byte_level_alphabet
+from tokenizer.encode import NOTHING, CharacterEncoder, RustEncoder, WordEncoder, encoder, text_lengths, token_bytes
 from tokenizer.words import WordSplitter
 
 SPACES = " \t\n\v\f\r\x85\u00a0\u1680\u2000\u2003\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -92,7 +93,7 @@ def assert_same(encode_, rust: Tokenizer, texts: list[str], followed_by: list[in
 
 def words_of(texts: list[str], splitter: WordSplitter) -> list[list[str]]:
     """The words of each text, in ByteLevel's printable form."""
-    shown = {byte: character for character, byte in encode.byte_level_alphabet().items()}
+    shown = {byte: character for character, byte in byte_level_alphabet().items()}
     words = splitter.words([text.encode() for text in texts]).to_pylist()
     ends = [i for i, word in enumerate(words) if word == b"\xff"]
     return [["".join(map(shown.get, word)) for word in words[start + 1 : end]] for start, end in pairwise([-1, *ends])]
@@ -147,28 +148,28 @@ def test_texts_are_split_apart():
 
 
 def test_fuzzed_texts_become_the_ids_of_tokenizers(rust, fuzz):
-    cache = WordCache(rust, np.dtype("<u2"))
+    words = WordEncoder(rust, np.dtype("<u2"))
     for start in range(0, len(fuzz), 5000):
-        assert_same(cache, rust, fuzz[start : start + 5000])
+        assert_same(words, rust, fuzz[start : start + 5000])
 
 
 def test_one_long_text_becomes_the_ids_of_tokenizers(rust, fuzz):
-    assert_same(WordCache(rust, np.dtype("<u2")), rust, ["".join(fuzz)])
+    assert_same(WordEncoder(rust, np.dtype("<u2")), rust, ["".join(fuzz)])
 
 
 def test_megabytes_of_source_code_become_the_ids_of_tokenizers(rust):
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [file.read_bytes().decode(errors="replace") for file in files]
     assert sum(map(len, texts)) > 2_000_000
-    assert_same(WordCache(rust, np.dtype("<u2")), rust, texts)
+    assert_same(WordEncoder(rust, np.dtype("<u2")), rust, texts)
 
 
 @pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)
 def test_text_of_any_script_becomes_the_ids_of_tokenizers(rust, text):
     pick = random.Random(0)
     shuffled = ["".join(pick.sample(text, len(text))) for _ in range(200)]
-    cache = WordCache(rust, np.dtype("<u2"))
-    assert_same(cache, rust, [text, text * 50, *shuffled, text.replace(" ", ""), text.replace(" ", "\u3000")])
+    words = WordEncoder(rust, np.dtype("<u2"))
+    assert_same(words, rust, [text, text * 50, *shuffled, text.replace(" ", ""), text.replace(" ", "\u3000")])
 
 
 @pytest.mark.parametrize(
@@ -176,39 +177,29 @@ def test_text_of_any_script_becomes_the_ids_of_tokenizers(rust, text):
     ["x" * 20_000, " " * 50_000, "\n" * 50_000, "é" * 20_000, "雪" * 20_000, "!" * 20_000, "'s" * 20_000, "\u3000" * 9],
 )
 def test_runs_without_an_end_become_the_ids_of_tokenizers(rust, text):
-    assert_same(WordCache(rust, np.dtype("<u2")), rust, [text, text + "a", "a" + text])
+    assert_same(WordEncoder(rust, np.dtype("<u2")), rust, [text, text + "a", "a" + text])
 
 
-def test_what_was_encoded_before_makes_no_difference(rust, fuzz):
-    cache = WordCache(rust, np.dtype("<u2"))
-    texts = [text.encode() for text in fuzz[:2000]]
-    first, _ = cache(texts, [NOTHING] * 2000)
-    cache(texts[::-1], [0] * 2000)
-    known = len(cache.number)
-    again, _ = cache(texts, [NOTHING] * 2000)
-    assert len(cache.number) == known
-    assert first.tolist() == again.tolist()
+@pytest.mark.parametrize("longest", [0, 1, 5, 10_000])
+def test_short_and_long_words_become_the_same_ids(rust, fuzz, monkeypatch, longest):
+    monkeypatch.setattr(encode, "SHORT_WORD", longest)
+    assert_same(WordEncoder(rust, np.dtype("<u2")), rust, fuzz[:2000])
 
 
-def test_a_cache_that_is_full_begins_anew(rust, fuzz, monkeypatch):
-    monkeypatch.setattr(encode, "CACHE_BYTES", 20_000)
-    cache = WordCache(rust, np.dtype("<u2"))
-    known = []
-    for start in range(0, 4000, 20):
-        assert_same(cache, rust, fuzz[start : start + 20])
-        known.append(len(cache.number))
-    assert sum(later < earlier for earlier, later in pairwise(known)) > 20
-    assert max(known) < 20_000 / 160 + 400
-
-
-def test_the_garbage_collector_is_on_afterwards(rust):
-    WordCache(rust, np.dtype("<u2"))([b"some text"], [NOTHING])
-    assert gc.isenabled()
+def test_a_bpe_that_does_not_know_every_byte_is_left_to_rust(rust, fuzz):
+    content = json.loads(rust.to_str())
+    del content["model"]["vocab"]["\u0100"]  # NUL
+    content["model"]["merges"] = [merge for merge in content["model"]["merges"] if "\u0100" not in "".join(merge)]
+    lacking = Tokenizer.from_str(json.dumps(content))
+    lacking.encode_special_tokens = True
+    words = WordEncoder(lacking, np.dtype("<u2"))
+    assert words.merges is None
+    assert_same(words, lacking, fuzz[:1000])
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 def test_ids_come_in_the_dtype_of_the_store(rust, dtype):
-    for kind in (WordCache, RustEncoder):
+    for kind in (WordEncoder, RustEncoder):
         ids, counts = kind(rust, np.dtype(dtype))([b"some text", b""], [0, NOTHING])
         assert (ids.dtype, counts.dtype) == (np.dtype(dtype), np.int64)
 
@@ -216,14 +207,14 @@ def test_ids_come_in_the_dtype_of_the_store(rust, dtype):
 # ---- what follows a text --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [WordCache, RustEncoder])
+@pytest.mark.parametrize("kind", [WordEncoder, RustEncoder])
 def test_each_text_is_followed_by_its_own_id_or_nothing(rust, fuzz, kind):
     pick = random.Random(1)
     texts = [pick.choice([text, ""]) for text in fuzz[:3000]]
     assert_same(kind(rust, np.dtype("<u2")), rust, texts, [pick.choice([NOTHING, 0, 1, 2, 899]) for _ in texts])
 
 
-@pytest.mark.parametrize("kind", [WordCache, RustEncoder])
+@pytest.mark.parametrize("kind", [WordEncoder, RustEncoder])
 @pytest.mark.parametrize(
     ("texts", "followed_by", "ids", "counts"),
     [
@@ -243,7 +234,7 @@ def test_texts_without_a_character_may_be_followed_too(rust, kind, texts, follow
 
 
 def test_a_bpe_of_ours_is_encoded_word_by_word(rust):
-    assert type(encoder(rust, np.dtype("<u2"))) is WordCache
+    assert type(encoder(rust, np.dtype("<u2"))) is WordEncoder
 
 
 def with_dropout(rust: Tokenizer) -> None:
@@ -309,7 +300,7 @@ def test_what_changes_no_word_leaves_a_bpe_to_be_encoded_word_by_word(trained, f
     rust = encode.load_rust(trained / "tokenizer.json")
     change(rust)
     ours = encoder(rust, np.dtype("<u2"))
-    assert type(ours) is WordCache
+    assert type(ours) is WordEncoder
     assert_same(ours, rust, [*SCRIPTS.values(), *fuzz[:1000], " <|tool|> a"])
 
 
@@ -317,7 +308,7 @@ def test_a_bpe_that_takes_whole_words_first_is_encoded_as_the_library_does(train
     rust = encode.load_rust(trained / "tokenizer.json")
     rust.model.ignore_merges = True  # as Llama 3 and GPT-4's
     ours = encoder(rust, np.dtype("<u2"))
-    assert type(ours) is WordCache
+    assert type(ours) is WordEncoder
     assert_same(ours, rust, [*SCRIPTS.values(), *fuzz[:2000]])
 
 
@@ -385,7 +376,7 @@ def test_text_that_a_tokenizer_has_no_token_for_is_refused():
 
 def test_what_reads_like_a_control_token_stays_text(trained):
     rust = encode.load_rust(trained / "tokenizer.json")
-    for kind in (WordCache, RustEncoder):
+    for kind in (WordEncoder, RustEncoder):
         ids, _ = kind(rust, np.dtype("<u2"))([b"<|endoftext|><|pad|> <|x|>"], [NOTHING])
         assert ids.min() > 2
         assert rust.decode(ids.tolist()) == "<|endoftext|><|pad|> <|x|>"

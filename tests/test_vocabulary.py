@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from conftest import prose
 from errors import UserError
 from tokenizer import encode, vocabulary
+from tokenizer.bpe import byte_level_alphabet
 from tokenizer.chat import CHATML_TOKENS
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
@@ -171,7 +172,7 @@ def test_control_tokens_need_room_too():
 
 def test_ids_beyond_65535_are_whole():
     """A token for each byte and each pair of bytes, after 30,000 of which nothing is made."""
-    by_byte = sorted(encode.byte_level_alphabet().items(), key=lambda item: item[1])
+    by_byte = sorted(byte_level_alphabet().items(), key=lambda item: item[1])
     pairs = [(one, other) for one, _ in by_byte for other, _ in by_byte]
     names = [*(f"unused {i}" for i in range(30_000)), *(name for name, _ in by_byte), *map("".join, pairs)]
     rust = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, pairs))
@@ -360,7 +361,7 @@ def test_a_tokenizer_in_the_form_of_gpt2_is_loaded_from_its_folder(tmp_path):
     assert (type(loaded).__name__, len(loaded), loaded.eos_token_id) == ("GPT2Tokenizer", 324, 0)
     vocabulary.save(loaded, tmp_path / "saved")
     rust = encode.load_rust(tmp_path / "saved" / "tokenizer.json")
-    assert isinstance(encode.encoder(rust, np.dtype("<u2")), encode.WordCache)
+    assert isinstance(encode.encoder(rust, np.dtype("<u2")), encode.WordEncoder)
     for text in (PROSE, *UNICODE.values()):
         [ids] = encoded(loaded, text)
         assert ids.tolist() == encoded(theirs, text)[0].tolist()

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from errors import UserError
 from tokenizer import encode
+from tokenizer.bpe import byte_level_alphabet
 from tokenizer.words import END, WordSplitter
 
 DEFAULT_VOCAB_SIZE = 32000
@@ -115,7 +116,7 @@ def _too_small(size: int, special: list[str]) -> str | None:
 
 def _may_be_text(token: str) -> bool:
     """Whether a BPE's own name for a piece of text may be `token`: it writes the bytes of a word as printable characters."""
-    byte_of = encode.byte_level_alphabet()
+    byte_of = byte_level_alphabet()
     if not byte_of.keys() >= set(token):
         return False
     text = bytes(map(byte_of.get, token)).decode(errors="replace")

@@ -9,6 +9,7 @@ The folder of unfinished work holds `plan.json`, `store/` with the tokenizer, an
 python -P -m tokenizer.work FOLDER     a worker: reads numbers of units, one a line, and answers each with its counts
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -365,6 +366,9 @@ class Worker:
 
 
 def main(folder: str) -> None:
+    gc.set_threshold(
+        100_000
+    )  # tokens from Rust are objects that live for a moment, and looking for cycles doubled their cost
     asked: SimpleQueue[int] = SimpleQueue()
     Thread(target=_listen, args=(asked,), daemon=True).start()
     job = Job.open(Path(folder))

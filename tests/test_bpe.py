@@ -1,0 +1,126 @@
+"""Byte-pair encoding of many words at once: the tokens of `tokenizers`, for any merges and any words."""
+
+import json
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tokenizer.bpe import NONE, Merges, PairTable, byte_level_alphabet, is_plain
+
+ALPHABET = byte_level_alphabet()
+
+
+def byte_level(merges: list[tuple[str, str]], first_id: int = 0, **settings) -> Tokenizer:
+    tokens = list(dict.fromkeys([*ALPHABET, *map("".join, merges)]))
+    vocab = {token: first_id + i for i, token in enumerate(tokens)}
+    rust = Tokenizer(models.BPE(vocab, merges, **settings))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    return rust
+
+
+def encoded(merges: Merges, words: list[bytes]) -> list[list[int]]:
+    bounds = np.cumsum([0, *map(len, words)], dtype=np.int32)
+    ids, counts = merges.encode(np.frombuffer(b"".join(words), dtype=np.uint8), bounds)
+    return [ids[start:end].tolist() for start, end in pairwise([0, *counts.cumsum().tolist()])]
+
+
+def in_rust(rust: Tokenizer, words: list[bytes]) -> list[list[int]]:
+    shown = {byte: character for character, byte in ALPHABET.items()}
+    return [[token.id for token in rust.model.tokenize("".join(map(shown.get, word)))] for word in words]
+
+
+def words_of(letters: str, count: int, longest: int, seed: int) -> list[bytes]:
+    pick = random.Random(seed)
+    return ["".join(pick.choices(letters, k=pick.randint(1, longest))).encode() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("merges", "word", "tokens"),
+    [
+        ([("a", "b")], "ab", ["ab"]),
+        ([("a", "b")], "xaby", ["x", "ab", "y"]),
+        ([("a", "a")], "a" * 5, ["aa", "aa", "a"]),
+        ([("a", "a"), ("aa", "aa")], "a" * 11, ["aaaa", "aaaa", "aa", "a"]),
+        ([("b", "c"), ("a", "b")], "abc", ["a", "bc"]),
+        ([("a", "b"), ("b", "c"), ("ab", "c")], "abcbc", ["abc", "bc"]),
+        ([("a", "b"), ("c", "d"), ("ab", "cd")], "abcdcd", ["abcd", "cd"]),
+        ([], "ab", ["a", "b"]),
+    ],
+)
+def test_a_word_becomes_these_tokens(merges, word, tokens):
+    rust = byte_level(merges)
+    [ids] = encoded(Merges(rust), [word.encode()])
+    assert [rust.id_to_token(i) for i in ids] == tokens
+
+
+def test_words_do_not_touch_each_other():
+    rust = byte_level([("a", "b"), ("b", "a"), ("ab", "ab")])
+    words = [b"a", b"b", b"ab", b"a", b"bab", b"b", b"a"]
+    merges = Merges(rust)
+    assert encoded(merges, words) == [ids for word in words for ids in encoded(merges, [word])]
+
+
+@pytest.mark.parametrize("first_id", [0, 70_000], ids=["uint16", "uint32"])
+@pytest.mark.parametrize("seed", range(8))
+def test_any_merges_give_the_tokens_of_tokenizers(seed, first_id):
+    """Merges as no training makes them: a token made by several, and used before the last of them."""
+    pick = random.Random(seed)
+    tokens, merges = list("abcd"), []
+    while len(merges) < 60:
+        pair = (pick.choice(tokens), pick.choice(tokens))
+        if pair not in merges and len("".join(pair)) < 9:
+            merges.append(pair)
+            tokens.append("".join(pair))
+    pick.shuffle(merges)
+    rust = byte_level(merges, first_id)
+    vectorised = Merges(rust)
+    assert not vectorised.at_once.all()
+    words = words_of("abcd", 3000, 40, seed) + words_of("ab", 1000, 30, seed)
+    assert encoded(vectorised, words) == in_rust(rust, words)
+
+
+def test_a_token_that_is_used_before_it_is_made_is_merged_one_at_a_time():
+    merges = [("a", "b"), ("b", "c"), ("abc", "ab"), ("ab", "c"), ("a", "bc")]
+    rust = byte_level(merges)
+    [ids] = encoded(Merges(rust), [b"abcabc"])
+    assert [rust.id_to_token(i) for i in ids] == ["abcab", "c"]
+
+
+def test_a_long_word_is_many_rounds():
+    rust = byte_level([("a", "b"), ("ab", "ab"), ("b", "a"), ("c", "c")])
+    words = ["ab" * 5000 + "c" * 3001 + "ba" * 777, "c"]
+    assert encoded(Merges(rust), [word.encode() for word in words]) == in_rust(rust, [word.encode() for word in words])
+
+
+def test_a_merge_that_is_named_twice_has_its_last_rank():
+    rust = byte_level([("a", "b"), ("b", "c")])
+    content = json.loads(rust.to_str())
+    content["model"]["merges"].append(["a", "b"])
+    rust = Tokenizer.from_str(json.dumps(content))
+    assert encoded(Merges(rust), [b"abc"]) == in_rust(rust, [b"abc"])
+
+
+def test_pairs_are_found_where_many_meet_in_one_slot():
+    table = PairTable(*np.divmod(np.arange(3000, dtype=np.int32), 60), small=True)
+    left, right = np.divmod(np.arange(3600, dtype=np.int32), 60)
+    assert table(left, right).tolist() == [*range(3000), *[NONE] * 600]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dropout": 0.1},
+        {"continuing_subword_prefix": "##"},
+        {"end_of_word_suffix": "</w>"},
+        {"ignore_merges": True},
+    ],
+)
+def test_whatever_else_decides_about_tokens_is_left_to_rust(settings):
+    assert is_plain(byte_level([]))
+    assert not is_plain(byte_level([], **settings))
+    assert not is_plain(Tokenizer(models.BPE({"a": 0}, [])))
+    assert not is_plain(Tokenizer(models.WordLevel(dict(ALPHABET), unk_token="a")))

@@ -1,0 +1,154 @@
+"""Byte-pair encoding (Sennrich et al. 2016) of many words at once: what `tokenizers` does word by word, in numpy.
+
+In every word, the pair of tokens that the merges name first becomes one token, until none is named. One round does it in all
+words; those without a pair leave.
+"""
+
+import json
+
+import numpy as np
+from tokenizers import Tokenizer, models
+
+NONE = np.int32(2**31 - 1)  # the rank of a pair that is not merged
+PLAIN = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: printable Latin-1 as itself, the others from U+0100 on, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def is_plain(rust: Tokenizer) -> bool:
+    """Whether the model is a BPE over bytes, each of which it knows, and nothing else decides about its tokens."""
+    if not isinstance(rust.model, models.BPE):
+        return False
+    plain = all(getattr(rust.model, name) in (value, "" if value is None else value) for name, value in PLAIN.items())
+    return plain and byte_level_alphabet().keys() <= rust.get_vocab(with_added_tokens=False).keys()
+
+
+class Merges:
+    """The merges of a plain byte-level BPE."""
+
+    def __init__(self, rust: Tokenizer):
+        model = json.loads(rust.to_str())["model"]
+        vocab = model["vocab"]
+        self.of_byte = np.zeros(256, dtype=np.int32)
+        for character, byte in byte_level_alphabet().items():
+            self.of_byte[byte] = vocab[character]
+        named = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        left, right, made = (
+            (
+                np.array([vocab[token] for token in tokens], dtype=np.int32)
+                for tokens in (*zip(*named, strict=True), map("".join, named))
+            )
+            if named
+            else (np.zeros(0, dtype=np.int32),) * 3
+        )
+        self.made = made  # (merges,)
+        self.at_once = self._may_go_at_once(left, right, max(vocab.values()) + 1)
+        self.ranks = PairTable(left, right, small=max(vocab.values()) < 0xFFFF)
+        pairs = np.arange(1 << 16)
+        self.rank_of_bytes = self.ranks(self.of_byte[pairs >> 8], self.of_byte[pairs & 0xFF])
+
+    def _may_go_at_once(self, left: np.ndarray, right: np.ndarray, vocab_size: int) -> np.ndarray:
+        """(merges,) bool: whether all pairs of a rank in a word may be merged in one round. Not if the new token is in a
+        pair that the merges name earlier, which would come next; a token that several merges make can be."""
+        first_used = np.full(vocab_size, NONE, dtype=np.int32)
+        for part in (left, right):
+            np.minimum.at(first_used, part, np.arange(len(part), dtype=np.int32))
+        return first_used[self.made] > np.arange(len(self.made))
+
+    def encode(self, text: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`text`, (n,) uint8: words on end, none of them empty; `bounds`, (words + 1,): where each begins, and the end.
+
+        Returns ids, (m,) int32, and how many each word has become, (words,) int32.
+        """
+        tokens, begins = self.of_byte[text], np.ones(len(text), dtype=bool)  # the result: a token at its first byte
+        # What is still at work, in order: tokens, their first bytes, the rank of each with the next, the last of a word.
+        token, place, last = tokens.copy(), np.arange(len(text), dtype=np.int32), np.zeros(len(text), dtype=bool)
+        last[bounds[1:] - 1] = True
+        rank = np.full(len(text), NONE, dtype=np.int32)
+        rank[:-1] = self.rank_of_bytes[text[:-1].astype(np.uint16) << 8 | text[1:]]
+        rank[last] = NONE
+        sizes = np.diff(bounds)
+        gone = np.zeros(len(text), dtype=bool)
+        while True:
+            least = np.minimum.reduceat(rank, np.cumsum(sizes) - sizes) if len(sizes) else NONE
+            works = least != NONE  # (words,)
+            if not works.any():
+                return tokens[begins], np.add.reduceat(begins, bounds[:-1], dtype=np.int32)
+            kept = ~gone & np.repeat(works, sizes)
+            token, place, rank, last = token[kept], place[kept], rank[kept], last[kept]
+            sizes = np.diff(np.flatnonzero(last), prepend=-1)
+            first = self._chosen(rank, least[works], sizes)  # of each pair that is merged
+            token[first] = tokens[place[first]] = self.made[rank[first]]
+            begins[place[first + 1]] = False
+            gone = np.zeros(len(token), dtype=bool)
+            gone[first + 1] = True
+            last[first] = last[first + 1]
+            rank[first] = rank[first + 1] = NONE
+            before = first[first > 0] - 1
+            changed = np.concatenate([first, before - gone[before]])
+            changed = changed[~last[changed]]
+            after = changed + 1
+            rank[changed] = self.ranks(token[changed], token[after + gone[after]])
+
+    def _chosen(self, rank: np.ndarray, least: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Where the pairs of the least rank in each word are: all that do not overlap from the left on, or the first."""
+        at = np.flatnonzero(rank == np.repeat(least, sizes))
+        follows = np.diff(at, prepend=-2) == 1
+        if follows.any():  # aaaa: every other one of a run
+            nth = np.arange(len(at))
+            at = at[(nth - np.maximum.accumulate(np.where(follows, 0, nth))) % 2 == 0]
+        at_once = self.at_once[rank[at]]
+        if not at_once.all():
+            word = np.repeat(np.arange(len(sizes)), sizes)[at]
+            at = at[at_once | (np.diff(word, prepend=-1) != 0)]
+        return at
+
+
+class PairTable:
+    """The ranks of pairs of tokens: a hash table of which many are asked at once."""
+
+    def __init__(self, left: np.ndarray, right: np.ndarray, small: bool):
+        """`small`: whether ids are below 2^16 - 1."""
+        self.dtype, self.half, factor = (np.uint32, 16, 0x9E3779B1) if small else (np.uint64, 32, 0x9E3779B97F4A7C15)
+        self.factor = self.dtype(factor)
+        bits = (8 * len(left)).bit_length()
+        self.shift = self.dtype(2 * self.half - bits)
+        self.free = np.iinfo(self.dtype).max  # no pair of tokens
+        self.pairs = np.full((1 << bits) + len(left), self.free, dtype=self.dtype)
+        self.rank = np.full(len(self.pairs), NONE, dtype=np.int32)
+        pairs = self._pairs(left, right)
+        _, latest = np.unique(pairs[::-1], return_index=True)  # of a merge that is named twice, the last counts
+        todo = len(pairs) - 1 - latest
+        slots = self._slots(pairs[todo])
+        while len(todo):
+            _, first = np.unique(slots, return_index=True)
+            fits = np.zeros(len(todo), dtype=bool)
+            fits[first] = self.pairs[slots[first]] == self.free
+            self.pairs[slots[fits]], self.rank[slots[fits]] = pairs[todo[fits]], todo[fits]
+            todo, slots = todo[~fits], slots[~fits] + 1
+
+    def _pairs(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        return left.astype(self.dtype) << self.dtype(self.half) | right.astype(self.dtype)
+
+    def _slots(self, pairs: np.ndarray) -> np.ndarray:
+        return (pairs * self.factor >> self.shift).astype(np.int64)
+
+    def __call__(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """(n,) int32: the ranks of the pairs."""
+        pairs = self._pairs(left, right)
+        slots = self._slots(pairs)
+        found = self.pairs[slots]
+        rank = np.where(found == pairs, self.rank[slots], NONE)
+        again = np.flatnonzero((found != pairs) & (found != self.free))
+        while len(again):
+            slots[again] += 1
+            found = self.pairs[slots[again]]
+            hit = found == pairs[again]
+            rank[again[hit]] = self.rank[slots[again[hit]]]
+            again = again[~hit & (found != self.free)]
+        return rank
