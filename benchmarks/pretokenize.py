@@ -10,7 +10,6 @@ uint16 ids. The ids have to be the same. Peers that are not installed are left o
 
 import argparse
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -29,23 +28,7 @@ import psutil
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
-SUFFIXES = (
-    ".py",
-    ".txt",
-    ".md",
-    ".rst",
-    ".h",
-    ".html",
-    ".json",
-    ".po",
-    ".pm",
-    ".pl",
-    ".js",
-    ".c",
-    ".xml",
-    ".css",
-    ".tex",
-)
+SUFFIXES = tuple(".py .txt .md .rst .h .html .json .po .pm .pl .js .c .xml .css .tex".split())
 VOCAB_SIZE = 32000
 DOCUMENT_BYTES = 200, 2_000_000
 
@@ -141,8 +124,8 @@ def texts(n_bytes: int) -> Iterator[str]:
             return
 
 
-def timed(command: list[str], folder: Path) -> dict[str, float]:
-    """Seconds, and the most memory that the process and its children took together (bytes of their own)."""
+def timed(command: list[str], folder: Path, n_bytes: int) -> dict[str, float]:
+    """Seconds, and the most memory that the process and its children took together (of their own)."""
     environment = os.environ | {
         "HF_HOME": str(folder / "hf"),
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -159,7 +142,8 @@ def timed(command: list[str], folder: Path) -> dict[str, float]:
     seconds = time.perf_counter() - start
     if process.returncode:
         raise SystemExit(f"{' '.join(command)[:200]} failed:\n{error.decode()[-2000:]}")
-    return {"seconds": round(seconds, 2), "peak_memory_mb": round(peak[0] / 1e6)}
+    megabytes = {"mb_per_second": round(n_bytes / 1e6 / seconds, 2), "peak_memory_mb": round(peak[0] / 1e6)}
+    return {"seconds": round(seconds, 2)} | megabytes
 
 
 def _watch(pid: int, peak: list[int]) -> None:
@@ -185,36 +169,15 @@ def missing(packages: tuple[str, ...]) -> list[str]:
     return [package for package in packages if not is_there(package)]
 
 
-def ids_digest(*paths: Path) -> str:
-    """Of all ids as a multiset of 64-bit words would not see order; documents are compared in order, split by split."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def measure(folder: Path, megabytes: int, num_proc: int) -> dict[str, Any]:
-    text = folder / "text.jsonl"
-    size = documents = 0
-    with text.open("w", encoding="utf-8") as file:
-        for document in texts(megabytes * 1_000_000):
-            file.write(json.dumps({"text": document}) + "\n")
-            size += len(document.encode())
-            documents += 1
-    run = [
-        sys.executable,
-        "-m",
-        "tokenizer.pretokenize",
-        "--input",
-        str(text),
-        "--num_proc",
-        str(num_proc),
-        "--cleaning",
-        "none",
-    ]
-    tokenizer = folder / "made" / "tokenizer"
-    training = timed([*run, "--output", str(tokenizer.parent), "--vocab_size", str(VOCAB_SIZE)], folder)
-    systems = {"gpt2scratch": timed([*run, "--output", str(folder / "ours"), "--tokenizer", str(tokenizer)], folder)}
+    documents = list(texts(megabytes * 1_000_000))
+    text = written(documents, folder / "text.jsonl")
+    size = sum(len(document.encode()) for document in documents)
+    run = [sys.executable, "-m", "tokenizer.pretokenize", "--num_proc", str(num_proc), "--cleaning", "none"]
+    made = [*run, "--input", str(text), "--output", str(folder / "made"), "--vocab_size", str(VOCAB_SIZE)]
+    making = timed(made, folder, size)
+    run += ["--tokenizer", str(folder / "made" / "tokenizer")]
+    systems = {"gpt2scratch": timed([*run, "--input", str(text), "--output", str(folder / "ours")], folder, size)}
     reference = None
     left_out = []
     for name, (script, packages) in PEERS.items():
@@ -223,26 +186,46 @@ def measure(folder: Path, megabytes: int, num_proc: int) -> dict[str, Any]:
             continue
         path, out = folder / f"{name}.py", folder / f"{name}.bin"
         path.write_text(script)
-        systems[name] = timed([sys.executable, str(path), str(text), str(tokenizer), str(out), str(num_proc)], folder)
+        arguments = map(str, (text, folder / "made" / "tokenizer", out, num_proc))
+        systems[name] = timed([sys.executable, str(path), *arguments], folder, size)
         reference = reference or out
-        if ids_digest(out) != ids_digest(reference):
+        if out.read_bytes() != reference.read_bytes():
             raise SystemExit(f"{name} has other ids than {reference.stem}.")
     if reference is not None:
         check_identical(folder / "ours", reference)
-    for system in systems.values():
-        system["mb_per_second"] = round(size / 1e6 / system["seconds"], 2)
-    ours = systems["gpt2scratch"]["mb_per_second"]
+    ours = systems["gpt2scratch"]["seconds"]
     return {
         "num_proc": num_proc,
         "bytes": size,
-        "documents": documents,
+        "documents": len(documents),
         "systems": systems,
-        "times_as_fast": {
-            name: round(ours / s["mb_per_second"], 1) for name, s in systems.items() if name != "gpt2scratch"
-        },
-        "with_making_the_tokenizer": training,
+        "times_as_fast": {name: round(s["seconds"] / ours, 1) for name, s in systems.items() if name != "gpt2scratch"},
+        "gpt2scratch_otherwise": {"making_the_tokenizer": making} | other_texts(documents, run, folder),
         "left_out": left_out,
     }
+
+
+def other_texts(documents: list[str], run: list[str], folder: Path) -> dict[str, dict[str, float]]:
+    """Whether the cost of a megabyte, or the memory, grows with the text or with a document."""
+    quarter = documents[::4]
+    found = {
+        "a_quarter_of_the_text": (written(quarter, folder / "quarter.jsonl"), quarter),
+        "four_times_the_text": (written(documents * 4, folder / "four.jsonl"), documents * 4),
+    }
+    (folder / "one.txt").write_text("\n".join(documents), encoding="utf-8")
+    found["all_in_one_document"] = (folder / "one.txt", documents)
+    timings = {}
+    for name, (text, of_text) in found.items():
+        size = sum(len(document.encode()) for document in of_text)
+        timings[name] = timed([*run, "--input", str(text), "--output", str(folder / name)], folder, size)
+        text.unlink()
+    return timings
+
+
+def written(documents: list[str], path: Path) -> Path:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": document}) + "\n" for document in documents)
+    return path
 
 
 def check_identical(store: Path, reference: Path) -> None:

@@ -120,6 +120,11 @@ def test_fields_of_csv_hold_quotes_commas_and_line_breaks(tmp_path):
     assert documents(path) == ['He said, "no"\r\n\n  twice', "plain"]
 
 
+@pytest.mark.parametrize(("name", "mark"), [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", "\t")])
+def test_fields_of_csv_may_be_parted_by_semicolons_and_tabs(tmp_path, name, mark):
+    assert documents(write(tmp_path / name, f"id{mark}text\n1{mark}one, two\n")) == ["one, two"]
+
+
 def test_a_csv_file_may_hold_nuls_and_end_lines_with_cr_alone(tmp_path):
     assert documents(write(tmp_path / "a.csv", "text,id\rone\0one,1\rtwo,2")) == ["one\0one", "two"]
 

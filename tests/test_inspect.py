@@ -8,7 +8,7 @@ import pytest
 
 from conftest import prose
 from errors import UserError
-from tokenizer import inspect, report, vocabulary
+from tokenizer import encode, inspect, report, vocabulary
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.pretokenize import pretokenize
@@ -128,10 +128,10 @@ def test_the_report_names_the_longest_and_the_most_frequent_tokens(store):
 
 def test_the_report_compares_with_gpt2s_tokens_where_they_are_cached(store, tmp_path, monkeypatch):
     [theirs] = {len(ids) for ids in [TokenStore(store).memory_map("train")[: report.COMPARED_TOKENS]]}
-    cached = tmp_path / "gpt2"
+    cached = tmp_path / "models--openai-community--gpt2" / "snapshots" / "607a30d"
     vocabulary.save(vocabulary.train_bpe([""], 258), cached)  # a byte a token
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(cached / "tokenizer.json"))
-    report.write(TokenStore(store))
+    monkeypatch.setattr(report, "HF_HUB_CACHE", str(tmp_path))
+    report.write(TokenStore(store), encode.load_rust(store / "tokenizer" / "tokenizer.json"))
     last = (store / "report.md").read_text(encoding="utf-8").splitlines()[-1]
     size = TokenStore(store).metadata.train.bytes
     assert last == f"- the first {size:,} bytes: {size / theirs:.3f} bytes a token, GPT-2's 1.000"

@@ -7,6 +7,7 @@ line or byte ends the readers of `datasets`; Hub datasets are streamed through i
 
 import codecs
 import csv
+import itertools
 import json
 import os
 import re
@@ -417,7 +418,10 @@ def _json(stretch: Stretch) -> Iterator[tuple[dict | None, dict[str, int]]]:
 def _csv(stretch: Stretch) -> Iterator[tuple[dict | None, dict[str, int]]]:
     csv.field_size_limit(LONGEST_RECORD)
     with files.text(stretch.path) as file:
-        reader = csv.DictReader(_csv_lines(file))
+        lines = _csv_lines(file)
+        header = next(lines, "")
+        delimiter = next((mark for mark in "\t,;" if mark in header), ",")
+        reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter)
         try:
             for record in reader:
                 yield record, {"line": reader.line_num}

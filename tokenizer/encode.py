@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 NOTHING = -1  # no token follows a text
-SHORT_WORD = 24  # bytes
+SHORT_WORD = 32  # bytes
 UNKNOWN = 0xFFFFFFFF
 FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte
 

@@ -411,7 +411,7 @@ class Making:
             repeated_documents=merger.repeated,
             command=shlex.join(["python", *sys.orig_argv[1:]]),
         )
-        report.write(TokenStore(self.store))
+        report.write(TokenStore(self.store), rust)
 
 
 class Sample:
@@ -449,7 +449,9 @@ class Sample:
                 break
         if size == 0:
             return 0.0
-        ids, _ = encode.encoder(encode.load_rust(tokenizer_json), np.dtype("<u4"))(taken, [encode.NOTHING] * len(taken))
+        rust = encode.load_rust(tokenizer_json)
+        kind = encode.CharacterEncoder if encode.is_character(rust) else encode.RustEncoder  # which is ready at once
+        ids, _ = kind(rust, np.dtype("<u4"))(taken, [encode.NOTHING] * len(taken))
         return len(ids) / size
 
 

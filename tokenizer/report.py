@@ -1,12 +1,15 @@
 """What became of the text: `report.md` in a store, and the line at the end."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+from huggingface_hub.constants import HF_HUB_CACHE
+from tokenizers import Tokenizer
 
 from tokenizer import encode
 from tokenizer.corpus import LEFT_OUT
-from tokenizer.store import SPLITS, Metadata, TokenStore
+from tokenizer.store import SPLITS, Metadata, TokenStore, write_whole
 
 COUNTED_TOKENS = 1 << 22  # evenly spread, for the most frequent ones
 COMPARED_TOKENS = 1 << 18  # with GPT-2's
@@ -25,7 +28,7 @@ def summary(store: TokenStore) -> str:
     )
 
 
-def write(store: TokenStore) -> None:
+def write(store: TokenStore, rust: Tokenizer) -> None:
     metadata = store.metadata
     read = f"{metadata.counts['documents']:,} documents, {metadata.counts['bytes']:,} bytes of text, were read."
     left_out = [f"- {line}{place}" for line, place in _left_out(metadata)]
@@ -36,9 +39,9 @@ def write(store: TokenStore) -> None:
         table(metadata),
         f"## What was read\n\n{read}" + (" Left out or mended:\n\n" + "\n".join(left_out) if left_out else ""),
         *_cleaning(metadata),
-        f"## Tokens\n\n{_tokens(store)}",
+        f"## Tokens\n\n{_tokens(store, rust)}",
     ]
-    (store.folder / "report.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    write_whole(store.folder / "report.md", "\n\n".join(sections) + "\n")
 
 
 def tokenizer_kind(metadata: Metadata) -> str:
@@ -91,8 +94,7 @@ def _cleaning(metadata: Metadata) -> Iterator[str]:
         yield "\n".join(f"    {example}" for example in outcome["examples"])
 
 
-def _tokens(store: TokenStore) -> str:
-    rust = encode.load_rust(store.folder / "tokenizer" / "tokenizer.json")
+def _tokens(store: TokenStore, rust: Tokenizer) -> str:
     texts = encode.token_bytes(rust)
     longest = sorted(range(len(texts)), key=lambda i: -len(texts[i]))[:SHOWN]
     tokens = store.memory_map("train")
@@ -116,10 +118,8 @@ def _tokens(store: TokenStore) -> str:
 
 def _compared(ids: np.ndarray, texts: list[bytes]) -> Iterator[str]:
     """How much text a token holds beside GPT-2's, if that is on this machine: nothing is fetched for a report."""
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = (try_to_load_from_cache(name, "tokenizer.json") for name in GPT2)
-    path = next((path for path in cached if isinstance(path, str)), None)
+    folders = [Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" for name in GPT2]
+    path = next((path for folder in folders for path in folder.glob("snapshots/*/tokenizer.json")), None)
     if path is None:
         return
     sample = b"".join(texts[i] for i in ids.tolist())

@@ -238,7 +238,7 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a file so that it is there whole or not at all."""
     unfinished = path.with_name(path.name + ".tmp")
     with unfinished.open("wb") as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))  # in names of files that are not UTF-8
         durable(file)
     os.replace(unfinished, path)
 

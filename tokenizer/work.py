@@ -37,7 +37,7 @@ from tokenizer.documents import Counts, Piece, Reader, Stretch
 from tokenizer.store import SPLITS, disk_problem, durable, write_whole
 
 ROOT = Path(__file__).parent.parent
-BATCH_BYTES = 4 << 20  # encoded together: fewer make more of the work for each distinct word, more leave the cache
+BATCH_BYTES = 8 << 20  # encoded together: fewer make more of the work for each distinct word, more leave the cache
 
 
 @dataclass(frozen=True)
@@ -278,6 +278,7 @@ WORKER_ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
+    "USE_TORCH": "0",  # `datasets` imports it, where a Hub dataset is read
     "MALLOC_MMAP_THRESHOLD_": str(1 << 28),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 28),
     "MALLOC_ARENA_MAX": "1",

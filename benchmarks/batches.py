@@ -1,0 +1,104 @@
+"""A batch of 64 x 513 tokens as the training loop gets it, timed beside nanoGPT's way.
+
+python -m benchmarks.batches                            # writes benchmarks/results/batches-cpu.json
+
+The store is 400 MB of random ids; no window comes twice. "Cold" asks the system to forget the file before every batch, all
+but the windows that were announced with the batch before it, as a loop announces them: a step of 20 ms lies between.
+"""
+
+import datetime
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.pretokenize import RESULTS, cpu_name
+from training.batches import BatchPlan, TrainBatches, WindowOrder
+from training.tokens import Documents, MemoryMap, Tokens
+
+ROWS, CONTEXT, N_TOKENS, VOCAB_SIZE = 64, 512, 200_000_000, 50_000
+BATCHES, COLD_BATCHES, STEP_SECONDS = 2000, 200, 0.02
+CPU = torch.device("cpu")
+
+
+def nanogpt(data: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """As its get_batch goes about it: a Python loop over the rows of a memory map."""
+    at = torch.randint(len(data) - CONTEXT, (ROWS,))
+    x = torch.stack([torch.from_numpy(data[i : i + CONTEXT].astype(np.int64)) for i in at])
+    y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + CONTEXT].astype(np.int64)) for i in at])
+    return x, y
+
+
+def timed(get: Callable[[int], object], count: int, before: Callable[[int], None] = lambda i: None) -> dict[str, float]:
+    """Microseconds a batch."""
+    taken = []
+    for i in range(count):
+        before(i)
+        start = time.perf_counter()
+        get(i)
+        taken.append((time.perf_counter() - start) * 1e6)
+    return {
+        "median_us": round(float(np.median(taken)), 1),
+        "p99_us": round(float(np.quantile(taken, 0.99)), 1),
+        "worst_us": round(max(taken), 1),
+    }
+
+
+def measure(path: Path) -> dict[str, dict[str, float]]:
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, N_TOKENS, dtype=np.uint16)
+    ids.tofile(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    order, plan = WindowOrder(N_TOKENS, CONTEXT, seed=1), BatchPlan(CONTEXT, ROWS, 1, 1)
+    documents = Documents(np.append(np.arange(0, N_TOKENS, 700), N_TOKENS), has_eos=True)
+    in_ram = torch.from_numpy(ids.view("<i2"))
+    file = MemoryMap(path, "uint16", VOCAB_SIZE)
+    ram, masked, mapped = (
+        TrainBatches(tokens, order, plan, rank=0)
+        for tokens in (Tokens(in_ram, CPU), Tokens(in_ram, CPU, documents), Tokens(file.tensor(), CPU, file=file))
+    )
+    memory_map = np.memmap(path, dtype=np.uint16, mode="r")
+
+    def forget() -> None:
+        with path.open("rb") as content:
+            os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def before_a_step(i: int) -> None:
+        forget()
+        file.announce(order.starts(i * ROWS, ROWS), CONTEXT + 1)
+        time.sleep(STEP_SECONDS)
+
+    torch.set_num_threads(1)
+    return {
+        "ram": timed(lambda i: ram(i, 0), BATCHES),
+        "ram_mask_documents": timed(lambda i: masked(i, 0), BATCHES),
+        "memory_map": timed(lambda i: mapped(i, 0), BATCHES),
+        "memory_map_cold": timed(lambda i: mapped(i, 0), COLD_BATCHES, before_a_step),
+        "nanogpt_get_batch": timed(lambda i: nanogpt(memory_map), BATCHES),
+        "nanogpt_get_batch_cold": timed(lambda i: nanogpt(memory_map), COLD_BATCHES, lambda i: forget()),
+    }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        systems = measure(Path(folder) / "train.bin")
+    result = {
+        "command": "python -m benchmarks.batches",
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {cpu_name()}; one thread",
+        "torch": torch.__version__,
+        "batch": [ROWS, CONTEXT + 1],
+        "systems": systems,
+        "times_as_fast": round(systems["nanogpt_get_batch"]["median_us"] / systems["ram"]["median_us"], 1),
+    }
+    print(json.dumps(result, indent=2))
+    (RESULTS / "batches-cpu.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
