@@ -65,12 +65,12 @@ class Merges:
 
         Returns ids, (m,) int32, and how many each word has become, (words,) int32.
         """
-        tokens, begins = self.of_byte[text], np.ones(len(text), dtype=bool)  # the result: a token at its first byte
+        tokens, begins = self.of_byte.take(text), np.ones(len(text), dtype=bool)  # the result: a token at its first byte
         # What is still at work, in order: tokens, their first bytes, the rank of each with the next, the last of a word.
         token, place, last = tokens.copy(), np.arange(len(text), dtype=np.int32), np.zeros(len(text), dtype=bool)
         last[bounds[1:] - 1] = True
         rank = np.full(len(text), NONE, dtype=np.int32)
-        rank[:-1] = self.rank_of_bytes[text[:-1].astype(np.uint16) << 8 | text[1:]]
+        rank[:-1] = self.rank_of_bytes.take(text[:-1].astype(np.uint16) << 8 | text[1:])
         rank[last] = NONE
         sizes = np.diff(bounds)
         gone = np.zeros(len(text), dtype=bool)
@@ -79,21 +79,21 @@ class Merges:
             works = least != NONE  # (words,)
             if not works.any():
                 return tokens[begins], np.add.reduceat(begins, bounds[:-1], dtype=np.int32)
-            kept = ~gone & np.repeat(works, sizes)
-            token, place, rank, last = token[kept], place[kept], rank[kept], last[kept]
+            kept = np.flatnonzero(~gone & np.repeat(works, sizes))
+            token, place, rank, last = token.take(kept), place.take(kept), rank.take(kept), last.take(kept)
             sizes = np.diff(np.flatnonzero(last), prepend=-1)
             first = self._chosen(rank, least[works], sizes)  # of each pair that is merged
-            token[first] = tokens[place[first]] = self.made[rank[first]]
-            begins[place[first + 1]] = False
+            token[first] = tokens[place.take(first)] = self.made.take(rank.take(first))
+            begins[place.take(first + 1)] = False
             gone = np.zeros(len(token), dtype=bool)
             gone[first + 1] = True
-            last[first] = last[first + 1]
+            last[first] = last.take(first + 1)
             rank[first] = rank[first + 1] = NONE
             before = first[first > 0] - 1
-            changed = np.concatenate([first, before - gone[before]])
-            changed = changed[~last[changed]]
+            changed = np.concatenate([first, before - gone.take(before)])
+            changed = changed[~last.take(changed)]
             after = changed + 1
-            rank[changed] = self.ranks(token[changed], token[after + gone[after]])
+            rank[changed] = self.ranks(token.take(changed), token.take(after + gone.take(after)))
 
     def _chosen(self, rank: np.ndarray, least: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Where the pairs of the least rank in each word are: all that do not overlap from the left on, or the first."""
@@ -102,7 +102,7 @@ class Merges:
         if follows.any():  # aaaa: every other one of a run
             nth = np.arange(len(at))
             at = at[(nth - np.maximum.accumulate(np.where(follows, 0, nth))) % 2 == 0]
-        at_once = self.at_once[rank[at]]
+        at_once = self.at_once.take(rank.take(at))
         if not at_once.all():
             word = np.repeat(np.arange(len(sizes)), sizes)[at]
             at = at[at_once | (np.diff(word, prepend=-1) != 0)]
@@ -142,8 +142,8 @@ class PairTable:
         """(n,) int32: the ranks of the pairs."""
         pairs = self._pairs(left, right)
         slots = self._slots(pairs)
-        found = self.pairs[slots]
-        rank = np.where(found == pairs, self.rank[slots], NONE)
+        found = self.pairs.take(slots)
+        rank = np.where(found == pairs, self.rank.take(slots), NONE)
         again = np.flatnonzero((found != pairs) & (found != self.free))
         while len(again):
             slots[again] += 1

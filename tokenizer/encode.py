@@ -92,12 +92,12 @@ class WordEncoder:
         ends = np.flatnonzero(of_word == of_word[-1])  # (texts,) the words 0xFF
         follower = np.array(followed_by, dtype=np.int64)
         follows = follower != NOTHING
-        first, length = first[of_word], length[of_word]
+        first, length = first.take(of_word), length.take(of_word)  # twice as fast as first[of_word]
         length[ends] = follows
         until = np.cumsum(length, dtype=np.int32)  # (words,) ids up to the end of each word
         where = np.repeat(first - (until - length), length)  # (n,) into the pool
         where += np.arange(len(where), dtype=np.int32)
-        ids, until = pool[where], until[ends]
+        ids, until = pool.take(where), until[ends]
         ids[until[follows] - 1] = follower[follows]
         return ids, np.diff(until, prepend=0).astype(np.int64)
 

@@ -7,7 +7,8 @@ last white space of a run goes with what follows it, in one word if it is a blan
 Texts are joined by the byte 0xFF, which UTF-8 never holds; each 0xFF is a word of its own.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 END = b"\xff"
-LETTER, NUMBER, SPACE, OTHER, ENDS, UNKNOWN = range(6)
+BLOCK_BYTES = 1 << 20
+LETTER, NUMBER, OTHER, SPACE, ENDS, UNKNOWN = range(6)  # the first three are visible
 
 
 def _byte_classes() -> bytes:
@@ -25,11 +27,25 @@ def _byte_classes() -> bytes:
     for kind, members in ((LETTER, b"abcdefghijklmnopqrstuvwxyz"), (NUMBER, b"0123456789"), (SPACE, b"\t\n\v\f\r ")):
         for byte in members + members.upper():
             classes[byte] = kind
+    classes[0xC2:0xF5] = bytes([UNKNOWN]) * (0xF5 - 0xC2)  # they begin a code point, which says what it is
     classes[0xFF] = ENDS
     return bytes(classes)
 
 
-BYTE_CLASSES = _byte_classes()  # those of bytes from 0x80 on are settled by their code points
+BYTE_CLASSES = _byte_classes()
+
+
+def _blocks(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Together about as much as a processor keeps at hand."""
+    block, size = [], 0
+    for text in texts:
+        block.append(text)
+        size += len(text)
+        if size > BLOCK_BYTES:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
 
 
 class WordSplitter:
@@ -43,16 +59,18 @@ class WordSplitter:
         """All words of all texts as one array of binaries; after each text comes the word 0xFF."""
         import pyarrow as pa  # comes with datasets; training from a store needs neither
 
-        joined = END.join([*texts, b""])
-        starts = self.starts(joined)
-        offsets = np.append(starts, np.int32(len(joined)))
-        return pa.Array.from_buffers(pa.binary(), len(starts), [None, pa.py_buffer(offsets), pa.py_buffer(joined)])
+        blocks = [END.join([*block, b""]) for block in _blocks(texts)]
+        before = itertools.accumulate(map(len, blocks), initial=0)
+        starts = [self.starts(block) + np.int32(start) for block, start in zip(blocks, before, strict=False)]
+        joined = b"".join(blocks)
+        offsets = np.concatenate([*starts, np.array([len(joined)], dtype=np.int32)])
+        return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(joined)])
 
     def starts(self, joined: bytes) -> np.ndarray:
         """(words,) int32: where each word of `joined` (n bytes, the last one 0xFF) begins."""
         text = np.frombuffer(joined, dtype=np.uint8)  # (n,)
         classes = np.frombuffer(joined.translate(BYTE_CLASSES), dtype=np.uint8)  # (n,)
-        lead_bytes = np.flatnonzero((text >= 0xC2) & (text < 0xFF))  # of code points above ASCII
+        lead_bytes = np.flatnonzero(classes == UNKNOWN)  # of code points above ASCII
         wide_space = None
         if len(lead_bytes):
             classes = classes.copy()
@@ -60,15 +78,15 @@ class WordSplitter:
         begins = np.empty(len(text), dtype=bool)
         begins[0] = True
         np.not_equal(classes[1:], classes[:-1], out=begins[1:])
-        begins |= text == 0xFF
-        before_visible = np.zeros(len(text), dtype=bool)  # the next byte begins something that is neither space nor end
-        np.logical_and(classes[1:] != SPACE, classes[1:] != ENDS, out=before_visible[:-1])
-        last_space = before_visible & (classes == SPACE)
+        begins |= classes == ENDS
+        last_space = classes == SPACE  # of a run that something visible follows
+        last_space[:-1] &= classes[1:] < SPACE
         if wide_space is not None:  # a space of several bytes was marked at its last; the word begins at its first
             first, last = wide_space
             last_space[first], last_space[last] = last_space[last], False
         begins |= last_space
-        begins[1:] &= ~(last_space & (text == 0x20))[:-1]  # a single blank and what follows it are one word
+        joins = last_space & (text == 0x20)  # a blank is one word with what follows it
+        np.greater(begins[1:], joins[:-1], out=begins[1:])
         self._split_english_endings(text, classes, begins)
         return np.flatnonzero(begins).astype(np.int32)
 
