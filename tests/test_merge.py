@@ -26,7 +26,7 @@ from tokenizer.pretokenize import Making
 from tokenizer.recipe import Recipe
 from tokenizer.store import SPLITS, TokenStore
 from tokenizer.vocabulary import VocabularyArguments
-from tokenizer.work import Job, share
+from tokenizer.work import Job, Workers, share
 
 SEED = 1
 DOCUMENTS = [f"Document {i}, {'naïve 雪 ' * (i % 7)}and so on.\n" for i in range(200)]
@@ -66,7 +66,7 @@ def making_of(
         seed,
         list(weights),
     )
-    making = Making(recipe, output, lambda text: None, 1)
+    making = Making(recipe, output, lambda text: None, Workers(), 1)
     making.plan(is_cache=False)
     return making
 

@@ -22,7 +22,7 @@ from tokenizer.pretokenize import pretokenize as make
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments, train_bpe
-from tokenizer.work import share
+from tokenizer.work import Workers, share
 
 LINES = "".join(f"Line {i} of a text, naïve and short.\n" for i in range(300))
 SMALL = ("--vocab_size", "300")
@@ -113,7 +113,7 @@ def test_whoever_finds_another_process_at_a_cache_waits(tmp_path, text):
 
 def test_a_cache_that_was_begun_from_another_text_is_begun_anew(tmp_path, text):
     recipe = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300))
-    Making(recipe, tmp_path / "cache", print, 1).plan(is_cache=True)
+    Making(recipe, tmp_path / "cache", print, Workers(), 1).plan(is_cache=True)
     text.write_text("other text\n" * 100)
     make(recipe, tmp_path / "cache", is_cache=True)
     assert decoded(tmp_path / "cache") == "other text\n" * 100 + "<|endoftext|>"

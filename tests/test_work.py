@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,7 @@ from tokenizer.pretokenize import Making, pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments
-from tokenizer.work import Job, Worker
+from tokenizer.work import Job, Worker, Workers
 
 # The door, with units of 30 kB in place of 16 MiB: a small text is many of them.
 UNIT_BYTES = 30_000
@@ -124,12 +125,13 @@ def recipe_of(texts: Path) -> Recipe:
 
 
 @pytest.fixture
-def planned(texts, tmp_path, monkeypatch) -> Making:
+def planned(texts, tmp_path, monkeypatch) -> Iterator[Making]:
     """What is to be done, with nothing done yet."""
     monkeypatch.setattr(corpus, "UNIT_BYTES", UNIT_BYTES)
-    making = Making(recipe_of(texts), tmp_path / "store", lambda text: None, 1)
-    making.plan(is_cache=False)
-    return making
+    with Workers() as workers:
+        making = Making(recipe_of(texts), tmp_path / "store", lambda text: None, workers, 1)
+        making.plan(is_cache=False)
+        yield making
 
 
 def test_the_order_in_which_units_are_done_makes_no_difference(planned, expected, tmp_path):
@@ -184,11 +186,11 @@ def test_a_worker_that_is_killed_ends_in_one_sentence(texts, expected, tmp_path)
 
 
 def test_a_worker_that_was_killed_between_two_units_ends_in_one_sentence(planned):
-    worker = Worker(planned.work)
+    worker = Worker()
     worker.process.kill()
     worker.process.wait()
     with pytest.raises(UserError, match="A worker process ended with status -9"):
-        worker._ask(0)
+        worker._ask(planned.work, 0)
     worker.close()
 
 
@@ -237,7 +239,7 @@ def test_room_is_needed_for_parts_and_copies(tmp_path, monkeypatch, weights, nee
     recipe = Recipe([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], vocabulary=vocabulary, weights=weights)
     for free, fits in ((needed * 2 * 10**6 - 9, False), (needed * 2 * 10**6 + 9, True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(0, 0, free))
-        making = Making(recipe, tmp_path / "store", lambda text: None, 1)
+        making = Making(recipe, tmp_path / "store", lambda text: None, Workers(), 1)
         if fits:
             making.plan(is_cache=False)
         else:
@@ -255,7 +257,7 @@ def begun(tmp_path, monkeypatch) -> Path:
     os.mkdir("texts")
     for name in "abc":
         Path(f"texts/{name}.txt").write_text(prose(ord(name), 800))
-    Making(recipe_of(Path("texts")), Path("store"), print, 1).plan(is_cache=False)
+    Making(recipe_of(Path("texts")), Path("store"), print, Workers(), 1).plan(is_cache=False)
     return tmp_path
 
 

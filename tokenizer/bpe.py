@@ -65,7 +65,10 @@ class Merges:
 
         Returns ids, (m,) int32, and how many each word has become, (words,) int32.
         """
-        tokens, begins = self.of_byte.take(text), np.ones(len(text), dtype=bool)  # the result: a token at its first byte
+        tokens, begins = (
+            self.of_byte.take(text),
+            np.ones(len(text), dtype=bool),
+        )  # the result: a token at its first byte
         # What is still at work, in order: tokens, their first bytes, the rank of each with the next, the last of a word.
         token, place, last = tokens.copy(), np.arange(len(text), dtype=np.int32), np.zeros(len(text), dtype=bool)
         last[bounds[1:] - 1] = True

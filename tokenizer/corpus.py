@@ -332,7 +332,9 @@ def kind_of(path: str, text_column: str | None = None) -> str:
     if suffix == ".json":
         with documents.readable(path), files.opened(path) as file:
             return _kind_of_json(file, text_column)
-    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}.get(suffix, "text")
+    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}.get(
+        suffix, "text"
+    )
 
 
 def _kind_of_json(file: BinaryIO, text_column: str | None) -> str:

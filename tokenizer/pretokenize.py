@@ -22,18 +22,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from filelock import FileLock, Timeout
+from tokenizers import Tokenizer
 
 from command_line import FlagParser, run
 from errors import UserError
 from tokenizer import archive, cleaning, encode, export, megatron, report, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.cleaning import Cleaner, CleaningArguments, Outcome
-from tokenizer.corpus import TOLERATED_SHARE, Corpus, CorpusArguments, Unit
+from tokenizer.corpus import TOLERATED_SHARE, UNIT_BYTES, Corpus, CorpusArguments, Unit
 from tokenizer.dedup import DedupArguments, MinHasher
 from tokenizer.documents import Counts
 from tokenizer.files import is_packed
@@ -42,7 +44,7 @@ from tokenizer.progress import Progress
 from tokenizer.recipe import SEED, Recipe
 from tokenizer.store import MAX_UINT16_VOCAB, TokenStore, disk_problem, finish, write_whole
 from tokenizer.vocabulary import VocabularyArguments
-from tokenizer.work import Part, Settings, do_all, done_parts
+from tokenizer.work import Part, Settings, Workers, done_parts
 
 SAMPLED_UNITS = 4096  # at most, for making a tokenizer
 ESTIMATED_FROM = 1 << 16  # characters of text whose tokens are counted to estimate those of all
@@ -116,23 +118,28 @@ def pretokenize(
     if problems := recipe.problems():
         raise UserError("\n".join(problems))
     folder = folder if folder.name else folder.absolute()
-    making = Making(recipe, folder, say, num_proc or len(os.sched_getaffinity(0)))
     try:
-        with _locked(folder, "", wait=is_cache or shard is not None):
-            if TokenStore.is_store(folder):
-                return making.open_finished(is_cache)
-            making.plan(is_cache)
-            if shard is None:
-                _refuse_busy_shards(folder)
-                return making.finish(merge_only)
-            own = _locked(folder, f".shard-{shard[0]}-of-{shard[1]}", wait=False)
-        with own:
-            making.do_shard(*shard)
+        with Workers() as workers:
+            making = Making(recipe, folder, say, workers, num_proc or _cores())
+            with _locked(folder, "", wait=is_cache or shard is not None):
+                if TokenStore.is_store(folder):
+                    return making.open_finished(is_cache)
+                making.plan(is_cache)
+                if shard is None:
+                    _refuse_busy_shards(folder)
+                    return making.finish(merge_only)
+                own = _locked(folder, f".shard-{shard[0]}-of-{shard[1]}", wait=False)
+            with own:
+                making.do_shard(*shard)
     except BrokenPipeError:  # of `say`
         raise
     except OSError as error:
         raise disk_problem(error, folder) from error
     return None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:
@@ -155,13 +162,20 @@ def _refuse_busy_shards(folder: Path) -> None:
 class Making:
     """A store on its way. All that is unfinished lies in `.NAME.unfinished` beside it."""
 
-    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None], processes: int):
-        self.recipe, self.folder, self.say, self.processes = recipe, folder, say, processes
+    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None], workers: Workers, processes: int):
+        self.recipe, self.folder, self.say, self.workers, self.processes = recipe, folder, say, workers, processes
         self.work = folder.with_name(f".{folder.name}.unfinished")
         self.store = self.work / "store"
         self.corpus = Corpus(recipe.inputs, recipe.corpus, recipe.weights, left_out=folder)
         self.inputs = self.corpus.identity()
-        self.settings_of_user = recipe.settings()
+
+    @cached_property
+    def settings_of_user(self) -> dict[str, Any]:
+        return self.recipe.settings()
+
+    @cached_property
+    def rust(self) -> Tokenizer:
+        return encode.load_rust(self.store / "tokenizer" / "tokenizer.json")
 
     # ---- what is there already ------------------------------------------------------------------------------------------
 
@@ -226,6 +240,7 @@ class Making:
         if self.recipe.dedup.dedup == "near":
             MinHasher()  # or the sentence that it is not installed, before any work
         self.say(f"Reading {self.corpus.describe()} ...")
+        self.workers.start(min(self.processes, self.corpus.text_size // UNIT_BYTES))
         units = self.corpus.units()
         source, control, variables = self._chat_template()
         settings = Settings(
@@ -299,7 +314,7 @@ class Making:
         Raises:
             UserError: the store will not fit on its disk.
         """
-        ids_per_byte = sample.ids_per_byte(self.store / "tokenizer" / "tokenizer.json")
+        ids_per_byte = sample.ids_per_byte(self.rust)
         itemsize = np.dtype(settings.dtype).itemsize
         # The ids of a part are there until its last copy is written.
         copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
@@ -343,7 +358,10 @@ class Making:
                     self.corpus.check(counts, at_least=self._most_text)
                     progress.advance(part.counts.bytes, sum(part.tokens.values()))
 
-            do_all(self.work, [unit for unit in units if unit not in parts], self.processes, on_part)
+            missing = [unit for unit in units if unit not in parts]
+            if len(missing) > 1:  # one is not worth a process of its own
+                self.workers.start(min(self.processes, len(missing)))
+            self.workers.do(self.work, missing, on_part)
         return [parts[unit] for unit in units]
 
     def finish(self, merge_only: bool) -> TokenStore:
@@ -395,14 +413,13 @@ class Making:
     def _describe(self, counts: Counts, outcomes: dict[str, Outcome], merger: Merger) -> None:
         write_whole(self.store / "inputs.json", json.dumps(self.inputs))
         megatron.write_indexes(self.store, self.settings.dtype)
-        rust = encode.load_rust(self.store / "tokenizer" / "tokenizer.json")
         splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
         finish(
             self.store,
             splits,
             dtype=self.settings.dtype,
-            vocab_size=rust.get_vocab_size(),
-            tokenizer_type=encode.kind(rust),
+            vocab_size=self.rust.get_vocab_size(),
+            tokenizer_type=encode.kind(self.rust),
             eos_token_id=self.settings.eos,
             sources=self.recipe.inputs,
             settings=self.settings_of_user,
@@ -411,7 +428,7 @@ class Making:
             repeated_documents=merger.repeated,
             command=shlex.join(["python", *sys.orig_argv[1:]]),
         )
-        report.write(TokenStore(self.store), rust)
+        report.write(TokenStore(self.store), self.rust)
 
 
 class Sample:
@@ -440,7 +457,7 @@ class Sample:
                     break
             self.counts.add(reader.counts)
 
-    def ids_per_byte(self, tokenizer_json: Path) -> float:
+    def ids_per_byte(self, rust: Tokenizer) -> float:
         taken, size = [], 0
         for text in self.texts():
             taken.append(text[:ESTIMATED_FROM].encode())
@@ -449,7 +466,6 @@ class Sample:
                 break
         if size == 0:
             return 0.0
-        rust = encode.load_rust(tokenizer_json)
         kind = encode.CharacterEncoder if encode.is_character(rust) else encode.RustEncoder  # which is ready at once
         ids, _ = kind(rust, np.dtype("<u4"))(taken, [encode.NOTHING] * len(taken))
         return len(ids) / size

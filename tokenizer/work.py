@@ -6,7 +6,7 @@ The folder of unfinished work holds `plan.json`, `store/` with the tokenizer, an
 000012.rows.npy            a row for each piece of a document, in order
 000012.json                what was counted, written last: without it there is no part
 
-python -P -m tokenizer.work FOLDER     a worker: reads numbers of units, one a line, and answers each with its counts
+python -P -m tokenizer.work     a worker: reads folders and numbers of units, one a line, and answers each with its counts
 """
 
 import gc
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -293,42 +294,55 @@ def done_parts(folder: Path, units: list[int]) -> list[Part]:
     return [Part.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.is_file()]
 
 
-def do_all(folder: Path, units: list[int], processes: int, on_part: Callable[[Part], None]) -> None:
-    """Does `units` in this process, or spread over several; `on_part` hears of each.
+class Workers:
+    """Processes that do units: started ahead of the work, because that takes them half a second, and ended after it."""
 
-    Raises:
-        UserError: the first problem that any of them met; a process that was killed.
-    """
-    if len(units) <= 1:  # not worth a process of its own
-        job = Job.open(folder)
+    def __init__(self):
+        self.workers: list[Worker] = []
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for worker in self.workers:
+            worker.close()
+
+    def start(self, count: int) -> None:
+        """There are `count` of them at least from now on."""
+        while len(self.workers) < count:
+            self.workers.append(Worker())
+
+    def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None]) -> None:
+        """Does `units`, in this process where there are no others; `on_part` hears of each.
+
+        Raises:
+            UserError: the first problem that any of them met; a process that was killed.
+        """
+        if not self.workers:
+            job = Job.open(folder)
+            for number in units:
+                on_part(job.do(number))
+            return
+        waiting: SimpleQueue[int] = SimpleQueue()
         for number in units:
-            on_part(job.do(number))
-        return
-    waiting: SimpleQueue[int] = SimpleQueue()
-    for number in units:
-        waiting.put(number)
-    workers = [Worker(folder) for _ in range(min(processes, len(units)))]
-    try:
-        with ThreadPoolExecutor(len(workers)) as threads:
-            driven = [threads.submit(worker.drive, waiting, on_part) for worker in workers]
+            waiting.put(number)
+        with ThreadPoolExecutor(len(self.workers)) as threads:
+            driven = [threads.submit(worker.drive, folder, waiting, on_part) for worker in self.workers]
             try:
                 for future in as_completed(driven):
                     future.result()
             except BaseException:
-                for worker in workers:  # which ends the threads that wait for them
+                for worker in self.workers:  # which ends the threads that wait for them
                     worker.process.kill()
                 raise
-    finally:
-        for worker in workers:
-            worker.close()
 
 
 class Worker:
     """A process that does units. It ends when its input does, so at once when this process is killed."""
 
-    def __init__(self, folder: Path):
+    def __init__(self):
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tokenizer.work", str(folder)],
+            [sys.executable, "-P", "-m", "tokenizer.work"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -336,20 +350,20 @@ class Worker:
             env=os.environ | WORKER_ENVIRONMENT,
         )
 
-    def drive(self, waiting: SimpleQueue[int], on_part: Callable[[Part], None]) -> None:
+    def drive(self, folder: Path, waiting: SimpleQueue[int], on_part: Callable[[Part], None]) -> None:
         while True:
             try:
                 number = waiting.get_nowait()
             except Empty:
                 return
-            answer = self._ask(number)
+            answer = self._ask(folder, number)
             if "problem" in answer:
                 raise UserError(answer["problem"])
             on_part(Part.from_json(answer))
 
-    def _ask(self, number: int) -> dict[str, Any]:
+    def _ask(self, folder: Path, number: int) -> dict[str, Any]:
         try:
-            print(number, file=self.process.stdin, flush=True)
+            print(json.dumps([str(folder.absolute()), number]), file=self.process.stdin, flush=True)
             if line := self.process.stdout.readline():
                 return json.loads(line)
         except BrokenPipeError:
@@ -366,27 +380,30 @@ class Worker:
         self.process.stdout.close()
 
 
-def main(folder: str) -> None:
+def main() -> None:
     gc.set_threshold(
         100_000
     )  # tokens from Rust are objects that live for a moment, and looking for cycles doubled their cost
-    asked: SimpleQueue[int] = SimpleQueue()
+    asked: SimpleQueue[tuple[str, int]] = SimpleQueue()
     Thread(target=_listen, args=(asked,), daemon=True).start()
-    job = Job.open(Path(folder))
+    import pyarrow  # noqa: F401  needed by most, and not before there is something to do
+
+    open_job = cache(Job.open)
     while True:
+        folder, number = asked.get()
         try:
-            answer = asdict(job.do(asked.get()))
+            answer = asdict(open_job(Path(folder)).do(number))
         except UserError as error:
             answer = {"problem": str(error)}
         print(json.dumps(answer), flush=True)
 
 
-def _listen(asked: SimpleQueue[int]) -> None:
+def _listen(asked: SimpleQueue[tuple[str, int]]) -> None:
     with open(0, "rb", buffering=0) as questions:  # a buffer would be locked when the process ends
         for line in questions:
-            asked.put(int(line))
+            asked.put(json.loads(line))
     os._exit(0)  # whoever asked has all answers, or is gone
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
