@@ -169,7 +169,7 @@ class Reader:
             start = stop
 
     def _blocks(self, stretch: Stretch) -> Iterator[str]:
-        """The text of a stretch of a file, about a megabyte at a time; nothing of a binary file."""
+        """The text of a stretch of a file, a quarter of a piece at a time; nothing of a binary file."""
         path = stretch.path
         with readable(path):
             if stretch.start and is_binary(head(path), path):
@@ -178,8 +178,8 @@ class Reader:
             self.counts.note("cut_words", not is_between_words, path)
             decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")(errors="surrogateescape")
             with files.opened(path) as file:
-                position = file.seek(start) if start else 0
-                while block := file.read(PIECE_BYTES if stop is None else min(PIECE_BYTES, stop - position)):
+                position, size = file.seek(start) if start else 0, PIECE_BYTES // 4
+                while block := file.read(size if stop is None else min(size, stop - position)):
                     if position == 0 and is_binary(block[:HEAD_BYTES], path):
                         self.counts.note("binary_files", 1, path)
                         return

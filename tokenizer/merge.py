@@ -21,7 +21,7 @@ from tokenizer.store import SPLITS, index_file, tokens_file, write_whole
 from tokenizer.work import Settings
 
 BLOCK_TOKENS = 1 << 22
-BYTES_BETWEEN_RECORDS = 256 << 20
+BYTES_BETWEEN_RECORDS = 64 << 20
 SORTED_BYTES = 128 << 20
 MIX = np.uint64(0x9E3779B97F4A7C15)
 

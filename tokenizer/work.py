@@ -38,7 +38,7 @@ from tokenizer.documents import Counts, Piece, Reader, Stretch
 from tokenizer.store import SPLITS, disk_problem, durable, write_whole
 
 ROOT = Path(__file__).parent.parent
-BATCH_BYTES = 8 << 20  # encoded together: fewer make more of the work for each distinct word, more leave the cache
+BATCH_BYTES = 4 << 20  # encoded together: fewer hold more distinct words for their size, more take more memory
 
 
 @dataclass(frozen=True)
