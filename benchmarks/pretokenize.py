@@ -5,15 +5,17 @@ python -m benchmarks.pretokenize --megabytes 120 --num_proc 1
 
 The text is what any machine has: sources, documentation and data files below Python and /usr/share, each a document. Every
 system starts in a process of its own, from the same jsonl file and the same 32,000-token BPE, and ends with a file of
-uint16 ids. The ids have to be the same. Of two runs of each the faster counts. Peers that are not installed are left out by name.
+uint16 ids. The ids have to be the same. Of several runs of each the fastest counts. Peers that are not installed are left out by name.
 """
 
 import argparse
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -97,7 +99,8 @@ PEERS = {
 
 
 def texts(n_bytes: int) -> Iterator[str]:
-    """Text files of this machine until there is enough, every seventh of them first, so that all kinds are there."""
+    """Text files of this machine until there is enough, every seventh of them first, so that all kinds are there; over and
+    over where it has less. No system remembers a word from one batch to the next long enough to profit from that."""
     roots = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share", "/usr/include", "/usr/lib"]
     found = sorted(
         {
@@ -109,7 +112,7 @@ def texts(n_bytes: int) -> Iterator[str]:
         }
     )
     size = 0
-    for path in (path for first in range(7) for path in found[first::7]):
+    for path in itertools.cycle(path for first in range(7) for path in found[first::7]):
         if not os.path.isfile(path) or not DOCUMENT_BYTES[0] < os.path.getsize(path) < DOCUMENT_BYTES[1]:
             continue
         content = Path(path).read_bytes().replace(b"\r\n", b"\n")
@@ -125,10 +128,10 @@ def texts(n_bytes: int) -> Iterator[str]:
             return
 
 
-def timed(command: list[str], folder: Path, n_bytes: int, output: Path) -> dict[str, float]:
-    """Seconds of the faster of two runs, and the most memory that the process and its children took together (of their own)."""
+def timed(command: list[str], folder: Path, n_bytes: int, output: Path, repeats: int) -> dict[str, float]:
+    """Seconds of the fastest of some runs, and the most memory that the process and its children took together (of their own)."""
     runs = []
-    for _ in range(2):
+    for _ in range(repeats):
         shutil.rmtree(folder / "hf", ignore_errors=True)  # what peers would find again
         shutil.rmtree(output, ignore_errors=True)
         runs.append(_timed_once(command, folder))
@@ -185,16 +188,16 @@ def missing(packages: tuple[str, ...]) -> list[str]:
     return [package for package in packages if not is_there(package)]
 
 
-def measure(folder: Path, megabytes: int, num_proc: int) -> dict[str, Any]:
+def measure(folder: Path, megabytes: int, num_proc: int, repeats: int) -> dict[str, Any]:
     documents = list(texts(megabytes * 1_000_000))
     text = written(documents, folder / "text.jsonl")
     size = sum(len(document.encode()) for document in documents)
     run = [sys.executable, "-m", "tokenizer.pretokenize", "--num_proc", str(num_proc), "--cleaning", "none"]
     made = [*run, "--input", str(text), "--output", str(folder / "made"), "--vocab_size", str(VOCAB_SIZE)]
-    making = timed(made, folder, size, folder / "made")
+    making = timed(made, folder, size, folder / "made", repeats)
     run += ["--tokenizer", str(folder / "made" / "tokenizer")]
     ours = [*run, "--input", str(text), "--output", str(folder / "ours")]
-    systems = {"gpt2scratch": timed(ours, folder, size, folder / "ours")}
+    systems = {"gpt2scratch": timed(ours, folder, size, folder / "ours", repeats)}
     reference = None
     left_out = []
     for name, (script, packages) in PEERS.items():
@@ -204,7 +207,7 @@ def measure(folder: Path, megabytes: int, num_proc: int) -> dict[str, Any]:
         path, out = folder / f"{name}.py", folder / f"{name}.bin"
         path.write_text(script)
         arguments = map(str, (text, folder / "made" / "tokenizer", out, num_proc))
-        systems[name] = timed([sys.executable, str(path), *arguments], folder, size, out)
+        systems[name] = timed([sys.executable, str(path), *arguments], folder, size, out, repeats)
         reference = reference or out
         if out.read_bytes() != reference.read_bytes():
             raise SystemExit(f"{name} has other ids than {reference.stem}.")
@@ -219,12 +222,12 @@ def measure(folder: Path, megabytes: int, num_proc: int) -> dict[str, Any]:
         "times_as_fast": {
             name: round(s["seconds"] / seconds, 1) for name, s in systems.items() if name != "gpt2scratch"
         },
-        "gpt2scratch_otherwise": {"making_the_tokenizer": making} | other_texts(documents, run, folder),
+        "gpt2scratch_otherwise": {"making_the_tokenizer": making} | other_texts(documents, run, folder, repeats),
         "left_out": left_out,
     }
 
 
-def other_texts(documents: list[str], run: list[str], folder: Path) -> dict[str, dict[str, float]]:
+def other_texts(documents: list[str], run: list[str], folder: Path, repeats: int) -> dict[str, dict[str, float]]:
     """Whether the cost of a megabyte, or the memory, grows with the text or with a document."""
     quarter = documents[::4]
     found = {
@@ -236,7 +239,8 @@ def other_texts(documents: list[str], run: list[str], folder: Path) -> dict[str,
     timings = {}
     for name, (text, of_text) in found.items():
         size = sum(len(document.encode()) for document in of_text)
-        timings[name] = timed([*run, "--input", str(text), "--output", str(folder / name)], folder, size, folder / name)
+        command = [*run, "--input", str(text), "--output", str(folder / name)]
+        timings[name] = timed(command, folder, size, folder / name, repeats)
         text.unlink()
     return timings
 
@@ -269,22 +273,24 @@ def main() -> None:
     parser.add_argument(
         "--num_proc", type=int, nargs="+", default=[1, os.cpu_count()], help="Processes of each system."
     )
+    parser.add_argument("--repeats", type=int, default=2, help="Runs of each system, of which the fastest counts.")
+    parser.add_argument("--result", default="pretokenize-cpu.json", help="Name of the file in benchmarks/results.")
     options = parser.parse_args()
     runs = []
     for num_proc in sorted(set(options.num_proc)):
         with tempfile.TemporaryDirectory() as folder:
-            runs.append(measure(Path(folder), options.megabytes, num_proc))
+            runs.append(measure(Path(folder), options.megabytes, num_proc, options.repeats))
         print(json.dumps(runs[-1], indent=2), flush=True)
     packages = ("tokenizers", "pyarrow", "numpy", "datasets", "tiktoken", "transformers")
     result = {
-        "command": f"python -m benchmarks.pretokenize --megabytes {options.megabytes} --num_proc {' '.join(map(str, options.num_proc))}",
+        "command": shlex.join(["python", "-m", "benchmarks.pretokenize", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {cpu_name()}",
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages if not missing((name,))},
         "runs": runs,
     }
-    path = RESULTS / "pretokenize-cpu.json"
+    path = RESULTS / options.result
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"{path.name} is written")
 
