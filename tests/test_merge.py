@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from conftest import prose
+from errors import UserError
 from tokenizer import corpus, encode, merge
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
@@ -26,7 +27,7 @@ from tokenizer.pretokenize import Making
 from tokenizer.recipe import Recipe
 from tokenizer.store import SPLITS, TokenStore
 from tokenizer.vocabulary import VocabularyArguments
-from tokenizer.work import Job, Workers, share
+from tokenizer.work import Job, Part, Workers, share
 
 SEED = 1
 DOCUMENTS = [f"Document {i}, {'naïve 雪 ' * (i % 7)}and so on.\n" for i in range(200)]
@@ -426,3 +427,24 @@ def test_once_more_when_all_is_done_changes_nothing(tmp_path):
     making = parts_of(tmp_path, "a tail that is cut off")
     first = merged(making, making.work)
     assert merged(making, making.work) == first
+
+
+# ---- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["train", "val", "rows", "json"])
+@pytest.mark.parametrize("damage", [lambda content: content[:-3], lambda content: b"\0" * len(content)])
+def test_a_part_that_a_power_cut_damaged_is_made_again(tmp_path, name, damage):
+    making = parts_of(tmp_path, "weights and dedup")
+    expected = merged(making, shutil.copytree(making.work, tmp_path / "copy"))
+    path = next(path for path in sorted(making.work.glob(f"parts/*.{name}")) if path.stat().st_size)
+    path.write_bytes(damage(path.read_bytes()))
+    if name == "json":
+        assert Part.read(making.work, int(path.stem)) is None
+    else:
+        with pytest.raises(
+            UserError, match=rf"{path.name} was damaged, by a power cut or a broken disk; the same command"
+        ):
+            merged(making, making.work)
+    Job.open(making.work).do(int(path.stem))
+    assert merged(making, making.work) == expected

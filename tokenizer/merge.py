@@ -8,19 +8,22 @@ import itertools
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import psutil
+import xxhash
 
 from errors import UserError
 from tokenizer import dedup, encode
 from tokenizer.store import SPLITS, index_file, tokens_file, write_whole
-from tokenizer.work import Settings
+from tokenizer.work import Part, Settings, part_file, row_type
 
-BLOCK_TOKENS = 1 << 22
+BLOCK_TOKENS = 1 << 21
+TAIL_BLOCK_TOKENS = 1 << 21  # of these, two or three are looked at for a place to cut, which may depend on it
 BYTES_BETWEEN_RECORDS = 64 << 20
 SORTED_BYTES = 128 << 20
 MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -59,6 +62,10 @@ class Merger:
         passes = range(math.ceil(max(copies)))
         # Copies of a document lie an epoch of their source apart.
         self.order = [(unit, nth) for nth in passes for unit in range(len(copies)) if nth < math.ceil(copies[unit])]
+        self.row_type = row_type(dedup.keys_per_document(settings.dedup))
+        self.parts = [Part.read(work, unit) for unit in range(len(copies))]
+        for unit in range(len(copies)):
+            self._verify(unit, "rows", xxhash.xxh3_64_hexdigest(self._rows(unit)))
         self.ends = [int(self._rows(unit)["ends"].sum()) for unit in range(len(copies))]  # documents of each unit
         self.before = np.cumsum([0, *self.ends]).tolist()
         self.kept = self._kept()
@@ -72,10 +79,19 @@ class Merger:
         )
 
     def _rows(self, unit: int) -> np.ndarray:
-        return np.load(self.work / "parts" / f"{unit:06d}.rows.npy")
+        return np.fromfile(part_file(self.work, unit, "rows"), dtype=self.row_type)
 
-    def _part_file(self, unit: int, split: str) -> Path:
-        return self.work / "parts" / f"{unit:06d}.{split}"
+    def _verify(self, unit: int, name: str, digest: str) -> None:
+        """
+        Raises:
+            UserError: a file of a part is not what was written. The part counts as not done.
+        """
+        if digest != self.parts[unit].hashes[name]:
+            part_file(self.work, unit, "json").unlink()
+            raise UserError(
+                f"{part_file(self.work, unit, name)} was damaged, by a power cut or a broken disk; the same command makes "
+                f"it again and goes on."
+            )
 
     # ---- which documents ------------------------------------------------------------------------------------------------
 
@@ -155,7 +171,7 @@ class Merger:
     def _delete(self, units: Iterable[int]) -> None:
         """The ids of parts; killed at this, some are there still."""
         for unit, split in itertools.product(units, SPLITS):
-            self._part_file(unit, split).unlink(missing_ok=True)
+            part_file(self.work, unit, split).unlink(missing_ok=True)
 
     def _append(self, unit: int, split: str, nth: int) -> int:
         """Appends what a part has for a split, in blocks. Returns the bytes written."""
@@ -168,15 +184,19 @@ class Merger:
         written = self.progress.splits[to]
         block_of_row = np.cumsum(rows["tokens"], dtype=np.int64) // BLOCK_TOKENS
         bounds = [0, *(np.flatnonzero(np.diff(block_of_row)) + 1).tolist(), len(rows)]
-        size = 0
+        size, digest = 0, xxhash.xxh3_64()
         with (
-            self._part_file(unit, split).open("rb") as source,
+            part_file(self.work, unit, split).open("rb") as source,
             (self.folder / tokens_file(to)).open("ab") as tokens,
             (self.folder / index_file(to)).open("ab") as index,
         ):
             for first, stop in itertools.pairwise(bounds):
                 block, use = rows[first:stop], chosen[first:stop]
-                ids = np.fromfile(source, dtype=self.dtype, count=int(block["tokens"].sum(dtype=np.int64)))
+                count = int(block["tokens"].sum(dtype=np.int64))
+                ids = np.fromfile(source, dtype=self.dtype, count=count)
+                digest.update(ids)
+                if len(ids) < count:  # as the hash will say
+                    break
                 if not use.all():
                     ids, block = ids[np.repeat(use, block["tokens"])], block[use]
                 tokens.write(ids)  # `tofile` does not say why it fails
@@ -186,6 +206,7 @@ class Merger:
                 written.documents += int(block["ends"].sum())
                 written.bytes += int(block["bytes"].sum(dtype=np.int64))
                 size += ids.nbytes
+        self._verify(unit, split, digest.hexdigest())
         return size
 
     def _files(self) -> Iterator[tuple[Path, int]]:
@@ -219,29 +240,36 @@ class Merger:
         Raises:
             UserError: not enough text for two splits.
         """
-        fraction, train = self.settings.validation_fraction, self.progress.splits["train"]
+        wanted, train = (
+            self.settings.validation_fraction * self.progress.splits["train"].bytes,
+            self.progress.splits["train"],
+        )
         offsets = np.concatenate([[0], np.fromfile(self.folder / index_file("train"), dtype="<i8")])
-        first = max(0, train.tokens - int(2 * fraction * train.tokens) - 1024)
-        window = np.fromfile(self.folder / tokens_file("train"), dtype=self.dtype, offset=first * self.dtype.itemsize)
-        tail, tail_bytes = self._tail(window, first, offsets, fraction * train.bytes)
-        kept = train.tokens - len(tail)
+        kept, tail_bytes = self._cut(offsets, wanted)
         ends = offsets[offsets > kept] - kept
-        (self.folder / tokens_file("val")).write_bytes(tail)
+        with (
+            (self.folder / tokens_file("train")).open("rb") as source,
+            (self.folder / tokens_file("val")).open("wb") as tail,
+        ):
+            source.seek(kept * self.dtype.itemsize)
+            shutil.copyfileobj(source, tail, 1 << 20)
         (self.folder / index_file("val")).write_bytes(ends)
         self.progress.cut = Written(kept, int((offsets[1:] < kept).sum()) + 1, train.bytes - tail_bytes)
-        self.progress.splits = {"train": replace(self.progress.cut), "val": Written(len(tail), len(ends), tail_bytes)}
+        rest = Written(train.tokens - kept, len(ends), tail_bytes)
+        self.progress.splits = {"train": replace(self.progress.cut), "val": rest}
         self._write_record()
         self._cut_back()
 
-    def _tail(self, window: np.ndarray, first: int, offsets: np.ndarray, wanted: float) -> tuple[np.ndarray, int]:
-        """The end of `window`, which holds the ids from `first` on, of about `wanted` bytes; and its bytes."""
+    def _cut(self, offsets: np.ndarray, wanted: float) -> tuple[int, int]:
+        """The id before which to cut, and the bytes from there on."""
         rust = encode.load_rust(self.folder / "tokenizer" / "tokenizer.json")
         texts = encode.token_bytes(rust)
         lengths = np.array([len(text) for text in texts], dtype=np.int64)
         starts_character = np.array([bool(text) and not 0x80 <= text[0] < 0xC0 for text in texts])
         ends_line = np.array([text.endswith(b"\n") for text in texts])
         train = self.progress.splits["train"]
-        from_end = lengths[window][::-1].cumsum()[::-1]  # bytes from each id to the end
+        first, window, behind = self._window(lengths, wanted)
+        from_end = behind + lengths[window][::-1].cumsum()[::-1]  # bytes from each id to the end
         cuts = np.flatnonzero(starts_character[window] & (from_end < train.bytes))
         if not len(cuts):
             raise UserError(
@@ -252,7 +280,19 @@ class Merger:
         opens &= (from_end[cuts] > wanted / 2) & (from_end[cuts] < 2 * wanted)
         cuts = cuts[opens] if opens.any() else cuts
         cut = cuts[np.abs(from_end[cuts] - wanted).argmin()]
-        return window[cut:], int(from_end[cut])
+        return first + int(cut), int(from_end[cut])
+
+    def _window(self, lengths: np.ndarray, wanted: float) -> tuple[int, np.ndarray, int]:
+        """A few million ids around the place `wanted` bytes from the end: the number of the first, the ids, and the bytes
+        after them."""
+        tokens = np.memmap(self.folder / tokens_file("train"), dtype=self.dtype, mode="r")
+        behind = [0]  # bytes after the last block, the last two, ...
+        while behind[-1] < wanted and TAIL_BLOCK_TOKENS * (len(behind) - 1) < len(tokens):
+            stop = len(tokens) - TAIL_BLOCK_TOKENS * (len(behind) - 1)
+            behind.append(behind[-1] + int(lengths[tokens[max(0, stop - TAIL_BLOCK_TOKENS) : stop]].sum()))
+        blocks = len(behind) - 1  # the last of them has the place
+        first, stop = (max(0, len(tokens) - TAIL_BLOCK_TOKENS * n) for n in (blocks + 1, max(0, blocks - 2)))
+        return first, np.array(tokens[first:stop]), behind[max(0, blocks - 2)]
 
     def _up_to_cut(self, unit: int, split: str, rows: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """`_choice` for a further copy, without what became text to validate with. A piece that was cut is two rows."""

@@ -374,6 +374,7 @@ class Making:
             counts.add(part.counts)
             outcomes = cleaning.merged(outcomes, part.outcomes)
             lost += part.lost_bytes
+        self.workers.end()  # their memory may be needed
         self.corpus.check(counts)
         if lost > TOLERATED_SHARE * counts.bytes:
             raise UserError(

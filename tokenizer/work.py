@@ -3,7 +3,7 @@
 The folder of unfinished work holds `plan.json`, `store/` with the tokenizer, and `parts/`. A part is what one unit has become:
 
 000012.train, 000012.val   its ids
-000012.rows.npy            a row for each piece of a document, in order
+000012.rows                a row for each piece of a document, in order
 000012.json                what was counted, written last: without it there is no part
 
 python -P -m tokenizer.work     a worker: reads folders and numbers of units, one a line, and answers each with its counts
@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -35,7 +34,7 @@ from tokenizer.cleaning import Cleaner, Outcome
 from tokenizer.corpus import Unit
 from tokenizer.dedup import BANDS, MinHasher, halves, keys_per_document
 from tokenizer.documents import Counts, Piece, Reader, Stretch
-from tokenizer.store import SPLITS, disk_problem, durable, write_whole
+from tokenizer.store import SPLITS, disk_problem
 
 ROOT = Path(__file__).parent.parent
 BATCH_BYTES = 4 << 20  # encoded together: fewer hold more distinct words for their size, more take more memory
@@ -72,11 +71,24 @@ class Part:
     counts: Counts
     outcomes: dict[str, Outcome]  # of the cleaning
     lost_bytes: int  # that the tokenizer has no tokens for
+    hashes: dict[str, str]  # xxh3 of its files: a power cut may leave less of them than was written
+
+    @staticmethod
+    def read(folder: Path, number: int) -> "Part | None":
+        """None where it is not done."""
+        try:
+            return Part.from_json(json.loads(part_file(folder, number, "json").read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError):
+            return None
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> "Part":
         outcomes = {rule: Outcome(**outcome) for rule, outcome in content["outcomes"].items()}
         return Part(**content | {"counts": Counts(**content["counts"]), "outcomes": outcomes})
+
+
+def part_file(folder: Path, number: int, name: str) -> Path:
+    return folder / "parts" / f"{number:06d}.{name}"
 
 
 def row_type(keys: int) -> np.dtype:
@@ -147,9 +159,9 @@ class PartWriter:
         self.job, self.number, self.unit = job, number, job.units[number]
         self.reader = job.settings.reader()
         self.cleaner = Cleaner(job.settings.cleaning)
-        self.path = job.folder / "parts" / f"{number:06d}"
-        self.path.parent.mkdir(exist_ok=True)
+        (job.folder / "parts").mkdir(exist_ok=True)
         self.files = {split: self._unfinished(split).open("wb") for split in SPLITS}
+        self.hashes = {split: xxhash.xxh3_64() for split in SPLITS}
         self.tokens = dict.fromkeys(SPLITS, 0)
         self.lost_bytes = 0
         self.row_type = row_type(keys_per_document(job.settings.dedup))
@@ -168,7 +180,10 @@ class PartWriter:
             self._unfinished(split).unlink(missing_ok=True)
 
     def _unfinished(self, name: str) -> Path:
-        return self.path.with_suffix(f".{name}.{os.getpid()}.tmp")
+        return part_file(self.job.folder, self.number, f"{name}.{os.getpid()}.tmp")
+
+    def _in_place(self, name: str) -> None:
+        os.replace(self._unfinished(name), part_file(self.job.folder, self.number, name))
 
     def _new_batch(self) -> None:
         self.texts: list[bytes] = []
@@ -247,6 +262,7 @@ class PartWriter:
         for split, chosen in (("train", ~rows["val"]), ("val", rows["val"])):
             chosen_ids = ids if chosen.all() else ids[np.repeat(chosen, counts)]
             self.files[split].write(chosen_ids)  # `tofile` does not say why it fails
+            self.hashes[split].update(chosen_ids)
             self.tokens[split] += len(chosen_ids)
         self.rows.append(rows)
         self._new_batch()
@@ -255,16 +271,16 @@ class PartWriter:
         """Closes the part. It exists from now on."""
         self.flush()
         for split, file in self.files.items():
-            durable(file)
-            os.replace(self._unfinished(split), self.path.with_suffix(f".{split}"))
-        content = BytesIO()
-        np.save(content, np.concatenate([np.zeros(0, dtype=self.row_type), *self.rows]))
-        with self._unfinished("rows").open("wb") as file:
-            file.write(content.getbuffer())
-            durable(file)
-        os.replace(self._unfinished("rows"), self.path.with_suffix(".rows.npy"))
-        part = Part(self.number, self.tokens, self.reader.counts, self.cleaner.outcomes, self.lost_bytes)
-        write_whole(self.path.with_suffix(".json"), json.dumps(asdict(part)))
+            file.close()
+            self._in_place(split)
+        rows = np.concatenate([np.zeros(0, dtype=self.row_type), *self.rows]).tobytes()
+        self._unfinished("rows").write_bytes(rows)
+        self._in_place("rows")
+        hashes = {split: digest.hexdigest() for split, digest in self.hashes.items()}
+        hashes["rows"] = xxhash.xxh3_64_hexdigest(rows)
+        part = Part(self.number, self.tokens, self.reader.counts, self.cleaner.outcomes, self.lost_bytes, hashes)
+        self._unfinished("json").write_text(json.dumps(asdict(part)), encoding="utf-8")
+        self._in_place("json")
         return part
 
 
@@ -290,8 +306,7 @@ WORKER_ENVIRONMENT = {
 
 
 def done_parts(folder: Path, units: list[int]) -> list[Part]:
-    paths = (folder / "parts" / f"{number:06d}.json" for number in units)
-    return [Part.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.is_file()]
+    return list(filter(None, (Part.read(folder, number) for number in units)))
 
 
 class Workers:
@@ -304,8 +319,11 @@ class Workers:
         return self
 
     def __exit__(self, *_) -> None:
-        for worker in self.workers:
-            worker.close()
+        self.end()
+
+    def end(self) -> None:
+        while self.workers:
+            self.workers.pop().close()
 
     def start(self, count: int) -> None:
         """There are `count` of them at least from now on."""
