@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 import train_accelerate
 from tokenizer.corpus import CorpusArguments
-from tokenizer.pretokenize import pretokenize
+from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
 

@@ -15,7 +15,8 @@ from errors import UserError
 from tokenizer import export, vocabulary
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
-from tokenizer.pretokenize import main, pretokenize
+from tokenizer.making import pretokenize
+from tokenizer.pretokenize import main
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments

@@ -11,7 +11,7 @@ from errors import UserError
 from tokenizer import encode, inspect, report, vocabulary
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
-from tokenizer.pretokenize import pretokenize
+from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments

@@ -22,8 +22,8 @@ from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
 from tokenizer.documents import place_to_cut
+from tokenizer.making import Making
 from tokenizer.merge import Merger
-from tokenizer.pretokenize import Making
 from tokenizer.recipe import Recipe
 from tokenizer.store import SPLITS, TokenStore
 from tokenizer.vocabulary import VocabularyArguments

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from conftest import REPOSITORY
 from errors import UserError
 from tokenizer import vocabulary
-from tokenizer.pretokenize import Making, main
-from tokenizer.pretokenize import pretokenize as make
+from tokenizer.making import Making
+from tokenizer.making import pretokenize as make
+from tokenizer.pretokenize import main
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments, train_bpe
@@ -94,7 +95,7 @@ def test_of_two_processes_with_the_same_output_the_second_is_refused(launch, tmp
 def test_whoever_finds_another_process_at_a_cache_waits(tmp_path, text):
     recipe = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300))
     program = (
-        "import sys; from pathlib import Path; from tokenizer.pretokenize import pretokenize; from tokenizer.recipe import "
+        "import sys; from pathlib import Path; from tokenizer.making import pretokenize; from tokenizer.recipe import "
         f"Recipe; from tokenizer.vocabulary import VocabularyArguments; pretokenize(Recipe([{str(text)!r}], vocabulary="
         f"VocabularyArguments(vocab_size=300)), Path({str(tmp_path / 'cache')!r}), is_cache=True)"
     )

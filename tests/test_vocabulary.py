@@ -19,7 +19,7 @@ from tokenizer.bpe import byte_level_alphabet
 from tokenizer.chat import CHATML_TOKENS
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
-from tokenizer.pretokenize import pretokenize
+from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments, build, character_tokenizer, problems, token_bytes, train_bpe

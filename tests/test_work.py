@@ -21,7 +21,7 @@ from tokenizer import corpus
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
-from tokenizer.pretokenize import Making, pretokenize
+from tokenizer.making import Making, pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments

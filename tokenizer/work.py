@@ -199,7 +199,6 @@ class PartWriter:
         whole, part = divmod(self.unit.copies, 1)
         self.copies = int(whole) + (part > 0 and share(text, settings.seed + 1) < part)
         self.digest = xxhash.xxh3_128()
-        self.bands = None
 
     go_on_with = _new_document
 

@@ -60,7 +60,7 @@ def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
     if is_store(data):
         return TokenStore(data)
     from tokenizer.corpus import Corpus
-    from tokenizer.pretokenize import pretokenize
+    from tokenizer.making import pretokenize
 
     if problems := recipe.problems():
         raise UserError("\n".join(problems))

@@ -1,0 +1,415 @@
+"""A store in the making: planned once, worked on by whoever is there, put together, and moved to its place."""
+
+import glob
+import itertools
+import json
+import math
+import operator
+import os
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from tokenizers import Tokenizer
+
+from errors import UserError
+from tokenizer import cleaning, encode, megatron, report, vocabulary
+from tokenizer.chat import CHATML_TOKENS, ChatTemplate
+from tokenizer.cleaning import Cleaner, Outcome
+from tokenizer.corpus import TOLERATED_SHARE, UNIT_BYTES, Corpus, Unit
+from tokenizer.dedup import MinHasher
+from tokenizer.documents import Counts
+from tokenizer.files import is_packed
+from tokenizer.merge import Merger
+from tokenizer.progress import Progress
+from tokenizer.recipe import Recipe
+from tokenizer.store import MAX_UINT16_VOCAB, TokenStore, disk_problem, finish, write_whole
+from tokenizer.vocabulary import VocabularyArguments
+from tokenizer.work import Part, Settings, Workers, done_parts
+
+SAMPLED_UNITS = 4096  # at most, for making a tokenizer
+ESTIMATED_FROM = 1 << 16  # characters of text whose tokens are counted to estimate those of all
+
+
+def pretokenize(
+    recipe: Recipe,
+    folder: Path,
+    say: Callable[[str], None] = print,
+    num_proc: int | None = None,
+    shard: tuple[int, int] | None = None,
+    merge_only: bool = False,
+    is_cache: bool = False,
+) -> TokenStore | None:
+    """Makes the store that `recipe` describes in `folder`, or goes on making it; opens it where it is there already.
+
+    A cache belongs to us: whoever finds another process at it waits, and what was begun otherwise is begun anew.
+    None is returned after a shard.
+
+    Raises:
+        UserError: bad text or settings, other ones than the work was begun with, a folder that is in use or is something
+            else, or not enough room on the disk. What was done is kept.
+    """
+    if problems := recipe.problems():
+        raise UserError("\n".join(problems))
+    folder = folder if folder.name else folder.absolute()
+    try:
+        with Workers() as workers:
+            making = Making(recipe, folder, say, workers, num_proc or _cores())
+            with _locked(folder, "", wait=is_cache or shard is not None):
+                if TokenStore.is_store(folder):
+                    return making.open_finished(is_cache)
+                making.plan(is_cache)
+                if shard is None:
+                    _refuse_busy_shards(folder)
+                    return making.finish(merge_only)
+                own = _locked(folder, f".shard-{shard[0]}-of-{shard[1]}", wait=False)
+            with own:
+                making.do_shard(*shard)
+    except BrokenPipeError:  # of `say`
+        raise
+    except OSError as error:
+        raise disk_problem(error, folder) from error
+    return None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(folder.with_name(f".{folder.name}{suffix}.lock")).acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        raise UserError(f"Another process is writing {folder}; wait for it, or name another --output.") from None
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made ({error.strerror}); name another --output.") from error
+
+
+def _refuse_busy_shards(folder: Path) -> None:
+    """None begins while the folder is locked."""
+    for lock in folder.parent.glob(f".{glob.escape(folder.name)}.shard-*.lock"):
+        with _locked(folder, lock.name.removeprefix(f".{folder.name}").removesuffix(".lock"), wait=False):
+            pass
+
+
+class Making:
+    """A store on its way. All that is unfinished lies in `.NAME.unfinished` beside it."""
+
+    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None], workers: Workers, processes: int):
+        self.recipe, self.folder, self.say, self.workers, self.processes = recipe, folder, say, workers, processes
+        self.work = folder.with_name(f".{folder.name}.unfinished")
+        self.store = self.work / "store"
+        self.corpus = Corpus(recipe.inputs, recipe.corpus, recipe.weights, left_out=folder)
+        self.inputs = self.corpus.identity()
+
+    @cached_property
+    def settings_of_user(self) -> dict[str, Any]:
+        return self.recipe.settings()
+
+    @cached_property
+    def rust(self) -> Tokenizer:
+        return encode.load_rust(self.store / "tokenizer" / "tokenizer.json")
+
+    # ---- what is there already ------------------------------------------------------------------------------------------
+
+    def open_finished(self, is_cache: bool) -> TokenStore:
+        store = TokenStore(self.folder)
+        inputs = json.loads((self.folder / "inputs.json").read_text(encoding="utf-8"))
+        # A cache is named by the content of its text.
+        if not is_cache and (changed := self._changed(store.metadata.settings, inputs)):
+            raise UserError(
+                f"{self.folder} is a store of other text or other settings ({changed}); name another --output or delete it."
+            )
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.say(f"{self.folder} holds these tokens already.")
+        return store
+
+    def _changed(self, settings: dict[str, Any], inputs: list[list]) -> str:
+        """What differs between then and now, by name; empty where nothing does."""
+        now = json.loads(json.dumps(self.settings_of_user))
+        named = [
+            f"{key} was {settings.get(key)!r:.60} and is {now[key]!r:.60}"
+            for key in now
+            if settings.get(key) != now[key]
+        ]
+        before, after = ({name: rest for name, *rest in files} for files in (inputs, self.inputs))
+        named += [f"{name} is gone" for name in before if name not in after]
+        named += [f"{name} is new" for name in after if name not in before]
+        named += [f"{name} was changed" for name in after if name in before and before[name] != after[name]]
+        return "; ".join(named[:3]) + (f"; and {len(named) - 3} more" if len(named) > 3 else "")
+
+    def plan(self, is_cache: bool) -> None:
+        """Decides on units and tokenizer, unless that was done before."""
+        self._check_writable()
+        if not self._go_on(is_cache):
+            shutil.rmtree(self.work, ignore_errors=True)
+            self._begin()
+        plan = json.loads((self.work / "plan.json").read_text(encoding="utf-8"))
+        self.settings = Settings(**plan["settings"])
+        self.units = [Unit.from_json(unit) for unit in plan["units"]]
+
+    def _go_on(self, is_cache: bool) -> bool:
+        path = self.work / "plan.json"
+        if not path.is_file():
+            return False
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        if not (changed := self._changed(plan["settings_of_user"], plan["inputs"])):
+            done = len(done_parts(self.work, range(len(plan["units"]))))
+            self.say(f"Going on with {self.folder}: {done:,} of {len(plan['units']):,} units of work are done.")
+            return True
+        if is_cache:
+            return False
+        raise UserError(
+            f"{self.folder} was begun with other text or settings ({changed}); undo that, or delete {self.work} to begin anew."
+        )
+
+    def _check_writable(self) -> None:
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise UserError(f"{self.folder} exists and is not an empty folder; name another --output.")
+
+    # ---- the beginning --------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self.recipe.dedup.dedup == "near":
+            MinHasher()  # or the sentence that it is not installed, before any work
+        self.say(f"Reading {self.corpus.describe()} ...")
+        self.workers.start(min(self.processes, self.corpus.text_size // UNIT_BYTES))
+        units = self.corpus.units()
+        source, control, variables = self._chat_template()
+        settings = Settings(
+            sample_by=self.recipe.corpus.sample_by,
+            cleaning=self.recipe.cleaning.cleaning,
+            dedup=self.recipe.dedup.dedup,
+            validation_fraction=self.recipe.corpus.validation_fraction,
+            seed=self.recipe.seed,
+            chat_template=source,
+            control_tokens=control,
+            template_variables=variables,
+        )
+        sample = Sample(units, settings, self.recipe.vocabulary, self.corpus.text_size, self._most_text)
+        tokenizer = vocabulary.build(self.recipe.vocabulary, self.recipe.theirs, sample.texts, control)
+        if self.recipe.vocabulary.tokenizer is None:
+            self.corpus.check(sample.counts, at_least=0 if sample.is_all else self._most_text)
+        if source is not None:
+            tokenizer.chat_template = source
+        self._say_vocabulary(len(tokenizer))
+        vocabulary.save(tokenizer, self.store / "tokenizer")
+        settings = Settings(
+            **asdict(settings)
+            | {"dtype": "uint16" if len(tokenizer) < MAX_UINT16_VOCAB else "uint32", "eos": tokenizer.eos_token_id}
+        )
+        self._check_room(settings, sample)
+        plan = {
+            "settings_of_user": self.settings_of_user,
+            "inputs": self.inputs,
+            "settings": asdict(settings),
+            "units": [unit.to_json() for unit in units],
+        }
+        write_whole(self.work / "plan.json", json.dumps(plan))
+
+    def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
+        """Source, control tokens and variables of the template that writes out chats; None and none where there are no
+        chats."""
+        name, arguments = self.recipe.corpus.chat_template, self.recipe.vocabulary
+        if not self.corpus.has_chats:
+            if name is not None:
+                raise UserError(
+                    f"chat_template is {name}, but {', '.join(self.recipe.inputs)} hold no chats; leave it out."
+                )
+            return None, [], {}
+        theirs = self.recipe.theirs
+        source = ChatTemplate.read(name) if name is not None else getattr(theirs, "chat_template", None)
+        if source is None:
+            raise UserError(
+                "The text is chats, and no template says how to write them; give --chat_template chatml or a file."
+            )
+        if theirs is not None:
+            special = [str(token) for token in theirs.added_tokens_decoder.values() if token.special]
+            return source, special, theirs.special_tokens_map
+        if arguments.tokenizer_type == "character":
+            raise UserError("Chats need control tokens, which a character tokenizer has not; leave out tokenizer_type.")
+        chatml = CHATML_TOKENS if name == "chatml" else ()
+        control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *chatml, *arguments.special_tokens]))
+        return source, control, dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
+
+    def _say_vocabulary(self, size: int) -> None:
+        arguments = self.recipe.vocabulary
+        if arguments.tokenizer is not None:
+            self.say(f"Tokenizer: {arguments.tokenizer}, {size:,} tokens.")
+            return
+        wanted = arguments.vocab_size or vocabulary.DEFAULT_VOCAB_SIZE
+        short = f" (of {wanted:,} asked for: the text holds no more pairs to merge)" if size < wanted else ""
+        kind = {"bpe": f"byte-level BPE, {size:,} tokens{short}", "character": f"{size:,} characters"}
+        self.say(f"Tokenizer: {kind[arguments.tokenizer_type]}.")
+
+    def _check_room(self, settings: Settings, sample: "Sample") -> None:
+        """
+        Raises:
+            UserError: the store will not fit on its disk.
+        """
+        ids_per_byte = sample.ids_per_byte(self.rust)
+        itemsize = np.dtype(settings.dtype).itemsize
+        # The ids of a part are there until its last copy is written.
+        copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
+        needed = sum(map(operator.mul, copies, self.corpus.text_sizes)) * ids_per_byte * itemsize
+        free = shutil.disk_usage(self.work).free
+        if needed > free:
+            raise UserError(
+                f"The tokens will take about {needed / 1e9:.1f} GB, and {self.folder.parent.absolute()} has {free / 1e9:.1f} GB "
+                f"free; make room or name an --output on another disk."
+            )
+
+    @property
+    def _most_text(self) -> float:
+        """Bytes that the text has at most, as far as that is known before all of it was read."""
+        is_known = not any(self.corpus.hub) and not any(is_packed(file.path) for file in self.corpus.all_files)
+        return self.corpus.size if is_known else math.inf
+
+    # ---- the work -------------------------------------------------------------------------------------------------------
+
+    def do_shard(self, share: int, shares: int) -> None:
+        mine = list(range(len(self.units)))[share::shares]
+        self._do(mine)
+        self.say(
+            f"Shard {share}/{shares} is done: {len(mine):,} of {len(self.units):,} units. When all are, the same command with "
+            f"--merge in place of --shard puts them together."
+        )
+
+    def _do(self, units: list[int]) -> list[Part]:
+        """Does what is not yet done of `units`; returns all their parts in order."""
+        parts = {part.unit: part for part in done_parts(self.work, units)}
+        counts = Counts()
+        for part in parts.values():
+            counts.add(part.counts)
+        with Progress(self.corpus.text_size, counts.bytes, len(units) - len(parts), self.say) as progress:
+            one_at_a_time = threading.Lock()
+
+            def on_part(part: Part) -> None:
+                with one_at_a_time:
+                    parts[part.unit] = part
+                    counts.add(part.counts)
+                    self.corpus.check(counts, at_least=self._most_text)
+                    progress.advance(part.counts.bytes, sum(part.tokens.values()))
+
+            missing = [unit for unit in units if unit not in parts]
+            if len(missing) > 1:  # one is not worth a process of its own
+                self.workers.start(min(self.processes, len(missing)))
+            self.workers.do(self.work, missing, on_part)
+        return [parts[unit] for unit in units]
+
+    def finish(self, merge_only: bool) -> TokenStore:
+        """Does what is left to do, puts the parts together, and moves the store to its place."""
+        everything = list(range(len(self.units)))
+        if merge_only:
+            self._refuse_missing(everything)
+        counts, outcomes, lost = Counts(), {}, 0
+        for part in self._do(everything):
+            counts.add(part.counts)
+            outcomes = cleaning.merged(outcomes, part.outcomes)
+            lost += part.lost_bytes
+        self.workers.end()  # their memory may be needed
+        self.corpus.check(counts)
+        if lost > TOLERATED_SHARE * counts.bytes:
+            raise UserError(
+                f"{self.recipe.vocabulary.tokenizer} cannot express this text: {lost:,} of {counts.bytes:,} bytes would be "
+                f"lost; use another tokenizer."
+            )
+        merger = Merger(self.work, self.store, self.settings, [unit.copies for unit in self.units])
+        self._refuse_empty(merger, counts, outcomes)
+        merger.merge()
+        self._describe(counts, outcomes, merger)
+        self._check_writable()  # hours may have passed
+        if self.folder.exists():
+            self.folder.rmdir()
+        self.store.rename(self.folder)
+        shutil.rmtree(self.work)
+        store = TokenStore(self.folder)
+        self.say(report.summary(store))
+        return store
+
+    def _refuse_missing(self, everything: list[int]) -> None:
+        missing = len(everything) - len(done_parts(self.work, everything))
+        if missing:
+            raise UserError(
+                f"{missing:,} of {len(everything):,} units of {self.folder} are not done; run the shards that are missing, "
+                f"or the command without --merge, which does the rest."
+            )
+
+    def _refuse_empty(self, merger: Merger, counts: Counts, outcomes: dict[str, Outcome]) -> None:
+        if merger.documents == 0:
+            dropped = ", ".join(
+                f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped
+            )
+            raise UserError(
+                f"Of {counts.documents:,} documents none is left (dropped: {dropped or 'by --weights'}); clean less, or read more."
+            )
+
+    def _describe(self, counts: Counts, outcomes: dict[str, Outcome], merger: Merger) -> None:
+        write_whole(self.store / "inputs.json", json.dumps(self.inputs))
+        megatron.write_indexes(self.store, self.settings.dtype)
+        splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
+        finish(
+            self.store,
+            splits,
+            dtype=self.settings.dtype,
+            vocab_size=self.rust.get_vocab_size(),
+            tokenizer_type=encode.kind(self.rust),
+            eos_token_id=self.settings.eos,
+            sources=self.recipe.inputs,
+            settings=self.settings_of_user,
+            counts=asdict(counts) | {"links": self.corpus.links},
+            cleaning={rule: asdict(outcome) for rule, outcome in outcomes.items()},
+            repeated_documents=merger.repeated,
+            command=shlex.join(["python", *sys.orig_argv[1:]]),
+        )
+        report.write(TokenStore(self.store), self.rust)
+
+
+class Sample:
+    """Text from everywhere, evenly, to make a tokenizer from."""
+
+    def __init__(
+        self, units: list[Unit], settings: Settings, arguments: VocabularyArguments, text_size: int, most_text: float
+    ):
+        """The text has about `text_size` bytes, and `most_text` at most."""
+        self.settings = settings
+        self.is_all = arguments.tokenizer_type == "character" or most_text <= arguments.sample_bytes
+        step = max(1, text_size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)
+        self.units = units if self.is_all else units[::step]
+        self.bytes_of_unit = arguments.sample_bytes // max(1, len(self.units)) + 1
+        self.counts = Counts()
+
+    def texts(self) -> Iterator[str]:
+        cleaner = Cleaner(self.settings.cleaning)
+        for unit in self.units:
+            reader = self.settings.reader()
+            for piece in itertools.chain.from_iterable(map(reader.pieces, unit.stretches)):
+                text = cleaner(piece.text, whole=piece.starts_document and piece.ends_document)
+                if text:
+                    yield text
+                if reader.counts.bytes > self.bytes_of_unit and not self.is_all:
+                    break
+            self.counts.add(reader.counts)
+
+    def ids_per_byte(self, rust: Tokenizer) -> float:
+        taken, size = [], 0
+        for text in self.texts():
+            taken.append(text[:ESTIMATED_FROM].encode())
+            size += len(taken[-1])
+            if size > ESTIMATED_FROM:
+                break
+        if size == 0:
+            return 0.0
+        kind = encode.CharacterEncoder if encode.is_character(rust) else encode.RustEncoder  # which is ready at once
+        ids, _ = kind(rust, np.dtype("<u4"))(taken, [encode.NOTHING] * len(taken))
+        return len(ids) / size
