@@ -6,33 +6,63 @@ accelerate launch --quiet train_accelerate.py --config presets/gpt2.yaml --data 
 accelerate launch --quiet train_accelerate.py --resume_from_checkpoint runs/x  # go on where it stopped
 """
 
+import sys
+
 import torch
+from accelerate import Accelerator
 from transformers.utils import logging as transformers_logging
 
 from command_line import run
-from training import checkpoint
+from training import checkpoint, restart
+from training.backup import Backup
 from training.batches import TrainBatches
 from training.checkpoint import TrainState
-from training.config import read_config, write_config
+from training.config import TrainConfig, read_config
+from training.course import begin_run, describe_run, end_run, find_start, finish_again
 from training.data import open_store, place_tokens
-from training.device import decide, describe, start_accelerator, stop_accelerator
-from training.evaluate import evaluate
-from training.journal import Journal, best_step
+from training.device import Setup, decide, describe, on_main, start_accelerator, stop_accelerator
+from training.faults import Guard
+from training.health import Health
+from training.journal import Journal
+from training.lock import RunLock
 from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
 from training.plan import make_plan
-from training.report import write_report
-from training.run_folder import RunFolder, begin, check_same_run, open_run
-from training.sampling import prompts_of, sample, write_samples
+from training.rollback import respond
+from training.run_folder import RunFolder
+from training.sampling import prompts_of
+from training.saver import Saver
 from training.step import NextTokenLoss, Trainer
+from training.stopping import EXIT_CODES, NOT_SAVED, Stopper
+from training.validation import Validation
+from training.watchdog import Watchdog
 
 
 def main(arguments: list[str]) -> None:
-    # Decide: whatever can be wrong is found here, before the first step.
     config = read_config(arguments)
     setup = decide(config.device)
-    accelerator = start_accelerator(setup, config.device, config.journal.trackers(), config.run.output_dir)
-    main_process, say = accelerator.is_main_process, accelerator.print
+    trackers, ddp_timeout = config.journal.trackers(), config.stopping.ddp_timeout
+    accelerator = start_accelerator(setup, config.device, trackers, config.run.output_dir, ddp_timeout)
+    folder = RunFolder(config.run.output_dir)
+    lock = RunLock(folder.path)
+    on_main(accelerator, lock.acquire)
+    try:
+        with Watchdog(accelerator.process_index, accelerator.num_processes, ddp_timeout) as watchdog:
+            reason = train(config, setup, accelerator, folder, watchdog)
+            accelerator.wait_for_everyone()
+    finally:
+        lock.release()
+    stop_accelerator(accelerator)
+    if reason is not None and EXIT_CODES[reason] != 0:
+        sys.exit(EXIT_CODES[reason])
+
+
+def train(
+    config: TrainConfig, setup: Setup, accelerator: Accelerator, folder: RunFolder, watchdog: Watchdog
+) -> str | None:
+    """Returns why it stopped before its end, or None."""
+    # Decide: whatever can be wrong is found here, before the first step.
+    say = accelerator.print
     store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
     plan = make_plan(config, store, tokenizer, accelerator)
@@ -41,91 +71,97 @@ def main(arguments: list[str]) -> None:
         for split in ("train", "val")
     )
     prompts = prompts_of(config.sampling, store, tokenizer)
-    folder = RunFolder(config.run.output_dir)
-    resume_from = open_run(config.run, config.flat(), say)
-    state = TrainState.at_start(config.seed, plan.tokens_per_step, store.metadata)
-    if resume_from is not None:
-        state = check_same_run(resume_from, plan.model, state)
-        if state.step >= plan.max_steps:
-            if main_process and not folder.model.exists():  # killed between the last save and this copy
-                checkpoint.copy_model(resume_from, folder.model)
-            say(folder.finished_message(state.step))
-            return
+    kept, backup_dir = config.checkpoint.save_total_limit, config.backup.backup_dir
+    backup = Backup(backup_dir, folder, kept, say) if backup_dir is not None else None
+    start = find_start(config, plan, folder, backup, accelerator)
+    plan, first_step = start.plan, start.step
+    if start.is_finished:
+        say(on_main(accelerator, lambda: finish_again(start, folder)))
+        return None
     accelerator.wait_for_everyone()  # all have read the run folder before it changes
-    if main_process:
-        begin(folder, state.step, resume_from)
-        write_config(config, folder.config)
+    on_main(accelerator, lambda: begin_run(start, config, folder, backup))
 
     # Build: model, optimizer, and batches that are a function of the step.
     torch.manual_seed(config.seed)
-    model = build_model(plan.model, resume_from, config.device)
+    model = build_model(plan.model, start.checkpoint, config.device)
     optimizer = build_optimizer(model, config.optim, accelerator.device)
     accelerator.gradient_accumulation_steps = plan.batches.accumulation
     loss, optimizer = accelerator.prepare(NextTokenLoss(model).train(), optimizer)
-    if resume_from is not None:
-        checkpoint.load_optimizer(resume_from, model, optimizer)
-    if state.grad_scaler:
-        accelerator.scaler.load_state_dict(state.grad_scaler)
-    batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index)
+    if start.checkpoint is not None:
+        checkpoint.load_optimizer(start.checkpoint, model, optimizer)
+    if start.state.grad_scaler and accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(start.state.grad_scaler)
+    batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, plan.position)
     trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
+    health = Health(accelerator, config.health, start.state.losses, start.state.unlogged)
+    saver = Saver(folder, model, optimizer, tokenizer, accelerator, first_step, kept, backup)
+    watchdog.before_leaving = saver.finish
     hardware = describe(accelerator, setup, config.device)
-    say("\n".join([f"Device:  {hardware}", *(f"         {note}" for note in setup.notes)]))
-    say(f"Model:   {plan.describe_model()}, {model.num_parameters():,} parameters")
-    say(f"Data:    {store.folder}, {plan.placement}: {plan.describe_data()}")
-    say(f"Length:  {plan.describe_length()}")
-    say(f"Run:     {folder.path}" + (f", going on after {resume_from.name}" if resume_from else ""))
+    validation = Validation(
+        config, plan, folder, store, eval_tokens, tokenizer, prompts, model, loss, accelerator, hardware
+    )
+    say(describe_run(start, folder, store.folder, hardware, setup.notes, model.num_parameters()))
+
+    def read_health(step: int) -> None:
+        spike = health.read(step)
+        if spike is not None:
+            respond(spike, config.health.on_spike, plan, folder, accelerator, saver, journal.say)
 
     def save(step: int) -> None:
-        if main_process:
-            scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
-            saved = checkpoint.save(folder.checkpoints, model, tokenizer, optimizer, state.after(step, scaler))
-            checkpoint.copy_model(saved, folder.model)
-            checkpoint.prune(folder.checkpoints, config.checkpoint.save_total_limit, best_step(folder.metrics))
-        accelerator.wait_for_everyone()
-
-    def write_some_text(step: int, aloud: bool) -> list[tuple[str, str]]:
-        if not main_process:
-            return []
-        samples = sample(model, tokenizer, prompts, config.sampling, config.seed)
-        write_samples(folder.samples, step, samples)
-        for prompt, text in samples if aloud else []:
-            journal.say(f"--- step {step}: {prompt!r}\n{prompt}{text}")
-        return samples
-
-    def validate(step: int, last: bool) -> None:
-        most = None if last else config.evaluation.max_eval_samples  # the last one scores everything
-        split, context, micro_batch = store.metadata.val, plan.batches.context, plan.batches.micro_batch
-        result = evaluate(loss, eval_tokens, split, context, micro_batch, accelerator, most)
-        journal.log_evaluation(step, plan.epoch(step), result.metrics())
-        samples = write_some_text(step, aloud=last)
-        if main_process:
-            write_report(folder, plan.model, model.num_parameters(), store.metadata, config.flat(), hardware, samples)
+        read_health(step)
+        if health.is_lost and step == plan.max_steps:
+            raise health.divergence(f"The loss is not finite at the last step, {step:,}")
+        if health.is_lost:
+            return  # these weights are not worth saving; if they recover, the next save is theirs
+        saver.save(TrainState(plan.after(step), plan.settings, tuple(health.losses), health.unlogged))
 
     # Train: learn, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
-    with Journal(folder.metrics, accelerator, plan.max_steps, state.step, setup.torch_compile) as journal:
+    with (
+        Guard(folder, plan, config.batch.per_device_train_batch_size, watchdog),
+        Stopper(config.stopping, accelerator.num_processes, saver.is_writing) as stopper,
+        saver,
+        Journal(folder.metrics, accelerator, plan.max_steps, first_step, setup.torch_compile) as journal,
+    ):
         journal.start_trackers(folder.path.name, config.flat())
-        if state.step == 0:
-            write_some_text(0, aloud=True)
-        for step in range(state.step, plan.max_steps):
+        if first_step == 0:
+            validation.write_some_text(0, journal, aloud=True)
+        if start.owes_validation:
+            validation.run(first_step, journal, stopper.agreed)
+        step = first_step
+        while step < plan.max_steps and not stopper.agreed():
+            watchdog.phase = f"step {step + 1:,}"
             learning_rate = learning_rate_at(step, plan.max_steps, config.optim)
             step_loss, grad_norm = trainer.step(step, learning_rate)
+            step += 1
+            health.add(step_loss, grad_norm)
             journal.count(step_loss, plan.tokens_per_step)
-            done, last = step + 1, step + 1 == plan.max_steps
-            if plan.is_due("steps", config.journal.logging_steps, done):
-                journal.log(done, plan.epoch(done), learning_rate, grad_norm, done * plan.tokens_per_step)
+            if plan.is_due("steps", config.journal.logging_steps, step):
+                read_health(step)
+                journal.log(step, plan.epoch(step), learning_rate, health.take_reading(), plan.after(step).tokens)
             with journal.pause():
-                if plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, done):
-                    journal.refuse_non_finite(done, learning_rate, step_loss, grad_norm)
-                    save(done)
-                if plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, done):
-                    validate(done, last)
+                if plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, step):
+                    save(step)
+                if plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, step):
+                    validation.run(step, journal, stopper.agreed)
+            if saver.failed:
+                stopper.request(NOT_SAVED)
+        reason = stopper.agreed() if step < plan.max_steps else None
+        if step != saver.saved_step and reason != NOT_SAVED:
+            save(step)
+        on_main(accelerator, saver.wait)
+    say(on_main(accelerator, lambda: end_run(folder, plan, step, reason, prompts[0], backup)))
+    return reason
 
-    stop_accelerator(accelerator)
-    say(f"\nDone: {folder.model} is the model, {folder.report} tells the run. Next:")
-    say(f'  python generate.py {folder.path} --prompt "{prompts[0].splitlines()[0] if prompts[0].strip() else ""}"')
-    say(f"  python push_to_hub.py {folder.path} --repo_id YOUR_NAME/{folder.path.name}")
+
+def main_or_restart(arguments: list[str]) -> None:
+    """A run that has to go on in a fresh process replaces this one, which has closed everything by then."""
+    try:
+        main(arguments)
+    except restart.Restart as fresh:
+        print(fresh.reason, flush=True)
+        restart.execute(fresh)
 
 
 if __name__ == "__main__":
     transformers_logging.disable_progress_bar()
-    run(main)
+    run(main_or_restart)

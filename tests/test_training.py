@@ -32,7 +32,8 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 def test_a_run_leaves_what_the_readme_says(train, tmp_path, capsys):
     run = train(tmp_path / "run")
     assert {path.name for path in run.iterdir()} == {
-        *("config.yaml", "metrics.jsonl", "samples.md", "report.md", "loss.png", "checkpoints", "model"),
+        *("config.yaml", "metrics.jsonl", "events.jsonl", "status.json", "samples.md", "report.md", "loss.png"),
+        *("checkpoints", "model"),
     }
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
     assert {path.name for path in (run / "model").iterdir()} == {
@@ -276,10 +277,21 @@ def test_bad_settings_end_in_a_sentence(train, tmp_path, settings, expected):
 
 def test_a_diverged_loss_stops_the_run_and_keeps_what_was_saved(train, tmp_path):
     run = tmp_path / "run"
-    with pytest.raises(UserError, match=r"The loss is .* training has diverged, and this step is not saved"):
-        train(run, learning_rate=1e30, max_grad_norm=0, save_steps=1, max_steps=20, eval_strategy="no")
-    for saved in (run / "checkpoints").glob("step_*/model.safetensors"):
-        assert all(tensor.isfinite().all() for tensor in load_file(saved).values())
+    healthy = train(run, max_steps=3)
+    with pytest.raises(
+        UserError, match=r"not finite in 20 steps in a row, until step 24: .*step_00000003 is the last good"
+    ):
+        train(
+            *(run, "--resume_from_checkpoint", str(run)),
+            learning_rate=1e30,
+            max_grad_norm=0,
+            save_steps=1,
+            max_steps=30,
+            eval_strategy="no",
+        )
+    assert [path.name for path in (healthy / "checkpoints").iterdir()] == ["step_00000003"]
+    assert_equal(weights(run), load_file(run / "checkpoints" / "step_00000003" / "model.safetensors"))
+    assert json.loads((run / "status.json").read_text())["state"] == "failed"
 
 
 def test_tensorboard_gets_the_numbers(train, tmp_path):

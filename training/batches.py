@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from errors import UserError
+from training.position import START, Position
 from training.tokens import Batch, Tokens
 
 BLOCK = 4096  # samples whose places are computed together: the cost of a few vector operations is spread over them
@@ -170,21 +171,25 @@ def _scrambled(values: np.ndarray) -> np.ndarray:
 class TrainBatches:
     """The micro-batches of one process."""
 
-    def __init__(self, tokens: Tokens, order: WindowOrder, plan: BatchPlan, rank: int):
+    def __init__(self, tokens: Tokens, order: WindowOrder, plan: BatchPlan, rank: int, position: Position = START):
         self.tokens = tokens
         self.order = order
         self.plan = plan
         self.rank = rank
+        self.position = position  # that the run goes on from
 
     def __call__(self, step: int, micro_step: int) -> Batch:
         """(micro_batch, context) each, on the device, without waiting for it."""
         starts, context = self._starts(step, micro_step), self.plan.context
         if self.tokens.file is not None:
-            following = self._starts(step, micro_step + 1)  # after the last of a step, the first of the next
+            following = self._starts(
+                step, micro_step + 1
+            )  # after the last of a step, nearly always the first of the next
             self.tokens.file.announce(np.concatenate([starts, following]), context + 1)
         return self.tokens.batch(starts, context)
 
     def _starts(self, step: int, micro_step: int) -> np.ndarray:
         plan = self.plan
-        first = step * plan.sequences + (micro_step * plan.processes + self.rank) * plan.micro_batch
+        first = self.position.first_sample(step, plan.sequences)
+        first += (micro_step * plan.processes + self.rank) * plan.micro_batch
         return self.order.starts(first, plan.micro_batch)

@@ -15,17 +15,21 @@ from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
 from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
+from training.backup import BackupArguments
 from training.batches import BatchArguments
+from training.changes import ChangeArguments
 from training.checkpoint import CheckpointArguments
 from training.data import DataArguments, is_store, name_of
 from training.device import DeviceArguments
 from training.evaluate import EvaluationArguments
-from training.journal import JournalArguments, tracker_problems
+from training.health import HealthArguments
+from training.journal import JournalArguments
 from training.length import LengthArguments
 from training.model import ModelArguments
 from training.optim import OptimArguments
 from training.run_folder import CONFIG_FILE, RunArguments, resume_source
 from training.sampling import SamplingArguments
+from training.stopping import StoppingArguments
 
 ABOUT = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
 ABOUT_TEXT = {part.name for kind in ABOUT for part in fields(kind)}
@@ -48,6 +52,10 @@ class TrainConfig:
     evaluation: EvaluationArguments
     sampling: SamplingArguments
     checkpoint: CheckpointArguments
+    backup: BackupArguments
+    changes: ChangeArguments
+    health: HealthArguments
+    stopping: StoppingArguments
     journal: JournalArguments
     flags: set[str] = field(default_factory=set)  # what the user set on the command line
 
@@ -77,7 +85,12 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         """What can be seen to be wrong without looking at data or device."""
-        found = self.optim.problems() + tracker_problems(self.journal.report_to)
+        found = [
+            problem
+            for part in (self.optim, self.changes, self.health, self.stopping, self.journal)
+            for problem in part.problems()
+        ]
+        found += self.backup.problems(self.run.output_dir)
         for name, value in (
             ("eval_steps", self.evaluation.eval_steps),
             ("save_steps", self.checkpoint.save_steps),
@@ -141,6 +154,6 @@ def _run_name(named: Path | None, config: TrainConfig) -> str:
 
 def write_config(config: TrainConfig, path: Path) -> None:
     """A file that `--config` reads back to the same run."""
-    told_elsewhere = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
+    told_elsewhere = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change"}
     content = {name: value for name, value in config.flat().items() if value is not None and name not in told_elsewhere}
     path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")

@@ -3,18 +3,22 @@
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from datetime import timedelta
+from typing import Literal, TypeVar
 
 import psutil
 import torch
 import torch._inductor
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import TorchDynamoPlugin
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import TorchDynamoPlugin, broadcast_object_list
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
 from errors import UserError
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -119,9 +123,10 @@ def _best_precision() -> str:
 
 
 def start_accelerator(
-    setup: Setup, arguments: DeviceArguments, trackers: list[str] | None, output_dir: str
+    setup: Setup, arguments: DeviceArguments, trackers: list[str] | None, output_dir: str, ddp_timeout: int
 ) -> Accelerator:
-    """
+    """`ddp_timeout`: seconds that a process waits for the others.
+
     Raises:
         UserError: the environment asks for more processes than Accelerate made.
     """
@@ -136,7 +141,10 @@ def start_accelerator(
         dynamo_plugin=plugin,
         log_with=trackers,
         project_dir=output_dir,
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
+        ],
     )
     asked = int(os.environ.get("WORLD_SIZE", 1))
     if asked != accelerator.num_processes:
@@ -145,6 +153,24 @@ def start_accelerator(
             f"on CPU, launch with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {asked}."
         )
     return accelerator
+
+
+def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
+    """What the main process finds, on every process.
+
+    Raises:
+        UserError: what it raised there, on every process.
+    """
+    found: list = [None, None]
+    if accelerator.is_main_process:
+        try:
+            found[0] = find()
+        except UserError as error:
+            found[1] = str(error)
+    found, problem = broadcast_object_list(found)
+    if problem is not None:
+        raise UserError(problem)
+    return found
 
 
 def stop_accelerator(accelerator: Accelerator) -> None:

@@ -7,7 +7,7 @@ python -m training.evaluate runs/x/checkpoints/step_00001000 --data data/other
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -72,16 +72,21 @@ def evaluate(
     micro_batch: int,
     accelerator: Accelerator,
     max_eval_samples: int | None = None,
-) -> Evaluation:
+    stop: Callable[[], object] = lambda: None,
+) -> Evaluation | None:
     """Scores `tokens` in windows that overlap by one, so that each token but the first is a target once.
 
-    `loss` is the prepared `NextTokenLoss`; all processes take part and get the same result.
+    `loss` is the prepared `NextTokenLoss`; all processes take part and get the same result. `stop` is asked before each
+    batch; where it says so (to all processes at once), nothing is scored.
     """
     loss.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=_float64_device(accelerator.device))  # nats, targets
     for inputs, targets, positions in eval_batches(
         tokens, context, micro_batch, accelerator.process_index, accelerator.num_processes, max_eval_samples
     ):
+        if stop():
+            loss.train()
+            return None
         sums[0] += loss(inputs, targets, 1, positions).to(sums.device)
         sums[1] += (targets != IGNORED).sum().to(sums.device)
     loss.train()

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from accelerate.utils import LoggerType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from errors import UserError
+from training.health import Reading
 
 
 @dataclass
@@ -31,20 +32,20 @@ class JournalArguments:
 
     def trackers(self) -> list[str] | None:
         """Those that Accelerate can open; what is wrong with the others is told with all other problems."""
-        return [name for name in self.report_to if not tracker_problems([name])] or None
+        return [name for name in self.report_to if _tracker_problem(name) is None] or None
+
+    def problems(self) -> list[str]:
+        return [problem for name in self.report_to if (problem := _tracker_problem(name)) is not None]
 
 
-def tracker_problems(report_to: list[str]) -> list[str]:
+def _tracker_problem(name: str) -> str | None:
     """What Accelerate would drop without a word, or end in a traceback for."""
     known = [str(tracker) for tracker in LoggerType]
-    installed = ["all", *(str(tracker) for tracker in get_available_trackers())]
-    problems = []
-    for name in report_to:
-        if name not in known:
-            problems.append(f"report_to names {name!r}; the trackers are {', '.join(known)}.")
-        elif name not in installed:
-            problems.append(f"report_to names {name}, which is not installed: pip install {name}.")
-    return problems
+    if name not in known:
+        return f"report_to names {name!r}; the trackers are {', '.join(known)}."
+    if name != "all" and name not in map(str, get_available_trackers()):
+        return f"report_to names {name}, which is not installed: pip install {name}."
+    return None
 
 
 class Journal:
@@ -60,8 +61,6 @@ class Journal:
         self.main = accelerator.is_main_process
         self.console = Console(highlight=False, soft_wrap=True)
         self.bar = self._bar(first_step) if self.main and self.console.is_terminal else None
-        self.losses = torch.zeros((), device=accelerator.device)
-        self.steps_since_log = 0
         self.restart_clock()
 
     def _bar(self, first_step: int) -> Progress:
@@ -84,70 +83,46 @@ class Journal:
             self.bar.stop()  # gives the terminal its cursor back, whatever happened
 
     def count(self, loss: torch.Tensor, tokens: int) -> None:
-        """Adds a step's loss, on the device, without waiting for it (but for the first step of a run)."""
-        self.losses += loss
-        self.steps_since_log += 1
+        """Counts a step, without waiting for it (but for the first step of a run)."""
         if self.first_step_is_done:
             self.steps_timed += 1
             self.tokens_timed += tokens
         else:
-            self._first_step_done()
+            self._first_step_done(loss)
 
     def restart_clock(self) -> None:
         self.steps_timed, self.tokens_timed, self.paused = 0, 0, 0.0
         self.since = time.perf_counter()
 
-    def _first_step_done(self) -> None:
+    def _first_step_done(self, loss: torch.Tensor) -> None:
         """The first step warms everything up and compiles; it counts as neither speed nor ETA."""
         self.first_step_is_done = True
-        float(self.losses)  # waits for the device, once
+        float(loss)  # waits for the device, once
         compilation = " (compilation included)" if self.compiled else ""
         self.say(f"First step after {time.perf_counter() - self.since:.1f} s{compilation}.")
         self.restart_clock()
 
-    def log(self, step: int, epoch: float, learning_rate: float, grad_norm: torch.Tensor, tokens: int) -> None:
-        """One log line: the mean loss since the last one. The only place in a step that waits for the device.
-
-        Raises:
-            UserError: the loss is not a number any more.
-        """
-        loss = self.accelerator.reduce(self.losses / self.steps_since_log, reduction="mean").item()  # waits here
+    def log(self, step: int, epoch: float, learning_rate: float, reading: Reading, tokens: int) -> None:
+        """One log line, about the steps since the last one."""
         seconds = time.perf_counter() - self.since - self.paused
-        entry = {
-            "step": step,
-            "epoch": round(epoch, 4),
-            "loss": loss,
-            "learning_rate": learning_rate,
-            "grad_norm": float(grad_norm),
-            "tokens": tokens,
-        }
-        line = f"loss {loss:.3f}"
+        entry: dict[str, Any] = {"step": step, "epoch": round(epoch, 4)}
+        line = "no finite loss"
+        if reading.loss is not None:
+            entry["loss"] = reading.loss
+            line = f"loss {reading.loss:.3f}"
+        entry |= {"learning_rate": learning_rate, "tokens": tokens}
+        if math.isfinite(reading.grad_norm):
+            entry["grad_norm"] = reading.grad_norm
+        if reading.skipped:
+            entry["skipped_steps"] = reading.skipped
+            line += f"  ({reading.skipped} skipped: not finite)"
         if self.steps_timed:
             entry["tokens_per_second"] = round(self.tokens_timed / seconds, 1)
             left = (self.max_steps - step) * seconds / self.steps_timed
             line += f"  {self.tokens_timed / seconds:,.0f} tok/s  ETA {clock(left)}"
-        self.refuse_non_finite(step, learning_rate, loss, grad_norm)
         self._write(entry, step)
         self._show(step, line, f"lr {learning_rate:.2e}")
-        self.losses.zero_()
-        self.steps_since_log = 0
         self.restart_clock()
-
-    def refuse_non_finite(
-        self, step: int, learning_rate: float, loss: torch.Tensor | float, grad_norm: torch.Tensor
-    ) -> None:
-        """Bad numbers never reach a checkpoint. (fp16's scaler finds them itself, and skips such a step.)
-
-        Raises:
-            UserError: the loss or the gradient is not a number any more.
-        """
-        numbers = [float(loss)] if self.accelerator.scaler is not None else [float(loss), float(grad_norm)]
-        if not all(map(math.isfinite, numbers)):
-            raise UserError(
-                f"The loss is {float(loss)} and the gradient norm {float(grad_norm)} at step {step}: training has "
-                f"diverged, and this step is not saved. Lower learning_rate ({learning_rate:.2e} now) or raise "
-                f"warmup_steps, and resume or start anew."
-            )
 
     def log_evaluation(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
         self._write({"step": step, "epoch": round(epoch, 4), **metrics}, step)
@@ -158,7 +133,8 @@ class Journal:
 
     def say(self, text: str) -> None:
         if self.main:
-            self.console.print(text, markup=False)
+            with training_goes_on():
+                self.console.print(text, markup=False)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -179,7 +155,7 @@ class Journal:
                 self.tenths_shown = step * 10 // self.max_steps
                 self.say(f"step {step}/{self.max_steps}  {line}  {more}")
         elif self.main:
-            print(f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {line}  {more}", flush=True)
+            self.say(f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {line}  {more}")
 
     def _write(self, entry: dict[str, Any], step: int) -> None:
         if self.main:
@@ -187,6 +163,17 @@ class Journal:
                 file.write(json.dumps(entry) + "\n")
         numbers = {name: value for name, value in entry.items() if name != "step"}
         self.accelerator.log(numbers, step=step)
+
+
+@contextmanager
+def training_goes_on() -> Iterator[None]:
+    """Whoever read the output (a terminal, a pipe into `tee`) is gone: that is no reason to lose a run."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -208,6 +195,10 @@ def forget_after(path: Path, step: int) -> None:
     fresh = path.with_name(f".{path.name}.unfinished")
     fresh.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
     os.replace(fresh, path)
+
+
+def has_evaluation(path: Path, step: int) -> bool:
+    return any(entry["step"] == step and "eval_loss" in entry for entry in read_metrics(path))
 
 
 def best_step(path: Path) -> int | None:

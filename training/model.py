@@ -3,10 +3,12 @@
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.checkpoint import load_weights
 from training.device import DeviceArguments
 
 
@@ -40,14 +42,21 @@ def model_config(
 
 
 def build_model(config: GPT2ScratchConfig, resume_from: Path | None, device: DeviceArguments) -> GPT2ScratchForCausalLM:
-    """In fp32: fresh weights from the current random state, or those of a checkpoint."""
+    """In fp32: fresh weights from the current random state, or those of a checkpoint.
+
+    Raises:
+        UserError: the checkpoint's weights do not fit.
+    """
     if resume_from is not None:
-        model = GPT2ScratchForCausalLM.from_pretrained(resume_from, attn_implementation=device.attn_implementation)
+        with torch.device("meta"):  # nothing is drawn that would be replaced
+            model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=device.attn_implementation)
+        model.to_empty(device="cpu").tie_weights()
+        load_weights(resume_from, model)
     else:
         model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=device.attn_implementation)
-        model.generation_config = GenerationConfig(
-            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-        )
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
     if device.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model

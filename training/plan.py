@@ -1,6 +1,7 @@
 """Everything that is decided before the first step: model, batches, length. All problems are found here, together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
@@ -10,11 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store import SPLITS, TokenStore
+from training import restart
 from training.batches import BatchPlan, WindowOrder, largest_micro_batch, plan_batches
-from training.config import TrainConfig
+from training.changes import NOT_THE_RUN
+from training.config import ABOUT_TEXT, TrainConfig
 from training.data import Placement, bytes_of, choose_placement, processes_of_this_machine
 from training.length import steps_of
-from training.model import model_config
+from training.model import ModelArguments, model_config
+from training.position import Position
 
 BYTES_PER_PARAMETER = 16  # fp32 weight and gradient, and AdamW's two moments
 
@@ -26,6 +30,8 @@ class Plan:
     order: WindowOrder
     max_steps: int
     placement: Placement
+    settings: dict[str, Any]  # by which a checkpoint knows its run
+    position: Position  # that the run goes on from
 
     @property
     def tokens_per_step(self) -> int:
@@ -33,7 +39,18 @@ class Plan:
 
     def epoch(self, step: int) -> float:
         """Epochs done after `step` steps."""
-        return step * self.batches.sequences / self.order.windows
+        return self.after(step).sample / self.order.windows
+
+    def after(self, step: int) -> Position:
+        """Where the run stands after `step` steps."""
+        return self.position.after(step, self.batches.sequences, self.batches.context)
+
+    def going_on(self, position: Position, settings: dict[str, Any]) -> "Plan":
+        """The plan of a run that goes on from there. Other data than before are read from their beginning."""
+        if settings.get("data") != self.settings["data"]:
+            position = replace(position, sample=0, passed_over=())
+        passed_over = sorted({*position.passed_over, *self.position.passed_over})
+        return replace(self, position=replace(position, passed_over=tuple(passed_over)))
 
     def describe_model(self) -> str:
         model = self.model
@@ -62,9 +79,13 @@ class Plan:
 
 
 def make_plan(
-    config: TrainConfig, store: TokenStore, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
+    config: TrainConfig,
+    store: TokenStore,
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Accelerator,
 ) -> Plan:
-    """
+    """After a restart, this heeds what the process before this one has learned (see restart.py).
+
     Raises:
         UserError: everything about the configuration that cannot be, one problem a line.
     """
@@ -84,6 +105,7 @@ def make_plan(
             f"it, would see documents only in a batch of one row."
         )
     placement = batches = order = steps = None
+    restarted = restart.restarted()
     try:
         local = processes_of_this_machine(accelerator)
         placement = choose_placement(config.data.data_placement, bytes_of(store, *SPLITS), accelerator.device, local)
@@ -91,6 +113,7 @@ def make_plan(
         problems.append(str(error))
     if model is not None:
         largest = _largest_micro_batch(model, placement.reserved if placement is not None else 0, accelerator)
+        largest = min(largest, restarted.get("micro_batch", largest))
         batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
         problems += batch_problems
         try:
@@ -102,7 +125,21 @@ def make_plan(
         problems += length_problems
     if problems:
         raise UserError("\n".join(problems))
-    return Plan(model, batches, order, steps, placement)
+    position = Position(passed_over=tuple(map(tuple, restarted.get("passed_over", ()))))
+    settings = _settings(config, store, steps, accelerator.mixed_precision)
+    return Plan(model, batches, order, steps, placement, settings, position)
+
+
+def _settings(config: TrainConfig, store: TokenStore, max_steps: int, mixed_precision: str) -> dict[str, Any]:
+    """What a checkpoint tells of its run: all that decides about the steps to come, with every `auto` decided.
+
+    The shape of the model is told by its config.json; what was asked about text and length, by hashes and `max_steps`.
+    """
+    told_elsewhere = ABOUT_TEXT | NOT_THE_RUN | {"num_train_epochs", "max_train_tokens"}
+    told_elsewhere |= {name for name in vars(ModelArguments()) if not name.endswith("_pdrop")}
+    settings = {name: value for name, value in config.flat().items() if name not in told_elsewhere}
+    data = {"data": store.metadata.identity, "tokenizer": store.metadata.tokenizer_sha256}
+    return settings | data | {"max_steps": max_steps, "mixed_precision": mixed_precision}
 
 
 def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: Accelerator) -> int:

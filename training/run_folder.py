@@ -3,37 +3,31 @@
 runs/x/
     config.yaml      every setting; `--config` runs it again
     metrics.jsonl    one object a log line
+    events.jsonl     what happened to the run, and when; status.json: how it stands
     samples.md       what the model wrote at each validation
     report.md        the run told in one page, with plots
     checkpoints/     see checkpoint.py
     model/           the model to use: the newest checkpoint's, without its training state
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from command_line import read_yaml
 from errors import UserError
-from modeling_gpt2scratch import GPT2ScratchConfig
 from training import checkpoint as checkpoints
-from training.checkpoint import TrainState
+from training.changes import NOT_THE_RUN
 from training.journal import forget_after
 from training.sampling import forget_samples_after
 
+if TYPE_CHECKING:
+    from training.backup import Backup  # which knows run folders itself
+
 CONFIG_FILE = "config.yaml"
-ARCHITECTURE = (
-    *("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function"),
-    *("tie_word_embeddings", "layer_norm_epsilon"),
-)
-# Settings that may differ without making it another run.
-NOT_THE_RUN = {
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "data_placement", "report_to", "logging_steps"),
-    *("eval_strategy", "eval_steps", "max_eval_samples", "save_strategy", "save_steps", "save_total_limit"),
-    *("sample_prompts", "sample_tokens", "sample_temperature", "sample_top_k", "torch_compile", "torch_compile_mode"),
-}
 
 
 @dataclass
@@ -56,6 +50,8 @@ class RunFolder:
         self.path = Path(path)
         self.config = self.path / CONFIG_FILE
         self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.status = self.path / "status.json"
         self.samples = self.path / "samples.md"
         self.report = self.path / "report.md"
         self.checkpoints = self.path / "checkpoints"
@@ -66,7 +62,7 @@ class RunFolder:
     @property
     def contents(self) -> tuple[Path, ...]:
         """All that a run leaves; nothing else in the folder is ever deleted."""
-        files = (self.config, self.metrics, self.samples, self.report, self.plot)
+        files = (self.config, self.metrics, self.events, self.status, self.samples, self.report, self.plot)
         return (*files, self.checkpoints, self.model, self.hub)
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
@@ -76,7 +72,7 @@ class RunFolder:
             UserError: there are checkpoints, and all of them are damaged.
         """
         problem = None
-        for checkpoint in reversed(checkpoints.complete_checkpoints(self.checkpoints)):
+        for checkpoint in reversed(checkpoints.all_checkpoints(self.checkpoints)):
             problem = checkpoints.damage(checkpoint)
             if problem is None:
                 return checkpoint
@@ -85,6 +81,16 @@ class RunFolder:
             raise UserError(f"Every checkpoint in {self.checkpoints} is damaged; --overwrite_output_dir starts anew.")
         return None
 
+    def last_good(self) -> str:
+        """What to go on from, in words."""
+        complete = checkpoints.complete_checkpoints(self.checkpoints)
+        return f"{complete[-1]} is the last good checkpoint" if complete else "there is no checkpoint yet"
+
+    def newest_step(self) -> int:
+        """Of the complete checkpoints; 0 where there is none."""
+        complete = checkpoints.complete_checkpoints(self.checkpoints)
+        return checkpoints.step_of(complete[-1]) if complete else 0
+
     def finished_message(self, step: int) -> str:
         return (
             f"{self.path} is finished ({step:,} steps). To train it anew, add --overwrite_output_dir; to train it longer, "
@@ -92,10 +98,19 @@ class RunFolder:
         )
 
 
-def open_run(arguments: RunArguments, settings: dict[str, Any], say: Callable[[str], None]) -> Path | None:
+def open_run(
+    arguments: RunArguments,
+    settings: dict[str, Any],
+    allowed: set[str],
+    backup: "Backup | None",
+    is_restart: bool,
+    say: Callable[[str], None],
+) -> Path | None:
     """Decides what this command means for the folder; returns the checkpoint to go on from, None for a new run.
 
-    Reads only. A new run's folder is made by `begin`.
+    `allowed` names the settings that may be others than the run's. After a restart, the run goes on in its own folder,
+    whatever the command says about beginning. Only what a backup has and the folder has not is written; a new run's
+    folder is made by `begin`.
 
     Raises:
         UserError: the folder holds another run or something else; the checkpoint is missing or damaged.
@@ -103,34 +118,69 @@ def open_run(arguments: RunArguments, settings: dict[str, Any], say: Callable[[s
     folder = RunFolder(arguments.output_dir)
     if folder.path.exists() and not folder.path.is_dir():
         raise UserError(f"{folder.path} is a file; name another --output_dir.")
-    empty = not folder.path.exists() or not any(folder.path.iterdir())
+    # Names with a dot are a lock's, or of a restoring that was killed.
+    empty = not folder.path.exists() or all(path.name.startswith(".") for path in folder.path.iterdir())
     if not empty and not folder.config.is_file():
         raise UserError(f"{folder.path} exists and is not a run folder; name another --output_dir.")
+    has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
+    if is_restart and has_begun:
+        return folder.newest_checkpoint(say)
     if arguments.resume_from_checkpoint is not None:
         source = Path(arguments.resume_from_checkpoint)
         branch = run_of(source).resolve() != folder.path.resolve()
         if branch and not empty and not arguments.overwrite_output_dir:
             raise UserError(f"{folder.path} holds another run; name a new --output_dir to branch off from {source}.")
-        return _named_checkpoint(source, folder, say)
-    if empty or arguments.overwrite_output_dir or not checkpoints.complete_checkpoints(folder.checkpoints):
-        return None  # nothing to lose
-    before = read_yaml(folder.config)
+        return _named_checkpoint(source, folder, None if branch else backup, say)
+    if arguments.overwrite_output_dir:
+        return None
+    if has_begun:  # otherwise there is nothing to lose
+        _refuse_another(folder.path, read_yaml(folder.config), settings, allowed)
+    return _newest(folder, backup, settings, allowed, say)
+
+
+def _newest(
+    folder: RunFolder,
+    backup: "Backup | None",
+    settings: dict[str, Any] | None,
+    allowed: set[str],
+    say: Callable[[str], None],
+) -> Path | None:
+    """The newest checkpoint of the folder and its backup, which is copied here. `settings` (None: the run's own) must be
+    those of the run in the backup."""
+    try:
+        here = folder.newest_checkpoint(say)
+    except UserError:
+        if backup is None or backup.newest(None) is None:
+            raise
+        here = None
+    after = checkpoints.step_of(here) if here is not None else None
+    if backup is None or backup.newest(after) is None:
+        return here
+    if settings is not None:
+        _refuse_another(backup.there.path, backup.settings() or {}, settings, allowed)
+    return backup.restore(after) or here
+
+
+def _refuse_another(folder: Path, before: dict[str, Any], settings: dict[str, Any], allowed: set[str]) -> None:
+    """
+    Raises:
+        UserError: the run in the folder has other settings, which are named.
+    """
     changed = [
         f"{name} {before.get(name)} -> {value}"
         for name, value in settings.items()
-        if name not in NOT_THE_RUN and str(before.get(name)) != str(value)
+        if name not in NOT_THE_RUN | allowed and str(before.get(name)) != str(value)
     ]
     if changed:
         raise UserError(
-            f"{folder.path} holds another run ({', '.join(changed)}); name another --output_dir, go on with it by "
-            f"--resume_from_checkpoint {folder.path}, or delete it by --overwrite_output_dir."
+            f"{folder} holds another run ({', '.join(changed)}); name another --output_dir, go on with it by "
+            f"--resume_from_checkpoint {folder}, or delete it by --overwrite_output_dir."
         )
-    return folder.newest_checkpoint(say)
 
 
-def _named_checkpoint(source: Path, folder: RunFolder, say: Callable[[str], None]) -> Path:
+def _named_checkpoint(source: Path, folder: RunFolder, backup: "Backup | None", say: Callable[[str], None]) -> Path:
     if not is_checkpoint(source):
-        newest = RunFolder(run_of(source)).newest_checkpoint(say)
+        newest = _newest(RunFolder(run_of(source)), backup, None, set(), say)
         if newest is None:
             raise UserError(
                 f"{source} has no complete checkpoint to resume from; start it anew with the first command."
@@ -147,31 +197,6 @@ def _named_checkpoint(source: Path, folder: RunFolder, say: Callable[[str], None
             f"or delete the later checkpoints."
         )
     return source
-
-
-def check_same_run(checkpoint: Path, model: GPT2ScratchConfig, now: TrainState) -> TrainState:
-    """The state to go on from.
-
-    Raises:
-        UserError: the checkpoint's architecture, vocabulary or data are not this run's; all differences are named.
-    """
-    saved_model = GPT2ScratchConfig.from_pretrained(checkpoint)
-    saved = checkpoints.load_state(checkpoint)
-    differences = [
-        f"{name} is {getattr(model, name)} here and {getattr(saved_model, name)} in the checkpoint"
-        for name in ARCHITECTURE
-        if getattr(model, name) != getattr(saved_model, name)
-    ]
-    if now.tokenizer_sha256 != saved.tokenizer_sha256:
-        differences.append("the token store was made with another tokenizer than the checkpoint's")
-    elif now.data_identity != saved.data_identity:
-        differences.append("the token store holds other tokens than the checkpoint was trained on")
-    for name in ("tokens_per_step", "seed"):
-        if getattr(now, name) != getattr(saved, name):
-            differences.append(f"{name} is {getattr(now, name)} here and {getattr(saved, name)} in the checkpoint")
-    if differences:
-        raise UserError("\n".join(f"{checkpoint} cannot be resumed: {difference}." for difference in differences))
-    return saved
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -222,7 +247,10 @@ def begin(folder: RunFolder, first_step: int, resume_from: Path | None) -> None:
     """
     own = resume_from is not None and run_of(resume_from).resolve() == folder.path.resolve()
     try:
+        checkpoints.sweep(folder.checkpoints)
         if own:
+            if not folder.model.exists():  # killed while it was replaced
+                checkpoints.copy_model(resume_from, folder.model)
             forget_after(folder.metrics, first_step)
             forget_samples_after(folder.samples, first_step)
         else:
@@ -233,6 +261,28 @@ def begin(folder: RunFolder, first_step: int, resume_from: Path | None) -> None:
         raise UserError(f"{folder.path} cannot be written ({error.strerror}); name another --output_dir.") from error
 
 
+def forget_checkpoints_from(step: int, folder: RunFolder) -> None:
+    """Removes those after `step` and more steps; the model of the last one that stays is the model to use."""
+    complete = checkpoints.complete_checkpoints(folder.checkpoints)
+    kept = [checkpoint for checkpoint in complete if checkpoints.step_of(checkpoint) < step]
+    for checkpoint in complete[len(kept) :]:
+        checkpoints.remove(checkpoint)
+    if kept and len(kept) < len(complete):
+        checkpoints.copy_model(kept[-1], folder.model)
+
+
+def _refuse_links_of_index(model: Path) -> None:
+    """
+    Raises:
+        UserError: the model's index names weights outside of its folder, which Transformers would load.
+    """
+    index = model / "model.safetensors.index.json"
+    if index.is_file() and not (model / "model.safetensors").is_file():
+        shards = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        if outside := sorted(str(shard) for shard in shards if Path(str(shard)).name != shard):
+            raise UserError(f"{index} names weights outside of {model} ({outside[0]}); such a model is not loaded.")
+
+
 def find_model(name: str) -> str:
     """A loadable model for a run folder, a checkpoint, a model folder or a Hub id.
 
@@ -240,8 +290,9 @@ def find_model(name: str) -> str:
         UserError: the folder holds no model, or there is no such folder and it is no Hub id.
     """
     path = Path(name)
-    for candidate in (path / "model", path):
+    for candidate in (path / "model", path, *reversed(checkpoints.complete_checkpoints(path / "checkpoints"))):
         if (candidate / "config.json").is_file():
+            _refuse_links_of_index(candidate)
             return str(candidate)
     if path.exists():
         hint = " yet: its first checkpoint is still to come" if (path / CONFIG_FILE).is_file() else ""

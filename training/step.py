@@ -61,10 +61,25 @@ class Trainer:
             inputs, targets, positions = self.batches(step, micro_step)  # (B, T) each
             with self.accelerator.accumulate(self.loss):
                 loss = self.loss(inputs, targets, targets.numel(), positions)
-                self.accelerator.backward(loss)
+                # A factor of exactly 1; where the loss is not finite, it makes every gradient so, on all processes.
+                self.accelerator.backward(loss * (1 + 0 * loss.detach()))
                 total += loss.detach()
                 if self.accelerator.sync_gradients:
                     grad_norm = self.accelerator.clip_grad_norm_(self.loss.parameters(), self.max_grad_norm or math.inf)
+                    self._skip_if_not_finite(grad_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         return total / plan.accumulation, grad_norm
+
+    def _skip_if_not_finite(self, grad_norm: torch.Tensor) -> None:
+        """Makes the coming `optimizer.step` change nothing, moments and their count included, if the gradient is bad.
+
+        AdamW's fused kernel reads `found_inf` on the device, where fp16's scaler writes it; ours is for other precisions.
+        """
+        if self.accelerator.scaler is not None:
+            return
+        inner = self.optimizer.optimizer  # inside Accelerate's wrapper
+        if inner.defaults["fused"]:
+            inner.grad_scale, inner.found_inf = None, (~grad_norm.isfinite()).float()
+        elif not grad_norm.isfinite():  # waits for the device: Apple's, where AdamW is not fused
+            inner.zero_grad()

@@ -1,0 +1,391 @@
+"""The second home of a run: a drive that goes away, fills up and lies, and a run that is not disturbed by it."""
+
+import json
+import os
+import random
+import re
+import resource
+import signal
+import time
+from collections.abc import Callable
+from hashlib import sha256
+
+import pytest
+
+from errors import UserError
+from training import backup
+from training.backup import Backup, BackupArguments, copy_checkpoint
+from training.checkpoint import NEEDED, complete_checkpoints, damage
+from training.run_folder import RunFolder
+
+
+def write_checkpoint(folder, step: int, size: int = 1000, content: int = 0):
+    """A checkpoint as far as anyone can tell who does not load it."""
+    checkpoint = folder / f"step_{step:08d}"
+    files = {}
+    for name in (*NEEDED, "tokenizer.json"):
+        data = random.Random(f"{step} {content} {name}").randbytes(size)
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_bytes(data)
+        files[name] = {"size": len(data), "sha256": sha256(data).hexdigest()}
+    manifest = {"format_version": 2, "step": step, "files": files}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    return checkpoint
+
+
+def write_run(path, *steps: int) -> RunFolder:
+    """Each step was validated; the first one best."""
+    run = RunFolder(path)
+    run.checkpoints.mkdir(parents=True)
+    run.config.write_text("learning_rate: 0.01\n")
+    run.samples.write_text("the\n")
+    for step in steps:
+        log(run, step, eval_loss=step)
+        write_checkpoint(run.checkpoints, step)
+    return run
+
+
+def log(run: RunFolder, step: int, **numbers: float) -> None:
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"step": step, **numbers}) + "\n")
+
+
+def names(run: RunFolder) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def fork(story: Callable[[], None]) -> int:
+    """A process of its own that need not import everything anew; returns its id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            story()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+
+@pytest.fixture
+def drive(tmp_path):
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+@pytest.fixture
+def make(drive, monkeypatch):
+    """A Backup that tries again soon, and the list of what it says."""
+    monkeypatch.setattr(backup, "FIRST_PAUSE", 0.05)
+
+    def make(run: RunFolder, limit: int | None = None, backup_dir=drive) -> tuple[Backup, list[str]]:
+        said = []
+        return Backup(backup_dir, run, limit, said.append), said
+
+    return make
+
+
+# ---- there ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_it_leaves_is_a_run_folder(make, drive, tmp_path):
+    run = write_run(tmp_path / "x", 1, 2)
+    copies, said = make(run)
+    copies.submit(run.checkpoints / "step_00000002")
+    until(lambda: copies.copied)
+    log(run, 3, loss=1.0)  # after the last checkpoint
+    copies.finish()
+    there = RunFolder(drive / "x")
+    assert {path.name for path in there.path.iterdir()} == {"config.yaml", "metrics.jsonl", "samples.md", "checkpoints"}
+    assert there.newest_checkpoint(said.append) == there.checkpoints / "step_00000002"
+    assert names(there) == ["step_00000002"]
+    for name in ("config.yaml", "metrics.jsonl", "samples.md"):
+        assert (there.path / name).read_bytes() == (run.path / name).read_bytes()
+    assert said == [f"Backup:  step_00000002 is in {there.path}"]
+
+
+def test_the_newest_and_the_best_are_kept_there(make, drive, tmp_path):
+    run = write_run(tmp_path / "x", 1, 2, 3, 4)
+    copies, _ = make(run, limit=2)
+    for step in (1, 2, 3, 4):
+        copies.submit(run.checkpoints / f"step_{step:08d}")
+        until(lambda name=f"step_{step:08d}": copies.copied == name)
+    (copies.there.checkpoints / ".step_00000009.unfinished").mkdir()
+    copies.submit(write_checkpoint(run.checkpoints, 5))
+    copies.finish()
+    assert names(copies.there) == ["step_00000001", "step_00000004", "step_00000005"]
+
+
+def test_only_the_newest_waits_and_is_protected(make, drive, tmp_path):
+    run = write_run(tmp_path / "x", 1, 2, 3)
+    copies, _ = make(run, backup_dir=drive / "later")
+    first, second, third = sorted(run.checkpoints.iterdir())
+    for checkpoint in (first, second, third):
+        copies.submit(checkpoint)
+    until(lambda: copies.problem)
+    until(lambda: not copies.protects(first) and not copies.protects(second))
+    assert copies.protects(third)
+    (drive / "later").mkdir()
+    copies.finish()
+    assert names(copies.there) == ["step_00000003"]
+    assert not copies.protects(third)
+
+
+def test_a_drive_that_is_gone_is_said_once_and_copied_to_when_it_is_back(make, drive, tmp_path):
+    run = write_run(tmp_path / "x", 1, 2)
+    first, second = sorted(run.checkpoints.iterdir())
+    copies, said = make(run)
+    copies.submit(first)
+    until(lambda: copies.copied)
+    drive.rename(tmp_path / "unplugged")
+    drive.mkdir()  # the mount point: it must not be filled
+    copies.submit(second)
+    until(lambda: copies.problem)
+    time.sleep(0.3)  # several attempts
+    assert len(said) == 1
+    assert "WARNING: step_00000002 could not be copied" in said[0]
+    assert "No such file or directory" in said[0]
+    drive.rmdir()
+    (tmp_path / "unplugged").rename(drive)
+    until(lambda: copies.copied == second.name)
+    assert said[1:] == [f"Backup:  {drive / 'x'} is back, and step_00000002 is in it"]
+    copies.finish()
+    assert [path.name for path in complete_checkpoints(drive / "x" / "checkpoints")] == [first.name, second.name]
+
+
+def test_a_drive_that_never_comes_does_not_keep_the_run(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    run = write_run(tmp_path / "x", 1)
+    copies, said = make(run, backup_dir=tmp_path / "file")
+    copies.submit(run.checkpoints / "step_00000001")
+    until(lambda: copies.problem)
+    began = time.monotonic()
+    copies.finish()
+    assert time.monotonic() - began < 5
+    assert "does not hold all of the run (Not a directory)" in said[-1]
+
+
+def test_a_full_drive_keeps_what_it_has(make, drive, tmp_path):
+    run = write_run(tmp_path / "x", 1)
+    write_checkpoint(run.checkpoints, 2, size=300_000)
+    copies, said = make(run, limit=1)
+
+    def fill() -> None:
+        copies.submit(run.checkpoints / "step_00000001")
+        until(lambda: copies.copied)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # bytes a file may have
+        copies.submit(run.checkpoints / "step_00000002")
+        until(lambda: copies.problem)
+        said.append(str(names(copies.there)))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        copies.finish()
+        (tmp_path / "said").write_text("\n".join(said))
+
+    assert os.waitpid(fork(fill), 0)[1] == 0
+    said = (tmp_path / "said").read_text().splitlines()
+    assert re.fullmatch(
+        r"WARNING: step_00000002 could not be copied to .* \(File too large\)\. Training goes on, .*", said[0]
+    )
+    assert said[1] == "['step_00000001']"
+    assert said[-1] == f"Backup:  step_00000002 is in {drive / 'x'}"
+    assert names(RunFolder(drive / "x")) == ["step_00000001", "step_00000002"]  # the first one is the best
+
+
+def test_kill_9_at_any_moment_leaves_no_half_checkpoint(drive, tmp_path):
+    before = write_checkpoint(drive, 1)
+    versions = [write_checkpoint(tmp_path / str(i), 2, size=300_000, content=i) for i in range(2)]
+    began = time.monotonic()
+    copy_checkpoint(versions[0], drive)
+    takes = time.monotonic() - began  # whatever the disk under the tests is like
+
+    def copy_forever() -> None:
+        while True:  # each replaces the other
+            for version in versions:
+                copy_checkpoint(version, drive)
+
+    randomness = random.Random(1)
+    for _ in range(10):
+        child = fork(copy_forever)
+        time.sleep(randomness.uniform(0, 3 * takes))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        there = complete_checkpoints(drive)
+        assert there[0] == before
+        assert [damage(checkpoint) for checkpoint in there] == [None] * len(there)
+    copies = Backup(tmp_path, RunFolder(tmp_path / "x"), None, print)
+    copies.there.checkpoints = drive
+    copies._prune()
+    assert all(path.name.startswith("step_") for path in drive.iterdir())
+
+
+def test_a_removed_checkpoint_is_given_up_and_a_damaged_one_is_said(make, tmp_path):
+    run = write_run(tmp_path / "x", 1, 2)
+    copies, said = make(run)
+    copies.submit(run.checkpoints / "step_00000007")
+    copies.finish()
+    assert said == []
+    copies, said = make(run)
+    (run.checkpoints / "step_00000001" / "config.json").write_bytes(b"x" * 1000)
+    copies.submit(run.checkpoints / "step_00000001")
+    copies.finish()
+    assert len(said) == 1
+    assert "step_00000001 is damaged: config.json was changed or damaged" in said[0]
+    assert names(copies.there) == []
+
+
+def test_work_that_the_run_did_not_go_on_from_is_left_alone(make, tmp_path):
+    days_of_work = write_run(tmp_path / "old" / "x", 500)
+    copies, _ = make(days_of_work)
+    copies.submit(days_of_work.checkpoints / "step_00000500")
+    copies.finish()
+    anew = write_run(tmp_path / "x", 1)
+    copies, said = make(anew, limit=1)
+    copies.begin(0, may_replace=False)
+    copies.submit(anew.checkpoints / "step_00000001")
+    copies.finish()
+    assert "it holds step_00000500, which this run did not go on from" in said[0]
+    assert names(copies.there) == ["step_00000500"]
+    copies, _ = make(anew, limit=1)
+    copies.begin(0, may_replace=True)  # --overwrite_output_dir
+    copies.submit(anew.checkpoints / "step_00000001")
+    copies.finish()
+    assert names(copies.there) == ["step_00000001"]
+
+
+def test_the_run_folder_itself_is_no_backup(tmp_path):
+    for folder in (tmp_path, tmp_path / "x", tmp_path / "x" / "checkpoints"):
+        assert "where the run itself is" in BackupArguments(str(folder)).problems(tmp_path / "x")[0]
+    assert BackupArguments(str(tmp_path / "drive")).problems(tmp_path / "x") == []
+    assert BackupArguments().problems(tmp_path / "x") == []
+
+
+# ---- and back ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def backed_up(make, tmp_path) -> RunFolder:
+    """A run with steps 1 and 2 on the drive, whose own folder is lost."""
+    run = write_run(tmp_path / "x", 1, 2)
+    copies, _ = make(run)
+    for checkpoint in sorted(run.checkpoints.iterdir()):
+        copies.submit(checkpoint)
+        until(lambda name=checkpoint.name: copies.copied == name)
+    copies.finish()
+    run.path.rename(tmp_path / "lost")
+    return run
+
+
+def test_a_lost_run_comes_back(make, backed_up, tmp_path):
+    copies, said = make(backed_up)
+    assert copies.settings() == {"learning_rate": 0.01}
+    assert copies.newest(None) == copies.there.checkpoints / "step_00000002"
+    restored = copies.restore(None)
+    assert restored == backed_up.checkpoints / "step_00000002"
+    assert damage(restored) is None
+    assert names(backed_up) == ["step_00000002"]
+    assert (backed_up.metrics).read_text() == (tmp_path / "lost" / "metrics.jsonl").read_text()
+    assert said == []
+    copies.begin(2, may_replace=False)
+    copies.submit(write_checkpoint(backed_up.checkpoints, 3))
+    copies.finish()
+    assert names(copies.there) == ["step_00000001", "step_00000002", "step_00000003"]
+
+
+def test_what_is_newer_here_stays(make, backed_up, tmp_path):
+    (tmp_path / "lost").rename(backed_up.path)
+    copies, _ = make(backed_up)
+    assert copies.newest(2) is None
+    assert copies.restore(2) is None
+    log(backed_up, 9)
+    before = backed_up.metrics.read_text()
+    backed_up.config.write_text("learning_rate: 0.02\n")
+    assert copies.restore(1).name == "step_00000002"
+    assert backed_up.metrics.read_text() == before
+    assert "0.02" in backed_up.config.read_text()
+
+
+def test_a_damaged_checkpoint_there_is_passed_over(make, backed_up):
+    newest = backed_up.path.parent / "drive" / "x" / "checkpoints" / "step_00000002"
+    (newest / "tokenizer.json").write_bytes(b"x" * 1000)  # the size is right
+    copies, said = make(backed_up)
+    assert copies.restore(None).name == "step_00000001"
+    assert names(backed_up) == ["step_00000001"]
+    (newest / "tokenizer.json").write_bytes(b"x")
+    copies, more = make(backed_up)
+    assert copies.newest(1) is None
+    assert copies.restore(1) is None
+    assert "tokenizer.json was changed or damaged" in said[0]
+    assert len(said) == len(more) == 1
+    assert "tokenizer.json has 1 bytes instead of 1,000" in more[0]
+
+
+def test_a_damaged_checkpoint_here_is_replaced_by_the_sound_one_there(make, backed_up, tmp_path):
+    (tmp_path / "lost").rename(backed_up.path)
+    damaged = backed_up.checkpoints / "step_00000002"
+    (damaged / "tokenizer.json").write_bytes(b"x" * 1000)  # the size is right
+    copies, _ = make(backed_up)
+    assert copies.restore(1) == damaged
+    assert damage(damaged) is None
+    assert names(backed_up) == ["step_00000001", "step_00000002"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../secret", "/etc/passwd", "a/../../../secret", "C:\\secret", "..\\secret", "link"]
+)
+def test_nothing_outside_of_a_checkpoint_is_followed(make, backed_up, tmp_path, name):
+    newest = tmp_path / "drive" / "x" / "checkpoints" / "step_00000002"
+    (tmp_path / "secret").write_text("secret")
+    (newest / "link").symlink_to(tmp_path / "secret")
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["files"][name] = {"size": 6, "sha256": sha256(b"secret").hexdigest()}
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    copies, said = make(backed_up)
+    assert copies.restore(None).name == "step_00000001"
+    assert "lies outside of it" in said[0]
+
+
+def test_links_out_of_the_backup_are_not_followed(make, backed_up, tmp_path):
+    there = RunFolder(tmp_path / "drive" / "x")
+    outside = write_checkpoint(tmp_path / "outside", 3)
+    (there.checkpoints / outside.name).symlink_to(outside)
+    copied = write_checkpoint(there.checkpoints, 4)
+    (copied / "manifest.json").rename(tmp_path / "manifest.json")
+    (copied / "manifest.json").symlink_to(tmp_path / "manifest.json")
+    (tmp_path / "secret").write_text("a: secret\n")
+    for path in (there.config, there.samples):
+        path.unlink()
+        path.symlink_to(tmp_path / "secret")
+    copies, said = make(backed_up)
+    assert copies.settings() is None
+    assert copies.restore(None).name == "step_00000002"
+    assert ["is a link out of" in line for line in said] == [True, True]
+    assert not backed_up.config.exists()
+    assert not backed_up.samples.exists()
+
+
+@pytest.mark.parametrize(
+    "manifest", ["", "[]", "{}", '{"files": {}}', '{"files": {"a": 1}}', '{"files": {"a": {"size": "x"}}}']
+)
+def test_a_manifest_that_cannot_be_understood_counts_for_nothing(make, backed_up, tmp_path, manifest):
+    (tmp_path / "drive" / "x" / "checkpoints" / "step_00000002" / "manifest.json").write_text(manifest)
+    copies, said = make(backed_up)
+    assert copies.newest(None).name == "step_00000001"
+    assert len(said) == 1
+
+
+def test_a_drive_that_is_not_there_is_a_warning_and_a_failing_restore_is_an_error(make, backed_up, tmp_path):
+    copies, said = make(backed_up, backup_dir=tmp_path / "nowhere")
+    assert copies.settings() is None
+    assert copies.newest(None) is None
+    assert len(said) == 1
+    assert re.fullmatch(r"WARNING: the backup .* cannot be read \(No such file or directory\), so nothing .*", said[0])
+    backed_up.path.write_text("a file")
+    copies, _ = make(backed_up)
+    with pytest.raises(UserError, match="could not be restored from"):
+        copies.restore(None)

@@ -1,0 +1,166 @@
+"""One run a folder: real processes that hold the lock, die with it, and come back."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import REPOSITORY
+from errors import UserError
+from training.lock import Holder, RunLock
+
+WITHOUT_FLOCK = """
+import errno, fcntl, training.lock
+training.lock.SOFT_LOCK_SECONDS = 0.1
+def flock(*_):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+fcntl.flock = flock
+"""
+HOLD = """
+import sys, time
+from training.lock import RunLock
+lock = RunLock(sys.argv[1])
+lock.acquire()
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+lock.release()
+"""
+# Starts a holder and dies, as a launcher that was killed.
+LAUNCH_AND_DIE = f"""
+import os, subprocess, sys
+holder = subprocess.Popen([sys.executable, "-c", {HOLD!r}, *sys.argv[1:]], stdout=subprocess.PIPE)
+holder.stdout.readline()
+print(holder.pid, flush=True)
+os._exit(1)
+"""
+BECOME_ANOTHER = f"""
+import os, sys
+from training.lock import RunLock
+lock = RunLock(sys.argv[1])
+lock.acquire()
+os.execv(sys.executable, [sys.executable, "-c", {HOLD!r}, *sys.argv[1:]])
+"""
+
+
+@pytest.fixture
+def start():
+    """Starts a script with arguments and returns it and the first line it prints."""
+    started = []
+
+    def run(script: str, *arguments) -> tuple[subprocess.Popen, str]:
+        command = [sys.executable, "-c", script, *map(str, arguments)]
+        environment = os.environ | {"ACCELERATE_DYNAMO_MODE": "default"}  # as `accelerate launch` sets it
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes)
+        started.append(process)
+        return process, process.stdout.readline().strip()
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def refusal(folder, **settings) -> str:
+    with pytest.raises(UserError) as refused:
+        RunLock(folder, **settings).acquire()
+    return str(refused.value)
+
+
+def test_the_second_is_refused_and_reads_who_was_first(start, tmp_path):
+    run = tmp_path / "x"
+    holder, said = start(HOLD, run, 60)
+    assert said == "held"
+    assert re.fullmatch(
+        rf"{run} is being trained by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d; wait for it, stop it, "
+        r"or name another --output_dir\.",
+        refusal(run),
+    )
+    assert not run.exists()  # nothing is made in a folder that may turn out to be someone else's
+
+
+def test_it_is_free_after_a_run_and_after_kill_9(start, tmp_path):
+    with RunLock(tmp_path / "x"):
+        assert "is being trained" in refusal(tmp_path / "x")
+    holder, _ = start(HOLD, tmp_path / "x", 60)
+    holder.kill()
+    holder.wait()
+    assert (tmp_path / ".x.lock.json").exists()
+    with RunLock(tmp_path / "x"):
+        pass
+    assert not (tmp_path / ".x.lock.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "garbage", '{"host": 1}', '["a"]', '{"pid": "x"}'])
+def test_what_is_left_in_the_files_locks_nothing(tmp_path, monkeypatch, content):
+    monkeypatch.setattr("training.lock.UNNAMED_SECONDS", 0.1)
+    for name in (".x.lock", ".x.lock.json"):
+        (tmp_path / name).write_text(content)
+    with RunLock(tmp_path / "x"):
+        pass
+    (tmp_path / ".x.lock.json").write_text(json.dumps(vars(Holder.this_process()) | {"host": "elsewhere"}))
+    with RunLock(tmp_path / "x"):
+        (tmp_path / ".x.lock.json").write_text(content)
+        assert "is being trained by another process; wait" in refusal(tmp_path / "x")
+
+
+def test_a_process_that_replaces_itself_takes_it_again(start, tmp_path):
+    holder, said = start(BECOME_ANOTHER, tmp_path / "x", 60)
+    assert said == "held"
+    assert f"process {holder.pid} on" in refusal(tmp_path / "x")
+
+
+def test_an_orphan_that_is_about_to_end_is_waited_for(start, tmp_path):
+    launcher, orphan = start(LAUNCH_AND_DIE, tmp_path / "x", 1)
+    launcher.wait()
+    said = []
+    began = time.monotonic()
+    with RunLock(tmp_path / "x", said.append):
+        assert time.monotonic() - began > 0.5
+    assert len(said) == 1
+    assert f"process {orphan} on" in said[0]
+    assert "about to end" in said[0]
+
+
+def test_an_orphan_that_does_not_end_is_refused(start, tmp_path):
+    launcher, orphan = start(LAUNCH_AND_DIE, tmp_path / "x", 60)
+    launcher.wait()
+    try:
+        assert f"process {orphan} on" in refusal(tmp_path / "x", say=lambda text: None, patience=0.6)
+    finally:
+        os.kill(int(orphan), 9)
+
+
+def test_the_same_folder_by_another_name_is_the_same_folder(tmp_path, monkeypatch):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "link").symlink_to("x")
+    monkeypatch.chdir(tmp_path)
+    with RunLock(tmp_path / "link"):
+        for name in ("x", "./x", "x/../x", "link"):
+            assert "is being trained" in refusal(name)
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert re.search(r"cannot be written \(.*\); name another --output_dir", refusal(tmp_path / "file" / "x"))
+
+
+def test_a_disk_without_flock_is_locked_by_a_file(start, tmp_path):
+    holder, said = start(WITHOUT_FLOCK + HOLD, tmp_path / "x", 60)
+    assert said == "held"
+    assert (tmp_path / ".x.lock.soft").exists()
+    second, _ = start(WITHOUT_FLOCK + HOLD, tmp_path / "x", 0)
+    said = second.communicate()[1]
+    assert f"is being trained by process {holder.pid} on" in said
+    assert f"delete {tmp_path / '.x.lock.soft'}" in said
+    holder.kill()
+    holder.wait()
+    assert start(WITHOUT_FLOCK + HOLD, tmp_path / "x", 0)[1] == "held"
+    assert (
+        start(WITHOUT_FLOCK + BECOME_ANOTHER.replace(repr(HOLD), repr(WITHOUT_FLOCK + HOLD)), tmp_path / "x", 0)[1]
+        == "held"
+    )

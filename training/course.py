@@ -1,0 +1,127 @@
+"""The course of a run: where it starts, at its first step or after a checkpoint; how it begins, and how it ends."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from training import checkpoint as checkpoints
+from training import restart
+from training.backup import Backup
+from training.changes import compare
+from training.checkpoint import TrainState
+from training.config import TrainConfig, write_config
+from training.device import on_main
+from training.journal import has_evaluation
+from training.plan import Plan
+from training.run_folder import RunFolder, begin, is_checkpoint, open_run
+from training.status import record, write_status
+
+
+@dataclass(frozen=True)
+class Start:
+    checkpoint: Path | None  # to go on from
+    state: TrainState
+    plan: Plan  # with the position to start at
+    changes: list[str]  # what is different from now on
+    owes_validation: bool = False  # the run ended between a checkpoint and its validation
+
+    @property
+    def step(self) -> int:
+        return self.state.position.step
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step >= self.plan.max_steps
+
+
+def find_start(
+    config: TrainConfig, plan: Plan, folder: RunFolder, backup: Backup | None, accelerator: Accelerator
+) -> Start:
+    """Called by every process; the main one decides. Changes nothing but what it brings back from the backup.
+
+    Raises:
+        UserError: the folder holds another run; what the checkpoint is of and this command differ; it is damaged.
+    """
+
+    def choose() -> Path | None:
+        is_restart, allowed = bool(restart.restarted()), config.changes.allowed
+        return open_run(config.run, config.flat(), allowed, backup, is_restart, accelerator.print)
+
+    chosen = on_main(accelerator, choose)
+    if chosen is None:
+        return Start(None, TrainState(plan.position, plan.settings), plan, [])
+    state, changes = compare(chosen, plan.model, plan.settings, config.changes)
+    plan = plan.going_on(state.position, state.settings)
+    is_due = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, state.position.step)
+    owes = is_due and not on_main(accelerator, lambda: has_evaluation(folder.metrics, state.position.step))
+    return Start(chosen, state, plan, changes, owes)
+
+
+def begin_run(start: Start, config: TrainConfig, folder: RunFolder, backup: Backup | None) -> None:
+    """Makes the folder ready and notes how the run began. Called by the main process, once all have read the folder.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    begin(folder, start.step, start.checkpoint)
+    write_config(config, folder.config)
+    if backup is not None:
+        named = config.run.resume_from_checkpoint
+        goes_back = config.run.overwrite_output_dir or (named is not None and is_checkpoint(Path(named)))
+        backup.begin(start.step, may_replace=goes_back or bool(restart.restarted()))
+        if start.checkpoint is not None and start.checkpoint.parent == folder.checkpoints:
+            backup.submit(start.checkpoint)
+    write_status(folder.status, "running", start.step)
+    details: dict[str, Any] = {"batches": asdict(start.plan.batches)}
+    if start.checkpoint is not None:
+        details |= {"checkpoint": start.checkpoint.name, "changes": start.changes}
+    if restarted := restart.restarted():
+        details["because"] = restarted["because"]
+    record(folder.events, "begun" if start.checkpoint is None else "resumed", start.step, **details)
+
+
+def describe_run(
+    start: Start, folder: RunFolder, store: Path, hardware: str, notes: tuple[str, ...], parameters: int
+) -> str:
+    """What the user reads before the first step."""
+    plan, going_on = start.plan, f", going on after {start.checkpoint.name}" if start.checkpoint else ""
+    return "\n".join(
+        [
+            f"Device:  {hardware}",
+            *(f"         {note}" for note in notes),
+            f"Model:   {plan.describe_model()}, {parameters:,} parameters",
+            f"Data:    {store}, {plan.placement}: {plan.describe_data()}",
+            f"Length:  {plan.describe_length()}",
+            f"Run:     {folder.path}{going_on}",
+            *(f"Changed: {change}" for change in start.changes),
+        ]
+    )
+
+
+def end_run(folder: RunFolder, plan: Plan, step: int, reason: str | None, prompt: str, backup: Backup | None) -> str:
+    """Notes how the run ended; `reason`: why before its end, or None. Returns what to say."""
+    if backup is not None:
+        backup.finish()
+    state = "finished" if reason is None else "stopped"
+    write_status(folder.status, state, folder.newest_step(), reason or "")
+    record(folder.events, state, step, **({"because": reason} if reason else {}))
+    if reason is not None:
+        return (
+            f"\nStopped after step {step:,} of {plan.max_steps:,} ({reason}); {folder.last_good()}. To go on, the same command, "
+            f"or:\n  accelerate launch --quiet train_accelerate.py --resume_from_checkpoint {folder.path}"
+        )
+    return (
+        f"\nDone: {folder.model} is the model, {folder.report} tells the run. Next:\n"
+        f'  python generate.py {folder.path} --prompt "{prompt.splitlines()[0] if prompt.strip() else ""}"\n'
+        f"  python push_to_hub.py {folder.path} --repo_id YOUR_NAME/{folder.path.name}"
+    )
+
+
+def finish_again(start: Start, folder: RunFolder) -> str:
+    """For a run that is over: makes up for what is missing where it was killed at its very end. Returns what to say."""
+    if not folder.model.exists():
+        checkpoints.copy_model(start.checkpoint, folder.model)
+    write_status(folder.status, "finished", start.step)
+    return folder.finished_message(start.step)

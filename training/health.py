@@ -1,0 +1,153 @@
+"""Whether a run is well: the loss and the gradient of every step, read where a line is logged or a checkpoint is saved.
+
+Between two readings the numbers stay on the device, and nothing waits for it. A step whose loss or gradient is not finite
+changes nothing (see step.py), so it can be counted later.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from accelerate import Accelerator
+
+from errors import UserError
+
+WINDOW = 128  # losses that a new one is compared with, as in OLMo's SkipStepOptimizer
+ENOUGH = WINDOW // 2  # to compare with
+
+
+@dataclass
+class HealthArguments:
+    max_nonfinite_steps: int = field(
+        default=20, metadata={"help": "Stop after this many steps in a row whose loss or gradient is not a number."}
+    )
+    spike_z_score: float = field(
+        default=6.0,
+        metadata={"help": "A loss this many standard deviations above the mean of the last 128 is a spike."},
+    )
+    on_spike: Literal["log", "rollback"] = field(
+        default="log",
+        metadata={"help": "At a spike: log it, or go back to the checkpoint before it and pass its batches over."},
+    )
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.max_nonfinite_steps < 1:
+            found.append(f"max_nonfinite_steps is {self.max_nonfinite_steps}; it must be at least 1.")
+        if not self.spike_z_score > 0:
+            found.append(f"spike_z_score is {self.spike_z_score}; it must be above 0.")
+        return found
+
+
+class DivergenceError(UserError):
+    """Training has left the numbers: what `weights_after` so many steps compute is not finite."""
+
+    def __init__(self, what: str, weights_after: int | None = None):
+        super().__init__(f"{what}: training has diverged. Lower learning_rate or raise warmup_steps.")
+        self.weights_after = weights_after
+
+
+@dataclass(frozen=True)
+class Spike:
+    step: int  # the first whose loss was too high, counted from 1
+    last: int  # the last such step
+    loss: float  # the highest
+    mean: float  # of the losses before
+    z_score: float
+
+    def __str__(self) -> str:
+        return (
+            f"The loss rose to {self.loss:.3f} at step {self.step:,}, {self.z_score:.1f} standard deviations above its mean of "
+            f"{self.mean:.3f}"
+        )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the steps since the last log line were like."""
+
+    loss: float | None  # mean over the steps that counted; None where none did
+    grad_norm: float  # of the last step, before clipping
+    skipped: int  # steps that were not finite
+
+
+class Health:
+    """Every process reads the same numbers and comes to the same conclusions."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        arguments: HealthArguments,
+        losses: tuple[float | None, ...] = (),
+        unlogged: int = 0,
+    ):
+        self.accelerator = accelerator
+        self.arguments = arguments
+        self.losses = list(losses)  # of the last steps, oldest first; None: skipped
+        self.unlogged = unlogged
+        self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.grad_norm = math.nan
+        self.lost_since: int | None = None  # the first of the last steps in a row whose loss was not finite
+
+    def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Of one step, on the device."""
+        self.unread.append((loss, grad_norm))
+
+    def read(self, step: int) -> Spike | None:
+        """Reads what `step` steps have left, and tells of a spike in it. Waits for the device.
+
+        Raises:
+            DivergenceError: too many steps in a row were not finite.
+        """
+        if not self.unread:
+            return None
+        numbers = torch.stack([number.float() for pair in self.unread for number in pair])
+        numbers = self.accelerator.reduce(numbers, reduction="mean").tolist()  # waits here
+        self.unread = []
+        spike, first = None, step - len(numbers) // 2 + 1
+        for number, (loss, norm) in enumerate(zip(numbers[::2], numbers[1::2], strict=True), start=first):
+            finite = math.isfinite(loss) and math.isfinite(norm)
+            spike = self._spike(number, loss, self.arguments.spike_z_score, spike) if finite else spike
+            self.losses.append(loss if finite else None)
+            self.unlogged += 1
+            self.grad_norm = norm
+            self.lost_since = None if math.isfinite(loss) else self.lost_since or number
+        self.losses = self.losses[-max(WINDOW, self.unlogged) :]
+        self._refuse_non_finite(step, self.arguments.max_nonfinite_steps)
+        return spike
+
+    def _spike(self, step: int, loss: float, limit: float, before: Spike | None) -> Spike | None:
+        """`before`, or a new one, or both as one."""
+        window = [value for value in self.losses[-WINDOW:] if value is not None]
+        if len(window) < ENOUGH:
+            return before
+        mean, deviation = statistics.fmean(window), statistics.stdev(window)
+        if loss <= mean + limit * deviation or deviation == 0:
+            return before
+        if before is None:
+            return Spike(step, step, loss, mean, (loss - mean) / deviation)
+        return Spike(before.step, step, max(loss, before.loss), before.mean, before.z_score)
+
+    def _refuse_non_finite(self, step: int, limit: int) -> None:
+        in_a_row = 0
+        while in_a_row < len(self.losses) and self.losses[-1 - in_a_row] is None:
+            in_a_row += 1
+        if in_a_row >= limit:
+            raise self.divergence(f"Loss or gradient were not finite in {in_a_row} steps in a row, until step {step:,}")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the last step's loss was not finite: the weights, which it did not change, are not worth saving."""
+        return self.lost_since is not None
+
+    def divergence(self, what: str) -> DivergenceError:
+        return DivergenceError(what, self.lost_since - 1 if self.lost_since is not None else None)
+
+    def take_reading(self) -> Reading:
+        """What a log line tells: the steps since the last one."""
+        recent = self.losses[len(self.losses) - self.unlogged :]
+        counted = [loss for loss in recent if loss is not None]
+        self.unlogged = 0
+        return Reading(statistics.fmean(counted) if counted else None, self.grad_norm, len(recent) - len(counted))

@@ -1,0 +1,78 @@
+"""Going on in a fresh process of the same pid: it gives back all memory of the device, and the launcher notices nothing."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from typing import Any, NoReturn
+
+FACTS = "GPT2SCRATCH_RESTART"
+LAUNCHER = "GPT2SCRATCH_LAUNCHER"
+SHOW_CURSOR = b"\x1b[?25h\n"
+# As the launcher gave it. Accelerate and others write into os.environ what a fresh process would take for the user's word.
+_ENVIRONMENT = dict(os.environ)
+# The parent at the very start: a launcher that dies while a process restarts must not be mistaken for a living one. Taken
+# out of the environment, since it is not the parent of what this process starts.
+PARENT = int(os.environ.pop(LAUNCHER, os.getppid()))
+
+
+class Restart(Exception):  # noqa: N818 (not an error: the run goes on)
+    """Asks whoever runs the process to `execute` it, after everything that is open has been closed."""
+
+    def __init__(self, environment: dict[str, str], reason: str):
+        """`environment`: what changes in it, see `remembering`; `reason`: one sentence."""
+        super().__init__(reason)
+        self.environment = environment
+        self.reason = reason
+
+
+def restarted() -> dict[str, Any]:
+    """What the process before this one left to it, such as `{"micro_batch": 4, "restarts": 1}`; empty at the start."""
+    return json.loads(os.environ.get(FACTS, "{}"))
+
+
+def remembering(**facts: Any) -> dict[str, str]:
+    """The environment of a restart that is to know `facts`, beside what is known and how many restarts there were."""
+    known = restarted()
+    return {FACTS: json.dumps({**known, **facts, "restarts": known.get("restarts", 0) + 1})}
+
+
+def execute(restart: Restart) -> NoReturn:
+    """Replaces this process by a fresh one with the same command, from any thread, whatever the others hang in.
+
+    Raises:
+        OSError: the command could not be started.
+    """
+    settle_output()
+    _close_all_files_with_the_process()
+    # The blocked signals are inherited (handlers are not); with SIGTERM among them nobody could end the fresh process.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    environment = {**_ENVIRONMENT, LAUNCHER: str(PARENT), **restart.environment}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def _close_all_files_with_the_process() -> None:
+    """By mark, not by hand: a library's thread that finds its socket closed would abort before the new process begins."""
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        if descriptor > 2:
+            with suppress(OSError):  # the listing's own is closed already
+                os.set_inheritable(descriptor, False)
+
+
+def settle_output() -> None:
+    """Before a process ends or is replaced from outside its main thread: writes what is buffered, shows the cursor that a
+    progress bar hid. A main thread that hangs in a print holds a lock, so this waits 2 seconds at most."""
+    settling = threading.Thread(target=_settle_output, daemon=True)
+    settling.start()
+    settling.join(2)
+
+
+def _settle_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # gone, closed, or never there
+            stream.flush()
+            if os.isatty(stream.fileno()):
+                os.write(stream.fileno(), SHOW_CURSOR)
+                break  # both lead to one terminal

@@ -1,0 +1,291 @@
+"""Being asked to stop: by a signal, by the clock, or by the launcher's death; all processes at the same step."""
+
+import math
+import os
+import select
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NoReturn
+
+import psutil
+import torch
+from torch import distributed
+
+from training.restart import PARENT, settle_output
+
+# What a process ends with after it has stopped and saved, as a shell would report the signal. The later one wins where
+# processes have different reasons.
+LAUNCHER_DIED = "the launcher died"
+NOT_SAVED = "a checkpoint could not be written"
+EXIT_CODES = {"max_hours": 0, "SIGHUP": 129, LAUNCHER_DIED: 143, "SIGINT": 130, "SIGTERM": 143, NOT_SAVED: 1}
+_REASONS = list(EXIT_CODES)
+
+GRACE = 60.0  # seconds that the main thread has for a step and the way out
+SAVING = 600.0  # seconds on top of it, while a checkpoint is being written
+TICK = 0.5  # seconds between looks at the launcher and the clock
+# `accelerate launch` sets the one, torchrun the other, and nobody else either. The parent alone tells nothing: that of
+# `nohup python train_accelerate.py &` is a shell, whose end means nothing.
+_SET_BY_LAUNCHERS = ("ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID")
+
+
+@dataclass
+class StoppingArguments:
+    max_hours: float | None = field(
+        default=None,
+        metadata={"help": "Stop and save after this many hours, counted from the start of the process."},
+    )
+    ddp_timeout: int = field(
+        default=600, metadata={"help": "Seconds that processes wait for one that hangs, before the job ends."}
+    )
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.max_hours is not None and not 0 < self.max_hours < math.inf:
+            found.append(f"max_hours is {self.max_hours}; it must be above 0 and finite.")
+        if self.ddp_timeout < 1:
+            found.append(f"ddp_timeout is {self.ddp_timeout}; it must be at least 1 second.")
+        return found
+
+
+def is_launched() -> bool:
+    """Whether the parent of this process is a launcher."""
+    return any(name in os.environ for name in _SET_BY_LAUNCHERS)
+
+
+class Stopper:
+    """Within it, a request to stop is only noted; the loop asks at each step boundary whether to leave.
+
+    A thread receives the signals, so that they count also while the main thread hangs in a collective or waits for the
+    device, where Python runs no handlers.
+    """
+
+    _active: "Stopper | None" = None  # the one that the signals go to
+
+    def __init__(
+        self,
+        arguments: StoppingArguments,
+        processes: int = 1,
+        saving: Callable[[], bool] = lambda: False,
+        grace: float = GRACE,
+    ):
+        """`saving` says whether a checkpoint is being written, here or behind; such a process is given more time."""
+        self.arguments = arguments
+        self.processes = processes
+        self.saving = saving
+        self.grace = grace
+        self.requested: str | None = None  # in this process; the others may not know yet
+        self._decided: str | None = None  # by all processes
+        self._pending: tuple[distributed.Work, torch.Tensor] | None = None
+        self._launcher = PARENT if is_launched() else None
+        self._over = False
+        self._said = False
+        self._first_interrupt: float | None = None
+        self._leave_at = math.inf
+        self._boundary: float | None = None
+        self._longest_step = 0.0
+        self._group: distributed.ProcessGroup | None = None
+
+    def __enter__(self) -> "Stopper":
+        if self.processes > 1:
+            # On CPU and of its own: asking must neither wait for the device nor mix with the gradients' collectives.
+            timeout = timedelta(seconds=self.arguments.ddp_timeout)
+            self._group = distributed.new_group(backend="gloo", timeout=timeout)
+        self._hours_end = math.inf
+        if self.arguments.max_hours is not None:
+            # The creation time survives a restart by exec; from here on no change of the clock counts.
+            age = time.time() - psutil.Process().create_time()
+            self._hours_end = time.monotonic() + self.arguments.max_hours * 3600 - age
+        self._received, self._sent = socket.socketpair()
+        self._sent.setblocking(False)
+        self._install_handlers()
+        self._thread = threading.Thread(target=self._watch, name="stopper", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._pending is not None and kind is None:
+                self._read()  # a group must not be destroyed while it is at work
+        finally:
+            self._restore_handlers()
+            self._over = True
+            with suppress(BlockingIOError):
+                self._sent.send(b"\0")
+            self._thread.join()
+            self._received.close()
+            self._sent.close()
+
+    def agreed(self) -> str | None:
+        """Asked by every process at each step boundary: why to stop, the same for all at the same boundary, or None.
+
+        With several processes this is what they said at the boundary before: the answers travel during the step.
+
+        Raises:
+            RuntimeError: a process is gone or does not answer.
+        """
+        self._count_step()
+        if self._group is None:
+            self._decided = self._decided or self.requested
+        elif self._decided is None:
+            if self._pending is not None:
+                self._decide(self._read())
+            if self._decided is None:
+                self._send()
+        self._announce(self._decided)
+        return self._decided
+
+    def agreed_now(self) -> str | None:
+        """As `agreed`, but waits for what all processes say now: for the end of a phase, such as a validation."""
+        if self._group is None:
+            return self.agreed()
+        if self._pending is not None and self._decided is None:
+            self._decide(self._read())
+        if self._decided is None:
+            self._send()
+            self._decide(self._read())
+        self._announce(self._decided)
+        return self._decided
+
+    def request(self, reason: str) -> None:
+        """Asks for a stop, for one of the reasons of `EXIT_CODES`; the first one stays."""
+        self.requested = self.requested or reason
+        self._announce(self.requested)
+
+    def _send(self) -> None:
+        code = 0 if self.requested is None else _REASONS.index(self.requested) + 1
+        tensor = torch.tensor([code], dtype=torch.int32)
+        work = distributed.all_reduce(tensor, distributed.ReduceOp.MAX, self._group, async_op=True)
+        self._pending = work, tensor
+
+    def _read(self) -> int:
+        (work, tensor), self._pending = self._pending, None
+        work.wait()
+        return int(tensor)
+
+    def _decide(self, code: int) -> None:
+        self._decided = _REASONS[code - 1] if code else None
+
+    def _count_step(self) -> None:
+        now = time.monotonic()
+        if self._boundary is not None:
+            self._longest_step = max(self._longest_step, now - self._boundary)
+        self._boundary = now
+
+    def _announce(self, reason: str | None) -> None:
+        if reason is None or self._said:
+            return
+        self._said = True
+        if os.environ.get("RANK", "0") == "0":
+            more = "; once more stops at once" if reason == "SIGINT" else ""
+            say(f"Stopping after this step ({reason}){more}.")
+
+    # The thread.
+
+    def _watch(self) -> None:
+        while not self._over:
+            ready, _, _ = select.select([self._received], [], [], TICK)
+            for number in self._received.recv(64) if ready else b"":
+                self._receive(number)
+            if self._launcher is not None and os.getppid() != self._launcher:
+                _leave_dead_outputs(all_but_files=False)  # in time: the launcher's reader may end a little later
+                self._allow_grace()
+                self.request(LAUNCHER_DIED)
+            now = time.monotonic()
+            if now > self._hours_end:
+                self.request("max_hours")
+            if now > self._leave_at and not (self.saving() and now < self._leave_at + SAVING) and not self._over:
+                leave(EXIT_CODES[self.requested or LAUNCHER_DIED])
+
+    def _receive(self, number: int) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            # torchrun passes on a Ctrl-C that the terminal has sent to everybody: not a second one.
+            if self._first_interrupt is not None and now - self._first_interrupt >= 1:
+                leave(EXIT_CODES["SIGINT"], "interrupted")
+            self._first_interrupt = self._first_interrupt or now
+            self.request("SIGINT")
+        elif number == signal.SIGHUP:
+            _leave_dead_outputs(all_but_files=True)
+            self._allow_grace()
+            self.request("SIGHUP")
+        elif number == signal.SIGTERM:
+            self._allow_grace()
+            self.request("SIGTERM")
+
+    def _allow_grace(self) -> None:
+        """A process that nobody waits for must not keep the device, stuck in a collective whose peer is dead. But where
+        steps take long, so does the way out: up to two of them."""
+        if self._leave_at == math.inf:
+            self._leave_at = time.monotonic() + max(self.grace, 3 * self._longest_step)
+
+    # The handlers.
+
+    def _install_handlers(self) -> None:
+        self._handlers = {}
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python sets handlers in the main thread only
+        # No place for a thread to look: the interpreter itself writes the number there, whatever it is doing.
+        self._wakeup = signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
+            self._handlers[number] = signal.signal(number, _only_note)
+        Stopper._active = self
+
+    def _restore_handlers(self) -> None:
+        if not self._handlers:
+            return
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        self._handlers, Stopper._active = {}, None
+
+
+def _forget_in_child() -> None:
+    """A forked child shares the socket: ending it by SIGTERM would look like a SIGTERM to this process."""
+    if Stopper._active is not None:
+        Stopper._active._restore_handlers()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _only_note(*_: object) -> None:
+    """Keeps the signal from ending the process; the thread hears of it by the wakeup descriptor."""
+
+
+def _leave_dead_outputs(all_but_files: bool) -> None:
+    """Points stdout and stderr at /dev/null where they lead nowhere: a print must not end the process before it saves.
+
+    `all_but_files`: the terminal is about to be gone, and whatever a pipe leads to.
+    """
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            poll = select.poll()
+            poll.register(descriptor, 0)
+            dead = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+            if dead or (all_but_files and not stat.S_ISREG(os.fstat(descriptor).st_mode)):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, descriptor)
+                os.close(null)
+
+
+def say(line: str) -> None:
+    """To stderr, past Python's buffers: from a thread, whatever the main thread is doing."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+
+
+def leave(code: int, last_words: str = "") -> NoReturn:
+    """Ends the process from any thread, whatever the others hang in."""
+    settle_output()
+    if last_words and os.environ.get("RANK", "0") == "0":
+        say(last_words)
+    os._exit(code)
