@@ -145,7 +145,7 @@ def train(
                     validation.run(step, journal, stopper.agreed)
             if saver.failed:
                 stopper.request(NOT_SAVED)
-        reason = stopper.agreed() if step < plan.max_steps else None
+        reason = stopper.agreed()
         if step != saver.saved_step and reason != NOT_SAVED:
             save(step)
         on_main(accelerator, saver.wait)

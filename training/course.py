@@ -33,7 +33,7 @@ class Start:
 
     @property
     def is_finished(self) -> bool:
-        return self.step >= self.plan.max_steps
+        return self.step >= self.plan.max_steps and not self.owes_validation
 
 
 def find_start(
