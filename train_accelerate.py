@@ -24,6 +24,7 @@ from training.plan import make_plan
 from training.report import write_report
 from training.run_folder import RunFolder, begin, check_same_run, open_run
 from training.sampling import prompts_of, sample, write_samples
+from training.sharding import generating, shard
 from training.step import NextTokenLoss, Trainer
 
 
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> None:
     main_process, say = accelerator.is_main_process, accelerator.print
     store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
-    plan = make_plan(config, store, tokenizer, accelerator)
+    plan = make_plan(config, store, tokenizer, accelerator, setup.shards(accelerator))
     tokens, eval_tokens = (
         place_tokens(store, split, plan.placement.where, accelerator.device, config.batch.mask_documents)
         for split in ("train", "val")
@@ -59,9 +60,10 @@ def main(arguments: list[str]) -> None:
     # Build: model, optimizer, and batches that are a function of the step.
     torch.manual_seed(config.seed)
     model = build_model(plan.model, resume_from, config.device)
-    optimizer = build_optimizer(model, config.optim, accelerator.device)
     accelerator.gradient_accumulation_steps = plan.batches.accumulation
-    loss, optimizer = accelerator.prepare(NextTokenLoss(model).train(), optimizer)
+    loss = NextTokenLoss(model).train()
+    loss = shard(loss, accelerator, setup.sharding) if setup.shards(accelerator) else accelerator.prepare(loss)
+    optimizer = accelerator.prepare(build_optimizer(model, config.optim, accelerator.device))
     if resume_from is not None:
         checkpoint.load_optimizer(resume_from, model, optimizer)
     if state.grad_scaler:
@@ -76,17 +78,20 @@ def main(arguments: list[str]) -> None:
     say(f"Run:     {folder.path}" + (f", going on after {resume_from.name}" if resume_from else ""))
 
     def save(step: int) -> None:
+        snapshot = checkpoint.take_snapshot(model, optimizer, keep=main_process)
         if main_process:
             scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
-            saved = checkpoint.save(folder.checkpoints, model, tokenizer, optimizer, state.after(step, scaler))
+            shell = checkpoint.shell_of(model)
+            saved = checkpoint.save(folder.checkpoints, snapshot, shell, tokenizer, state.after(step, scaler))
             checkpoint.copy_model(saved, folder.model)
             checkpoint.prune(folder.checkpoints, config.checkpoint.save_total_limit, best_step(folder.metrics))
         accelerator.wait_for_everyone()
 
     def write_some_text(step: int, aloud: bool) -> list[tuple[str, str]]:
+        with generating(model):
+            samples = sample(model, tokenizer, prompts, config.sampling, config.seed)
         if not main_process:
             return []
-        samples = sample(model, tokenizer, prompts, config.sampling, config.seed)
         write_samples(folder.samples, step, samples)
         for prompt, text in samples if aloud else []:
             journal.say(f"--- step {step}: {prompt!r}\n{prompt}{text}")

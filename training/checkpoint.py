@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +25,7 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import vocabulary
 from tokenizer.store import Metadata, file_sha256
+from training.sharding import part_like, whole
 
 MANIFEST = "manifest.json"
 STATE_FOLDER = "training_state"
@@ -74,14 +76,50 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"step_[0-9]*/{MANIFEST}") if path.parent.name[5:].isdecimal())
 
 
+@dataclass
+class Snapshot:
+    """All tensors of a moment, in the memory of the main process."""
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)  # `transformer.ln_f.weight/exp_avg` and so on
+
+
+def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool) -> Snapshot:
+    """Called by every process, because a sharded tensor is gathered by all: one after the other, so that the device holds
+    no more than one of them whole. Empty where not to `keep`."""
+    snapshot, names = Snapshot(), _parameter_names(model)
+
+    def add(kept: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+        full = whole(tensor.detach())
+        if keep:
+            kept[name] = full.cpu().contiguous()
+
+    for name, parameter in model.named_parameters():  # a tied head comes once
+        add(snapshot.weights, name, parameter)
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            add(snapshot.moments, f"{names[parameter]}/{key}", value)
+    return snapshot
+
+
+def shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:
+    """A model of the same configuration without memory, whose class is the product's also where the model is sharded."""
+    with torch.device("meta"):
+        shell = GPT2ScratchForCausalLM._from_config(model.config)
+    shell.generation_config = model.generation_config
+    return shell
+
+
 def save(
     folder: Path,
-    model: GPT2ScratchForCausalLM,
+    snapshot: Snapshot,
+    shell: GPT2ScratchForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    optimizer: torch.optim.Optimizer,
     state: TrainState,
 ) -> Path:
     """Writes `folder/step_N`. Until the last rename nothing of that name exists; older checkpoints are not touched.
+
+    `shell` is a model of the same configuration, whose weights do not matter.
 
     Raises:
         UserError: the disk is full or the folder cannot be written.
@@ -91,9 +129,9 @@ def save(
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         (unfinished / STATE_FOLDER).mkdir(parents=True)
-        model.save_pretrained(unfinished)
-        vocabulary.save(tokenizer, unfinished, context=model.config.n_positions)
-        save_file(optimizer_tensors(model, optimizer), unfinished / STATE_FOLDER / "optimizer.safetensors")
+        shell.save_pretrained(unfinished, state_dict=dict(snapshot.weights))
+        vocabulary.save(tokenizer, unfinished, context=shell.config.n_positions)
+        save_file(snapshot.moments, unfinished / STATE_FOLDER / "optimizer.safetensors")
         state_file = unfinished / STATE_FOLDER / "state.json"
         state_file.write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
         _seal(unfinished, state.step)
@@ -116,24 +154,15 @@ def load_state(checkpoint: Path) -> TrainState:
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fills `optimizer`, built for `model`, with the saved moments; its hyperparameters stay its own."""
-    tensors = load_file(checkpoint / STATE_FOLDER / "optimizer.safetensors")
     names = _parameter_names(model)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for index, parameter in enumerate(parameters):
-        prefix = names[parameter] + "/"
-        state[index] = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
+    with safe_open(checkpoint / STATE_FOLDER / "optimizer.safetensors", framework="pt") as file:
+        for index, parameter in enumerate(parameters):
+            prefix = names[parameter] + "/"
+            keys = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 (it is no dict)
+            state[index] = {key.removeprefix(prefix): part_like(file.get_tensor(key), parameter) for key in keys}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """`transformer.ln_f.weight/exp_avg` and so on: the optimizer's state under names instead of positions."""
-    names = _parameter_names(model)
-    return {
-        f"{names[parameter]}/{key}": value.detach().contiguous()
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-    }
 
 
 def _parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

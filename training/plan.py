@@ -15,6 +15,7 @@ from training.config import TrainConfig
 from training.data import Placement, bytes_of, choose_placement, processes_of_this_machine
 from training.length import steps_of
 from training.model import model_config
+from training.sharding import bytes_of_one
 
 BYTES_PER_PARAMETER = 16  # fp32 weight and gradient, and AdamW's two moments
 
@@ -62,9 +63,10 @@ class Plan:
 
 
 def make_plan(
-    config: TrainConfig, store: TokenStore, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
+    config: TrainConfig, store: TokenStore, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator, sharded: bool
 ) -> Plan:
-    """
+    """`sharded`: each process holds a share of the model only.
+
     Raises:
         UserError: everything about the configuration that cannot be, one problem a line.
     """
@@ -90,7 +92,7 @@ def make_plan(
     except UserError as error:
         problems.append(str(error))
     if model is not None:
-        largest = _largest_micro_batch(model, placement.reserved if placement is not None else 0, accelerator)
+        largest = _largest_micro_batch(model, placement.reserved if placement is not None else 0, accelerator, sharded)
         batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
         problems += batch_problems
         try:
@@ -105,7 +107,7 @@ def make_plan(
     return Plan(model, batches, order, steps, placement)
 
 
-def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: Accelerator) -> int:
+def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: Accelerator, sharded: bool) -> int:
     """Sequences that fit every process, beside `reserved` bytes of tokens."""
     if accelerator.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(accelerator.device)
@@ -116,5 +118,7 @@ def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: A
     embeddings = (model.vocab_size * (1 if model.tie_word_embeddings else 2) + model.n_positions) * width
     bytes_per_value = 4 if accelerator.mixed_precision == "no" else 2
     trained_bytes = BYTES_PER_PARAMETER * (blocks + embeddings)
+    if sharded:
+        trained_bytes = bytes_of_one(trained_bytes, blocks + embeddings, accelerator.num_processes)
     largest = largest_micro_batch(model, free - reserved, trained_bytes, bytes_per_value)
     return int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
