@@ -58,6 +58,7 @@ def check_a_tensor_is_divided_and_whole_again(accelerator: Accelerator) -> None:
             assert torch.equal(whole(parameter), plain[name])
             share = part_like(plain[name].detach(), parameter)
             assert torch.equal(share.to_local(), parameter.to_local())
+            assert share.to_local().untyped_storage().nbytes() == share.to_local().nbytes  # no view of the whole
             assert part_like(plain[name], plain[name]) is whole(plain[name]) is plain[name]
         count = torch.tensor(3.0)
         assert part_like(count, parameter) is count

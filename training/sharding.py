@@ -155,8 +155,10 @@ def generating(model: GPT2ScratchForCausalLM) -> Iterator[None]:
         yield
         return
 
+    group = model.lm_head.weight.device_mesh.get_group()
+
     def share(_model: nn.Module, _arguments: tuple, outputs) -> None:
-        torch.distributed.broadcast(outputs.logits, src=0, group=model.lm_head.weight.device_mesh.get_group())
+        torch.distributed.broadcast(outputs.logits, src=0, group=group)
 
     hook = model.register_forward_hook(share)
     try:
