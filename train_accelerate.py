@@ -32,6 +32,7 @@ from training.rollback import respond
 from training.run_folder import RunFolder
 from training.sampling import prompts_of
 from training.saver import Saver
+from training.sharding import shard
 from training.step import NextTokenLoss, Trainer
 from training.stopping import EXIT_CODES, NOT_SAVED, Stopper
 from training.validation import Validation
@@ -65,7 +66,7 @@ def train(
     say = accelerator.print
     store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
-    plan = make_plan(config, store, tokenizer, accelerator)
+    plan = make_plan(config, store, tokenizer, accelerator, setup.shards(accelerator))
     tokens, eval_tokens = (
         place_tokens(store, split, plan.placement.where, accelerator.device, config.batch.mask_documents)
         for split in ("train", "val")
@@ -84,9 +85,10 @@ def train(
     # Build: model, optimizer, and batches that are a function of the step.
     torch.manual_seed(config.seed)
     model = build_model(plan.model, start.checkpoint, config.device)
-    optimizer = build_optimizer(model, config.optim, accelerator.device)
     accelerator.gradient_accumulation_steps = plan.batches.accumulation
-    loss, optimizer = accelerator.prepare(NextTokenLoss(model).train(), optimizer)
+    loss = NextTokenLoss(model).train()
+    loss = shard(loss, accelerator, setup.sharding) if setup.shards(accelerator) else accelerator.prepare(loss)
+    optimizer = accelerator.prepare(build_optimizer(model, config.optim, accelerator.device))
     if start.checkpoint is not None:
         checkpoint.load_optimizer(start.checkpoint, model, optimizer)
     if start.state.grad_scaler and accelerator.scaler is not None:

@@ -81,7 +81,7 @@ def train(store):
     return partial(trained, store)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def launch():
     """Runs a door as a user would, in a process of its own."""
 

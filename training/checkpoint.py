@@ -18,6 +18,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -303,16 +304,17 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     Raises:
         UserError: the file holds other tensors than the optimizer.
     """
-    tensors = load_file(checkpoint / OPTIMIZER)
     names = parameter_names(model)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for index, parameter in enumerate(parameters):
-        prefix = names[parameter] + "/"
-        saved = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
-        if any(moment.dim() and moment.shape != parameter.shape for moment in saved.values()):
-            raise UserError(f"{checkpoint / OPTIMIZER} does not fit the model: {prefix[:-1]} has another shape.")
-        state[index] = {key: part_like(moment, parameter) for key, moment in saved.items()}
+    with safe_open(checkpoint / OPTIMIZER, framework="pt") as file:  # one tensor at a time: of some, a share is kept
+        for index, parameter in enumerate(parameters):
+            prefix = names[parameter] + "/"
+            keys = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 (it is no dict)
+            moments = {key.removeprefix(prefix): file.get_tensor(key) for key in keys}
+            if any(moment.dim() and moment.shape != parameter.shape for moment in moments.values()):
+                raise UserError(f"{checkpoint / OPTIMIZER} does not fit the model: {prefix[:-1]} has another shape.")
+            state[index] = {key: part_like(moment, parameter) for key, moment in moments.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

@@ -55,8 +55,9 @@ def find_start(
     state, changes = compare(chosen, plan.model, plan.settings, config.changes)
     plan = plan.going_on(state.position, state.settings)
     is_due = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, state.position.step)
-    owes = is_due and not on_main(accelerator, lambda: has_evaluation(folder.metrics, state.position.step))
-    return Start(chosen, state, plan, changes, owes)
+    is_own = chosen.parent.resolve() == folder.checkpoints.resolve()
+    has_it = on_main(accelerator, lambda: has_evaluation(folder.metrics, state.position.step))
+    return Start(chosen, state, plan, changes, owes_validation=is_due and is_own and not has_it)
 
 
 def begin_run(start: Start, config: TrainConfig, folder: RunFolder, backup: Backup | None) -> None:

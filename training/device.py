@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
 from errors import UserError
+from training.sharding import Sharding, keep_accelerate_from_sharding, sharding_asked
 
 Found = TypeVar("Found")
 
@@ -50,6 +51,11 @@ class Setup:
     mixed_precision: str
     torch_compile: bool
     notes: tuple[str, ...]  # what the user should hear about it
+    sharding: Sharding | None = None
+
+    def shards(self, accelerator: Accelerator) -> bool:
+        """Whether there is more than one process to divide the model among."""
+        return self.sharding is not None and accelerator.num_processes > 1
 
 
 def decide(arguments: DeviceArguments) -> Setup:
@@ -93,11 +99,14 @@ def decide(arguments: DeviceArguments) -> Setup:
         notes.append(
             f"The launcher's gradient_accumulation_steps {accumulation} is not used: tokens_per_step decides it."
         )
+    sharding, sharding_problems, sharding_notes = sharding_asked()
+    problems += sharding_problems
+    notes += sharding_notes
     if problems:
         raise UserError("\n".join(problems))
     proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
     compiled = asked == "true" or (asked == "auto" and compiler is not None and proven)
-    return Setup(precision, compiled, tuple(notes))
+    return Setup(precision, compiled, tuple(notes), sharding)
 
 
 def _attention_problems(name: str) -> list[str]:
@@ -136,7 +145,10 @@ def start_accelerator(
     if setup.torch_compile:
         # One graph with the loss inside; every batch has the same shape.
         plugin = TorchDynamoPlugin(backend="inductor", mode=arguments.torch_compile_mode, fullgraph=True, dynamic=False)
+    keep_accelerate_from_sharding()
     accelerator = Accelerator(
+        # Unasked, Accelerate groups no launched processes on a machine without a GPU: each would believe to be alone.
+        cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
         mixed_precision=setup.mixed_precision,
         dynamo_plugin=plugin,
         log_with=trackers,
@@ -150,7 +162,7 @@ def start_accelerator(
     if asked != accelerator.num_processes:
         raise UserError(
             f"The environment asks for {asked} processes (WORLD_SIZE), but Accelerate sees {accelerator.num_processes}; "
-            f"on CPU, launch with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {asked}."
+            f"start them with accelerate launch, on CPU with --config_file launch/two_cpu_processes.yaml."
         )
     return accelerator
 
@@ -203,4 +215,5 @@ def describe(accelerator: Accelerator, setup: Setup, arguments: DeviceArguments)
     precision = {"no": "fp32"}.get(setup.mixed_precision, setup.mixed_precision)
     compiled = "compiled" if setup.torch_compile else "not compiled"
     processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
-    return f"{where}, {precision}, {compiled}, attention: {arguments.attn_implementation}, {processes}"
+    shared = ", model and optimizer sharded" if setup.shards(accelerator) else ""
+    return f"{where}, {precision}, {compiled}, attention: {arguments.attn_implementation}, {processes}{shared}"

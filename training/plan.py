@@ -19,6 +19,7 @@ from training.data import Placement, bytes_of, choose_placement, processes_of_th
 from training.length import steps_of
 from training.model import ModelArguments, model_config
 from training.position import Position
+from training.sharding import bytes_of_one
 
 BYTES_PER_PARAMETER = 16  # fp32 weight and gradient, and AdamW's two moments
 
@@ -83,8 +84,10 @@ def make_plan(
     store: TokenStore,
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
+    sharded: bool,
 ) -> Plan:
-    """After a restart, this heeds what the process before this one has learned (see restart.py).
+    """`sharded`: each process holds a share of the model only. After a restart, this heeds what the process before this
+    one has learned (see restart.py).
 
     Raises:
         UserError: everything about the configuration that cannot be, one problem a line.
@@ -112,7 +115,7 @@ def make_plan(
     except UserError as error:
         problems.append(str(error))
     if model is not None:
-        largest = _largest_micro_batch(model, placement.reserved if placement is not None else 0, accelerator)
+        largest = _largest_micro_batch(model, placement.reserved if placement is not None else 0, accelerator, sharded)
         largest = min(largest, restarted.get("micro_batch", largest))
         batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
         problems += batch_problems
@@ -142,7 +145,7 @@ def _settings(config: TrainConfig, store: TokenStore, max_steps: int, mixed_prec
     return settings | data | {"max_steps": max_steps, "mixed_precision": mixed_precision}
 
 
-def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: Accelerator) -> int:
+def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: Accelerator, sharded: bool) -> int:
     """Sequences that fit every process, beside `reserved` bytes of tokens."""
     if accelerator.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(accelerator.device)
@@ -153,5 +156,7 @@ def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: A
     embeddings = (model.vocab_size * (1 if model.tie_word_embeddings else 2) + model.n_positions) * width
     bytes_per_value = 4 if accelerator.mixed_precision == "no" else 2
     trained_bytes = BYTES_PER_PARAMETER * (blocks + embeddings)
+    if sharded:
+        trained_bytes = bytes_of_one(trained_bytes, blocks + embeddings, accelerator.num_processes)
     largest = largest_micro_batch(model, free - reserved, trained_bytes, bytes_per_value)
     return int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())

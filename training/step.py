@@ -9,6 +9,7 @@ from torch import nn
 
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.batches import TrainBatches, mix
+from training.sharding import whole
 
 
 class NextTokenLoss(nn.Module):
@@ -65,7 +66,8 @@ class Trainer:
                 self.accelerator.backward(loss * (1 + 0 * loss.detach()))
                 total += loss.detach()
                 if self.accelerator.sync_gradients:
-                    grad_norm = self.accelerator.clip_grad_norm_(self.loss.parameters(), self.max_grad_norm or math.inf)
+                    norm = self.accelerator.clip_grad_norm_(self.loss.parameters(), self.max_grad_norm or math.inf)
+                    grad_norm = whole(norm).to(total.device)
                     self._skip_if_not_finite(grad_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()

@@ -18,6 +18,7 @@ from training.plan import Plan
 from training.report import write_report
 from training.run_folder import RunFolder
 from training.sampling import sample, write_samples
+from training.sharding import generating
 from training.tokens import Tokens
 
 
@@ -61,9 +62,10 @@ class Validation:
 
     def write_some_text(self, step: int, journal: Journal, aloud: bool) -> list[tuple[str, str]]:
         """Prompts and their continuations, into samples.md and, `aloud`, onto the screen."""
+        with generating(self.model):
+            samples = sample(self.model, self.tokenizer, self.prompts, self.config.sampling, self.config.seed)
         if not self.accelerator.is_main_process:
             return []
-        samples = sample(self.model, self.tokenizer, self.prompts, self.config.sampling, self.config.seed)
         write_samples(self.folder.samples, step, samples)
         for prompt, text in samples if aloud else []:
             journal.say(f"--- step {step}: {prompt!r}\n{prompt}{text}")

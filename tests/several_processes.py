@@ -1,0 +1,169 @@
+"""What test_several_processes.py starts in a group of processes: checks, and runs one after the other, because the start
+of a group takes longer than they do.
+
+accelerate launch --config_file launch/two_cpu_processes.yaml tests/several_processes.py RUNS.json
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch._dynamo.testing
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+import train_accelerate
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training import sharding
+from training.optim import OptimArguments, build_optimizer
+from training.sharding import Sharding, generating, part_like, shard, whole
+from training.step import NextTokenLoss
+
+CONFIG = GPT2ScratchConfig(
+    vocab_size=51, n_positions=16, n_embd=18, n_layer=3, n_head=2
+)  # 51 rows: shares of 26 and 25
+
+
+def sharded(accelerator: Accelerator, tied: bool = False) -> tuple[GPT2ScratchForCausalLM, torch.nn.Module]:
+    """A model and its loss; the same weights at each call."""
+    torch.manual_seed(0)
+    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"tie_word_embeddings": tied}))
+    return model, shard(NextTokenLoss(model), accelerator, Sharding())
+
+
+def learn(accelerator: Accelerator, loss: torch.nn.Module, seed: int = 0) -> torch.Tensor:
+    """Forward and backward of a batch of this process's own."""
+    generator = torch.Generator().manual_seed(100 * seed + accelerator.process_index)
+    windows = torch.randint(0, 51, (2, 12), generator=generator)
+    value = loss(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), 22)
+    accelerator.backward(value)
+    return value
+
+
+def check_a_tensor_is_divided_and_whole_again(accelerator: Accelerator) -> None:
+    for tied in (False, True):
+        model, _ = sharded(accelerator, tied)
+        torch.manual_seed(0)
+        plain = dict(GPT2ScratchForCausalLM(model.config).named_parameters())
+        assert plain.keys() == dict(model.named_parameters()).keys()
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert torch.equal(whole(parameter), plain[name])
+            share = part_like(plain[name].detach(), parameter)
+            assert torch.equal(share.to_local(), parameter.to_local())
+            assert share.to_local().untyped_storage().nbytes() == share.to_local().nbytes  # no view of the whole
+            assert part_like(plain[name], plain[name]) is whole(plain[name]) is plain[name]
+        count = torch.tensor(3.0)
+        assert part_like(count, parameter) is count
+
+
+def check_parameters_stay_divided_after_a_validation(accelerator: Accelerator) -> None:
+    model, loss = sharded(accelerator)
+    before = list(model.parameters())
+    with torch.no_grad():
+        loss(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64), 4)
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+
+
+def check_gradients_are_divided_once_a_step(accelerator: Accelerator) -> None:
+    _, loss = sharded(accelerator)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for micro_step in range(3):
+            with accelerator.no_sync(loss) if micro_step < 2 else torch.enable_grad():
+                learn(accelerator, loss, micro_step)
+    sums = [event.name for event in profiled.events() if event.name.startswith("c10d::_reduce_scatter")]
+    assert len(sums) == CONFIG.n_layer + 1, sums  # each block, and what remains
+
+
+def check_a_step_that_is_not_finite_changes_nothing(accelerator: Accelerator) -> None:
+    """As `GradScaler` skips one: by `found_inf`, which the fused AdamW reads on the device."""
+    model, loss = sharded(accelerator)
+    optimizer = build_optimizer(model, OptimArguments(learning_rate=0.1), accelerator.device)
+    for found, expected in ((0.0, 1), (1.0, 1), (0.0, 2)):
+        before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+        learn(accelerator, loss)
+        if found:
+            for parameter in model.parameters():
+                parameter.grad.to_local().fill_(math.nan)
+        optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(found)
+        optimizer.step()
+        optimizer.zero_grad()
+        same = [torch.equal(a, whole(b.detach())) for a, b in zip(before, model.parameters(), strict=True)]
+        assert all(same) if found else not any(same)
+        assert all(values["step"].item() == expected for values in optimizer.state.values())
+
+
+def check_the_scaler_of_fp16_sees_what_another_process_found(accelerator: Accelerator) -> None:
+    model, loss = sharded(accelerator)
+    optimizer = build_optimizer(model, OptimArguments(learning_rate=0.1), accelerator.device)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+    windows = torch.zeros(1, 4, dtype=torch.int64)
+    scaler.scale(loss(windows, windows, 4)).backward()
+    if accelerator.process_index == 1:
+        model.lm_head.weight.grad.to_local().fill_(math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(a, whole(b.detach())) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def check_all_write_the_same_text(accelerator: Accelerator) -> None:
+    """Though the processes compute different logits."""
+    model, _ = sharded(accelerator)
+
+    def disturb(_model, _arguments, outputs):
+        outputs.logits.add_(torch.randn(51, generator=noise), alpha=3.0)
+
+    noise = torch.Generator().manual_seed(accelerator.process_index)
+    model.register_forward_hook(disturb)
+    torch.manual_seed(0)
+    with generating(model), torch.no_grad():
+        text = model.eval().generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=12, do_sample=True)
+    texts = accelerator.gather(text)
+    assert torch.equal(texts[0], texts[1])
+
+
+def check_each_block_is_the_same_graph(accelerator: Accelerator) -> None:
+    torch._dynamo.reset()
+    plain_model, plain = sharded(accelerator)
+    model, loss = sharded(accelerator)
+    counter = torch._dynamo.testing.CompileCounter()
+    sharding._compile(model, {"backend": counter, "fullgraph": True, "dynamic": False})
+    for seed in range(2):
+        expected, compiled = learn(accelerator, plain, seed), learn(accelerator, loss, seed)
+        torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-6)
+    for one, other in zip(plain_model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.to_local(), other.grad.to_local(), rtol=0, atol=1e-6)
+    assert counter.frame_count == 2, counter.frame_count  # a block, and the loss
+    with generating(model), torch.no_grad():
+        model.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=3, do_sample=False)
+    assert counter.frame_count == 2
+
+
+def forget() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+if __name__ == "__main__":
+    os.environ[sharding.ASKED] = "false"
+    checks = [check for name, check in list(globals().items()) if name.startswith("check_")]
+    for check in checks:
+        forget()
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.num_processes == 2
+        check(accelerator)
+        accelerator.print(f"passed: {check.__name__}", flush=True)
+    train_accelerate.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # the group goes on
+    for run in json.loads(Path(sys.argv[1]).read_text()):
+        forget()
+        os.environ.update(run["environment"])
+        train_accelerate.main(run["arguments"])

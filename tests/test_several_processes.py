@@ -1,0 +1,169 @@
+"""One run is the same run whatever the number of processes, and whether each has the model or all share it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from conftest import REPOSITORY, TINY, flags, trained
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from training.device import DeviceArguments, decide
+from training.sharding import Sharding, bytes_of_one
+
+LAUNCHER = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")
+DDP = {"ACCELERATE_USE_FSDP": "false"}
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+SETTINGS = {**TINY, "tokens_per_step": 96}  # 6 sequences: for 1, 2 and 3 processes; 16 wide: 3 shares are unequal
+TIED = {"tie_word_embeddings": True, "per_device_train_batch_size": 1}  # and 3 micro-batches a step
+
+
+def run(store, folder: Path, environment: dict[str, str], resume_from: Path | None = None, **settings) -> dict:
+    """A run of a group of processes; `resume_from` another one's third step."""
+    settings = {**SETTINGS, "data": store.folder, "output_dir": folder, **settings}
+    if resume_from is not None:
+        settings["resume_from_checkpoint"] = resume_from / "checkpoints" / "step_00000003"
+    return {"environment": environment, "arguments": flags(**settings)}
+
+
+def resumed_alone(store, folder: Path, resume_from: Path) -> Path:
+    checkpoint = resume_from / "checkpoints" / "step_00000003"
+    return trained(store, folder, **SETTINGS, resume_from_checkpoint=checkpoint)
+
+
+@pytest.fixture(scope="module")
+def runs(launch, store, tmp_path_factory) -> Path:
+    """Runs of one process, and of two."""
+    folder = tmp_path_factory.mktemp("runs")
+    trained(store, folder / "alone", **SETTINGS)
+    trained(store, folder / "alone_tied", **SETTINGS, **TIED)
+    pair = [
+        run(store, folder / "ddp", DDP),
+        run(store, folder / "fsdp", FSDP),
+        run(store, folder / "fsdp_tied", FSDP, **TIED),
+        run(store, folder / "fsdp_bf16", FSDP, mixed_precision="bf16", gradient_checkpointing=True, max_steps=3),
+        run(store, folder / "fsdp_offloaded", FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}),
+        run(store, folder / "alone_to_fsdp", FSDP, resume_from=folder / "alone"),
+        run(store, folder / "fsdp_to_ddp", DDP, resume_from=folder / "fsdp"),
+    ]
+    (folder / "pair.json").write_text(json.dumps(pair))
+    result = launch(*LAUNCHER, "launch/two_cpu_processes.yaml", "tests/several_processes.py", folder / "pair.json")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("passed: check_") == 7
+    assert result.stdout.count("2 processes, model and optimizer sharded") == 5
+    resumed_alone(store, folder / "fsdp_to_alone", folder / "fsdp")
+    resumed_alone(store, folder / "ddp_to_alone", folder / "ddp")
+    return folder
+
+
+def metrics(run: Path) -> dict[tuple[int, str], float]:
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    compared = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_tokens")
+    return {(entry["step"], name): entry[name] for entry in entries for name in compared if name in entry}
+
+
+def assert_same(run: Path, expected: Path) -> None:
+    ours, theirs = metrics(run), metrics(expected)
+    for key, value in ours.items():
+        assert value == pytest.approx(theirs[key], abs=1e-6), key
+    assert (6, "eval_loss") in ours
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp_offloaded"])
+def test_two_processes_train_as_one_does(runs, name):
+    assert_same(runs / name, runs / "alone")
+    assert metrics(runs / name).keys() == metrics(runs / "alone").keys()
+    assert (runs / name / "samples.md").read_text() == (runs / "alone" / "samples.md").read_text()
+
+
+def test_a_tied_head_and_accumulation_are_sharded_too(runs):
+    assert_same(runs / "fsdp_tied", runs / "alone_tied")
+
+
+@pytest.mark.parametrize("name", ["alone_to_fsdp", "fsdp_to_ddp", "fsdp_to_alone", "ddp_to_alone"])
+def test_a_run_goes_on_with_another_number_of_processes(runs, name):
+    assert_same(runs / name, runs / "alone")
+    assert min(metrics(runs / name))[0] == 4
+
+
+def test_three_processes_go_on_from_two_by_the_yaml_for_fsdp2(launch, store, runs):
+    going_on = run(store, runs / "three", {}, resume_from=runs / "fsdp")
+    three = ("--num_processes", "3", "train_accelerate.py", *going_on["arguments"])
+    result = launch(*LAUNCHER, "launch/fsdp2.yaml", *three, ACCELERATE_USE_CPU="true")
+    assert result.returncode == 0, result.stderr
+    assert "3 processes, model and optimizer sharded" in result.stdout
+    assert_same(runs / "three", runs / "alone")
+
+
+def shapes(path: Path) -> dict[str, tuple]:
+    with safe_open(path, framework="pt") as file:
+        return {name: (file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("fsdp", "ddp"), ("ddp", "alone"), ("fsdp_tied", "alone_tied")])
+def test_a_checkpoint_is_the_same_whoever_wrote_it(runs, ours, theirs):
+    ours, theirs = (runs / name / "checkpoints" / "step_00000006" for name in (ours, theirs))
+    files = {path.relative_to(ours) for path in ours.rglob("*") if path.is_file()}
+    assert files == {path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file()}
+    assert (ours / "config.json").read_text() == (theirs / "config.json").read_text()
+    for name in ("model.safetensors", "training_state/optimizer.safetensors"):
+        assert shapes(ours / name) == shapes(theirs / name)
+        expected = load_file(theirs / name)
+        for key, tensor in load_file(ours / name).items():
+            torch.testing.assert_close(tensor, expected[key], rtol=0, atol=2e-5, msg=key)
+    _, info = GPT2ScratchForCausalLM.from_pretrained(ours, output_loading_info=True)
+    assert not any(info.values()), info
+
+
+def test_bf16_and_recomputed_activations_are_near(runs):
+    expected = metrics(runs / "alone")
+    for (step, name), value in metrics(runs / "fsdp_bf16").items():
+        if name == "loss" and step < 3:
+            assert value == pytest.approx(expected[step, name], abs=1e-2)
+    saved = shapes(runs / "fsdp_bf16" / "model" / "model.safetensors")
+    assert {dtype for _, dtype in saved.values()} == {"F32"}
+
+
+def test_more_processes_asked_for_than_there_are_is_refused(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"asks for 2 processes \(WORLD_SIZE\), but Accelerate sees 1"):
+        train(tmp_path / "run")
+
+
+def test_fsdp1_is_refused_and_what_is_not_used_is_said(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="fsdp_version is 1; set it to 2"):
+        decide(DeviceArguments())
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    setup = decide(DeviceArguments())
+    assert setup.sharding == Sharding(offload=True)
+    assert any("fsdp_activation_checkpointing is not used" in note for note in setup.notes)
+
+
+def test_one_process_of_fsdp_has_the_whole_model(train, tmp_path, monkeypatch, capsys):
+    for name, value in FSDP.items():
+        monkeypatch.setenv(name, value)
+    train(tmp_path / "run", max_steps=1)
+    assert "1 process\n" in capsys.readouterr().out
+
+
+def test_a_share_of_the_model_leaves_room():
+    assert bytes_of_one(16_000, 1_000, 8) == 2_000 + 4_000
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "launch").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_launch_file_says_what_it_is_for_and_the_launcher_knows_every_key(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert f"accelerate launch --quiet --config_file launch/{path.name}" in text
+    config = load_config_from_file(str(path))  # refuses unknown keys, but not those of fsdp_config
+    assert config.mixed_precision is None
+    known = {name for action in launch_command_parser()._actions for name in action.option_strings}
+    assert {f"--{key}" for key in config.fsdp_config} <= known
