@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> None:
     options.check()
     source = find_model(options.model)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)  # a pickle is never opened
     except (OSError, ValueError) as error:
         raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     tokenizer = vocabulary.load(source)

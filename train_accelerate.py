@@ -23,7 +23,7 @@ from training.data import open_store, place_tokens
 from training.device import Setup, decide, describe, on_main, start_accelerator, stop_accelerator
 from training.faults import Guard
 from training.health import Health
-from training.journal import Journal
+from training.journal import Journal, voice
 from training.lock import RunLock
 from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
@@ -63,7 +63,7 @@ def train(
 ) -> str | None:
     """Returns why it stopped before its end, or None."""
     # Decide: whatever can be wrong is found here, before the first step.
-    say = accelerator.print
+    say = voice(accelerator)
     store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
     plan = make_plan(config, store, tokenizer, accelerator, setup.shards(accelerator))
@@ -119,8 +119,8 @@ def train(
 
     # Train: learn, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
     with (
-        Guard(folder, plan, config.batch.per_device_train_batch_size, watchdog),
         Stopper(config.stopping, accelerator.num_processes, saver.is_writing) as stopper,
+        Guard(folder, plan, config.batch.per_device_train_batch_size, stopper, watchdog),
         saver,
         Journal(folder.metrics, accelerator, plan.max_steps, first_step, setup.torch_compile) as journal,
     ):
@@ -157,6 +157,7 @@ def train(
 
 def main_or_restart(arguments: list[str]) -> None:
     """A run that has to go on in a fresh process replaces this one, which has closed everything by then."""
+    transformers_logging.disable_progress_bar()
     try:
         main(arguments)
     except restart.Restart as fresh:
@@ -165,5 +166,4 @@ def main_or_restart(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    transformers_logging.disable_progress_bar()
     run(main_or_restart)

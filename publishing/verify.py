@@ -65,7 +65,7 @@ def verify(folder: Path) -> Verified:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
             raise UserError(f"{folder} does not load in a fresh process, so it is not published: {last}")
         seen = json.loads(answer.read_text(encoding="utf-8"))
-    model = GPT2ScratchForCausalLM.from_pretrained(folder).eval()
+    model = GPT2ScratchForCausalLM.from_pretrained(folder, use_safetensors=True).eval()
     ids = torch.arange(min(PROBE_TOKENS, model.config.n_positions))[None] % model.config.vocab_size
     with torch.no_grad():
         ours = model(ids).logits[0, -1].double()

@@ -13,7 +13,7 @@ from training.changes import compare
 from training.checkpoint import TrainState
 from training.config import TrainConfig, write_config
 from training.device import on_main
-from training.journal import has_evaluation
+from training.journal import has_evaluation, say
 from training.plan import Plan
 from training.run_folder import RunFolder, begin, is_checkpoint, open_run
 from training.status import record, write_status
@@ -47,7 +47,7 @@ def find_start(
 
     def choose() -> Path | None:
         is_restart, allowed = bool(restart.restarted()), config.changes.allowed
-        return open_run(config.run, config.flat(), allowed, backup, is_restart, accelerator.print)
+        return open_run(config.run, config.flat(), allowed, backup, is_restart, say)
 
     chosen = on_main(accelerator, choose)
     if chosen is None:

@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"per_device_eval_batch_size is {door.per_device_eval_batch_size}; it must be at least 1.")
     folder = find_model(door.model)
     store, mask_documents = _store_and_masking(door.model, door.data)
-    model = GPT2ScratchForCausalLM.from_pretrained(folder)
+    model = GPT2ScratchForCausalLM.from_pretrained(folder, use_safetensors=True)
     if model.config.vocab_size != store.metadata.vocab_size:
         raise UserError(
             f"{folder} has a vocabulary of {model.config.vocab_size} tokens, {store.folder} one of "

@@ -12,6 +12,7 @@ from training.plan import Plan
 from training.restart import Restart, remembering
 from training.run_folder import RunFolder, forget_checkpoints_from
 from training.status import write_status
+from training.stopping import Stopper
 from training.watchdog import Watchdog
 
 # What a disk, a drive or its owner can do to a run.
@@ -25,9 +26,9 @@ OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of 
 class Guard:
     """Within it, what goes wrong is told in status.json and turned into what a user can act on."""
 
-    def __init__(self, folder: RunFolder, plan: Plan, asked_micro_batch: str, watchdog: Watchdog):
+    def __init__(self, folder: RunFolder, plan: Plan, asked_micro_batch: str, stopper: Stopper, watchdog: Watchdog):
         self.folder, self.plan, self.asked_micro_batch = folder, plan, asked_micro_batch
-        self.watchdog = watchdog
+        self.stopper, self.watchdog = stopper, watchdog
 
     def __enter__(self) -> "Guard":
         return self
@@ -41,6 +42,8 @@ class Guard:
         if not isinstance(error, Exception):
             return
         outcome = self._made_of(error)
+        if isinstance(outcome, Restart) and self.stopper.requested:  # a fresh process would not know of it
+            outcome = UserError(f"Stopped ({self.stopper.requested}); the same command goes on. {outcome.reason}")
         if isinstance(outcome, Restart):
             self.watchdog.order_restart(outcome.environment, outcome.reason)
         if self.watchdog.rank == 0:

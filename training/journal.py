@@ -5,8 +5,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Journal:
         self.first_step_is_done = False
         self.tenths_shown = first_step * 10 // max_steps
         self.main = accelerator.is_main_process
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(highlight=False, soft_wrap=True, markup=False)
         self.bar = self._bar(first_step) if self.main and self.console.is_terminal else None
         self.restart_clock()
 
@@ -80,7 +80,8 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:
-            self.bar.stop()  # gives the terminal its cursor back, whatever happened
+            with suppress(OSError, SystemExit):
+                self.bar.stop()  # gives the terminal its cursor back, whatever happened
 
     def count(self, loss: torch.Tensor, tokens: int) -> None:
         """Counts a step, without waiting for it (but for the first step of a run)."""
@@ -133,8 +134,7 @@ class Journal:
 
     def say(self, text: str) -> None:
         if self.main:
-            with training_goes_on():
-                self.console.print(text, markup=False)
+            say(text, self.console.print if self.bar is not None else print)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -165,15 +165,18 @@ class Journal:
         self.accelerator.log(numbers, step=step)
 
 
-@contextmanager
-def training_goes_on() -> Iterator[None]:
-    """Whoever read the output (a terminal, a pipe into `tee`) is gone: that is no reason to lose a run."""
+def voice(accelerator: Accelerator) -> Callable[[str], None]:
+    """Through which the main process speaks, and the others are silent."""
+    return say if accelerator.is_main_process else lambda text: None
+
+
+def say(text: str, through: Callable[[str], object] = print) -> None:
+    """Whoever read the output (a terminal, a pipe into `tee`) may be gone: that is no reason to lose a run."""
     try:
-        yield
+        through(text)
         sys.stdout.flush()
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+    except (OSError, SystemExit):  # the latter from rich
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -110,6 +110,8 @@ class Stopper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._group is not None and kind is not None:
+            return  # where one process has failed, the launcher sends a SIGTERM to all, which have yet to say why they end
         try:
             if self._pending is not None and kind is None:
                 self._read()  # a group must not be destroyed while it is at work
@@ -179,7 +181,7 @@ class Stopper:
         self._boundary = now
 
     def _announce(self, reason: str | None) -> None:
-        if reason is None or self._said:
+        if reason in (None, NOT_SAVED) or self._said:  # of the latter, an error tells
             return
         self._said = True
         if os.environ.get("RANK", "0") == "0":

@@ -5,6 +5,7 @@ rows of a batch, but for the system calls that announce them to a cold file.
 """
 
 import mmap
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +63,8 @@ class MemoryMap:
         self.path = path
         self.dtype = dtype
         self.vocab_size = vocab_size
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._file = path.open("rb")
+        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_RANDOM"):  # read-ahead of megabytes a window stalls a cold file for 100 ms and more
             self._map.madvise(mmap.MADV_RANDOM)
 
@@ -87,6 +88,19 @@ class MemoryMap:
         for start, size in zip(first.tolist(), sizes.tolist(), strict=True):
             if size > 0:
                 self._map.madvise(mmap.MADV_WILLNEED, start, size)
+
+    def check_size(self) -> None:
+        """A look at the file, 1 us, because reading beyond its end would kill the process without a word.
+
+        Raises:
+            UserError: it was cut.
+        """
+        size = os.fstat(self._file.fileno()).st_size
+        if size < len(self._map):
+            raise UserError(
+                f"{self.path} has {size:,} bytes now instead of {len(self._map):,}: it was changed while it was being read. "
+                f"Restore it, and the same command goes on."
+            )
 
     def check_ids(self, rows: torch.Tensor) -> None:
         """A look at what was gathered, 4 us for 64 x 513, because looking through a large file would take minutes.
@@ -119,6 +133,8 @@ class Tokens:
 
         Does not wait for the device.
         """
+        if self.file is not None:
+            self.file.check_size()
         rows = self._gather(starts, context + 1)  # (B, T + 1)
         if self.file is not None:
             self.file.check_ids(rows)

@@ -73,8 +73,7 @@ class Pulse:
 class Watchdog:
     """Within it, a process of several is watched and watches; one process alone needs neither.
 
-    On the way out by an error of the process group it explains the error, says the sentence and ends the process. It
-    belongs inside `Stopper`: once a process has died, the launcher sends the others a SIGTERM, which must not silence them.
+    On the way out by an error of the process group it explains the error, says the sentence and ends the process.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class Watchdog:
         """
         if self.processes == 1 or self._deaf or not _is_of_the_group(error):
             return None
-        self._error = str(error).strip().splitlines()[0]
+        self._error = (str(error).strip() or type(error).__name__).splitlines()[0]
         self._explaining_since = self._beats
         self._wake.set()
         for _ in range(int(LEAVING / self.interval)):

@@ -1,0 +1,524 @@
+"""Runs that are killed, stopped, starved and lied to: real processes, real files, and the same weights at the end."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import generate
+from conftest import REPOSITORY, TINY, flags, prose
+from errors import UserError
+from tokenizer.corpus import CorpusArguments
+from tokenizer.making import pretokenize
+from tokenizer.recipe import Recipe
+from tokenizer.vocabulary import VocabularyArguments
+from training.checkpoint import complete_checkpoints, damage
+from training.run_folder import RunFolder
+
+DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
+LONG = {**TINY, **DROPOUT, "max_steps": 150, "save_steps": 1, "save_total_limit": 1, "eval_steps": 40}
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def untimed(run) -> list[dict]:
+    """metrics.jsonl without what differs from run to run."""
+    return [{**entry, "tokens_per_second": 0} for entry in lines(run / "metrics.jsonl")]
+
+
+def status(run) -> dict:
+    return json.loads((run / "status.json").read_text())
+
+
+@pytest.fixture
+def start(store):
+    """Starts a run in a process of its own; ends it and all that it started."""
+    started = []
+
+    def begin(output_dir: Path, *more: str, launch: tuple[str, ...] = (), **settings) -> subprocess.Popen:
+        settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
+        command = [sys.executable, *launch, "train_accelerate.py", *flags(**settings), *more]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP"))}
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=clean | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            pipe.close()
+
+
+def wait_until(condition, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def steps_logged(run) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b'"loss"') if path.is_file() else 0
+
+
+# ---- killed ----------------------------------------------------------------------------------------------------------
+
+
+def test_killed_at_any_moment_nothing_is_lost(train, start, tmp_path):
+    straight = train(tmp_path / "straight", **LONG)
+    run, chance = tmp_path / "killed", random.Random(0)
+    newest = 0
+    for _ in range(5):
+        before = newest
+        kill_after_a_save(start(run, **LONG), run, before, chance.uniform(0.0, 0.3))
+        complete = complete_checkpoints(run / "checkpoints")
+        assert complete
+        assert all(damage(checkpoint) is None for checkpoint in complete)
+        newest = RunFolder(run).newest_step()
+        assert newest >= before
+    train(run, **LONG)
+    assert_equal(weights(straight), weights(run))
+    assert untimed(straight) == untimed(run)
+    assert [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")] == []
+    kinds = [event["event"] for event in lines(run / "events.jsonl")]
+    assert kinds.count("begun") == 1
+    assert kinds.count("resumed") == 5
+    assert kinds[-1] == "finished"
+
+
+def kill_after_a_save(process: subprocess.Popen, run: Path, before: int, seconds: float) -> None:
+    wait_until(lambda: RunFolder(run).newest_step() > before or process.poll() is not None)
+    time.sleep(seconds)
+    process.kill()
+    process.wait()
+
+
+def test_what_a_kill_left_half_done_is_made_up_for(train, tmp_path):
+    """The moments that a random kill seldom meets."""
+    straight = train(tmp_path / "straight")
+    run = Path(shutil.copytree(straight, tmp_path / "run"))
+    shutil.rmtree(run / "model")  # between the two renames of its replacement
+    (run / "checkpoints" / ".step_00000009.unfinished").mkdir()
+    (run / "checkpoints" / "step_00000006").rename(run / "checkpoints" / ".step_00000006.removed")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 3.')  # a line cut off
+    train(run)
+    assert_equal(weights(straight), weights(run))
+    assert untimed(straight) == untimed(run)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
+
+
+def test_a_run_killed_between_save_and_validation_validates_first(train, tmp_path):
+    straight = train(tmp_path / "straight")
+    run = Path(shutil.copytree(straight, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints" / "step_00000006")
+    before = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(before[:3]) + "\n")  # three log lines, and no validation
+    train(run)
+    assert untimed(straight) == untimed(run)
+
+
+def test_a_log_line_tells_of_all_its_steps_also_across_a_resume(train, tmp_path):
+    settings = {"logging_steps": 4, "save_steps": 3, "max_steps": 8, "eval_strategy": "no"}
+    straight = train(tmp_path / "straight", **settings)
+    run = Path(shutil.copytree(straight, tmp_path / "run"))
+    for later in ("step_00000006", "step_00000008"):
+        shutil.rmtree(run / "checkpoints" / later)
+    train(run, **settings)
+    assert untimed(straight) == untimed(run)
+
+
+# ---- asked to stop ---------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(train, start, tmp_path):
+    settings = {**LONG, "save_steps": 1000}
+    straight = train(tmp_path / "straight", **settings)
+    run = tmp_path / "run"
+    process = start(run, **settings)
+    wait_until(lambda: steps_logged(run) >= 5)
+    process.terminate()
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert [status(run)[key] for key in ("state", "reason", "step")] == ["stopped", "SIGTERM", steps_logged(run)]
+    assert "--resume_from_checkpoint" in output
+    assert damage(run / "checkpoints" / f"step_{steps_logged(run):08}") is None
+    train(run, **settings)
+    assert_equal(weights(straight), weights(run))
+    assert untimed(straight) == untimed(run)
+
+
+def test_max_hours_stops_in_time_and_well(train, tmp_path, capsys):
+    run = train(tmp_path / "run", max_steps=10**6, max_hours=1e-6, eval_strategy="no")
+    assert status(run)["state"] == "stopped"
+    assert status(run)["reason"] == "max_hours"
+    assert "max_hours" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(start, tmp_path):
+    """`| head`, or a terminal that was closed."""
+    run = tmp_path / "run"
+    process = start(run, max_steps=200, eval_strategy="no", save_steps=200)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=90) == 0, process.stderr.read()
+    assert status(run)["state"] == "finished"
+
+
+# ---- memory and disk -------------------------------------------------------------------------------------------------
+
+STARVED = """
+import resource, sys, psutil, train_accelerate
+from command_line import run
+if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+    limit = psutil.Process().memory_info().vms + (500 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+run(train_accelerate.main_or_restart)
+"""
+LARGE = {"tokens_per_step": 131072, "max_steps": 2, "save_steps": 1, "eval_strategy": "no", "sample_tokens": 0}
+
+
+def test_out_of_memory_halves_the_micro_batch_in_a_fresh_process(launch, store, train, tmp_path):
+    run = tmp_path / "run"
+    settings = TINY | LARGE
+    result = launch("-c", STARVED, *flags(data=store.folder, output_dir=run, **settings))
+    assert result.returncode == 0, result.stderr
+    assert "Out of memory with a micro-batch of 8192" in result.stdout
+    batches = [event["batches"] for event in lines(run / "events.jsonl") if event["event"] in ("begun", "resumed")]
+    assert batches[-1]["micro_batch"] * batches[-1]["accumulation"] == 8192
+    assert batches[-1]["micro_batch"] < 8192
+    plenty = train(tmp_path / "plenty", **settings | {"per_device_train_batch_size": 8192})
+    ours, theirs = ([entry["loss"] for entry in untimed(path) if "loss" in entry] for path in (run, plenty))
+    assert ours == pytest.approx(theirs, abs=1e-6)
+    refused = launch(
+        *("-c", STARVED),
+        *flags(data=store.folder, output_dir=tmp_path / "other", **settings, per_device_train_batch_size=8192),
+    )
+    assert refused.returncode == 1
+    assert "Resume with --per_device_train_batch_size 4096, or auto" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+LIMITED = """
+import resource, train_accelerate
+from command_line import run
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+run(train_accelerate.main_or_restart)
+"""
+
+
+def test_a_disk_that_is_full_ends_in_one_sentence_and_keeps_the_last_checkpoint(launch, store, train, tmp_path):
+    run = train(tmp_path / "run", max_steps=3)
+    settings = TINY | {"max_steps": 6, "save_total_limit": 1}
+    result = launch("-c", LIMITED, *flags(data=store.folder, resume_from_checkpoint=run, **settings))
+    assert result.returncode == 1
+    assert "step 6 could not be written" in result.stderr
+    assert "step_00000003 is the last good checkpoint" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert status(run)["state"] == "failed"
+    assert [damage(path) for path in complete_checkpoints(run / "checkpoints")] == [None]
+    assert not list((run / "checkpoints").glob(".*"))
+    train(None, "--resume_from_checkpoint", str(run))
+    assert status(run)["state"] == "finished"
+
+
+def test_a_store_that_is_cut_while_training_ends_in_one_sentence(store, start, tmp_path):
+    copy = Path(shutil.copytree(store.folder, tmp_path / "store"))
+    process = start(
+        tmp_path / "run", data=copy, data_placement="mmap", max_steps=10**6, save_steps=10, logging_steps=10
+    )
+    wait_until(lambda: RunFolder(tmp_path / "run").newest_step() > 0)
+    os.truncate(copy / "train.bin", 1000)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "train.bin has 1,000 bytes now instead of" in errors
+    assert "Traceback" not in errors
+
+
+# ---- lied to ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(store, tmp_path_factory):
+    from conftest import trained
+
+    return trained(store, tmp_path_factory.mktemp("runs") / "finished")
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def all_files(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def test_every_file_that_is_missing_cut_or_flipped_is_found(run):
+    checkpoint = run / "checkpoints" / "step_00000006"
+    files = all_files(checkpoint)
+    assert {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"} <= {
+        path.name for path in files
+    }
+    for path in files:
+        content = path.read_bytes()
+        for harmed in (None, content[: len(content) // 2], bytes([content[0] ^ 1]) + content[1:]):
+            path.unlink()
+            if harmed is not None:
+                path.write_bytes(harmed)
+            assert damage(checkpoint) is not None, path.name
+            assert RunFolder(run).newest_checkpoint(lambda text: None).name == "step_00000003"
+            path.write_bytes(content)
+    assert damage(checkpoint) is None
+
+
+class Bomb:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_no_planted_pickle_is_ever_opened(run, train, tmp_path):
+    crater = tmp_path / "crater"
+    bomb = pickle.dumps(Bomb(crater))
+    pickle.loads(bomb)
+    crater.unlink()  # it works
+    names = (
+        "pytorch_model.bin",
+        "optimizer.bin",
+        "optimizer.pt",
+        "scheduler.bin",
+        "random_states_0.pkl",
+        "rng_state.pth",
+    )
+    for checkpoint in (run / "checkpoints").iterdir():
+        for name in names:
+            (checkpoint / name).write_bytes(bomb)
+            (checkpoint / "training_state" / name).write_bytes(bomb)
+    for name in names:
+        (run / "model" / name).write_bytes(bomb)
+    train(None, "--resume_from_checkpoint", str(run), max_steps=8)
+    (run / "model" / "model.safetensors").unlink()
+    (run / "model" / "pytorch_model.bin").write_bytes(bomb)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        generate.main([str(run), "--prompt", "the"])
+    assert not crater.exists()
+
+
+def test_nothing_outside_a_checkpoint_is_followed(run, tmp_path):
+    checkpoint = run / "checkpoints" / "step_00000006"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    elsewhere = tmp_path / "elsewhere.safetensors"
+    shutil.copy(checkpoint / "model.safetensors", elsewhere)
+    for name in (str(elsewhere), "../../../elsewhere.safetensors"):
+        planted = manifest["files"] | {name: manifest["files"]["model.safetensors"]}
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"files": planted}))
+        assert "lies outside" in damage(checkpoint)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors").symlink_to(elsewhere)
+    assert "lies outside" in damage(checkpoint)
+    (run / "model" / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}, "metadata": {}}
+    (run / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="outside"):
+        generate.main([str(run), "--prompt", "the"])
+
+
+def test_files_are_readable_as_the_umask_says(train, tmp_path):
+    before = os.umask(0o027)
+    try:
+        run = train(tmp_path / "run", max_steps=1)
+    finally:
+        os.umask(before)
+    for path in all_files(run / "checkpoints" / "step_00000001"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640, path.name
+
+
+def test_weights_that_do_not_fit_their_config_are_refused(run, train):
+    """A manifest that a stranger made to fit."""
+    checkpoint = run / "checkpoints" / "step_00000006"
+    tensors = load_file(checkpoint / "model.safetensors")
+    save_file({"transformer.wte.weight": tensors["transformer.wte.weight"]}, checkpoint / "model.safetensors")
+    seal(checkpoint)
+    with pytest.raises(UserError, match=r"does not fit its config\.json: transformer"):
+        train(run.parent / "other", "--resume_from_checkpoint", str(checkpoint), max_steps=8)
+
+
+def seal(checkpoint: Path) -> None:
+    from training.checkpoint import _seal
+
+    (checkpoint / "manifest.json").unlink()
+    _seal(checkpoint, 6)
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def noisy_store(tmp_path_factory):
+    """Text that is soon learned, with a stretch of noise in it."""
+    folder = tmp_path_factory.mktemp("noisy")
+    easy = "abcdefgh" * 16_000
+    noise = "".join(random.Random(0).choice("ijklmnopqrstuvwxyz") for _ in range(200))
+    (folder / "text.txt").write_text(easy[:64_000] + noise + easy)
+    recipe = Recipe(
+        [str(folder / "text.txt")],
+        CorpusArguments(validation_fraction=0.05),
+        VocabularyArguments(tokenizer_type="character"),
+    )
+    return pretokenize(recipe, folder / "store", say=lambda text: None)
+
+
+SPIKY = {"tokens_per_step": 128, "max_steps": 400, "save_steps": 50, "eval_strategy": "no", "min_learning_rate": 0.005}
+SPIKY |= {"sample_prompts": "abc"}
+
+
+def test_a_loss_spike_is_said_and_noted(train, noisy_store, tmp_path, capsys):
+    run = train(tmp_path / "run", data=noisy_store.folder, **SPIKY)
+    spikes = [event for event in lines(run / "events.jsonl") if event["event"] == "spike"]
+    assert spikes
+    assert spikes[0]["z_score"] > 6
+    assert "standard deviations above its mean" in capsys.readouterr().out
+
+
+def test_rollback_passes_over_the_batches_of_a_spike(launch, noisy_store, tmp_path):
+    run = tmp_path / "run"
+    settings = TINY | SPIKY | {"on_spike": "rollback", "spike_z_score": 20}
+    result = launch("train_accelerate.py", *flags(data=noisy_store.folder, output_dir=run, **settings))
+    assert result.returncode == 0, result.stderr
+    events = lines(run / "events.jsonl")
+    spike = next(event for event in events if event["event"] == "spike")
+    resumed = events[events.index(spike) + 1]
+    assert resumed["event"] == "resumed"
+    assert resumed["step"] == (spike["step"] - 2) // 50 * 50
+    assert "passing over samples" in resumed["because"]
+    state = json.loads((run / "checkpoints" / "step_00000400" / "training_state" / "state.json").read_text())
+    first, end = state["position"]["passed_over"][0]
+    assert first == (spike["step"] - 2) * 8
+    assert end == spike["last"] * 8
+    assert state["position"]["sample"] == 400 * 8 + sum(b - a for a, b in state["position"]["passed_over"])
+    assert [entry["step"] for entry in lines(run / "metrics.jsonl") if "loss" in entry] == list(range(1, 401))
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_difference_is_refused_in_one_message(run, train, tmp_path):
+    (tmp_path / "other.txt").write_text(prose(99))
+    recipe = Recipe([str(tmp_path / "other.txt")], CorpusArguments(), VocabularyArguments(vocab_size=290))
+    other = pretokenize(recipe, tmp_path / "store", say=lambda text: None)
+    before = (run / "metrics.jsonl").read_text()
+    settings = {
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 32,
+        "tokens_per_step": 128,
+        "mixed_precision": "bf16",
+        "seed": 1,
+    }
+    with pytest.raises(UserError) as refused:
+        train(None, "--resume_from_checkpoint", str(run), data=other.folder, max_steps=9, **settings)
+    for name in (
+        "vocab_size is 290 here and 300 there",
+        "n_layer is 3",
+        "n_head is 4",
+        "n_positions is 32",
+        "seed is 1",
+    ):
+        assert name in str(refused.value)
+    for name in (
+        "tokens_per_step is 128",
+        "mixed_precision is bf16",
+        "the token store holds other tokens",
+        "tokenizer",
+    ):
+        assert name in str(refused.value)
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_what_is_allowed_by_name_may_change(run, train, capsys):
+    allowed = ("--allow_change", "tokens_per_step,seed", "mixed_precision")
+    changed = {"tokens_per_step": 128, "seed": 1, "mixed_precision": "bf16", "learning_rate": 0.02, "max_steps": 8}
+    train(None, "--resume_from_checkpoint", str(run), *allowed, **changed)
+    said = capsys.readouterr().out
+    for change in (
+        "tokens_per_step is 128 here and 64 there",
+        "learning_rate is 0.02",
+        "max_steps is 8 here and 6 there",
+    ):
+        assert f"Changed: {change}" in said
+    resumed = next(event for event in reversed(lines(run / "events.jsonl")) if event["event"] == "resumed")
+    assert "learning_rate is 0.02 here and 0.01 there" in resumed["changes"]
+    assert [entry["tokens"] for entry in lines(run / "metrics.jsonl") if "loss" in entry][-3:] == [384, 512, 640]
+
+
+def test_allow_change_names_what_cannot_change(run, train):
+    with pytest.raises(UserError) as refused:
+        train(None, "--resume_from_checkpoint", str(run), "--allow_change", "n_embd,nonsense")
+    assert "no checkpoint survives another n_embd" in str(refused.value)
+    assert "'nonsense'; it may name n_head, " in str(refused.value)
+
+
+def test_two_runs_in_one_folder_are_refused(start, train, tmp_path):
+    first = start(tmp_path / "run", max_steps=10**6)
+    wait_until(lambda: steps_logged(tmp_path / "run") > 0)
+    with pytest.raises(UserError, match=f"is being trained by process {first.pid} on "):
+        train(tmp_path / "run", max_steps=10**6)
+    first.kill()
+    first.wait()
+    train(tmp_path / "run", "--overwrite_output_dir", max_steps=1)
+
+
+def test_a_lost_disk_is_replaced_by_the_backup(train, tmp_path, capsys):
+    (tmp_path / "drive").mkdir()
+    straight = train(tmp_path / "straight")
+    run = train(tmp_path / "run", backup_dir=tmp_path / "drive", max_steps=6)
+    shutil.rmtree(run)
+    shutil.rmtree(tmp_path / "drive" / "run" / "checkpoints" / "step_00000006")
+    train(run, backup_dir=tmp_path / "drive", max_steps=6)
+    assert "going on after step_00000003" in capsys.readouterr().out
+    assert_equal(weights(straight), weights(run))
+    assert untimed(straight) == untimed(run)
+    names = sorted(path.name for path in (tmp_path / "drive" / "run" / "checkpoints").iterdir())
+    assert names == ["step_00000003", "step_00000006"]

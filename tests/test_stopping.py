@@ -1,0 +1,242 @@
+"""Being asked to stop: real processes under the real launcher, real signals."""
+
+import fcntl
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from conftest import REPOSITORY
+from training.stopping import EXIT_CODES, Stopper, StoppingArguments
+
+# A training run without the training: 0.1 s a step, a collective where there are several processes. It writes what it
+# does to a file of its own, since its screen may go.
+JOB = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+
+from torch import distributed, ones
+
+from training.stopping import EXIT_CODES, Stopper, StoppingArguments
+
+folder, steps, mode, hours = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], [float(text) for text in sys.argv[4:]]
+rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+log = (folder / f"rank{rank}.log").open("a", buffering=1)
+log.write(f"pid {os.getpid()}\\n")
+if processes > 1:
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+arguments = StoppingArguments(*hours)
+with Stopper(arguments, processes, saving=lambda: mode == "slow save", grace=1.0) as stopper:
+    for step in range(steps):
+        log.write(f"step {step}\\n")
+        while mode == "hang" and step == 3:
+            time.sleep(0.1 if stopper.requested is None else 100)
+        time.sleep(0.1)
+        if processes > 1:
+            distributed.all_reduce(ones(1))
+        print("step", step, flush=True)
+        if (reason := stopper.agreed()) is not None:
+            break
+    if mode == "slow save":
+        time.sleep(3)
+    reason = stopper.agreed_now()
+    log.write(f"saved {step} {reason}\\n")
+if processes > 1:
+    distributed.barrier()
+    distributed.destroy_process_group()
+sys.exit(EXIT_CODES[reason] if reason else 0)
+"""
+LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_machines", "1")
+SAID_ALOUD = ("--mixed_precision", "no", "--dynamo_backend", "no")  # what the launcher would tell us about else
+ALONE = (*LAUNCH, *SAID_ALOUD, "--num_processes", "1")
+TWO = (*LAUNCH, *SAID_ALOUD, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+
+
+class Job:
+    """A script that was started, by a launcher or plainly, and what each of its processes has written to its log."""
+
+    def __init__(self, folder: Path, script: str, launcher: tuple[str, ...], *arguments: str, **options):
+        self.folder = folder
+        (folder / "job.py").write_text(script)
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP"))}
+        environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        streams = {"stdout": subprocess.DEVNULL, "stderr": (folder / "stderr").open("w")}
+        self.started = subprocess.Popen(
+            [*launcher, str(folder / "job.py"), str(folder), *arguments],
+            env=clean | environment,
+            start_new_session=True,
+            **{**streams, **options},
+        )
+        streams["stderr"].close()
+
+    def lines(self, rank: int = 0) -> list[str]:
+        log = self.folder / f"rank{rank}.log"
+        return log.read_text().splitlines() if log.is_file() else []
+
+    def pid(self, rank: int = 0) -> int:
+        return int(self.lines(rank)[0].removeprefix("pid "))
+
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def wait_for(self, line: str, rank: int = 0, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while line not in self.lines(rank):
+            assert time.monotonic() < end, (line, self.lines(rank), self.stderr())
+            time.sleep(0.02)
+
+    def wait_for_end(self, rank: int = 0, seconds: float = 10) -> list[str]:
+        """Of a process, whose launcher may be gone; returns its log."""
+        end = time.monotonic() + seconds
+        while alive(self.pid(rank)):
+            assert time.monotonic() < end, (self.lines(rank), self.stderr())
+            time.sleep(0.02)
+        return self.lines(rank)
+
+    def clean_up(self) -> None:
+        for pid in [self.started.pid, *(self.pid(rank) for rank in (0, 1) if self.lines(rank))]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.started.wait()
+        if self.started.stdin is not None:
+            self.started.stdin.close()
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def job(tmp_path):
+    started = []
+
+    def start(launcher: tuple[str, ...], *arguments: str, **options) -> Job:
+        started.append(Job(tmp_path, JOB, launcher, *arguments, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.clean_up()
+
+
+def test_one_signal_to_one_of_two_stops_both_at_the_same_step(job):
+    two = job(TWO, "600", "steps")
+    two.wait_for("step 3", 1)
+    os.kill(two.pid(1), signal.SIGTERM)
+    last = two.wait_for_end(0)[-1]
+    assert last.startswith("saved ")
+    assert last.endswith(" SIGTERM")
+    assert two.wait_for_end(1)[-1] == last
+    assert "Stopping after this step (SIGTERM)." in two.stderr()
+
+
+def test_without_its_launcher_a_job_of_two_saves_and_ends(job):
+    two = job(TWO, "600", "steps")
+    two.wait_for("step 3", 1)
+    two.started.kill()
+    last = two.wait_for_end(0)[-1]
+    assert last.startswith("saved ")
+    assert last.endswith(" the launcher died")
+    assert two.wait_for_end(1)[-1] == last
+    assert two.stderr() == "Stopping after this step (the launcher died).\n"
+
+
+def test_without_its_launcher_one_process_saves_and_ends_also_where_saving_takes_longer_than_the_grace(job):
+    one = job(ALONE, "600", "slow save")
+    one.wait_for("step 3")
+    one.started.kill()
+    last = one.wait_for_end()[-1]
+    assert last.startswith("saved ")
+    assert last.endswith(" the launcher died")
+
+
+def test_a_process_that_hangs_ends_after_the_grace(job):
+    one = job((sys.executable,), "600", "hang")
+    one.wait_for("step 3")
+    one.started.terminate()
+    assert one.started.wait(4) == 143
+    assert one.lines()[-1] == "step 3"
+
+
+def test_a_shell_that_exits_is_no_launcher_that_dies(job):
+    in_background = ("sh", "-c", 'nohup "$@" > /dev/null & read line', "sh", sys.executable)
+    one = job(in_background, "20", "steps", stdin=subprocess.PIPE)
+    one.wait_for("step 0")
+    one.started.communicate()  # the shell reads its end, and exits
+    os.kill(one.pid(), signal.SIGHUP)
+    assert one.wait_for_end()[-1] == "saved 19 None"
+    assert "Stopping" not in one.stderr()
+
+
+def test_a_terminal_that_is_closed_ends_the_run_after_it_has_saved(job):
+    ours, theirs = os.openpty()
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    one = job((sys.executable,), "600", "steps", preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), **terminal)
+    os.close(theirs)
+    one.wait_for("step 3")
+    os.close(ours)
+    assert one.started.wait(10) == 129
+    assert one.lines()[-1].startswith("saved ")
+    assert one.lines()[-1].endswith(" SIGHUP")
+
+
+def test_the_second_ctrl_c_stops_at_once_whatever_the_process_hangs_in(job):
+    one = job((sys.executable,), "600", "hang")
+    one.wait_for("step 3")
+    one.started.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    one.started.send_signal(signal.SIGINT)  # torchrun's copy of the first one
+    time.sleep(1)
+    assert one.stderr() == "Stopping after this step (SIGINT); once more stops at once.\n"
+    assert one.started.poll() is None
+    one.started.send_signal(signal.SIGINT)
+    assert one.started.wait(2) == 130
+    assert one.stderr() == "Stopping after this step (SIGINT); once more stops at once.\ninterrupted\n"
+
+
+def test_hours_count_from_the_start_of_the_process(job):
+    before = time.monotonic()
+    one = job((sys.executable,), "600", "steps", str(4 / 3600))
+    assert one.started.wait(20) == 0
+    assert 4 <= time.monotonic() - before < 7
+    assert one.lines()[-1].endswith(" max_hours")
+    assert one.stderr() == "Stopping after this step (max_hours).\n"
+
+
+def test_what_cannot_be_is_refused():
+    assert StoppingArguments().problems() == []
+    assert StoppingArguments(max_hours=0, ddp_timeout=0).problems() == [
+        "max_hours is 0; it must be above 0 and finite.",
+        "ddp_timeout is 0; it must be at least 1 second.",
+    ]
+
+
+def test_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGINT)
+    with Stopper(StoppingArguments()) as stopper:
+        assert signal.getsignal(signal.SIGINT) is not before
+        assert stopper.agreed() is None
+        stopper.request("SIGINT")
+        assert stopper.agreed() == "SIGINT"
+        assert EXIT_CODES["SIGINT"] == 130
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ending_a_forked_child_is_no_request_to_stop():
+    with Stopper(StoppingArguments()) as stopper:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        time.sleep(0.2)
+        child.terminate()
+        child.join(5)
+        assert child.exitcode == -signal.SIGTERM
+        time.sleep(0.2)
+        assert stopper.requested is None

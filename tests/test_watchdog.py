@@ -1,0 +1,116 @@
+"""Processes that die or hang: real ones, two under the real launcher."""
+
+import os
+import re
+import signal
+
+import pytest
+from test_stopping import TWO, Job
+
+JOB = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+
+from torch import distributed, ones
+
+from training.restart import remembering, restarted
+from training.stopping import Stopper, StoppingArguments
+from training.watchdog import Watchdog
+
+folder, mode, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+log = (folder / f"rank{rank}.log").open("a", buffering=1)
+log.write(f"pid {os.getpid()}\\n")
+distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+
+def finish_saving():
+    time.sleep(0.5)
+    log.write("saved\\n")
+
+with (
+    Watchdog(rank, processes, seconds, before_leaving=finish_saving, patience=3, interval=0.5) as watchdog,
+    Stopper(StoppingArguments(), processes),  # as the launcher sends a SIGTERM once one has died
+):
+    for step in range(12 if mode == "restart" else 600):
+        watchdog.phase = f"step {step}"
+        if rank == 1 and step == 5 and mode == "restart" and not restarted():
+            watchdog.order_restart(remembering(micro_batch=4), "Out of memory: on with a micro-batch of 4.")
+        if rank == 1 and step == 5 and mode == "hang":
+            time.sleep(600)
+        time.sleep(0.1)
+        sum_of_ranks = ones(1) * rank
+        distributed.all_reduce(sum_of_ranks)
+        log.write(f"step {step} {int(sum_of_ranks)} {restarted()}\\n")
+    distributed.barrier()
+distributed.destroy_process_group()
+log.write("done\\n")
+"""
+REMEDY = "The run ends; resume it with the same command."
+
+
+@pytest.fixture
+def job(tmp_path):
+    started = []
+
+    def start(*arguments: str) -> Job:
+        started.append(Job(tmp_path, JOB, TWO, *arguments))
+        started[-1].wait_for("step 3 1 {}", 1)
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.clean_up()
+
+
+def errors(job: Job) -> list[str]:
+    """The sentences said, with their step left out, which depends on the moment."""
+    return [re.sub(r"step \d+", "step N", line) for line in job.stderr().splitlines() if line.startswith("error: ")]
+
+
+def test_a_process_that_is_stopped_is_named_and_ends_the_job(job):
+    two = job("steps", "60")
+    os.kill(two.pid(1), signal.SIGSTOP)
+    assert two.wait_for_end(0, 12)[-1] == "saved"
+    assert two.wait_for_end(1, 5)[-1] == "saved"  # it was woken, to end in order
+    assert two.started.wait(10) == 1
+    assert len(errors(two)) == 1
+    assert re.fullmatch(
+        rf"error: rank 1 \(.+, pid {two.pid(1)}\) has been silent for 3 s at step N \(its process is stopped\)\. {REMEDY}",
+        errors(two)[0],
+    )
+
+
+def test_a_process_that_dies_is_named_and_ends_the_job(job):
+    two = job("steps", "60")
+    os.kill(two.pid(1), signal.SIGKILL)
+    assert two.wait_for_end(0, 8)[-1] == "saved"
+    assert two.started.wait(10) == 1
+    assert len(errors(two)) == 1
+    assert re.fullmatch(rf"error: rank 1 \(.+, pid {two.pid(1)}\) has died at step N\. {REMEDY}", errors(two)[0])
+    assert "Connection closed by peer" not in two.stderr()
+
+
+def test_a_main_thread_that_hangs_is_named_after_the_timeout(job):
+    two = job("hang", "2")
+    assert two.wait_for_end(0, 16)[-1] == "saved"
+    assert two.wait_for_end(1, 5)[-1] == "saved"
+    assert len(errors(two)) == 1
+    assert re.fullmatch(
+        rf"error: rank 1 \(.+, pid {two.pid(1)}\) kept the others waiting for 2 s \(ddp_timeout\): "
+        rf"rank 1 is at step N, rank 0 is at step N\. {REMEDY}",
+        errors(two)[0],
+    )
+
+
+def test_a_restart_gives_fresh_processes_of_the_same_pids_also_where_one_hangs_in_a_collective(job):
+    two = job("restart", "60")
+    for rank in (0, 1):
+        two.wait_for("done", rank)
+        pid, *steps = two.lines(rank)
+        again = steps.index(pid)
+        assert steps[:again] == [*(f"step {step} 1 {{}}" for step in range(5)), "saved"]
+        known = "{'micro_batch': 4, 'restarts': 1}"
+        assert steps[again + 1 :] == [*(f"step {step} 1 {known}" for step in range(12)), "done"]
+    assert two.started.wait(10) == 0
+    assert two.stderr() == "Out of memory: on with a micro-batch of 4.\n"
