@@ -3,11 +3,13 @@
 Training waits for the copy alone. The next save, and the end of the run, wait for the thread.
 """
 
+import os
 import shutil
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
+from threading import Thread, get_native_id
 
 import torch
 from accelerate import Accelerator
@@ -56,6 +58,9 @@ class Saver:
         self.saved_step = first_step
 
     def __enter__(self) -> "Saver":
+        if self.accelerator.is_main_process:
+            self.thread = Thread(target=self._make_room, name="saver")  # while the first step is being made ready
+            self.thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -108,6 +113,13 @@ class Saver:
         if (thread := self.thread) is not None:
             thread.join()
 
+    def _make_room(self) -> None:
+        """Touches the memory of the snapshot, so that the first save does not wait for the system to find it."""
+        for name, parameter in self.model.named_parameters():
+            _room(self.snapshot.weights, name, parameter).zero_()
+            for moment in ("exp_avg", "exp_avg_sq"):
+                _room(self.snapshot.moments, f"{name}/{moment}", parameter).zero_()
+
     def _copy_off_the_device(self) -> None:
         for name, parameter in self.model.named_parameters():  # a tied head comes once
             self._keep(self.snapshot.weights, name, parameter)
@@ -122,12 +134,12 @@ class Saver:
         full = whole(value.detach())
         if not self.accelerator.is_main_process:
             return
-        if name not in kept:
-            kept[name] = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
-        kept[name].copy_(full, non_blocking=True)
+        _room(kept, name, full).copy_(full, non_blocking=True)
 
     def _write(self, state: TrainState) -> None:
         step, begin = state.position.step, time.perf_counter()
+        if sys.platform == "linux":  # where a thread has a priority of its own: training on a CPU comes first
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)
         try:
             if not self.snapshot.is_finite():
                 raise DivergenceError(
@@ -157,6 +169,13 @@ class Saver:
         best = best_step(self.folder.metrics)
         in_use = {} if self.backup is None else {"is_in_use": self.backup.protects}
         checkpoint.prune(self.folder.checkpoints, self.save_total_limit, best, **in_use)
+
+
+def _room(kept: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
+    """Of the same shape, in memory that a GPU can copy to without waiting."""
+    if name not in kept:
+        kept[name] = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+    return kept[name]
 
 
 def _shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:

@@ -1,0 +1,154 @@
+"""How a run bears being killed: at random moments, by `kill -9` of the process, the launcher or one rank, again and again
+until it is done; then its weights are compared with those of a run that nobody touched.
+
+python -m benchmarks.kills --output benchmarks/results/kills-cpu.json
+python -m benchmarks.kills --kills 10 --processes 2
+
+The model is small and every step is saved, with `--save_total_limit 1`, so that most kills fall into the writing or the
+removal of a checkpoint.
+"""
+
+import datetime
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+
+from benchmarks.pretokenize import cpu_name
+from command_line import FlagParser, run
+from training.checkpoint import complete_checkpoints, damage, step_of
+from training.run_folder import RunFolder
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 32,
+    "n_positions": 32,
+    "tokens_per_step": 256,
+    "vocab_size": 300,
+    "resid_pdrop": 0.1,
+    "logging_steps": 1,
+    "eval_steps": 100,
+    "save_steps": 1,
+    "save_total_limit": 1,
+    "torch_compile": "false",
+    "mixed_precision": "no",
+    "sample_tokens": 8,
+    "sample_prompts": "the",
+}
+
+
+@dataclass
+class KillsArguments:
+    kills: int = field(default=24, metadata={"help": "How often to kill."})
+    steps: int = field(default=400, metadata={"help": "Steps of the run."})
+    processes: int = field(default=1, metadata={"help": "Processes of the run: 1 or 2."})
+    seed: int = field(default=0, metadata={"help": "Decides when and what to kill."})
+    output: str | None = field(default=None, metadata={"help": "A JSON file for the result."})
+
+
+def start(folder: Path, text: Path, arguments: KillsArguments) -> subprocess.Popen:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+    if arguments.processes > 1:
+        launch += ["--config_file", "launch/two_cpu_processes.yaml"]
+    settings = {**SETTINGS, "max_steps": arguments.steps, "data": text, "output_dir": folder}
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
+    with (folder.parent / "output.txt").open("a") as output:
+        return subprocess.Popen(
+            [*launch, "train_accelerate.py", *flags],
+            cwd=ROOT,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def everything_of(launcher: subprocess.Popen) -> list[psutil.Process]:
+    try:
+        return psutil.Process(launcher.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill(launcher: subprocess.Popen, chance: random.Random) -> tuple[str, float]:
+    """What was killed, and the seconds until nothing of the job was left."""
+    workers = everything_of(launcher)
+    victim = chance.choice(["launcher", *(f"rank {rank}" for rank in range(len(workers)))])
+    began = time.monotonic()
+    os.kill(launcher.pid if victim == "launcher" else workers[int(victim.split()[1])].pid, signal.SIGKILL)
+    launcher.wait()
+    psutil.wait_procs(workers, timeout=120)
+    left = [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
+    assert not left, f"still there: {left}"
+    return victim, time.monotonic() - began
+
+
+def weights_of(folder: Path) -> str:
+    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in entry.items() if name != "tokens_per_second"} for entry in entries]
+
+
+def main(arguments: list[str]) -> None:
+    (options,), _ = FlagParser((KillsArguments,), __doc__.splitlines()[0]).parse(arguments)
+    chance = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        text = Path(scratch) / "text.txt"
+        words = "the of and a to in is was he for it with as his on be at by".split()
+        text.write_text("\n".join(" ".join(chance.choice(words) for _ in range(8)) for _ in range(8000)))
+        straight, killed = Path(scratch) / "straight", Path(scratch) / "killed"
+        assert start(straight, text, options).wait() == 0, (Path(scratch) / "output.txt").read_text()[-2000:]
+        seen = []
+        while len(seen) < options.kills:
+            launcher = start(killed, text, options)
+            before = RunFolder(killed).newest_step()
+            while launcher.poll() is None and RunFolder(killed).newest_step() <= before:
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0.0, 0.4))
+            if launcher.poll() is not None:
+                break  # done before it could be killed as often as asked
+            half_written = len(list((killed / "checkpoints").glob(".step_*")))
+            victim, seconds = kill(launcher, chance)
+            complete = complete_checkpoints(killed / "checkpoints")
+            damaged = [str(damage(checkpoint)) for checkpoint in complete if damage(checkpoint)]
+            half_written = max(half_written, len(list((killed / "checkpoints").glob(".step_*"))))
+            seen.append({"killed": victim, "seconds_until_all_ended": round(seconds, 2), "complete": len(complete)})
+            seen[-1] |= {"damaged": damaged, "half_written": half_written, "newest": step_of(complete[-1])}
+            print(seen[-1], flush=True)
+        assert start(killed, text, options).wait() == 0, (Path(scratch) / "output.txt").read_text()[-2000:]
+        result = {
+            "machine": f"{os.cpu_count()} cores, {cpu_name()}",
+            "date": datetime.date.today().isoformat(),
+            "torch": torch.__version__,
+            "asked": vars(options),
+            "kills": len(seen),
+            "without_a_complete_checkpoint": sum(kill["complete"] == 0 for kill in seen),
+            "damaged_checkpoints": sum(len(kill["damaged"]) for kill in seen),
+            "with_a_half_written_one": sum(kill["half_written"] > 0 for kill in seen),
+            "same_weights": weights_of(straight) == weights_of(killed),
+            "same_metrics": metrics_of(straight) == metrics_of(killed),
+            "each": seen,
+        }
+    print(json.dumps({name: value for name, value in result.items() if name not in ("each", "machine")}, indent=2))
+    if options.output:
+        Path(options.output).write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,104 @@
+"""What a checkpoint costs: seconds that training waits, seconds that writing takes behind its back, and what a step loses
+meanwhile. On the preset gpt2_small_seed: 134.6M parameters, 1.6 GB a checkpoint.
+
+python -m benchmarks.saving                              # writes benchmarks/results/saving-DEVICE.json
+python -m benchmarks.saving --tokens_per_step 32768 --steps 200 --save_steps 50      # on a GPU
+"""
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks.pretokenize import RESULTS, cpu_name
+from command_line import FlagParser, run
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class SavingArguments:
+    data: str | None = field(
+        default=None, metadata={"help": "A token store of 32,000 tokens; one of Python's own sources where left out."}
+    )
+    tokens_per_step: int = field(default=1024, metadata={"help": "Tokens a step."})
+    steps: int = field(default=24, metadata={"help": "Steps of the run."})
+    save_steps: int = field(default=8, metadata={"help": "Steps between checkpoints."})
+    torch_compile: str = field(default="false", metadata={"help": "As in train_accelerate.py."})
+
+
+def make_store(folder: Path) -> str:
+    command = ["--input", "python-standard-library", "--output", str(folder / "store"), "--vocab_size", "32000"]
+    subprocess.run([sys.executable, "-m", "tokenizer.pretokenize", *command], cwd=ROOT, check=True)
+    return str(folder / "store")
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def main(arguments: list[str]) -> None:
+    (options,), _ = FlagParser((SavingArguments,), __doc__.splitlines()[0]).parse(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        settings = {
+            "config": "presets/gpt2_small_seed.yaml",
+            "data": options.data or make_store(Path(scratch)),
+            "vocab_size": 32000,
+            "output_dir": folder,
+            "tokens_per_step": options.tokens_per_step,
+            "max_steps": options.steps,
+            "save_steps": options.save_steps,
+            "save_total_limit": 1,
+            "logging_steps": 1,
+            "eval_strategy": "no",
+            "max_eval_samples": 1,
+            "sample_tokens": 0,
+            "torch_compile": options.torch_compile,
+        }
+        flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+        launch = ["-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1"]
+        launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "train_accelerate.py"]
+        subprocess.run([sys.executable, *launch, *flags], cwd=ROOT, check=True)
+        events, metrics = lines(folder / "events.jsonl"), lines(folder / "metrics.jsonl")
+        size = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
+    begun = [event for event in events if event["event"] == "saving"]
+    written = [event["seconds"] for event in events if event["event"] == "saved"]
+    seconds = {
+        entry["step"]: options.tokens_per_step / entry["tokens_per_second"]
+        for entry in metrics
+        if "tokens_per_second" in entry
+    }
+    after_a_save = [seconds[event["step"] + 1] for event in begun if event["step"] + 1 in seconds]
+    others = [value for step, value in seconds.items() if (step - 1) % options.save_steps]
+    copying = [event["seconds_copying"] for event in begun]
+    waiting = [event["seconds_waiting"] for event in begun]
+    result = {
+        "command": f"python -m benchmarks.saving {' '.join(arguments)}".strip(),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{os.cpu_count()} cores, {cpu_name()}",
+        "torch": torch.__version__,
+        "checkpoint_bytes": size,
+        "seconds_copying_first": copying[0],
+        "seconds_copying": copying[1:],
+        "seconds_waiting_for_the_save_before": waiting,
+        "seconds_writing": written,
+        "seconds_a_step": round(statistics.median(others), 3),
+        "seconds_of_the_step_after_a_save": [round(value, 3) for value in after_a_save],
+    }
+    path = RESULTS / f"saving-{'cuda' if torch.cuda.is_available() else 'cpu'}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(path.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    run(main)
