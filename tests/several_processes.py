@@ -22,13 +22,18 @@ from torch.profiler import ProfilerActivity, profile
 import train_accelerate
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import sharding
+from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.optim import OptimArguments, build_optimizer
 from training.sharding import Sharding, generating, part_like, shard, whole
-from training.step import NextTokenLoss
+from training.step import NextTokenLoss, Trainer
+from training.tokens import Tokens
 
 CONFIG = GPT2ScratchConfig(
     vocab_size=51, n_positions=16, n_embd=18, n_layer=3, n_head=2
 )  # 51 rows: shares of 26 and 25
+
+
+CPU = torch.device("cpu")
 
 
 def sharded(accelerator: Accelerator, tied: bool = False) -> tuple[GPT2ScratchForCausalLM, torch.nn.Module]:
@@ -98,6 +103,28 @@ def check_a_step_that_is_not_finite_changes_nothing(accelerator: Accelerator) ->
         same = [torch.equal(a, whole(b.detach())) for a, b in zip(before, model.parameters(), strict=True)]
         assert all(same) if found else not any(same)
         assert all(values["step"].item() == expected for values in optimizer.state.values())
+
+
+def check_a_loss_that_is_not_finite_on_one_process_skips_the_step_on_all(accelerator: Accelerator) -> None:
+    torch.manual_seed(0)
+    model = GPT2ScratchForCausalLM(CONFIG)
+    loss, optimizer = accelerator.prepare(
+        NextTokenLoss(model), build_optimizer(model, OptimArguments(), accelerator.device)
+    )
+    plan, order = BatchPlan(16, 2, 1, 2), WindowOrder(3000, 16, seed=0)
+    for poisoned in (False, True, False):
+        ids = torch.zeros(3000, dtype=torch.int16)
+        if poisoned and accelerator.process_index == 1:
+            ids += 50  # only this process reads the token whose embedding is not finite
+        with torch.no_grad():
+            model.transformer.wte.weight[50] = math.inf
+        trainer = Trainer(accelerator, loss, optimizer, TrainBatches(Tokens(ids, CPU), order, plan, 0), 1.0, 0)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        trainer.step(0, 0.1)
+        same = [torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True)]
+        assert all(same) is poisoned
+        everyone = accelerator.gather(model.lm_head.weight.detach()[None])
+        assert torch.equal(everyone[0], everyone[1])
 
 
 def check_the_scaler_of_fp16_sees_what_another_process_found(accelerator: Accelerator) -> None:

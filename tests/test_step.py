@@ -68,6 +68,38 @@ def test_dropout_is_a_function_of_seed_and_step():
     assert loss_of(2, seed=0) != loss_of(2, seed=1)
 
 
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing(poison):
+    """One token has an embedding that is not finite, so that a batch with it has a loss or gradient that is not."""
+    model = fresh()
+    poisoned = trainer(model, 4, 2)
+    batches = [poisoned.batches(step, micro_step).inputs for step in range(60) for micro_step in range(2)]
+    rare = min(range(50), key=lambda token: sum(bool((batch == token).any()) for batch in batches))
+    with_it = [bool((batches[2 * step] == rare).any() or (batches[2 * step + 1] == rare).any()) for step in range(60)]
+    assert True in with_it
+    assert False in with_it
+    with torch.no_grad():
+        model.transformer.wte.weight[rare] = poison
+    state = poisoned.optimizer.state
+    changed, counts = [], []
+    for step in range(60):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        moments = [moment.clone() for values in state.values() for moment in values.values()]
+        loss, grad_norm = poisoned.step(step, 0.001)
+        same = [
+            torch.equal(a.nan_to_num(), b.detach().nan_to_num())
+            for a, b in zip(before, model.parameters(), strict=True)
+        ]
+        changed.append(not all(same))
+        assert bool(loss.isfinite() and grad_norm.isfinite()) is changed[-1]
+        if not changed[-1] and moments:
+            now = [moment for values in state.values() for moment in values.values()]
+            assert all(torch.equal(a, b) for a, b in zip(moments, now, strict=True))
+        counts.append(int(next(iter(state.values()))["step"]) if state else 0)
+    assert changed == [not poisoned_batch for poisoned_batch in with_it]
+    assert counts[-1] == sum(changed)
+
+
 def test_a_step_returns_two_scalars_and_no_logits():
     loss, grad_norm = trainer(fresh(), 4, 1).step(0, 0.01)
     assert loss.shape == grad_norm.shape == ()

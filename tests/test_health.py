@@ -1,0 +1,96 @@
+"""What a run makes of its numbers."""
+
+import math
+import random
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from training.health import WINDOW, DivergenceError, Health, HealthArguments
+
+
+@pytest.fixture
+def health():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+    def make(**arguments) -> Health:
+        return Health(Accelerator(cpu=True), HealthArguments(**arguments))
+
+    return make
+
+
+def feed(health: Health, *losses: float, norm: float = 1.0) -> None:
+    for loss in losses:
+        health.add(torch.tensor(loss), torch.tensor(norm))
+
+
+def noise(n: int) -> list[float]:
+    chance = random.Random(0)
+    return [3.0 + chance.gauss(0, 0.05) for _ in range(n)]
+
+
+def test_a_log_line_tells_the_mean_of_the_steps_that_counted(health):
+    one = health()
+    feed(one, 2.0, math.nan, 4.0)
+    assert one.read(3) is None
+    reading = one.take_reading()
+    assert (reading.loss, reading.grad_norm, reading.skipped) == (3.0, 1.0, 1)
+    feed(one, math.inf)
+    one.read(4)
+    assert one.take_reading().loss is None
+    assert one.is_lost
+
+
+def test_a_gradient_that_is_not_finite_counts_as_skipped_but_not_as_lost(health):
+    one = health()
+    feed(one, 2.0, norm=math.inf)
+    one.read(1)
+    assert one.losses == [None]
+    assert not one.is_lost
+
+
+def test_too_many_in_a_row_end_the_run_and_name_the_weights(health):
+    one = health(max_nonfinite_steps=3)
+    feed(one, 2.0, math.nan, math.nan)
+    one.read(3)
+    feed(one, math.nan)
+    with pytest.raises(DivergenceError, match="3 steps in a row, until step 4") as divergence:
+        one.read(4)
+    assert divergence.value.weights_after == 1  # the last step that changed them
+
+
+def test_a_spike_is_six_deviations_above_what_was_before(health):
+    one = health()
+    losses = noise(200)
+    feed(one, *losses, 3.2, 5.0, 6.0, 3.0)
+    spike = one.read(204)
+    assert (spike.step, spike.last, spike.loss) == (202, 203, 6.0)
+    assert spike.z_score == pytest.approx(37, abs=5)
+    assert len(one.losses) == 204  # no log line has told of them yet
+    one.take_reading()
+    feed(one, 3.0)
+    assert one.read(205) is None
+    assert len(one.losses) == WINDOW
+
+
+def test_no_spike_is_seen_where_there_is_little_to_compare_with(health):
+    one = health()
+    feed(one, *noise(WINDOW // 2 - 1), 9.0)
+    assert one.read(WINDOW // 2) is None
+
+
+def test_reading_in_pieces_finds_the_same(health):
+    losses = [*noise(150), 5.0, *noise(20)]
+    whole, pieces = health(), health()
+    feed(whole, *losses)
+    expected = whole.read(len(losses))
+    found = []
+    for step, loss in enumerate(losses, start=1):
+        feed(pieces, loss)
+        if step % 7 == 0 or step == len(losses):
+            found.append(pieces.read(step))
+    assert [spike for spike in found if spike is not None] == [expected]
+    assert pieces.losses == whole.losses

@@ -1,0 +1,43 @@
+"""Where a run stands in its data: literal numbers, and the definition walked step by step."""
+
+import random
+
+from training.position import Position
+
+
+def walked(position: Position, step: int, sequences: int) -> int:
+    """The definition: from step to step, and behind every range that a step would reach into."""
+    sample = position.sample
+    for now in range(position.step, step + 1):
+        while reached := [end for first, end in position.passed_over if sample < end and sample + sequences > first]:
+            sample = min(reached)
+        if now < step:
+            sample += sequences
+    return sample
+
+
+def test_samples_follow_each_other_and_ranges_are_jumped():
+    position = Position(passed_over=((40, 60),))
+    assert [position.first_sample(step, 10) for step in range(8)] == [0, 10, 20, 30, 60, 70, 80, 90]
+
+
+def test_after_another_batch_size_the_samples_go_on():
+    position = Position(step=3, sample=30, tokens=480).after(5, 10, 16)
+    assert position == Position(step=5, sample=50, tokens=800)
+    assert [position.first_sample(step, 4) for step in (5, 6, 7)] == [50, 54, 58]
+
+
+def test_it_is_the_definition():
+    for seed in range(3000):
+        chance = random.Random(seed)
+        ranges, at = [], 0
+        for _ in range(chance.randint(0, 4)):
+            first = at + chance.randint(0, 30)
+            at = first + chance.randint(1, 30)
+            ranges.append((first, at))
+        position = Position(chance.randint(0, 3), chance.randint(0, 50), passed_over=tuple(ranges))
+        sequences, step = chance.randint(1, 12), position.step + chance.randint(0, 20)
+        expected = walked(position, step, sequences)
+        assert position.first_sample(step, sequences) == expected
+        halfway = position.after(chance.randint(position.step, step), sequences, 1)
+        assert halfway.first_sample(step, sequences) == expected
