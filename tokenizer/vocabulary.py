@@ -218,7 +218,7 @@ def load(name: str | Path) -> PreTrainedTokenizerBase:
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():  # AutoTokenizer would make up an empty one
         raise UserError(f"{name} holds no tokenizer.json, so there is no fast tokenizer to load.")
     try:
-        tokenizer = _tokenizer_class(folder).from_pretrained(str(name))
+        tokenizer = _tokenizer_class(folder).from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:  # the Rust library raises nothing narrower
         raise UserError(f"No tokenizer can be loaded from {name}: {' '.join(str(error).split())[:200]}.") from error
     if not tokenizer.is_fast:
