@@ -16,25 +16,21 @@ from command_line import run
 from training import checkpoint, restart
 from training.backup import Backup
 from training.batches import TrainBatches
-from training.checkpoint import TrainState
 from training.config import TrainConfig, read_config
-from training.course import begin_run, describe_run, end_run, find_start, finish_again
+from training.course import begin_run, describe_end, describe_run, find_start, finish_again
 from training.data import open_store, place_tokens
 from training.device import Setup, decide, describe, on_main, start_accelerator, stop_accelerator
-from training.faults import Guard
-from training.health import Health
 from training.journal import Journal, voice
+from training.keeper import Keeper
 from training.lock import RunLock
 from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
 from training.plan import make_plan
-from training.rollback import respond
 from training.run_folder import RunFolder
 from training.sampling import prompts_of
-from training.saver import Saver
 from training.sharding import shard
 from training.step import NextTokenLoss, Trainer
-from training.stopping import EXIT_CODES, NOT_SAVED, Stopper
+from training.stopping import EXIT_CODES
 from training.validation import Validation
 from training.watchdog import Watchdog
 
@@ -75,84 +71,62 @@ def train(
     kept, backup_dir = config.checkpoint.save_total_limit, config.backup.backup_dir
     backup = Backup(backup_dir, folder, kept, say) if backup_dir is not None else None
     start = find_start(config, plan, folder, backup, accelerator)
-    plan, first_step = start.plan, start.step
+    plan = start.plan
     if start.is_finished:
         say(on_main(accelerator, lambda: finish_again(start, folder)))
         return None
     accelerator.wait_for_everyone()  # all have read the run folder before it changes
     on_main(accelerator, lambda: begin_run(start, config, folder, backup))
 
-    # Build: model, optimizer, and batches that are a function of the step.
-    torch.manual_seed(config.seed)
-    model = build_model(plan.model, start.checkpoint, config.device)
-    accelerator.gradient_accumulation_steps = plan.batches.accumulation
-    loss = NextTokenLoss(model).train()
-    loss = shard(loss, accelerator, setup.sharding) if setup.shards(accelerator) else accelerator.prepare(loss)
-    optimizer = accelerator.prepare(build_optimizer(model, config.optim, accelerator.device))
-    if start.checkpoint is not None:
-        checkpoint.load_optimizer(start.checkpoint, model, optimizer)
-    if start.state.grad_scaler and accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(start.state.grad_scaler)
-    batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, plan.position)
-    trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
-    health = Health(accelerator, config.health, start.state.losses, start.state.unlogged)
-    saver = Saver(folder, model, optimizer, tokenizer, accelerator, first_step, kept, backup)
-    watchdog.before_leaving = saver.finish
-    hardware = describe(accelerator, setup, config.device)
-    validation = Validation(
-        config, plan, folder, store, eval_tokens, tokenizer, prompts, model, loss, accelerator, hardware
-    )
-    say(describe_run(start, folder, store.folder, hardware, setup.notes, model.num_parameters()))
+    # Whatever goes wrong from here on, the keeper leaves the run in order.
+    with Keeper(config, start, folder, backup, accelerator, watchdog) as keeper:
+        # Build: model, optimizer, and batches that are a function of the step.
+        torch.manual_seed(config.seed)
+        model = build_model(plan.model, start.checkpoint, config.device)
+        accelerator.gradient_accumulation_steps = plan.batches.accumulation
+        loss = NextTokenLoss(model).train()
+        loss = shard(loss, accelerator, setup.sharding) if setup.shards(accelerator) else accelerator.prepare(loss)
+        optimizer = accelerator.prepare(build_optimizer(model, config.optim, accelerator.device))
+        if start.checkpoint is not None:
+            checkpoint.load_optimizer(start.checkpoint, model, optimizer)
+        if start.state.grad_scaler and accelerator.scaler is not None:
+            accelerator.scaler.load_state_dict(start.state.grad_scaler)
+        batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, plan.position)
+        trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
+        keeper.keep(model, optimizer, tokenizer)
+        hardware = describe(accelerator, setup, config.device)
+        validation = Validation(
+            config, plan, folder, store, eval_tokens, tokenizer, prompts, model, loss, accelerator, hardware
+        )
+        say(describe_run(start, folder, store.folder, hardware, setup.notes, model.num_parameters()))
 
-    def read_health(step: int) -> None:
-        spike = health.read(step)
-        if spike is not None:
-            respond(spike, config.health.on_spike, plan, folder, accelerator, saver, journal.say)
-
-    def save(step: int) -> None:
-        read_health(step)
-        if health.is_lost and step == plan.max_steps:
-            raise health.divergence(f"The loss is not finite at the last step, {step:,}")
-        if health.is_lost:
-            return  # these weights are not worth saving; if they recover, the next save is theirs
-        saver.save(TrainState(plan.after(step), plan.settings, tuple(health.losses), health.unlogged))
-
-    # Train: learn, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
-    with (
-        Stopper(config.stopping, accelerator.num_processes, saver.is_writing) as stopper,
-        Guard(folder, plan, config.batch.per_device_train_batch_size, stopper, watchdog),
-        saver,
-        Journal(folder.metrics, accelerator, plan.max_steps, first_step, setup.torch_compile) as journal,
-    ):
-        journal.start_trackers(folder.path.name, config.flat())
-        if first_step == 0:
-            validation.write_some_text(0, journal, aloud=True)
-        if start.owes_validation:
-            validation.run(first_step, journal, stopper.agreed)
-        step = first_step
-        while step < plan.max_steps and not stopper.agreed():
-            watchdog.phase = f"step {step + 1:,}"
-            learning_rate = learning_rate_at(step, plan.max_steps, config.optim)
-            step_loss, grad_norm = trainer.step(step, learning_rate)
-            step += 1
-            health.add(step_loss, grad_norm)
-            journal.count(step_loss, plan.tokens_per_step)
-            if plan.is_due("steps", config.journal.logging_steps, step):
-                read_health(step)
-                journal.log(step, plan.epoch(step), learning_rate, health.take_reading(), plan.after(step).tokens)
-            with journal.pause():
-                if plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, step):
-                    save(step)
-                if plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, step):
-                    validation.run(step, journal, stopper.agreed)
-            if saver.failed:
-                stopper.request(NOT_SAVED)
-        reason = stopper.agreed()
-        if step != saver.saved_step and reason != NOT_SAVED:
-            save(step)
-        on_main(accelerator, saver.wait)
-    say(on_main(accelerator, lambda: end_run(folder, plan, step, reason, prompts[0], backup)))
-    return reason
+        # Train: learn, look, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
+        with Journal(folder.metrics, accelerator, plan.max_steps, start.step, setup.torch_compile) as journal:
+            journal.start_trackers(folder.path.name, config.flat())
+            if start.step == 0:
+                validation.write_some_text(0, journal, aloud=True)
+            if start.owes_validation:
+                validation.run(start.step, journal, keeper.stops)
+            for step in keeper.steps():
+                learning_rate = learning_rate_at(step, plan.max_steps, config.optim)
+                step_loss, grad_norm = trainer.step(step, learning_rate)
+                keeper.watch(step_loss, grad_norm)
+                journal.count(step_loss, plan.tokens_per_step)
+                done = step + 1
+                logs = plan.is_due("steps", config.journal.logging_steps, done)
+                saves = plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, done)
+                validates = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, done)
+                if logs or saves or validates:
+                    keeper.read(done)  # the only place that waits for the device
+                if logs:
+                    journal.log(done, plan.epoch(done), learning_rate, keeper.take_reading(), plan.after(done).tokens)
+                with journal.pause():
+                    if saves:
+                        keeper.save(done)
+                    if validates:
+                        validation.run(done, journal, keeper.stops)
+    say(describe_end(folder, plan, keeper.step, keeper.reason, prompts[0]))
+    return keeper.reason
 
 
 def main_or_restart(arguments: list[str]) -> None:

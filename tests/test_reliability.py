@@ -429,8 +429,7 @@ def test_rollback_passes_over_the_batches_of_a_spike(launch, noisy_store, tmp_pa
     assert result.returncode == 0, result.stderr
     events = lines(run / "events.jsonl")
     spike = next(event for event in events if event["event"] == "spike")
-    resumed = events[events.index(spike) + 1]
-    assert resumed["event"] == "resumed"
+    resumed = next(event for event in events[events.index(spike) :] if event["event"] == "resumed")
     assert resumed["step"] == (spike["step"] - 2) // 50 * 50
     assert "passing over samples" in resumed["because"]
     state = json.loads((run / "checkpoints" / "step_00000400" / "training_state" / "state.json").read_text())

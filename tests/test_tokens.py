@@ -66,16 +66,19 @@ class Advice:
     """Stands for a map, and notes what the system is told."""
 
     def __init__(self, size: int):
-        self.size = size
+        self.length = size
         self.ranges = []
 
     def __len__(self) -> int:
-        return self.size
+        return self.length
+
+    def size(self) -> int:
+        return self.length
 
     def madvise(self, option: int, start: int, size: int) -> None:
         assert option == mmap.MADV_WILLNEED
         assert start % mmap.PAGESIZE == 0
-        assert 0 < size <= self.size - start
+        assert 0 < size <= self.length - start
         self.ranges.append((start, start + size))
 
     def covers(self, first_byte: int, end: int) -> bool:

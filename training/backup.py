@@ -73,6 +73,7 @@ class Backup:
         self.may_replace = False
         self.was_there = False
         self.own: set[str] = set()  # names of what this process copied or began to
+        self.forgotten_from: int | None = None
         self.copied: str | None = None  # the newest of them that is there
         self.passed_over: set[Path] = set()
         self.problem: str | None = None  # what the drive last answered, until it is back
@@ -195,6 +196,19 @@ class Backup:
         with self._change:
             return checkpoint in (self._waiting, self._copying)
 
+    def forget_from(self, step: int) -> None:
+        """Removes its checkpoints after `step` and more steps, which the run has taken back. Nothing is copied any more."""
+        with self._change:
+            self._waiting, self.forgotten_from = None, step
+        try:
+            for checkpoint in complete_checkpoints(self.there.checkpoints):
+                if step_of(checkpoint) >= step and (self.may_replace or checkpoint not in self._strangers()):
+                    remove(checkpoint)
+        except OSError as error:
+            self._tell(
+                f"WARNING: checkpoints of step {step:,} and more stay in {self.there.path} ({_reason(error)}); delete them."
+            )
+
     def finish(self, timeout: float = 600.0) -> None:
         """Waits at most `timeout` seconds for what is not yet copied; a drive that is gone is tried once more."""
         if self._thread is None:
@@ -286,7 +300,10 @@ class Backup:
         self.own.add(checkpoint.name)
         self._copy_files()  # before the checkpoint counts, so that the log always reaches it
         if not _is_copy(self.there.checkpoints / checkpoint.name, checkpoint):
-            copy_checkpoint(checkpoint, self.there.checkpoints)
+            copied = copy_checkpoint(checkpoint, self.there.checkpoints)
+            if self.forgotten_from is not None and step_of(checkpoint) >= self.forgotten_from:
+                remove(copied)
+                return
         self._copy_files()  # again: copying takes long, and the validation of this step may be there by now
         for stranger in strangers:
             if stranger.name != checkpoint.name:

@@ -14,6 +14,7 @@ from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
 from tokenizer.recipe import Recipe
+from tokenizer.store import write_whole
 from tokenizer.vocabulary import VocabularyArguments
 from training.backup import BackupArguments
 from training.batches import BatchArguments
@@ -156,4 +157,4 @@ def write_config(config: TrainConfig, path: Path) -> None:
     """A file that `--config` reads back to the same run."""
     told_elsewhere = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change"}
     content = {name: value for name, value in config.flat().items() if value is not None and name not in told_elsewhere}
-    path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    write_whole(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

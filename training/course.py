@@ -1,11 +1,12 @@
 """The course of a run: where it starts, at its first step or after a checkpoint; how it begins, and how it ends."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from errors import UserError
 from training import checkpoint as checkpoints
 from training import restart
 from training.backup import Backup
@@ -15,7 +16,8 @@ from training.config import TrainConfig, write_config
 from training.device import on_main
 from training.journal import has_evaluation, say
 from training.plan import Plan
-from training.run_folder import RunFolder, begin, is_checkpoint, open_run
+from training.resume import choose_checkpoint
+from training.run_folder import RunFolder, begin, is_checkpoint
 from training.status import record, write_status
 
 
@@ -30,6 +32,10 @@ class Start:
     @property
     def step(self) -> int:
         return self.state.position.step
+
+    def is_own(self, folder: RunFolder) -> bool:
+        """Whether the checkpoint is the run's, which it goes on with, and not another's, which it branches off from."""
+        return self.checkpoint is not None and self.checkpoint.parent.resolve() == folder.checkpoints.resolve()
 
     @property
     def is_finished(self) -> bool:
@@ -47,7 +53,7 @@ def find_start(
 
     def choose() -> Path | None:
         is_restart, allowed = bool(restart.restarted()), config.changes.allowed
-        return open_run(config.run, config.flat(), allowed, backup, is_restart, say)
+        return choose_checkpoint(config.run, config.flat(), allowed, backup, is_restart, say)
 
     chosen = on_main(accelerator, choose)
     if chosen is None:
@@ -55,9 +61,9 @@ def find_start(
     state, changes = compare(chosen, plan.model, plan.settings, config.changes)
     plan = plan.going_on(state.position, state.settings)
     is_due = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, state.position.step)
-    is_own = chosen.parent.resolve() == folder.checkpoints.resolve()
-    has_it = on_main(accelerator, lambda: has_evaluation(folder.metrics, state.position.step))
-    return Start(chosen, state, plan, changes, owes_validation=is_due and is_own and not has_it)
+    start = Start(chosen, state, plan, changes)
+    has_it = on_main(accelerator, lambda: has_evaluation(folder.metrics, start.step))
+    return replace(start, owes_validation=is_due and start.is_own(folder) and not has_it)
 
 
 def begin_run(start: Start, config: TrainConfig, folder: RunFolder, backup: Backup | None) -> None:
@@ -66,13 +72,16 @@ def begin_run(start: Start, config: TrainConfig, folder: RunFolder, backup: Back
     Raises:
         UserError: the folder cannot be written.
     """
-    begin(folder, start.step, start.checkpoint)
-    write_config(config, folder.config)
+    try:
+        begin(folder, start.step, start.checkpoint)
+        write_config(config, folder.config)
+    except OSError as error:
+        raise UserError(f"{folder.path} cannot be written ({error.strerror}); name another --output_dir.") from error
     if backup is not None:
         named = config.run.resume_from_checkpoint
         goes_back = config.run.overwrite_output_dir or (named is not None and is_checkpoint(Path(named)))
         backup.begin(start.step, may_replace=goes_back or bool(restart.restarted()))
-        if start.checkpoint is not None and start.checkpoint.parent == folder.checkpoints:
+        if start.is_own(folder):
             backup.submit(start.checkpoint)
     write_status(folder.status, "running", start.step)
     details: dict[str, Any] = {"batches": asdict(start.plan.batches)}
@@ -101,13 +110,8 @@ def describe_run(
     )
 
 
-def end_run(folder: RunFolder, plan: Plan, step: int, reason: str | None, prompt: str, backup: Backup | None) -> str:
-    """Notes how the run ended; `reason`: why before its end, or None. Returns what to say."""
-    if backup is not None:
-        backup.finish()
-    state = "finished" if reason is None else "stopped"
-    write_status(folder.status, state, folder.newest_step(), reason or "")
-    record(folder.events, state, step, **({"because": reason} if reason else {}))
+def describe_end(folder: RunFolder, plan: Plan, step: int, reason: str | None, prompt: str) -> str:
+    """What the user reads last; `reason`: why the run stopped after `step` steps, None at its end."""
     if reason is not None:
         return (
             f"\nStopped after step {step:,} of {plan.max_steps:,} ({reason}); {folder.last_good()}. To go on, the same command, "

@@ -171,17 +171,19 @@ def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
     """What the main process finds, on every process.
 
     Raises:
-        UserError: what it raised there, on every process.
+        UserError: on the other processes, whatever was raised on the main one.
     """
     found: list = [None, None]
+    error = None
     if accelerator.is_main_process:
         try:
             found[0] = find()
-        except UserError as error:
-            found[1] = str(error)
+        except Exception as failure:
+            error = failure
+            found[1] = str(failure) or type(failure).__name__
     found, problem = broadcast_object_list(found)
     if problem is not None:
-        raise UserError(problem)
+        raise error or UserError(problem)
     return found
 
 

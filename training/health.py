@@ -21,7 +21,7 @@ ENOUGH = WINDOW // 2  # to compare with
 @dataclass
 class HealthArguments:
     max_nonfinite_steps: int = field(
-        default=20, metadata={"help": "Stop after this many steps in a row whose loss or gradient is not a number."}
+        default=20, metadata={"help": "Stop after this many steps in a row whose loss or gradient is not finite."}
     )
     spike_z_score: float = field(
         default=6.0,
@@ -45,7 +45,7 @@ class DivergenceError(UserError):
     """Training has left the numbers: what `weights_after` so many steps compute is not finite."""
 
     def __init__(self, what: str, weights_after: int | None = None):
-        super().__init__(f"{what}: training has diverged. Lower learning_rate or raise warmup_steps.")
+        super().__init__(f"{what}: training has diverged. Lower learning_rate or raise warmup_steps, and resume.")
         self.weights_after = weights_after
 
 
@@ -123,7 +123,8 @@ class Health:
         window = [value for value in self.losses[-WINDOW:] if value is not None]
         if len(window) < ENOUGH:
             return before
-        mean, deviation = statistics.fmean(window), statistics.stdev(window)
+        mean = statistics.fmean(window)
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in window) / (len(window) - 1))
         if loss <= mean + limit * deviation or deviation == 0:
             return before
         if before is None:

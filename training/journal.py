@@ -18,6 +18,7 @@ from accelerate.utils import LoggerType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from tokenizer.store import write_whole
 from training.health import Reading
 
 
@@ -195,9 +196,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def forget_after(path: Path, step: int) -> None:
     """Takes out what was logged after the checkpoint that a run resumes from, so that the file reads as one run."""
     entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
-    fresh = path.with_name(f".{path.name}.unfinished")
-    fresh.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
-    os.replace(fresh, path)
+    write_whole(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def has_evaluation(path: Path, step: int) -> bool:

@@ -22,6 +22,7 @@ from training.position import Position
 from training.sharding import bytes_of_one
 
 BYTES_PER_PARAMETER = 16  # fp32 weight and gradient, and AdamW's two moments
+BYTES_OF_THE_COPY = 12  # that is saved while training goes on; it lies in the memory of the machine
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: A
     embeddings = (model.vocab_size * (1 if model.tie_word_embeddings else 2) + model.n_positions) * width
     bytes_per_value = 4 if accelerator.mixed_precision == "no" else 2
     trained_bytes = BYTES_PER_PARAMETER * (blocks + embeddings)
+    if accelerator.device.type != "cuda":
+        trained_bytes += BYTES_OF_THE_COPY * (blocks + embeddings)
     if sharded:
         trained_bytes = bytes_of_one(trained_bytes, blocks + embeddings, accelerator.num_processes)
     largest = largest_micro_batch(model, free - reserved, trained_bytes, bytes_per_value)

@@ -4,56 +4,33 @@ PaLM (Chowdhery et al. 2022, section 5.1) did this by hand: the batches were not
 weights they met.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from training import checkpoint as checkpoints
-from training.device import on_main
+from training.backup import Backup
 from training.health import Spike
 from training.plan import Plan
 from training.restart import Restart, remembering
-from training.run_folder import RunFolder, forget_checkpoints_from
-from training.saver import Saver
-from training.status import record
+from training.run_folder import RunFolder
 
 MOST_IN_A_ROW = 3  # from one checkpoint: what is still wrong then is not the batches
 
 
-def respond(
-    spike: Spike,
-    on_spike: str,
-    plan: Plan,
-    folder: RunFolder,
-    accelerator: Accelerator,
-    saver: Saver,
-    say: Callable[[str], None],
-) -> None:
-    """Says it, notes it, and goes back if `on_spike` is `rollback`. Called by every process.
+def go_back(spike: Spike, plan: Plan, folder: RunFolder, backup: Backup | None, accelerator: Accelerator) -> None:
+    """Returns where going back has not helped before. Called by every process, while nothing is being saved.
 
     Raises:
         Restart: from the checkpoint, with the batches to pass over.
     """
-    say(f"WARNING: {spike}.")
-    if accelerator.is_main_process:
-        record(folder.events, "spike", spike.step, loss=spike.loss, z_score=round(spike.z_score, 2), last=spike.last)
-    if on_spike == "rollback":
-        on_main(accelerator, saver.wait)
-        _go_back(spike, plan, folder, accelerator)
-        say("Going back has not helped before; the run goes on. A lower learning_rate might.")
-
-
-def _go_back(spike: Spike, plan: Plan, folder: RunFolder, accelerator: Accelerator) -> None:
-    """Returns where going back has not helped before."""
     good = checkpoint_before(spike, folder.checkpoints)
     tried = sum(first >= _sample_of(good) for first, _ in plan.position.passed_over)
     accelerator.wait_for_everyone()  # all have looked
     if tried >= MOST_IN_A_ROW:
         return
-    if accelerator.is_main_process:
-        # Later ones learned from what is passed over.
-        forget_checkpoints_from(checkpoints.step_of(good) + 1 if good is not None else 0, folder)
+    if accelerator.is_main_process:  # later ones learned from what is passed over
+        forget_checkpoints_from(checkpoints.step_of(good) + 1 if good is not None else 0, folder, backup)
     first, end = samples_to_pass_over(spike, plan)
     where = good.name if good is not None else "the beginning"
     reason = f"{spike}: going back to {where}, and passing over samples {first:,} to {end - 1:,}."
@@ -72,6 +49,18 @@ def checkpoint_before(spike: Spike, folder: Path) -> Path | None:
     """The newest one whose weights no batch has touched that will be passed over."""
     before = [path for path in checkpoints.complete_checkpoints(folder) if checkpoints.step_of(path) <= spike.step - 2]
     return before[-1] if before else None
+
+
+def forget_checkpoints_from(step: int, folder: RunFolder, backup: Backup | None) -> None:
+    """Removes those after `step` and more steps, from the backup too; the last one that stays is the model to use."""
+    if backup is not None:
+        backup.forget_from(step)
+    complete = checkpoints.complete_checkpoints(folder.checkpoints)
+    kept = [checkpoint for checkpoint in complete if checkpoints.step_of(checkpoint) < step]
+    for checkpoint in complete[len(kept) :]:
+        checkpoints.remove(checkpoint)
+    if kept and len(kept) < len(complete):
+        checkpoints.copy_model(kept[-1], folder.model)
 
 
 def _sample_of(checkpoint: Path | None) -> int:

@@ -1,13 +1,13 @@
-"""The run folder: what lies where, and whether a run may begin, go on, or is over.
+"""The run folder: what lies where.
 
 runs/x/
     config.yaml      every setting; `--config` runs it again
     metrics.jsonl    one object a log line
     events.jsonl     what happened to the run, and when; status.json: how it stands
     samples.md       what the model wrote at each validation
-    report.md        the run told in one page, with plots
+    report.md        the run told in one page, with its loss.png
     checkpoints/     see checkpoint.py
-    model/           the model to use: the newest checkpoint's, without its training state
+    model/           the model to use: the newest checkpoint's, without its training state; hub/: what was published
 """
 
 import json
@@ -15,17 +15,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from command_line import read_yaml
 from errors import UserError
 from training import checkpoint as checkpoints
-from training.changes import NOT_THE_RUN
 from training.journal import forget_after
 from training.sampling import forget_samples_after
-
-if TYPE_CHECKING:
-    from training.backup import Backup  # which knows run folders itself
 
 CONFIG_FILE = "config.yaml"
 
@@ -98,107 +92,6 @@ class RunFolder:
         )
 
 
-def open_run(
-    arguments: RunArguments,
-    settings: dict[str, Any],
-    allowed: set[str],
-    backup: "Backup | None",
-    is_restart: bool,
-    say: Callable[[str], None],
-) -> Path | None:
-    """Decides what this command means for the folder; returns the checkpoint to go on from, None for a new run.
-
-    `allowed` names the settings that may be others than the run's. After a restart, the run goes on in its own folder,
-    whatever the command says about beginning. Only what a backup has and the folder has not is written; a new run's
-    folder is made by `begin`.
-
-    Raises:
-        UserError: the folder holds another run or something else; the checkpoint is missing or damaged.
-    """
-    folder = RunFolder(arguments.output_dir)
-    if folder.path.exists() and not folder.path.is_dir():
-        raise UserError(f"{folder.path} is a file; name another --output_dir.")
-    # Names with a dot are a lock's, or of a restoring that was killed.
-    empty = not folder.path.exists() or all(path.name.startswith(".") for path in folder.path.iterdir())
-    if not empty and not folder.config.is_file():
-        raise UserError(f"{folder.path} exists and is not a run folder; name another --output_dir.")
-    has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
-    if is_restart and has_begun:
-        return folder.newest_checkpoint(say)
-    if arguments.resume_from_checkpoint is not None:
-        source = Path(arguments.resume_from_checkpoint)
-        branch = run_of(source).resolve() != folder.path.resolve()
-        if branch and not empty and not arguments.overwrite_output_dir:
-            raise UserError(f"{folder.path} holds another run; name a new --output_dir to branch off from {source}.")
-        return _named_checkpoint(source, folder, None if branch else backup, say)
-    if arguments.overwrite_output_dir:
-        return None
-    if has_begun:  # otherwise there is nothing to lose
-        _refuse_another(folder.path, read_yaml(folder.config), settings, allowed)
-    return _newest(folder, backup, settings, allowed, say)
-
-
-def _newest(
-    folder: RunFolder,
-    backup: "Backup | None",
-    settings: dict[str, Any] | None,
-    allowed: set[str],
-    say: Callable[[str], None],
-) -> Path | None:
-    """The newest checkpoint of the folder and its backup, which is copied here. `settings` (None: the run's own) must be
-    those of the run in the backup."""
-    try:
-        here = folder.newest_checkpoint(say)
-    except UserError:
-        if backup is None or backup.newest(None) is None:
-            raise
-        here = None
-    after = checkpoints.step_of(here) if here is not None else None
-    if backup is None or backup.newest(after) is None:
-        return here
-    if settings is not None:
-        _refuse_another(backup.there.path, backup.settings() or {}, settings, allowed)
-    return backup.restore(after) or here
-
-
-def _refuse_another(folder: Path, before: dict[str, Any], settings: dict[str, Any], allowed: set[str]) -> None:
-    """
-    Raises:
-        UserError: the run in the folder has other settings, which are named.
-    """
-    changed = [
-        f"{name} {before.get(name)} -> {value}"
-        for name, value in settings.items()
-        if name not in NOT_THE_RUN | allowed and str(before.get(name)) != str(value)
-    ]
-    if changed:
-        raise UserError(
-            f"{folder} holds another run ({', '.join(changed)}); name another --output_dir, go on with it by "
-            f"--resume_from_checkpoint {folder}, or delete it by --overwrite_output_dir."
-        )
-
-
-def _named_checkpoint(source: Path, folder: RunFolder, backup: "Backup | None", say: Callable[[str], None]) -> Path:
-    if not is_checkpoint(source):
-        newest = _newest(RunFolder(run_of(source)), backup, None, set(), say)
-        if newest is None:
-            raise UserError(
-                f"{source} has no complete checkpoint to resume from; start it anew with the first command."
-            )
-        return newest
-    if not (source / checkpoints.MANIFEST).is_file():
-        raise UserError(f"{source} was never finished (it has no {checkpoints.MANIFEST}); resume from another one.")
-    if problem := checkpoints.damage(source):
-        raise UserError(f"{source} is damaged: {problem}. Resume from another one.")
-    newer = [path for path in checkpoints.complete_checkpoints(folder.checkpoints) if path.name > source.name]
-    if newer and source.resolve().parent == folder.checkpoints.resolve():
-        raise UserError(
-            f"{folder.path} went on to {newer[-1].name} after {source.name}; name another --output_dir to branch off, "
-            f"or delete the later checkpoints."
-        )
-    return source
-
-
 def is_checkpoint(path: Path) -> bool:
     return path.name.startswith("step_") and path.parent.name == "checkpoints"
 
@@ -240,35 +133,18 @@ def run_of(path: Path) -> Path:
 
 
 def begin(folder: RunFolder, first_step: int, resume_from: Path | None) -> None:
-    """Makes the folder ready: a new run finds nothing of an old one, a resumed run nothing of later steps.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Makes the folder ready: a new run finds nothing of an old one, a resumed run nothing of later steps."""
     own = resume_from is not None and run_of(resume_from).resolve() == folder.path.resolve()
-    try:
-        checkpoints.sweep(folder.checkpoints)
-        if own:
-            if not folder.model.exists():  # killed while it was replaced
-                checkpoints.copy_model(resume_from, folder.model)
-            forget_after(folder.metrics, first_step)
-            forget_samples_after(folder.samples, first_step)
-        else:
-            for inside in folder.contents:
-                shutil.rmtree(inside) if inside.is_dir() else inside.unlink(missing_ok=True)
-        folder.checkpoints.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder.path} cannot be written ({error.strerror}); name another --output_dir.") from error
-
-
-def forget_checkpoints_from(step: int, folder: RunFolder) -> None:
-    """Removes those after `step` and more steps; the model of the last one that stays is the model to use."""
-    complete = checkpoints.complete_checkpoints(folder.checkpoints)
-    kept = [checkpoint for checkpoint in complete if checkpoints.step_of(checkpoint) < step]
-    for checkpoint in complete[len(kept) :]:
-        checkpoints.remove(checkpoint)
-    if kept and len(kept) < len(complete):
-        checkpoints.copy_model(kept[-1], folder.model)
+    checkpoints.sweep(folder.checkpoints)
+    if own:
+        if not folder.model.exists():  # killed while it was replaced
+            checkpoints.copy_model(resume_from, folder.model)
+        forget_after(folder.metrics, first_step)
+        forget_samples_after(folder.samples, first_step)
+    else:
+        for inside in folder.contents:
+            shutil.rmtree(inside) if inside.is_dir() else inside.unlink(missing_ok=True)
+    folder.checkpoints.mkdir(parents=True, exist_ok=True)
 
 
 def _refuse_links_of_index(model: Path) -> None:

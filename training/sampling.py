@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from errors import UserError
-from tokenizer.store import TokenStore
+from tokenizer.store import TokenStore, write_whole
 from tokenizer.vocabulary import is_character
 
 OPENING_TOKENS = 16  # of a validation document, where no prompts are given
@@ -158,7 +158,7 @@ def forget_samples_after(path: Path, step: int) -> None:
     if path.is_file():
         sections = re.split(r"^(?=## step \d+$)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
         kept = [section for section in sections if section.strip() and int(section.split()[2]) <= step]
-        path.write_text("".join(kept), encoding="utf-8")
+        write_whole(path, "".join(kept))
 
 
 def fenced(text: str) -> str:

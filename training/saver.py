@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread, get_native_id
@@ -38,37 +39,28 @@ class Saver:
     def __init__(
         self,
         folder: RunFolder,
-        model: GPT2ScratchForCausalLM,
-        optimizer: torch.optim.Optimizer,
-        tokenizer: PreTrainedTokenizerBase,
         accelerator: Accelerator,
         first_step: int,
         save_total_limit: int | None,
         backup: Backup | None,
     ):
         self.folder = folder
-        self.model, self.optimizer, self.tokenizer = model, optimizer, tokenizer
         self.accelerator = accelerator
+        self.saved_step = first_step
         self.save_total_limit = save_total_limit
         self.backup = backup
-        self.shell = _shell_of(model)
         self.snapshot = Snapshot()  # the same memory for every save
         self.thread: Thread | None = None
         self.failure: BaseException | None = None
-        self.saved_step = first_step
 
-    def __enter__(self) -> "Saver":
+    def keep(
+        self, model: GPT2ScratchForCausalLM, optimizer: torch.optim.Optimizer, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """What is saved from now on. Finds the memory for its copy while the first step is being made ready."""
+        self.model, self.optimizer, self.tokenizer = model, optimizer, tokenizer
+        self.shell = _shell_of(model)
         if self.accelerator.is_main_process:
-            self.thread = Thread(target=self._make_room, name="saver")  # while the first step is being made ready
-            self.thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Whatever ended the run: what was being saved is saved."""
-        if self.thread is not None:
-            self.thread.join()
-        if kind is not None and self.backup is not None:
-            self.backup.finish()
+            self._begin(self._make_room)
 
     def save(self, state: TrainState) -> None:
         """Begins to save; notes the seconds that training waited for it.
@@ -84,8 +76,7 @@ class Saver:
         self._copy_off_the_device()
         self.saved_step = state.position.step
         if self.accelerator.is_main_process:
-            self.thread = Thread(target=self._write, args=(state,), name="saver")
-            self.thread.start()
+            self._begin(self._write, state)
             seconds = {"seconds_waiting": waited - begin, "seconds_copying": time.perf_counter() - waited}
             seconds = {name: round(value, 4) for name, value in seconds.items()}
             record(self.folder.events, "saving", self.saved_step, **seconds)
@@ -108,10 +99,20 @@ class Saver:
     def is_writing(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
-    def finish(self) -> None:
-        """Waits; for a thread that is about to end the process."""
+    def join(self) -> None:
+        """As `wait`, for whoever is about to leave: a failure is not raised."""
         if (thread := self.thread) is not None:
             thread.join()
+
+    def _begin(self, work: Callable[..., None], *arguments: TrainState) -> None:
+        self.thread = Thread(target=self._try, args=(work, *arguments), name="saver")
+        self.thread.start()
+
+    def _try(self, work: Callable[..., None], *arguments: TrainState) -> None:
+        try:
+            work(*arguments)
+        except Exception as error:
+            self.failure = error
 
     def _make_room(self) -> None:
         """Touches the memory of the snapshot, so that the first save does not wait for the system to find it."""
@@ -127,8 +128,8 @@ class Saver:
         for parameter, values in self.optimizer.state.items():
             for key, value in values.items():
                 self._keep(self.snapshot.moments, f"{names[parameter]}/{key}", value)
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize()
+        if self.accelerator.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def _keep(self, kept: dict[str, torch.Tensor], name: str, value: nn.Parameter | torch.Tensor) -> None:
         full = whole(value.detach())
@@ -140,41 +141,49 @@ class Saver:
         step, begin = state.position.step, time.perf_counter()
         if sys.platform == "linux":  # where a thread has a priority of its own: training on a CPU comes first
             os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)
+        if not self.snapshot.is_finite():
+            raise DivergenceError(
+                f"Weights or moments are not finite after step {step:,}, which is therefore not saved"
+            )
         try:
-            if not self.snapshot.is_finite():
-                raise DivergenceError(
-                    f"Weights or moments are not finite after step {step:,}, which is therefore not saved"
-                )
             _refuse_full_disk(self.folder.checkpoints, self.snapshot.n_bytes)
             saved = checkpoint.write(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
-            record(self.folder.events, "saved", step, seconds=round(time.perf_counter() - begin, 4))
+            seconds = round(time.perf_counter() - begin, 4)
             checkpoint.copy_model(saved, self.folder.model)
-            self.prune()
-            if self.backup is not None:
-                self.backup.submit(saved)
-            write_status(self.folder.status, "running", step)
-        except UserError as error:
-            self.failure = error
+            self._prune()
         except Exception as error:
             problem = checkpoint.as_os_error(error)
             if not isinstance(problem, OSError):
-                self.failure = error
-                return
-            self.failure = UserError(
+                raise
+            raise UserError(
                 f"The checkpoint of step {step:,} could not be written to {self.folder.checkpoints}: "
                 f"{problem.strerror or problem}; {self.folder.last_good()}. Mend that and resume."
-            )
+            ) from error
+        if self.backup is not None:
+            self.backup.submit(saved)
+        record(self.folder.events, "saved", step, seconds=seconds)
+        write_status(self.folder.status, "running", step)
 
-    def prune(self) -> None:
+    def _prune(self) -> None:
         best = best_step(self.folder.metrics)
-        in_use = {} if self.backup is None else {"is_in_use": self.backup.protects}
-        checkpoint.prune(self.folder.checkpoints, self.save_total_limit, best, **in_use)
+        in_use = self.backup.protects if self.backup is not None else lambda path: False
+        checkpoint.prune(self.folder.checkpoints, self.save_total_limit, best, in_use)
 
 
 def _room(kept: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
-    """Of the same shape, in memory that a GPU can copy to without waiting."""
+    """Of the same shape, in memory that a GPU can copy to without waiting.
+
+    Raises:
+        UserError: the machine has no such memory left.
+    """
     if name not in kept:
-        kept[name] = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+        try:
+            kept[name] = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+        except (RuntimeError, MemoryError) as error:
+            raise UserError(
+                "There is not enough memory in the machine (not on its GPU) for the copy of weights and moments that is saved, "
+                "12 bytes a parameter; free some, or use a machine with more."
+            ) from error
     return kept[name]
 
 

@@ -1,12 +1,14 @@
 """What becomes of a run, for people and programs that look in from outside.
 
 status.json    how it stands: running, finished, stopped or failed; why; the step of its newest checkpoint
-events.jsonl   what happened to it, one object a line, and when: begun, resumed, changed, skipped, spiked, restarted, ended
+events.jsonl   what happened to it, and when, one object a line: begun, resumed (with what was changed, and why it restarted),
+               saving, saved, spike, finished, stopped, failed
 """
 
 import json
 import os
 import socket
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -17,15 +19,16 @@ from tokenizer.store import write_whole
 def write_status(
     path: Path, state: Literal["running", "finished", "stopped", "failed"], step: int, reason: str = ""
 ) -> None:
-    """Replaces status.json whole. `step`: that of the newest checkpoint."""
+    """Replaces status.json whole, if the disk lets it: no run fails for this. `step`: that of the newest checkpoint."""
     status = {"state": state, "reason": reason, "step": step, "time": now()}
     status |= {"host": socket.gethostname(), "pid": os.getpid()}
-    write_whole(path, json.dumps(status, indent=2) + "\n")
+    with suppress(OSError):
+        write_whole(path, json.dumps(status, indent=2) + "\n")
 
 
 def record(path: Path, event: str, step: int, **details: Any) -> None:
-    """Adds a line to events.jsonl."""
-    with path.open("a", encoding="utf-8") as file:
+    """Adds a line to events.jsonl, if the disk lets it."""
+    with suppress(OSError), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"time": now(), "event": event, "step": step, **details}) + "\n")
 
 

@@ -67,8 +67,9 @@ class Trainer:
                 total += loss.detach()
                 if self.accelerator.sync_gradients:
                     norm = self.accelerator.clip_grad_norm_(self.loss.parameters(), self.max_grad_norm or math.inf)
-                    grad_norm = whole(norm).to(total.device)
-                    self._skip_if_not_finite(grad_norm)
+                    norm = whole(norm)
+                    self._skip_if_not_finite(norm)  # where the optimizer is: offloaded, that is not where the loss is
+                    grad_norm = norm.to(total.device)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         return total / plan.accumulation, grad_norm

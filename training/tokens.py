@@ -5,7 +5,6 @@ rows of a batch, but for the system calls that announce them to a cold file.
 """
 
 import mmap
-import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +62,8 @@ class MemoryMap:
         self.path = path
         self.dtype = dtype
         self.vocab_size = vocab_size
-        self._file = path.open("rb")
-        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_RANDOM"):  # read-ahead of megabytes a window stalls a cold file for 100 ms and more
             self._map.madvise(mmap.MADV_RANDOM)
 
@@ -95,7 +94,7 @@ class MemoryMap:
         Raises:
             UserError: it was cut.
         """
-        size = os.fstat(self._file.fileno()).st_size
+        size = self._map.size()  # of the file
         if size < len(self._map):
             raise UserError(
                 f"{self.path} has {size:,} bytes now instead of {len(self._map):,}: it was changed while it was being read. "

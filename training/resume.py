@@ -1,0 +1,114 @@
+"""Which checkpoint a command goes on from: none, the run's newest, its backup's, or one that is named."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from command_line import read_yaml
+from errors import UserError
+from training import checkpoint as checkpoints
+from training.backup import Backup
+from training.changes import NOT_THE_RUN
+from training.run_folder import RunArguments, RunFolder, is_checkpoint, run_of
+
+
+def choose_checkpoint(
+    arguments: RunArguments,
+    settings: dict[str, Any],
+    allowed: set[str],
+    backup: Backup | None,
+    is_restart: bool,
+    say: Callable[[str], None],
+) -> Path | None:
+    """Decides what this command means for the folder; returns the checkpoint to go on from, None for a new run.
+
+    `allowed` names the settings that may be others than the run's. After a restart, the run goes on in its own folder,
+    whatever the command says about beginning. Only what a backup has and the folder has not is written.
+
+    Raises:
+        UserError: the folder holds another run or something else; the checkpoint is missing or damaged.
+    """
+    folder = RunFolder(arguments.output_dir)
+    if folder.path.exists() and not folder.path.is_dir():
+        raise UserError(f"{folder.path} is a file; name another --output_dir.")
+    # Names with a dot are a lock's, or of a restoring that was killed.
+    empty = not folder.path.exists() or all(path.name.startswith(".") for path in folder.path.iterdir())
+    if not empty and not folder.config.is_file():
+        raise UserError(f"{folder.path} exists and is not a run folder; name another --output_dir.")
+    has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
+    if is_restart:  # what the backup has beyond the folder was taken back
+        backup = None
+        if has_begun:
+            return folder.newest_checkpoint(say)
+    if arguments.resume_from_checkpoint is not None:
+        source = Path(arguments.resume_from_checkpoint)
+        branch = run_of(source).resolve() != folder.path.resolve()
+        if branch and not empty and not arguments.overwrite_output_dir:
+            raise UserError(f"{folder.path} holds another run; name a new --output_dir to branch off from {source}.")
+        return _named_checkpoint(source, folder, None if branch else backup, say)
+    if arguments.overwrite_output_dir:
+        return None
+    if has_begun:  # otherwise there is nothing to lose
+        _refuse_another(folder.path, read_yaml(folder.config), settings, allowed)
+    return _newest(folder, backup, settings, allowed, say)
+
+
+def _newest(
+    folder: RunFolder,
+    backup: Backup | None,
+    settings: dict[str, Any] | None,
+    allowed: set[str],
+    say: Callable[[str], None],
+) -> Path | None:
+    """The newest checkpoint of the folder and its backup, which is copied here. `settings` (None: the run's own) must be
+    those of the run in the backup."""
+    try:
+        here = folder.newest_checkpoint(say)
+    except UserError:
+        if backup is None or backup.newest(None) is None:
+            raise
+        here = None
+    after = checkpoints.step_of(here) if here is not None else None
+    if backup is None or backup.newest(after) is None:
+        return here
+    if settings is not None:
+        _refuse_another(backup.there.path, backup.settings() or {}, settings, allowed)
+    return backup.restore(after) or here
+
+
+def _refuse_another(folder: Path, before: dict[str, Any], settings: dict[str, Any], allowed: set[str]) -> None:
+    """
+    Raises:
+        UserError: the run in the folder has other settings, which are named.
+    """
+    changed = [
+        f"{name} {before.get(name)} -> {value}"
+        for name, value in settings.items()
+        if name not in NOT_THE_RUN | allowed and str(before.get(name)) != str(value)
+    ]
+    if changed:
+        raise UserError(
+            f"{folder} holds another run ({', '.join(changed)}); name another --output_dir, go on with it by "
+            f"--resume_from_checkpoint {folder}, or delete it by --overwrite_output_dir."
+        )
+
+
+def _named_checkpoint(source: Path, folder: RunFolder, backup: Backup | None, say: Callable[[str], None]) -> Path:
+    if not is_checkpoint(source):
+        newest = _newest(RunFolder(run_of(source)), backup, None, set(), say)
+        if newest is None:
+            raise UserError(
+                f"{source} has no complete checkpoint to resume from; start it anew with the first command."
+            )
+        return newest
+    if not (source / checkpoints.MANIFEST).is_file():
+        raise UserError(f"{source} was never finished (it has no {checkpoints.MANIFEST}); resume from another one.")
+    if problem := checkpoints.damage(source):
+        raise UserError(f"{source} is damaged: {problem}. Resume from another one.")
+    newer = [path for path in checkpoints.complete_checkpoints(folder.checkpoints) if path.name > source.name]
+    if newer and source.resolve().parent == folder.checkpoints.resolve():
+        raise UserError(
+            f"{folder.path} went on to {newer[-1].name} after {source.name}; name another --output_dir to branch off, "
+            f"or delete the later checkpoints."
+        )
+    return source
