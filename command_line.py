@@ -137,9 +137,11 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     try:
         main(sys.argv[1:])
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":  # every process of a job finds the same problem; one says it
+        # Every process of a job finds the same problem, and one says it; but it may be that of one machine alone.
+        rank, is_first_here = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
+        if rank == "0" or (is_first_here and not error.is_said):
             for sentence in str(error).splitlines():
-                print(f"error: {sentence}", file=sys.stderr, flush=True)
+                print(f"error{f' (rank {rank})' if rank != '0' else ''}: {sentence}", file=sys.stderr, flush=True)
         sys.exit(1)
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,3 +6,5 @@ class UserError(Exception):
 
     Several problems found together are raised together, one a line.
     """
+
+    is_said = False  # by another process

@@ -19,7 +19,7 @@ from training.batches import TrainBatches
 from training.config import TrainConfig, read_config
 from training.course import begin_run, describe_end, describe_run, find_start, finish_again
 from training.data import open_store, place_tokens
-from training.device import Setup, decide, describe, on_main, start_accelerator, stop_accelerator
+from training.device import Setup, check_same_command, decide, describe, on_main, start_accelerator, stop_accelerator
 from training.journal import Journal, voice
 from training.keeper import Keeper
 from training.lock import RunLock
@@ -42,13 +42,15 @@ def main(arguments: list[str]) -> None:
     accelerator = start_accelerator(setup, config.device, trackers, config.run.output_dir, ddp_timeout)
     folder = RunFolder(config.run.output_dir)
     lock = RunLock(folder.path)
-    on_main(accelerator, lock.acquire)
-    try:
-        with Watchdog(accelerator.process_index, accelerator.num_processes, ddp_timeout) as watchdog:
+    with Watchdog(accelerator.process_index, accelerator.num_processes, ddp_timeout) as watchdog:
+        try:
+            check_same_command(accelerator, config.flat())
+            on_main(accelerator, lock.acquire)
             reason = train(config, setup, accelerator, folder, watchdog)
-            accelerator.wait_for_everyone()
-    finally:
-        lock.release()
+        finally:
+            lock.release()
+        on_main(accelerator, lambda: None)  # who may still wait for a slow drive
+        accelerator.wait_for_everyone()
     stop_accelerator(accelerator)
     if reason is not None and EXIT_CODES[reason] != 0:
         sys.exit(EXIT_CODES[reason])
@@ -73,7 +75,7 @@ def train(
     start = find_start(config, plan, folder, backup, accelerator)
     plan = start.plan
     if start.is_finished:
-        say(on_main(accelerator, lambda: finish_again(start, folder)))
+        say(on_main(accelerator, lambda: finish_again(start, folder, backup)))
         return None
     accelerator.wait_for_everyone()  # all have read the run folder before it changes
     on_main(accelerator, lambda: begin_run(start, config, folder, backup))

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,7 +33,8 @@ LONG = {**TINY, **DROPOUT, "max_steps": 150, "save_steps": 1, "save_total_limit"
 
 
 def weights(run) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
+    """In memory: a loaded file is mapped, and would change with it."""
+    return {name: tensor.clone() for name, tensor in load_file(run / "model" / "model.safetensors").items()}
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -132,6 +134,7 @@ def test_what_a_kill_left_half_done_is_made_up_for(train, tmp_path):
     """The moments that a random kill seldom meets."""
     straight = train(tmp_path / "straight")
     run = Path(shutil.copytree(straight, tmp_path / "run"))
+    shutil.copytree(run / "model", run / ".model.unfinished")
     shutil.rmtree(run / "model")  # between the two renames of its replacement
     (run / "checkpoints" / ".step_00000009.unfinished").mkdir()
     (run / "checkpoints" / "step_00000006").rename(run / "checkpoints" / ".step_00000006.removed")
@@ -141,6 +144,52 @@ def test_what_a_kill_left_half_done_is_made_up_for(train, tmp_path):
     assert_equal(weights(straight), weights(run))
     assert untimed(straight) == untimed(run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
+
+
+def test_a_model_that_a_kill_left_behind_is_renewed(train, tmp_path):
+    run = train(tmp_path / "run")
+    finished = weights(run)
+    shutil.copy(run / "checkpoints" / "step_00000003" / "model.safetensors", run / "model" / "model.safetensors")
+    train(run)
+    assert_equal(finished, weights(run))
+
+
+def test_a_launcher_killed_while_its_process_starts_takes_it_along(start, tmp_path):
+    launcher = start(tmp_path / "run", launch=("-m", "accelerate.commands.launch", "--quiet"), max_steps=10**6)
+    wait_until(lambda: psutil.Process(launcher.pid).children())
+    [process] = psutil.Process(launcher.pid).children()
+    time.sleep(0.3)
+    launcher.kill()
+    process.wait(timeout=20)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_vanishes_ends_in_one_sentence(start, tmp_path):
+    process = start(tmp_path / "run", max_steps=10**6, save_steps=20, eval_strategy="no")
+    wait_until(lambda: RunFolder(tmp_path / "run").newest_step() > 0)
+    (tmp_path / "run").rename(tmp_path / "away")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "No such file or directory" in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_that_branched_off_goes_on_with_the_branch(train, tmp_path):
+    run = train(tmp_path / "run")
+    named = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000003"))
+    branch = train(tmp_path / "branch", *named)
+    straight = weights(branch)
+    shutil.rmtree(branch / "checkpoints" / "step_00000006")
+    (branch / "checkpoints" / "step_00000003").mkdir()  # killed in no way that a run could have left
+    with pytest.raises(UserError, match="damaged"):
+        train(branch, *named)
+    shutil.rmtree(branch / "checkpoints" / "step_00000003")
+    train(branch, *named)
+    assert_equal(straight, weights(branch))
+    train(branch, *named)  # finished
+    with pytest.raises(UserError, match=r"holds another run \(learning_rate"):
+        train(branch, *named, learning_rate=0.02)
 
 
 def test_a_run_killed_between_save_and_validation_validates_first(train, tmp_path):
@@ -385,6 +434,73 @@ def test_weights_that_do_not_fit_their_config_are_refused(run, train):
         train(run.parent / "other", "--resume_from_checkpoint", str(checkpoint), max_steps=8)
 
 
+NONSENSE = [
+    ({"position": {"step": 6, "sample": -5, "tokens": 0, "passed_over": []}}, "sample is -5"),
+    ({"position": {"step": 3, "sample": 24, "tokens": 0, "passed_over": []}}, "step is 3"),
+    ({"position": {"step": "6", "sample": 24, "tokens": 0, "passed_over": []}}, "step is '6'"),
+    ({"position": {"step": 6, "sample": 24, "tokens": 0, "passed_over": [[9, 3]]}}, "passed_over"),
+    ({"position": []}, "integer"),
+    ({"settings": {}}, "data"),
+    ({"settings": None}, "NoneType"),
+    ({"losses": [float("nan")]}, "losses"),
+    ({"unlogged": 10**9}, "unlogged"),
+    ({"grad_scaler": {"scale": "x"}}, "grad_scaler"),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), NONSENSE)
+def test_a_state_that_no_run_writes_is_refused(run, train, change, expected):
+    checkpoint = run / "checkpoints" / "step_00000006"
+    state = checkpoint / "training_state" / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | change))
+    seal(checkpoint)
+    with pytest.raises(UserError, match=f"state.json cannot be read .*{expected}"):
+        train(None, "--resume_from_checkpoint", str(run), max_steps=8)
+
+
+def harmed(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    return {"nan": tensor * float("nan"), "bf16": tensor.bfloat16(), "flat": tensor.flatten()[:-1]}[how]
+
+
+@pytest.mark.parametrize("how", ["nan", "bf16", "flat"])
+@pytest.mark.parametrize("file", ["model.safetensors", "training_state/optimizer.safetensors"])
+def test_tensors_that_no_run_writes_are_refused(run, train, file, how):
+    path = run / "checkpoints" / "step_00000006" / file
+    tensors = load_file(path)
+    name = next(name for name in tensors if "ln_f.weight" in name and "step" not in name)
+    save_file(tensors | {name: harmed(tensors[name], how)}, path)
+    seal(path.parents[file.count("/")])
+    with pytest.raises(UserError, match=r"safetensors: transformer\.ln_f\.weight"):
+        train(None, "--resume_from_checkpoint", str(run), max_steps=8)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"\x00" * 8])
+@pytest.mark.parametrize("file", ["model.safetensors", "training_state/optimizer.safetensors", "config.json"])
+def test_files_that_are_none_are_refused(run, train, file, content):
+    path = run / "checkpoints" / "step_00000006" / file
+    path.write_bytes(content)
+    seal(path.parents[file.count("/")])
+    with pytest.raises(UserError, match=f"{path.name} (cannot be read|is not a configuration)"):
+        train(None, "--resume_from_checkpoint", str(run), max_steps=8)
+
+
+def test_notes_of_the_user_in_the_run_folder_do_no_harm(run, train):
+    (run / "samples.md").write_text("# my run\n\nnotes\n\n" + (run / "samples.md").read_text())
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n[]\n5\n")
+    train(None, "--resume_from_checkpoint", str(run), max_steps=8)
+    assert "notes" in (run / "samples.md").read_text()
+    assert lines(run / "metrics.jsonl")[-1]["step"] == 8
+
+
+def test_a_link_in_the_run_folder_is_removed_and_what_it_leads_to_stays(run, train, tmp_path):
+    (run / "checkpoints").rename(tmp_path / "elsewhere")
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    train(run, "--overwrite_output_dir", max_steps=1)
+    assert not (run / "checkpoints").is_symlink()
+    assert (tmp_path / "elsewhere" / "step_00000006" / "model.safetensors").exists()
+
+
 def seal(checkpoint: Path) -> None:
     from training.checkpoint import _seal
 
@@ -411,7 +527,7 @@ def noisy_store(tmp_path_factory):
 
 
 SPIKY = {"tokens_per_step": 128, "max_steps": 400, "save_steps": 50, "eval_strategy": "no", "min_learning_rate": 0.005}
-SPIKY |= {"sample_prompts": "abc"}
+SPIKY |= {"sample_prompts": "abc", "save_total_limit": 1}
 
 
 def test_a_loss_spike_is_said_and_noted(train, noisy_store, tmp_path, capsys):
@@ -507,6 +623,14 @@ def test_two_runs_in_one_folder_are_refused(start, train, tmp_path):
     first.kill()
     first.wait()
     train(tmp_path / "run", "--overwrite_output_dir", max_steps=1)
+
+
+def test_a_finished_run_brings_its_backup_up_to_date(train, tmp_path):
+    run = train(tmp_path / "run", backup_dir=tmp_path / "drive")  # which is not there
+    (tmp_path / "drive").mkdir()
+    train(run, backup_dir=tmp_path / "drive")
+    assert damage(tmp_path / "drive" / "run" / "checkpoints" / "step_00000006") is None
+    assert status(tmp_path / "drive" / "run")["state"] == "finished"
 
 
 def test_a_lost_disk_is_replaced_by_the_backup(train, tmp_path, capsys):

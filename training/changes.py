@@ -56,7 +56,13 @@ def compare(
         UserError: everything that differs and may not, one difference a line.
     """
     saved = checkpoints.load_state(checkpoint)
-    saved_model = GPT2ScratchConfig.from_json_file(checkpoint / "config.json")
+    try:
+        saved_model = GPT2ScratchConfig.from_json_file(checkpoint / "config.json")
+    except Exception as error:  # of many kinds, if a stranger wrote it
+        problem = " ".join(str(error).split())[:200]
+        raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
+    if missing := sorted(set(IDENTITY) - set(saved.settings)):
+        raise UserError(f"{checkpoint} does not tell the run's {', '.join(missing)}; resume from another checkpoint.")
     before = {name: getattr(saved_model, name) for name in (*SHAPE, *MEANING)} | saved.settings
     now = {name: getattr(model, name) for name in (*SHAPE, *MEANING)} | settings
     different = [name for name in now if name in before and now[name] != before[name]]

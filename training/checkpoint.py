@@ -9,17 +9,20 @@ A folder without its manifest does not exist as far as any reader is concerned. 
 reads these files by these names alone: no index, no link, no code that lies in the folder.
 """
 
+import errno
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -36,6 +39,8 @@ STATE_FOLDER = "training_state"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = f"{STATE_FOLDER}/optimizer.safetensors"
 STATE = f"{STATE_FOLDER}/state.json"
+NONSENSE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)  # what reading it raises
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 NEEDED = (WEIGHTS, OPTIMIZER, STATE, "config.json")
 
 
@@ -118,7 +123,8 @@ def write(
     unfinished = folder / f".{final.name}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        (unfinished / STATE_FOLDER).mkdir(parents=True)
+        unfinished.mkdir()  # the folder around it must still be there
+        (unfinished / STATE_FOLDER).mkdir()
         shell.save_pretrained(unfinished, state_dict=dict(snapshot.weights), max_shard_size=snapshot.n_bytes + 1)
         vocabulary.save(tokenizer, unfinished, context=shell.config.n_positions)
         save_file(snapshot.moments, unfinished / OPTIMIZER)
@@ -135,7 +141,9 @@ def write(
 
 
 def as_os_error(error: Exception) -> Exception:
-    """safetensors and tokenizers say `... (os error 28)` where Python says OSError."""
+    """safetensors and tokenizers say `... (os error 28)` where Python says OSError; shutil says all at once."""
+    if isinstance(error, shutil.Error):
+        return OSError(errno.EIO, str(error.args[0][0][-1]))
     text = str(error)
     if isinstance(error, OSError) or "(os error " not in text:
         return error
@@ -172,15 +180,23 @@ def sync(path: Path) -> None:
 
 def copy_model(checkpoint: Path, destination: Path) -> None:
     """Makes `destination` the model of `checkpoint`, without the training state."""
-    fresh = destination.with_name(f".{destination.name}.unfinished")
-    shutil.rmtree(fresh, ignore_errors=True)
+    fresh, old = (destination.with_name(f".{destination.name}.{what}") for what in ("unfinished", "old"))
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
     shutil.copytree(checkpoint, fresh, ignore=shutil.ignore_patterns(STATE_FOLDER, MANIFEST))
-    old = destination.with_name(f".{destination.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
     if destination.exists():
         destination.rename(old)
     fresh.rename(destination)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def renew_model(checkpoint: Path, destination: Path) -> None:
+    """`copy_model`, where `destination` is not that model already: a run may have been killed before it was copied."""
+    files = listed_files(checkpoint)
+    size, sha256 = files[WEIGHTS]
+    weights = destination / WEIGHTS
+    if not weights.is_file() or weights.stat().st_size != size or file_sha256(weights) != sha256:
+        copy_model(checkpoint, destination)
 
 
 # ---- removing --------------------------------------------------------------------------------------------------------
@@ -189,15 +205,23 @@ def copy_model(checkpoint: Path, destination: Path) -> None:
 def remove(checkpoint: Path) -> None:
     """Out of sight in one step: killed in between, what is left is not taken for a checkpoint."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
-    shutil.rmtree(hidden, ignore_errors=True)
+    delete(hidden)
     checkpoint.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    delete(hidden)
+
+
+def delete(path: Path) -> None:
+    """A file, a link (and not what it leads to), a folder with all that is in it, or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sweep(folder: Path) -> None:
     """Removes what a run that was killed left half written or half removed."""
     for leftover in folder.glob(".step_*"):
-        shutil.rmtree(leftover)
+        delete(leftover)
 
 
 def prune(
@@ -243,7 +267,7 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
         manifest = json.loads((checkpoint / MANIFEST).read_bytes())
         version = manifest["format_version"]
         files = {str(name): (int(file["size"]), str(file["sha256"])) for name, file in manifest["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except NONSENSE as error:
         raise DamageError(f"its {MANIFEST} cannot be read ({error})") from error
     if version != FORMAT_VERSION:
         raise DamageError(f"its format is {version}, and this program reads {FORMAT_VERSION}")
@@ -252,7 +276,7 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
     for name, (size, _) in files.items():
         path = checkpoint / name
         plain = PureWindowsPath(name)  # which knows both kinds of slashes, and drives
-        if plain.anchor or ".." in plain.parts or is_linked(path, checkpoint):
+        if plain.anchor or ".." in plain.parts or "\0" in name or is_linked(path, checkpoint):
             raise DamageError(f"{name} lies outside of it")
         if not path.is_file():
             raise DamageError(f"{name} is missing")
@@ -276,46 +300,108 @@ def load_state(checkpoint: Path) -> TrainState:
         position = content.pop("position")
         passed_over = tuple((int(first), int(end)) for first, end in position.pop("passed_over"))
         losses = tuple(None if loss is None else float(loss) for loss in content.pop("losses"))
-        return TrainState(Position(**position, passed_over=passed_over), losses=losses, **content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{checkpoint / STATE} cannot be read ({error}); resume from another checkpoint.") from error
+        state = TrainState(Position(**position, passed_over=passed_over), losses=losses, **content)
+        wrong = _wrong_in(state, checkpoint)
+    except (OSError, *NONSENSE) as error:
+        wrong = str(error)
+    if wrong:
+        raise UserError(f"{checkpoint / STATE} cannot be read ({wrong[:200]}); resume from another checkpoint.")
+    return state
+
+
+def _wrong_in(state: TrainState, checkpoint: Path) -> str | None:
+    """Numbers that no run writes; a stranger may have made the manifest fit."""
+    position = state.position
+    numbers = {"step": position.step, "sample": position.sample, "tokens": position.tokens, "unlogged": state.unlogged}
+    wrong = [
+        f"{name} is {value!r}" for name, value in numbers.items() if type(value) is not int or not 0 <= value < 2**62
+    ]
+    if not wrong and checkpoint.name.startswith("step_") and position.step != step_of(checkpoint):
+        wrong.append(f"step is {position.step}")
+    if not wrong and state.unlogged > len(state.losses):
+        wrong.append(f"unlogged is {state.unlogged}")
+    if any(first >= end or first < 0 for first, end in position.passed_over):
+        wrong.append("passed_over has an empty range")
+    if any(loss is not None and not math.isfinite(loss) for loss in state.losses):
+        wrong.append("losses are not finite")
+    scaler = state.grad_scaler
+    if scaler is not None and not all(isinstance(value, (int, float)) for value in scaler.values()):
+        wrong.append("grad_scaler has no numbers")
+    if not all(isinstance(state.settings[name], str) for name in ("data", "tokenizer")):
+        wrong.append("data and tokenizer are no hashes")
+    return "; ".join(wrong) or None
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
     """Fills `model`, which is not prepared yet.
 
     Raises:
-        UserError: the file holds other tensors than the model.
+        UserError: the file holds other tensors than the model, or such as no run writes.
     """
-    tensors = load_file(checkpoint / WEIGHTS)
     parameters = dict(model.named_parameters())  # a tied head is not among them
-    wrong = sorted(tensors.keys() ^ parameters.keys())
-    wrong += [name for name, tensor in tensors.items() if name in parameters and tensor.shape != parameters[name].shape]
-    if wrong:
-        raise UserError(f"{checkpoint / WEIGHTS} does not fit its config.json: {', '.join(wrong[:5])}.")
-    with torch.no_grad():
+    with _opened(checkpoint / WEIGHTS) as file, torch.no_grad():
+        names = set(file.keys())
+        wrong = sorted(names ^ parameters.keys())
+        if wrong:
+            raise UserError(f"{checkpoint / WEIGHTS} does not fit its config.json: {', '.join(wrong[:5])}.")
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+            parameter.copy_(_sound(file.get_tensor(name), name, parameter.shape, checkpoint / WEIGHTS))
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fills `optimizer`, built for `model`, with the saved moments; its hyperparameters stay its own.
 
     Raises:
-        UserError: the file holds other tensors than the optimizer.
+        UserError: the file holds other tensors than the optimizer, or such as no run writes.
     """
     names = parameter_names(model)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
-    with safe_open(checkpoint / OPTIMIZER, framework="pt") as file:  # one tensor at a time: of some, a share is kept
+    with _opened(checkpoint / OPTIMIZER) as file:  # one tensor at a time: of some, a share is kept
+        wrong = sorted(set(file.keys()) ^ {f"{names[parameter]}/{key}" for parameter in parameters for key in MOMENTS})
+        if wrong:
+            raise UserError(f"{checkpoint / OPTIMIZER} does not fit the model: {', '.join(wrong[:5])}.")
         for index, parameter in enumerate(parameters):
-            prefix = names[parameter] + "/"
-            keys = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 (it is no dict)
-            moments = {key.removeprefix(prefix): file.get_tensor(key) for key in keys}
-            if any(moment.dim() and moment.shape != parameter.shape for moment in moments.values()):
-                raise UserError(f"{checkpoint / OPTIMIZER} does not fit the model: {prefix[:-1]} has another shape.")
-            state[index] = {key: part_like(moment, parameter) for key, moment in moments.items()}
+            state[index] = {}
+            for key in MOMENTS:
+                name, shape = f"{names[parameter]}/{key}", torch.Size() if key == "step" else parameter.shape
+                moment = _sound(file.get_tensor(name), name, shape, checkpoint / OPTIMIZER, at_least=_least(key))
+                state[index][key] = part_like(moment, parameter)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """
+    Raises:
+        UserError: it is no safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise UserError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
+
+
+def _least(key: str) -> float:
+    return -math.inf if key == "exp_avg" else 0.0
+
+
+def _sound(tensor: torch.Tensor, name: str, shape: torch.Size, path: Path, at_least: float = -math.inf) -> torch.Tensor:
+    """
+    Raises:
+        UserError: a shape, a type or values that no run writes.
+    """
+    problem = None
+    if tensor.shape != shape or tensor.dtype != torch.float32:
+        problem = f"{tuple(tensor.shape)} of {tensor.dtype} instead of {tuple(shape)} of torch.float32"
+    elif not tensor.sum().isfinite() and not tensor.isfinite().all():
+        problem = "not finite"
+    elif tensor.numel() and at_least > -math.inf and tensor.min() < at_least:
+        problem = "negative"
+    if problem is not None:
+        raise UserError(f"{path}: {name} is {problem}; resume from another checkpoint.")
+    return tensor
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

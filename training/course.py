@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from accelerate import Accelerator
@@ -51,13 +52,15 @@ def find_start(
         UserError: the folder holds another run; what the checkpoint is of and this command differ; it is damaged.
     """
 
-    def choose() -> Path | None:
+    def choose() -> str | None:
         is_restart, allowed = bool(restart.restarted()), config.changes.allowed
-        return choose_checkpoint(config.run, config.flat(), allowed, backup, is_restart, say)
+        chosen = choose_checkpoint(config.run, config.flat(), allowed, backup, is_restart, say)
+        return str(chosen) if chosen is not None else None
 
-    chosen = on_main(accelerator, choose)
-    if chosen is None:
+    found = on_main(accelerator, choose)
+    if found is None:
         return Start(None, TrainState(plan.position, plan.settings), plan, [])
+    chosen = Path(found)
     state, changes = compare(chosen, plan.model, plan.settings, config.changes)
     plan = plan.going_on(state.position, state.settings)
     is_due = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, state.position.step)
@@ -76,11 +79,13 @@ def begin_run(start: Start, config: TrainConfig, folder: RunFolder, backup: Back
         begin(folder, start.step, start.checkpoint)
         write_config(config, folder.config)
     except OSError as error:
-        raise UserError(f"{folder.path} cannot be written ({error.strerror}); name another --output_dir.") from error
+        raise UserError(
+            f"{folder.path} cannot be written ({error.strerror or error}); name another --output_dir."
+        ) from error
     if backup is not None:
         named = config.run.resume_from_checkpoint
         goes_back = config.run.overwrite_output_dir or (named is not None and is_checkpoint(Path(named)))
-        backup.begin(start.step, may_replace=goes_back or bool(restart.restarted()))
+        backup.begin(start.step, may_replace=goes_back)
         if start.is_own(folder):
             backup.submit(start.checkpoint)
     write_status(folder.status, "running", start.step)
@@ -115,18 +120,30 @@ def describe_end(folder: RunFolder, plan: Plan, step: int, reason: str | None, p
     if reason is not None:
         return (
             f"\nStopped after step {step:,} of {plan.max_steps:,} ({reason}); {folder.last_good()}. To go on, the same command, "
-            f"or:\n  accelerate launch --quiet train_accelerate.py --resume_from_checkpoint {folder.path}"
+            f"or:\n  accelerate launch --quiet train_accelerate.py --resume_from_checkpoint {quote(str(folder.path))}"
         )
+    opening, path = prompt.splitlines()[0] if prompt.strip() else "", quote(str(folder.path))
     return (
         f"\nDone: {folder.model} is the model, {folder.report} tells the run. Next:\n"
-        f'  python generate.py {folder.path} --prompt "{prompt.splitlines()[0] if prompt.strip() else ""}"\n'
-        f"  python push_to_hub.py {folder.path} --repo_id YOUR_NAME/{folder.path.name}"
+        f"  python generate.py {path} --prompt {quote(opening)}\n"
+        f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{quote(folder.path.name)}"
     )
 
 
-def finish_again(start: Start, folder: RunFolder) -> str:
-    """For a run that is over: makes up for what is missing where it was killed at its very end. Returns what to say."""
-    if not folder.model.exists():
-        checkpoints.copy_model(start.checkpoint, folder.model)
-    write_status(folder.status, "finished", start.step)
+def finish_again(start: Start, folder: RunFolder, backup: Backup | None) -> str:
+    """For a run that is over: makes up for what is missing where it was killed at its very end. Returns what to say.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    if start.is_own(folder):
+        try:
+            checkpoints.renew_model(start.checkpoint, folder.model)
+        except OSError as error:
+            raise UserError(f"{folder.path} cannot be written ({error.strerror or error}).") from error
+        write_status(folder.status, "finished", start.step)
+        if backup is not None:
+            backup.begin(start.step, may_replace=False)
+            backup.submit(start.checkpoint)
+            backup.finish()
     return folder.finished_message(start.step)

@@ -1,18 +1,23 @@
 """What the run computes on and with: device, precision, compilation, attention."""
 
+import hashlib
+import itertools
+import json
 import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 import torch
 import torch._inductor
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import TorchDynamoPlugin, broadcast_object_list
+from accelerate.utils import TorchDynamoPlugin
+from torch import distributed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
@@ -20,6 +25,8 @@ from errors import UserError
 from training.sharding import Sharding, keep_accelerate_from_sharding, sharding_asked
 
 Found = TypeVar("Found")
+LONGEST_WAIT = 6 * 3600  # seconds
+_questions = itertools.count()  # the same on every process
 
 
 @dataclass
@@ -137,7 +144,7 @@ def start_accelerator(
     """`ddp_timeout`: seconds that a process waits for the others.
 
     Raises:
-        UserError: the environment asks for more processes than Accelerate made.
+        UserError: the environment asks for more processes than Accelerate made, or they do not come together.
     """
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU multiplies fp32
     _use_all_cores()
@@ -146,18 +153,24 @@ def start_accelerator(
         # One graph with the loss inside; every batch has the same shape.
         plugin = TorchDynamoPlugin(backend="inductor", mode=arguments.torch_compile_mode, fullgraph=True, dynamic=False)
     keep_accelerate_from_sharding()
-    accelerator = Accelerator(
-        # Unasked, Accelerate groups no launched processes on a machine without a GPU: each would believe to be alone.
-        cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
-        mixed_precision=setup.mixed_precision,
-        dynamo_plugin=plugin,
-        log_with=trackers,
-        project_dir=output_dir,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
-        ],
-    )
+    handlers = [
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
+    ]
+    try:
+        accelerator = Accelerator(
+            # Unasked, Accelerate groups no launched processes on a machine without a GPU: each would believe to be alone.
+            cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
+            mixed_precision=setup.mixed_precision,
+            dynamo_plugin=plugin,
+            log_with=trackers,
+            project_dir=output_dir,
+            kwargs_handlers=handlers,
+        )
+    except distributed.DistError as error:
+        raise UserError(
+            f"The processes of the job did not come together within {ddp_timeout} s (ddp_timeout): {str(error).splitlines()[0]}"
+        ) from error
     asked = int(os.environ.get("WORLD_SIZE", 1))
     if asked != accelerator.num_processes:
         raise UserError(
@@ -168,23 +181,51 @@ def start_accelerator(
 
 
 def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
-    """What the main process finds, on every process.
+    """What the main process finds, on every process: anything that JSON can say.
+
+    The others wait for as long as it takes, through the store of the group, where no `ddp_timeout` counts: it may wait for
+    a disk. Should it die or freeze meanwhile, the watchdog ends all.
 
     Raises:
         UserError: on the other processes, whatever was raised on the main one.
     """
-    found: list = [None, None]
-    error = None
+    if accelerator.num_processes == 1:
+        return find()
+    store, key = distributed.distributed_c10d._get_default_store(), f"gpt2scratch/on_main/{next(_questions)}"
     if accelerator.is_main_process:
         try:
-            found[0] = find()
-        except Exception as failure:
-            error = failure
-            found[1] = str(failure) or type(failure).__name__
-    found, problem = broadcast_object_list(found)
-    if problem is not None:
-        raise error or UserError(problem)
-    return found
+            found = find()
+        except Exception as error:
+            store.set(key, json.dumps({"problem": str(error) or type(error).__name__}))
+            raise
+        store.set(key, json.dumps({"found": found}))
+        return found
+    for _ in range(LONGEST_WAIT // 10):
+        with suppress(distributed.DistStoreError):  # not yet
+            store.wait([key], timedelta(seconds=10))
+            break
+    answer = json.loads(store.get(key))
+    if "problem" in answer:
+        error = UserError(answer["problem"])
+        error.is_said = True
+        raise error
+    return answer["found"]
+
+
+def check_same_command(accelerator: Accelerator, settings: dict[str, Any]) -> None:
+    """
+    Raises:
+        UserError: the processes of the group are not of one run.
+    """
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
+    mine = torch.tensor([int.from_bytes(digest[:7])], device=accelerator.device)
+    everyones = accelerator.gather(mine).tolist()
+    others = [rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
+    if others:
+        raise UserError(
+            f"Rank {others[0]} was started with other settings than rank 0. Give all machines the same command; if this one was "
+            f"given to all, processes of an earlier run are still there: end them."
+        )
 
 
 def stop_accelerator(accelerator: Accelerator) -> None:
@@ -193,6 +234,13 @@ def stop_accelerator(accelerator: Accelerator) -> None:
     Gloo's own thread frees the tensors of the last collective, for which it needs the interpreter; a main thread that
     destroys the group at that moment holds the interpreter and waits for the thread, and both hang for good.
     """
+
+    def close_trackers() -> None:  # the slow ones send what they have, before the launcher ends what is left
+        for tracker in accelerator.trackers:
+            tracker.finish()
+
+    on_main(accelerator, close_trackers)
+    accelerator.trackers = []
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
         time.sleep(0.2)

@@ -29,7 +29,10 @@ class HealthArguments:
     )
     on_spike: Literal["log", "rollback"] = field(
         default="log",
-        metadata={"help": "At a spike: log it, or go back to the checkpoint before it and pass its batches over."},
+        metadata={
+            "help": "At a spike: log it, or go back to the checkpoint before it and pass its batches over (at least two "
+            "checkpoints are kept then)."
+        },
     )
 
     def problems(self) -> list[str]:
@@ -136,15 +139,14 @@ class Health:
         while in_a_row < len(self.losses) and self.losses[-1 - in_a_row] is None:
             in_a_row += 1
         if in_a_row >= limit:
-            raise self.divergence(f"Loss or gradient were not finite in {in_a_row} steps in a row, until step {step:,}")
+            weights_after = self.lost_since - 1 if self.lost_since is not None else None
+            what = f"Loss or gradient were not finite in {in_a_row} steps in a row, until step {step:,}"
+            raise DivergenceError(what, weights_after)
 
     @property
     def is_lost(self) -> bool:
         """Whether the last step's loss was not finite: the weights, which it did not change, are not worth saving."""
         return self.lost_since is not None
-
-    def divergence(self, what: str) -> DivergenceError:
-        return DivergenceError(what, self.lost_since - 1 if self.lost_since is not None else None)
 
     def take_reading(self) -> Reading:
         """What a log line tells: the steps since the last one."""

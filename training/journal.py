@@ -181,15 +181,18 @@ def say(text: str, through: Callable[[str], object] = print) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl; a last line cut off by a crash is left out."""
+    """The entries of a metrics.jsonl, up to a line that is none, such as a last one cut off by a crash."""
     if not path.is_file():
         return []
     entries = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            entries.append(json.loads(line))
-        except ValueError:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+            break
+        entries.append(entry)
     return entries
 
 

@@ -27,7 +27,7 @@ from training.run_folder import RunFolder
 from training.saver import Saver
 from training.status import record, write_status
 from training.stopping import NOT_SAVED, Stopper
-from training.watchdog import Watchdog
+from training.watchdog import Watchdog, is_of_the_group
 
 
 class Keeper:
@@ -47,10 +47,14 @@ class Keeper:
         self.accelerator, self.watchdog = accelerator, watchdog
         self.say = voice(accelerator)
         self.health = Health(accelerator, config.health, start.state.losses, start.state.unlogged)
-        self.saver = Saver(folder, accelerator, start.step, config.checkpoint.save_total_limit, backup)
+        kept = config.checkpoint.save_total_limit
+        if kept is not None and config.health.on_spike == "rollback":
+            kept = max(kept, 2)  # the newest may have been written in the middle of a spike
+        self.saver = Saver(folder, accelerator, start.step, kept, backup)
         self.stopper = Stopper(config.stopping, accelerator.num_processes, self.saver.is_writing)
         self.reason: str | None = None  # why the run stopped before its end
         watchdog.before_leaving = self.saver.join
+        watchdog.note = lambda sentence: write_status(folder.status, "failed", folder.newest_step(), sentence)
 
     def __enter__(self) -> "Keeper":
         self.stopper.__enter__()
@@ -115,7 +119,9 @@ class Keeper:
         if self.config.health.on_spike == "rollback" and not self.stopper.agreed_now():
             on_main(self.accelerator, self.saver.wait)
             go_back(spike, self.plan, self.folder, self.backup, self.accelerator)
-            self.say("Going back has not helped before, so the run goes on. A lower learning_rate might.")
+            self.say(
+                "The run goes on: going back has not helped, or no checkpoint from before is left. Try a lower rate."
+            )
 
     def take_reading(self) -> Reading:
         """What a log line tells of the steps since the last one, once they are read."""
@@ -128,7 +134,7 @@ class Keeper:
             DivergenceError: the run is at its end, and there is nothing worth saving.
         """
         if self.health.is_lost and step == self.plan.max_steps:
-            raise self.health.divergence(f"The loss is not finite at the last step, {step:,}")
+            raise DivergenceError(f"The loss is not finite at the last step, {step:,}")
         if not self.health.is_lost:  # if the weights recover, the next checkpoint is theirs
             losses, unlogged = tuple(self.health.losses), self.health.unlogged
             self.saver.save(TrainState(self.plan.after(step), self.plan.settings, losses, unlogged))
@@ -138,6 +144,8 @@ class Keeper:
         Raises:
             UserError, Restart: see `__exit__`.
         """
+        if self.accelerator.num_processes > 1 and is_of_the_group(error):
+            return  # the watchdog, outside of this, knows why
         if isinstance(error, DivergenceError) and error.weights_after is not None and self.accelerator.is_main_process:
             forget_checkpoints_from(error.weights_after, self.folder, self.backup)
         outcome = made_of(error, self.plan, self.config.batch.per_device_train_batch_size, self.folder)

@@ -19,7 +19,7 @@ import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from errors import UserError
-from training.stopping import is_launched
+from training.early import is_launched
 
 NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 POLL_SECONDS = 0.25

@@ -8,14 +8,12 @@ import threading
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from training.early import LAUNCHER, PARENT
+
 FACTS = "GPT2SCRATCH_RESTART"
-LAUNCHER = "GPT2SCRATCH_LAUNCHER"
 SHOW_CURSOR = b"\x1b[?25h\n"
 # As the launcher gave it. Accelerate and others write into os.environ what a fresh process would take for the user's word.
 _ENVIRONMENT = dict(os.environ)
-# The parent at the very start: a launcher that dies while a process restarts must not be mistaken for a living one. Taken
-# out of the environment, since it is not the parent of what this process starts.
-PARENT = int(os.environ.pop(LAUNCHER, os.getppid()))
 
 
 class Restart(Exception):  # noqa: N818 (not an error: the run goes on)

@@ -43,8 +43,9 @@ def choose_checkpoint(
     if arguments.resume_from_checkpoint is not None:
         source = Path(arguments.resume_from_checkpoint)
         branch = run_of(source).resolve() != folder.path.resolve()
-        if branch and not empty and not arguments.overwrite_output_dir:
-            raise UserError(f"{folder.path} holds another run; name a new --output_dir to branch off from {source}.")
+        if branch and has_begun and not arguments.overwrite_output_dir:  # the same command again, or another
+            _refuse_another(folder.path, read_yaml(folder.config), settings, allowed)
+            return _newest(folder, backup, settings, allowed, say)
         return _named_checkpoint(source, folder, None if branch else backup, say)
     if arguments.overwrite_output_dir:
         return None

@@ -19,18 +19,20 @@ MOST_IN_A_ROW = 3  # from one checkpoint: what is still wrong then is not the ba
 
 
 def go_back(spike: Spike, plan: Plan, folder: RunFolder, backup: Backup | None, accelerator: Accelerator) -> None:
-    """Returns where going back has not helped before. Called by every process, while nothing is being saved.
+    """Returns where going back has not helped before, or there are checkpoints, but none from before the spike. Called by
+    every process, while nothing is being saved.
 
     Raises:
         Restart: from the checkpoint, with the batches to pass over.
     """
     good = checkpoint_before(spike, folder.checkpoints)
+    is_too_late = good is None and bool(checkpoints.complete_checkpoints(folder.checkpoints))
     tried = sum(first >= _sample_of(good) for first, _ in plan.position.passed_over)
     accelerator.wait_for_everyone()  # all have looked
-    if tried >= MOST_IN_A_ROW:
+    if tried >= MOST_IN_A_ROW or is_too_late:
         return
-    if accelerator.is_main_process:  # later ones learned from what is passed over
-        forget_checkpoints_from(checkpoints.step_of(good) + 1 if good is not None else 0, folder, backup)
+    if accelerator.is_main_process and good is not None:  # later ones learned from what is passed over
+        forget_checkpoints_from(checkpoints.step_of(good) + 1, folder, backup)
     first, end = samples_to_pass_over(spike, plan)
     where = good.name if good is not None else "the beginning"
     reason = f"{spike}: going back to {where}, and passing over samples {first:,} to {end - 1:,}."
@@ -52,15 +54,17 @@ def checkpoint_before(spike: Spike, folder: Path) -> Path | None:
 
 
 def forget_checkpoints_from(step: int, folder: RunFolder, backup: Backup | None) -> None:
-    """Removes those after `step` and more steps, from the backup too; the last one that stays is the model to use."""
-    if backup is not None:
-        backup.forget_from(step)
+    """Removes those after `step` and more steps, from the backup too, but never all: then the first one stays. The last
+    one that stays is the model to use."""
     complete = checkpoints.complete_checkpoints(folder.checkpoints)
-    kept = [checkpoint for checkpoint in complete if checkpoints.step_of(checkpoint) < step]
+    kept = [checkpoint for checkpoint in complete if checkpoints.step_of(checkpoint) < step] or complete[:1]
+    if kept == complete:
+        return
+    checkpoints.copy_model(kept[-1], folder.model)
+    if backup is not None:
+        backup.forget_from(checkpoints.step_of(kept[-1]) + 1)
     for checkpoint in complete[len(kept) :]:
         checkpoints.remove(checkpoint)
-    if kept and len(kept) < len(complete):
-        checkpoints.copy_model(kept[-1], folder.model)
 
 
 def _sample_of(checkpoint: Path | None) -> int:

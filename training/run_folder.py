@@ -11,7 +11,6 @@ runs/x/
 """
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,13 +136,12 @@ def begin(folder: RunFolder, first_step: int, resume_from: Path | None) -> None:
     own = resume_from is not None and run_of(resume_from).resolve() == folder.path.resolve()
     checkpoints.sweep(folder.checkpoints)
     if own:
-        if not folder.model.exists():  # killed while it was replaced
-            checkpoints.copy_model(resume_from, folder.model)
+        checkpoints.renew_model(resume_from, folder.model)
         forget_after(folder.metrics, first_step)
         forget_samples_after(folder.samples, first_step)
     else:
         for inside in folder.contents:
-            shutil.rmtree(inside) if inside.is_dir() else inside.unlink(missing_ok=True)
+            checkpoints.delete(inside)
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
 
 

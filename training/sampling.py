@@ -156,8 +156,10 @@ def write_samples(path: Path, step: int, samples: list[tuple[str, str]]) -> None
 def forget_samples_after(path: Path, step: int) -> None:
     """Takes out the sections of later steps."""
     if path.is_file():
-        sections = re.split(r"^(?=## step \d+$)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        kept = [section for section in sections if section.strip() and int(section.split()[2]) <= step]
+        text = path.read_text(encoding="utf-8", errors="replace")
+        sections = re.split(r"^(?=## step \d+$)", text, flags=re.MULTILINE)
+        steps = [re.match(r"## step (\d+)$", section, flags=re.MULTILINE) for section in sections]
+        kept = [section for section, found in zip(sections, steps, strict=True) if not found or int(found[1]) <= step]
         write_whole(path, "".join(kept))
 
 

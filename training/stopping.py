@@ -18,7 +18,8 @@ import psutil
 import torch
 from torch import distributed
 
-from training.restart import PARENT, settle_output
+from training.early import PARENT, die_with_launcher, is_launched
+from training.restart import settle_output
 
 # What a process ends with after it has stopped and saved, as a shell would report the signal. The later one wins where
 # processes have different reasons.
@@ -30,9 +31,6 @@ _REASONS = list(EXIT_CODES)
 GRACE = 60.0  # seconds that the main thread has for a step and the way out
 SAVING = 600.0  # seconds on top of it, while a checkpoint is being written
 TICK = 0.5  # seconds between looks at the launcher and the clock
-# `accelerate launch` sets the one, torchrun the other, and nobody else either. The parent alone tells nothing: that of
-# `nohup python train_accelerate.py &` is a shell, whose end means nothing.
-_SET_BY_LAUNCHERS = ("ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID")
 
 
 @dataclass
@@ -52,11 +50,6 @@ class StoppingArguments:
         if self.ddp_timeout < 1:
             found.append(f"ddp_timeout is {self.ddp_timeout}; it must be at least 1 second.")
         return found
-
-
-def is_launched() -> bool:
-    """Whether the parent of this process is a launcher."""
-    return any(name in os.environ for name in _SET_BY_LAUNCHERS)
 
 
 class Stopper:
@@ -107,6 +100,7 @@ class Stopper:
         self._install_handlers()
         self._thread = threading.Thread(target=self._watch, name="stopper", daemon=True)
         self._thread.start()
+        die_with_launcher(False)  # from here on, what has been trained is saved first
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

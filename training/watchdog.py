@@ -22,7 +22,8 @@ import psutil
 import torch
 from torch import distributed
 
-from training.restart import PARENT, Restart, execute, settle_output
+from training.early import PARENT
+from training.restart import Restart, execute, settle_output
 from training.stopping import leave, say
 
 PREFIX = "gpt2scratch/watchdog"
@@ -95,6 +96,7 @@ class Watchdog:
         self.processes = processes
         self.ddp_timeout = ddp_timeout
         self.before_leaving = before_leaving
+        self.note: Callable[[str], None] = lambda sentence: None  # given the sentence before it is said
         self.patience = min(PATIENCE, ddp_timeout) if patience is None else patience
         self.interval = interval
         # Who has the store: after a restart, rank 0.
@@ -157,7 +159,7 @@ class Watchdog:
             None where the error is not one of the process group: it deserves its traceback. Otherwise the sentence to
             end with, with exit code 1; empty in all processes but one.
         """
-        if self.processes == 1 or self._deaf or not _is_of_the_group(error):
+        if self.processes == 1 or self._deaf or not is_of_the_group(error):
             return None
         self._error = (str(error).strip() or type(error).__name__).splitlines()[0]
         self._explaining_since = self._beats
@@ -350,6 +352,8 @@ class Watchdog:
         """Ends the process; by way of the main thread, where that waits for an explanation."""
         if not self._leaving.acquire(blocking=False):
             time.sleep(LEAVING)
+        if self.rank == speaker:
+            self.note(sentence)
         self._sentence = sentence if self.rank == speaker else ""
         if self._explaining_since is None:
             self._leave(self._sentence)
@@ -414,7 +418,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _is_of_the_group(error: BaseException) -> bool:
+def is_of_the_group(error: BaseException) -> bool:
     """gloo's errors are plain RuntimeErrors."""
     if isinstance(error, torch.OutOfMemoryError):
         return False

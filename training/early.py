@@ -1,0 +1,47 @@
+"""Imported before anything that takes seconds to import: a launcher that dies meanwhile takes this process with it.
+
+Left alone, it would train on, or join the processes of the next job, which meets at the same port.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+LAUNCHER = "GPT2SCRATCH_LAUNCHER"
+# The parent at the very start; after a restart (restart.py), that of the process before. Taken out of the environment,
+# since it is not the parent of what this process starts.
+PARENT = int(os.environ.pop(LAUNCHER, os.getppid()))
+# `accelerate launch` sets the one, torchrun the other, and nobody else either. The parent alone tells nothing: that of
+# `nohup python train_accelerate.py &` is a shell, whose end means nothing.
+_SET_BY_LAUNCHERS = ("ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID")
+_SET_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
+
+
+def is_launched() -> bool:
+    """Whether the parent of this process is a launcher."""
+    return any(name in os.environ for name in _SET_BY_LAUNCHERS)
+
+
+def die_with_launcher(wanted: bool) -> None:
+    """Whether the system is to kill this process when its launcher ends. Only Linux can; called by the main thread."""
+    if is_launched() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL if wanted else 0)
+
+
+def _is_orphan() -> bool:
+    """Whether the launcher has died before this could be asked for. In a container, process 1 may be the launcher itself."""
+    if not is_launched() or os.getppid() == PARENT != 1:
+        return False
+    if os.getppid() != PARENT:
+        return True
+    try:
+        return os.fsencode(sys.argv[0]) not in Path("/proc/1/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+die_with_launcher(True)
+if _is_orphan():
+    os._exit(128 + signal.SIGTERM)
