@@ -138,8 +138,8 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         main(sys.argv[1:])
     except UserError as error:
         # Every process of a job finds the same problem, and one says it; but it may be that of one machine alone.
-        rank, is_first_here = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
-        if rank == "0" or (is_first_here and not error.is_said):
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_said):
             for sentence in str(error).splitlines():
                 print(f"error{f' (rank {rank})' if rank != '0' else ''}: {sentence}", file=sys.stderr, flush=True)
         sys.exit(1)

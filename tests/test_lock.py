@@ -22,7 +22,9 @@ fcntl.flock = flock
 """
 HOLD = """
 import sys, time
+from training.early import die_with_launcher
 from training.lock import RunLock
+die_with_launcher(False)  # as once training has begun
 lock = RunLock(sys.argv[1])
 lock.acquire()
 print("held", flush=True)
