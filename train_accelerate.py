@@ -6,6 +6,9 @@ accelerate launch --quiet train_accelerate.py --config presets/gpt2.yaml --data 
 accelerate launch --quiet train_accelerate.py --resume_from_checkpoint runs/x  # go on where it stopped
 """
 
+import training.early  # noqa: F401 (before the others, which take seconds: a launcher may die meanwhile)
+
+# isort: split
 import sys
 
 import torch

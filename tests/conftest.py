@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState, GradientState
 
 import train_accelerate
@@ -20,6 +21,7 @@ from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
 
 REPOSITORY = Path(__file__).parent.parent
+torch.set_num_threads(1)  # as in the processes that tests start: another number adds up in another order
 WORDS = "the of and a to in is was he for it with as his on be at by had not are but from or have an they".split()
 
 # A model of a few thousand parameters, a run of a few seconds.

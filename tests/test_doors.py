@@ -69,6 +69,8 @@ def test_bad_requests_end_in_a_sentence(run, arguments, expected):
 
 def test_a_run_without_a_checkpoint_says_so(a_copy):
     shutil.rmtree(a_copy / "model")
+    generate.main([str(a_copy), "--prompt", "The", "--max_new_tokens", "1"])  # from the newest checkpoint
+    shutil.rmtree(a_copy / "checkpoints")
     with pytest.raises(UserError, match="holds no model yet"):
         generate.main([str(a_copy)])
 
