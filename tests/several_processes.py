@@ -8,10 +8,12 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import pytest
 import torch
 import torch._dynamo.testing
 from accelerate import Accelerator
@@ -20,9 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import train_accelerate
+from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import sharding
 from training.batches import BatchPlan, TrainBatches, WindowOrder
+from training.device import check_same_command, on_main
 from training.optim import OptimArguments, build_optimizer
 from training.sharding import Sharding, generating, part_like, shard, whole
 from training.step import NextTokenLoss, Trainer
@@ -125,6 +129,23 @@ def check_a_loss_that_is_not_finite_on_one_process_skips_the_step_on_all(acceler
         assert all(same) is poisoned
         everyone = accelerator.gather(model.lm_head.weight.detach()[None])
         assert torch.equal(everyone[0], everyone[1])
+
+
+def check_a_process_of_another_command_is_refused(accelerator: Accelerator) -> None:
+    check_same_command(accelerator, {"seed": 1})
+    with pytest.raises(UserError, match=r"^Rank 1 was started with other settings than rank 0\."):
+        check_same_command(accelerator, {"seed": accelerator.process_index})
+
+
+def check_what_the_main_process_finds_all_know(accelerator: Accelerator) -> None:
+    def fail() -> None:
+        raise UserError("It cannot be.")
+
+    main = accelerator.is_main_process
+    assert on_main(accelerator, lambda: ["found", time.sleep(1)] if main else None) == ["found", None]
+    with pytest.raises(UserError, match=r"^It cannot be\.$") as refused:
+        on_main(accelerator, fail)
+    assert refused.value.is_said is not main
 
 
 def check_the_scaler_of_fp16_sees_what_another_process_found(accelerator: Accelerator) -> None:

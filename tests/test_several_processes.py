@@ -54,7 +54,7 @@ def runs(launch, store, tmp_path_factory) -> Path:
     (folder / "pair.json").write_text(json.dumps(pair))
     result = launch(*LAUNCHER, "launch/two_cpu_processes.yaml", "tests/several_processes.py", folder / "pair.json")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("passed: check_") == 8
+    assert result.stdout.count("passed: check_") == 10
     assert result.stdout.count("2 processes, model and optimizer sharded") == 5
     resumed_alone(store, folder / "fsdp_to_alone", folder / "fsdp")
     resumed_alone(store, folder / "ddp_to_alone", folder / "ddp")

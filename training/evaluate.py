@@ -25,6 +25,7 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.store import Split, TokenStore
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.run_folder import CONFIG_FILE, find_model, run_of
+from training.sharding import keep_accelerate_from_sharding
 from training.step import NextTokenLoss
 from training.tokens import IGNORED, Batch, Tokens
 
@@ -157,6 +158,7 @@ def main(arguments: list[str]) -> None:
             f"{folder} has a vocabulary of {model.config.vocab_size} tokens, {store.folder} one of "
             f"{store.metadata.vocab_size}; score it on a store made with its own tokenizer."
         )
+    keep_accelerate_from_sharding()  # whatever the launcher was told: a model is scored whole
     accelerator = Accelerator()
     local = processes_of_this_machine(accelerator)
     placement = choose_placement("auto", bytes_of(store, "val"), accelerator.device, local)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
+from inspect import signature
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,9 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from errors import UserError
 from training.early import is_launched
 
+# Not filelock's own fallback, which version 4 lets one switch off: it uses the same file, and the empty one that a lock leaves
+# would lock forever there.
+NO_FALLBACK = {"fallback_to_soft": False} if "fallback_to_soft" in signature(BaseFileLock.__init__).parameters else {}
 NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 POLL_SECONDS = 0.25
 # A holder that has just come is about to note its name; one that has taken its name away is about to be gone.
@@ -152,10 +156,11 @@ def _take(path: Path) -> BaseFileLock:
         Timeout: another process holds it.
         OSError: its file cannot be written.
     """
-    # Not filelock's own fallback: it uses the same file, and the empty one that a lock leaves would lock forever there.
-    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
+    lock = FileLock(path, timeout=0, thread_local=False, **NO_FALLBACK)
     try:
         lock.acquire()
+    except NotImplementedError:  # as filelock 3 says it
+        return _take_softly(path.with_name(f"{path.name}.soft"))
     except OSError as error:
         if isinstance(error, Timeout) or error.errno not in NO_FLOCK:
             raise
