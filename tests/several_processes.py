@@ -24,9 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 import train_accelerate
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training import sharding
+from training import device, sharding
 from training.batches import BatchPlan, TrainBatches, WindowOrder
-from training.device import check_same_command, on_main
 from training.optim import OptimArguments, build_optimizer
 from training.sharding import Sharding, generating, part_like, shard, whole
 from training.step import NextTokenLoss, Trainer
@@ -132,9 +131,9 @@ def check_a_loss_that_is_not_finite_on_one_process_skips_the_step_on_all(acceler
 
 
 def check_a_process_of_another_command_is_refused(accelerator: Accelerator) -> None:
-    check_same_command(accelerator, {"seed": 1})
+    device.check_same_command(accelerator, {"seed": 1})
     with pytest.raises(UserError, match=r"^Rank 1 was started with other settings than rank 0\."):
-        check_same_command(accelerator, {"seed": accelerator.process_index})
+        device.check_same_command(accelerator, {"seed": accelerator.process_index})
 
 
 def check_what_the_main_process_finds_all_know(accelerator: Accelerator) -> None:
@@ -142,9 +141,9 @@ def check_what_the_main_process_finds_all_know(accelerator: Accelerator) -> None
         raise UserError("It cannot be.")
 
     main = accelerator.is_main_process
-    assert on_main(accelerator, lambda: ["found", time.sleep(1)] if main else None) == ["found", None]
+    assert device.on_main(accelerator, lambda: ["found", time.sleep(1)] if main else None) == ["found", None]
     with pytest.raises(UserError, match=r"^It cannot be\.$") as refused:
-        on_main(accelerator, fail)
+        device.on_main(accelerator, fail)
     assert refused.value.is_said is not main
 
 

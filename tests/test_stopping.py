@@ -176,10 +176,16 @@ def test_a_shell_that_exits_is_no_launcher_that_dies(job):
     assert "Stopping" not in one.stderr()
 
 
+def own_terminal() -> None:
+    """In the child; also where whoever runs these tests lets no hang-up through, as nohup does."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def test_a_terminal_that_is_closed_ends_the_run_after_it_has_saved(job):
     ours, theirs = os.openpty()
     terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    one = job((sys.executable,), "600", "steps", preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), **terminal)
+    one = job((sys.executable,), "600", "steps", preexec_fn=own_terminal, **terminal)
     os.close(theirs)
     one.wait_for("step 3")
     os.close(ours)
