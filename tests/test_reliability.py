@@ -27,6 +27,7 @@ from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
 from training.checkpoint import complete_checkpoints, damage
 from training.run_folder import RunFolder
+from training.saver import refuse_full_disk
 
 DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
 LONG = {**TINY, **DROPOUT, "max_steps": 150, "save_steps": 1, "save_total_limit": 1, "eval_steps": 40}
@@ -305,6 +306,12 @@ def test_a_disk_that_is_full_ends_in_one_sentence_and_keeps_the_last_checkpoint(
     assert not list((run / "checkpoints").glob(".*"))
     train(None, "--resume_from_checkpoint", str(run))
     assert status(run)["state"] == "finished"
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_a_step(tmp_path):
+    refuse_full_disk(tmp_path, 1000)
+    with pytest.raises(UserError, match=r"GB left, and a checkpoint needs 1333333\.33 GB"):
+        refuse_full_disk(tmp_path, 10**15)
 
 
 def test_a_store_that_is_cut_while_training_ends_in_one_sentence(store, start, tmp_path):

@@ -56,8 +56,14 @@ class Saver:
     def keep(
         self, model: GPT2ScratchForCausalLM, optimizer: torch.optim.Optimizer, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """What is saved from now on. Finds the memory for its copy while the first step is being made ready."""
+        """What is saved from now on. Finds the memory for its copy while the first step is being made ready.
+
+        Raises:
+            UserError: the disk has no room for a checkpoint, and no step is spent to find that out.
+        """
         self.model, self.optimizer, self.tokenizer = model, optimizer, tokenizer
+        n_bytes = 12 * sum(parameter.numel() for parameter in model.parameters())  # fp32: weights and two moments
+        on_main(self.accelerator, lambda: refuse_full_disk(self.folder.checkpoints, n_bytes))
         self.shell = _shell_of(model)
         if self.accelerator.is_main_process:
             self._begin(self._make_room)
@@ -146,7 +152,7 @@ class Saver:
                 f"Weights or moments are not finite after step {step:,}, which is therefore not saved"
             )
         try:
-            _refuse_full_disk(self.folder.checkpoints, self.snapshot.n_bytes)
+            refuse_full_disk(self.folder.checkpoints, self.snapshot.n_bytes)
             saved = checkpoint.write(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
             seconds = round(time.perf_counter() - begin, 4)
             checkpoint.copy_model(saved, self.folder.model)
@@ -195,7 +201,7 @@ def _shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:
     return shell
 
 
-def _refuse_full_disk(folder: Path, n_bytes: int) -> None:
+def refuse_full_disk(folder: Path, n_bytes: int) -> None:
     """
     Raises:
         UserError: less is free than a checkpoint and the copy of its weights take.
