@@ -6,7 +6,8 @@ accelerate launch --quiet train_accelerate.py --config presets/gpt2.yaml --data 
 accelerate launch --quiet train_accelerate.py --resume_from_checkpoint runs/x  # go on where it stopped
 """
 
-import training.early  # noqa: F401 (before the others, which take seconds: a launcher may die meanwhile)
+# First: if the launcher dies during the imports below, which take seconds, this process ends with it.
+import training.early  # noqa: F401
 
 # isort: split
 import sys
@@ -22,7 +23,16 @@ from training.batches import TrainBatches
 from training.config import TrainConfig, read_config
 from training.course import begin_run, describe_end, describe_run, find_start, finish_again
 from training.data import open_store, place_tokens
-from training.device import Setup, check_same_command, decide, describe, on_main, start_accelerator, stop_accelerator
+from training.device import (
+    Setup,
+    check_same_command,
+    decide,
+    describe,
+    on_main,
+    start_accelerator,
+    stop_accelerator,
+    wait_for_main,
+)
 from training.journal import Journal, voice
 from training.keeper import Keeper
 from training.lock import RunLock
@@ -52,7 +62,7 @@ def main(arguments: list[str]) -> None:
             reason = train(config, setup, accelerator, folder, watchdog)
         finally:
             lock.release()
-        on_main(accelerator, lambda: None)  # who may still wait for a slow drive
+        wait_for_main(accelerator)  # which may still be copying to the backup
         accelerator.wait_for_everyone()
     stop_accelerator(accelerator)
     if reason is not None and EXIT_CODES[reason] != 0:
@@ -73,10 +83,10 @@ def train(
         for split in ("train", "val")
     )
     prompts = prompts_of(config.sampling, store, tokenizer)
-    kept, backup_dir = config.checkpoint.save_total_limit, config.backup.backup_dir
-    backup = Backup(backup_dir, folder, kept, say) if backup_dir is not None else None
+    backup_dir = config.backup.backup_dir
+    backup = Backup(backup_dir, folder, config.checkpoints_kept, say) if backup_dir is not None else None
     start = find_start(config, plan, folder, backup, accelerator)
-    plan = start.plan
+    plan = start.plan  # which knows where to start
     if start.is_finished:
         say(on_main(accelerator, lambda: finish_again(start, folder, backup)))
         return None

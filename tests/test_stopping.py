@@ -135,7 +135,7 @@ def test_one_signal_to_one_of_two_stops_both_at_the_same_step(job):
     assert last.startswith("saved ")
     assert last.endswith(" SIGTERM")
     assert two.wait_for_end(1)[-1] == last
-    assert "Stopping after this step (SIGTERM)." in two.stderr()
+    assert "Stopping after this step (SIGTERM), and saving." in two.stderr()
 
 
 def test_without_its_launcher_a_job_of_two_saves_and_ends(job):
@@ -146,7 +146,7 @@ def test_without_its_launcher_a_job_of_two_saves_and_ends(job):
     assert last.startswith("saved ")
     assert last.endswith(" the launcher died")
     assert two.wait_for_end(1)[-1] == last
-    assert two.stderr() == "Stopping after this step (the launcher died).\n"
+    assert two.stderr() == "Stopping after this step (the launcher died), and saving.\n"
 
 
 def test_without_its_launcher_one_process_saves_and_ends_also_where_saving_takes_longer_than_the_grace(job):
@@ -201,11 +201,17 @@ def test_the_second_ctrl_c_stops_at_once_whatever_the_process_hangs_in(job):
     time.sleep(0.3)
     one.started.send_signal(signal.SIGINT)  # torchrun's copy of the first one
     time.sleep(1)
-    assert one.stderr() == "Stopping after this step (SIGINT); once more stops at once.\n"
+    assert (
+        one.stderr()
+        == "Stopping after this step (SIGINT), and saving. Ctrl-C once more ends the run at once, without saving.\n"
+    )
     assert one.started.poll() is None
     one.started.send_signal(signal.SIGINT)
     assert one.started.wait(2) == 130
-    assert one.stderr() == "Stopping after this step (SIGINT); once more stops at once.\ninterrupted\n"
+    assert (
+        one.stderr()
+        == "Stopping after this step (SIGINT), and saving. Ctrl-C once more ends the run at once, without saving.\ninterrupted\n"
+    )
 
 
 def test_hours_count_from_the_start_of_the_process(job):
@@ -214,7 +220,7 @@ def test_hours_count_from_the_start_of_the_process(job):
     assert one.started.wait(20) == 0
     assert 4 <= time.monotonic() - before < 7
     assert one.lines()[-1].endswith(" max_hours")
-    assert one.stderr() == "Stopping after this step (max_hours).\n"
+    assert one.stderr() == "Stopping after this step (max_hours), and saving.\n"
 
 
 def test_what_cannot_be_is_refused():

@@ -197,7 +197,11 @@ def test_resuming_another_architecture_names_every_difference(train, tmp_path):
     run = train(tmp_path / "run", max_steps=3)
     with pytest.raises(UserError) as refused:
         train(run, "--resume_from_checkpoint", str(run), n_layer=3, n_head=4, tokens_per_step=128)
-    for difference in ("n_layer is 3 here and 2", "n_head is 4 here and 2", "tokens_per_step is 128 here and 64"):
+    for difference in (
+        "n_layer was 2 and is now 3",
+        "n_head was 2 and is now 4",
+        "tokens_per_step was 64 and is now 128",
+    ):
         assert difference in str(refused.value)
 
 

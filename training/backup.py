@@ -46,7 +46,7 @@ class BackupArguments:
     backup_dir: str | None = field(
         default=None,
         metadata={
-            "help": "A folder on another drive that checkpoints are copied to while training goes on, and that a run "
+            "help": "An existing folder on another drive that checkpoints are copied to while training goes on, and that a run "
             "whose own folder is lost goes on from."
         },
     )
@@ -167,6 +167,12 @@ class Backup:
                 _copy_whole(theirs, ours)
 
     def _say_unreadable(self, error: OSError) -> None:
+        home = self.there.path.parent
+        if not home.exists():
+            self.say(
+                f"WARNING: there is no {home} (--backup_dir): is its drive mounted? Nothing is backed up until it is there."
+            )
+            return
         self.say(
             f"WARNING: the backup {self.there.path} cannot be read ({_reason(error)}), so nothing is brought back from it."
         )
@@ -201,6 +207,8 @@ class Backup:
         with self._change:
             self._waiting, self.forgotten_from = None, step
         try:
+            if not self.there.path.parent.is_dir():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             for checkpoint in complete_checkpoints(self.there.checkpoints):
                 if step_of(checkpoint) >= step and (self.may_replace or checkpoint not in self._strangers()):
                     remove(checkpoint)

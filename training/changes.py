@@ -31,7 +31,7 @@ NOT_THE_RUN = {
 class ChangeArguments:
     allow_change: list[str] = field(
         default_factory=list,
-        metadata={"help": "What may differ from the checkpoint that is resumed, such as data,tokens_per_step."},
+        metadata={"help": f"What may differ from the checkpoint that is resumed, of: {', '.join(ALLOWED)}."},
     )
 
     @property
@@ -66,9 +66,13 @@ def compare(
     before = {name: getattr(saved_model, name) for name in (*SHAPE, *MEANING)} | saved.settings
     now = {name: getattr(model, name) for name in (*SHAPE, *MEANING)} | settings
     different = [name for name in now if name in before and now[name] != before[name]]
-    refused = [f"{name} is {now[name]} here and {before[name]} there" for name in different if name in SHAPE]
+    refused = [
+        f"{name} was {before[name]} and is now {now[name]}: its weights do not fit; start anew in another --output_dir"
+        for name in different
+        if name in SHAPE
+    ]
     refused += [
-        f"{_named(name, now, before)} (--allow_change {name}, if that is meant)"
+        f"{_named(name, now, before)}; if that is meant, add --allow_change {name}"
         for name in different
         if name in ALLOWED and name not in arguments.allowed
     ]
@@ -87,5 +91,5 @@ def _named(name: str, now: dict[str, Any], before: dict[str, Any]) -> str:
             if name == "tokenizer"
             else "the token store holds other tokens"
         )
-        return f"{what} (sha256 {now[name][:12]} here, {before[name][:12]} there)"
-    return f"{name} is {now[name]} here and {before[name]} there"
+        return f"{what}, sha256 {now[name][:12]} instead of {before[name][:12]}"
+    return f"{name} was {before[name]} and is now {now[name]}"

@@ -183,7 +183,8 @@ def copy_model(checkpoint: Path, destination: Path) -> None:
     fresh, old = (destination.with_name(f".{destination.name}.{what}") for what in ("unfinished", "old"))
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    shutil.copytree(checkpoint, fresh, ignore=shutil.ignore_patterns(STATE_FOLDER, MANIFEST))
+    fresh.mkdir()  # in a folder that is still there
+    shutil.copytree(checkpoint, fresh, ignore=shutil.ignore_patterns(STATE_FOLDER, MANIFEST), dirs_exist_ok=True)
     if destination.exists():
         destination.rename(old)
     fresh.rename(destination)

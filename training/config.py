@@ -70,6 +70,12 @@ class TrainConfig:
         return not is_store(self.data.data)
 
     @property
+    def checkpoints_kept(self) -> int | None:
+        """Two at least where a run may go back: the newest may have been written in the middle of a spike."""
+        limit = self.checkpoint.save_total_limit
+        return max(limit, 2) if limit is not None and self.health.on_spike == "rollback" else limit
+
+    @property
     def recipe(self) -> Recipe:
         """Of the tokens. Its seed is not the run's: runs that differ in seed are scored on the same text."""
         return Recipe([self.data.data], self.corpus, self.vocabulary, self.cleaning, self.dedup)

@@ -78,6 +78,7 @@ def begin_run(start: Start, config: TrainConfig, folder: RunFolder, backup: Back
     try:
         begin(folder, start.step, start.checkpoint)
         write_config(config, folder.config)
+        folder.checkpoints.mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(
             f"{folder.path} cannot be written ({error.strerror or error}); name another --output_dir."
@@ -119,8 +120,8 @@ def describe_end(folder: RunFolder, plan: Plan, step: int, reason: str | None, p
     """What the user reads last; `reason`: why the run stopped after `step` steps, None at its end."""
     if reason is not None:
         return (
-            f"\nStopped after step {step:,} of {plan.max_steps:,} ({reason}); {folder.last_good()}. To go on, the same command, "
-            f"or:\n  accelerate launch --quiet train_accelerate.py --resume_from_checkpoint {quote(str(folder.path))}"
+            f"\nStopped after step {step:,} of {plan.max_steps:,} ({reason}); {folder.last_good()}. To go on: the same command; "
+            f"or, with the same launch options:\n  accelerate launch --quiet train_accelerate.py --resume_from_checkpoint {quote(str(folder.path))}"
         )
     opening, path = prompt.splitlines()[0] if prompt.strip() else "", quote(str(folder.path))
     return (
@@ -140,7 +141,8 @@ def finish_again(start: Start, folder: RunFolder, backup: Backup | None) -> str:
         try:
             checkpoints.renew_model(start.checkpoint, folder.model)
         except OSError as error:
-            raise UserError(f"{folder.path} cannot be written ({error.strerror or error}).") from error
+            problem = checkpoints.as_os_error(error)
+            raise UserError(f"{folder.path} cannot be written ({problem.strerror or problem}).") from error
         write_status(folder.status, "finished", start.step)
         if backup is not None:
             backup.begin(start.step, may_replace=False)

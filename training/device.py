@@ -1,15 +1,14 @@
 """What the run computes on and with: device, precision, compilation, attention."""
 
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import psutil
@@ -26,7 +25,7 @@ from training.sharding import Sharding, keep_accelerate_from_sharding, sharding_
 
 Found = TypeVar("Found")
 LONGEST_WAIT = 6 * 3600  # seconds
-_questions = itertools.count()  # the same on every process
+_waits = False
 
 
 @dataclass
@@ -183,33 +182,50 @@ def start_accelerator(
 def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
     """What the main process finds, on every process: anything that JSON can say.
 
-    The others wait for as long as it takes, through the store of the group, where no `ddp_timeout` counts: it may wait for
-    a disk. Should it die or freeze meanwhile, the watchdog ends all.
+    The others wait for as long as it takes, in a group of its own, where no `ddp_timeout` counts: it may wait for a disk.
+    Should it die or freeze meanwhile, the watchdog ends all. The group's store would do, but dies with the launcher.
 
     Raises:
         UserError: on the other processes, whatever was raised on the main one.
     """
+    global _waits  # noqa: PLW0603
     if accelerator.num_processes == 1:
         return find()
-    store, key = distributed.distributed_c10d._get_default_store(), f"gpt2scratch/on_main/{next(_questions)}"
+    group, answer, failure = _patient_group(), {}, None
     if accelerator.is_main_process:
         try:
-            found = find()
+            answer["found"] = find()
         except Exception as error:
-            store.set(key, json.dumps({"problem": str(error) or type(error).__name__}))
-            raise
-        store.set(key, json.dumps({"found": found}))
-        return found
-    for _ in range(LONGEST_WAIT // 10):
-        with suppress(distributed.DistStoreError):  # not yet
-            store.wait([key], timedelta(seconds=10))
-            break
-    answer = json.loads(store.get(key))
+            answer["problem"], failure = str(error) or type(error).__name__, error
+    told = [json.dumps(answer)]
+    _waits = not accelerator.is_main_process
+    try:
+        distributed.broadcast_object_list(told, src=0, group=group)
+    finally:
+        _waits = False
+    if failure is not None:
+        raise failure
+    answer = json.loads(told[0])
     if "problem" in answer:
         error = UserError(answer["problem"])
         error.is_said = True
         raise error
     return answer["found"]
+
+
+def waits_for_main() -> bool:
+    """Whether this process is inside `on_main`, for another thread that asks."""
+    return _waits
+
+
+@cache
+def _patient_group() -> distributed.ProcessGroup:
+    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=LONGEST_WAIT))
+
+
+def wait_for_main(accelerator: Accelerator) -> None:
+    """However long it takes."""
+    on_main(accelerator, lambda: None)
 
 
 def check_same_command(accelerator: Accelerator, settings: dict[str, Any]) -> None:
@@ -244,6 +260,7 @@ def stop_accelerator(accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
         time.sleep(0.2)
+    _patient_group.cache_clear()
     accelerator.end_training()
 
 

@@ -86,6 +86,8 @@ class Journal:
 
     def count(self, loss: torch.Tensor, tokens: int) -> None:
         """Counts a step, without waiting for it (but for the first step of a run)."""
+        if self.bar is not None:
+            self.bar.advance(self.bar.task_ids[0])
         if self.first_step_is_done:
             self.steps_timed += 1
             self.tokens_timed += tokens
@@ -101,6 +103,8 @@ class Journal:
         self.first_step_is_done = True
         float(loss)  # waits for the device, once
         compilation = " (compilation included)" if self.compiled else ""
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], line="")
         self.say(f"First step after {time.perf_counter() - self.since:.1f} s{compilation}.")
         self.restart_clock()
 

@@ -17,7 +17,7 @@ from training.backup import Backup
 from training.checkpoint import TrainState
 from training.config import TrainConfig
 from training.course import Start
-from training.device import on_main
+from training.device import on_main, waits_for_main
 from training.faults import made_of
 from training.health import DivergenceError, Health, Reading
 from training.journal import voice
@@ -47,11 +47,8 @@ class Keeper:
         self.accelerator, self.watchdog = accelerator, watchdog
         self.say = voice(accelerator)
         self.health = Health(accelerator, config.health, start.state.losses, start.state.unlogged)
-        kept = config.checkpoint.save_total_limit
-        if kept is not None and config.health.on_spike == "rollback":
-            kept = max(kept, 2)  # the newest may have been written in the middle of a spike
-        self.saver = Saver(folder, accelerator, start.step, kept, backup)
-        self.stopper = Stopper(config.stopping, accelerator.num_processes, self.saver.is_writing)
+        self.saver = Saver(folder, accelerator, start.step, config.checkpoints_kept, backup)
+        self.stopper = Stopper(config.stopping, accelerator.num_processes, self._is_saving)
         self.reason: str | None = None  # why the run stopped before its end
         watchdog.before_leaving = self.saver.join
         watchdog.note = lambda sentence: write_status(folder.status, "failed", folder.newest_step(), sentence)
@@ -139,6 +136,10 @@ class Keeper:
             losses, unlogged = tuple(self.health.losses), self.health.unlogged
             self.saver.save(TrainState(self.plan.after(step), self.plan.settings, losses, unlogged))
 
+    def _is_saving(self) -> bool:
+        """Also where another process does."""
+        return self.saver.is_writing() or waits_for_main()
+
     def _fail(self, error: Exception) -> None:
         """
         Raises:
@@ -158,6 +159,7 @@ class Keeper:
             raise outcome from error
 
     def _end(self, state: str, reason: str) -> None:
+        self.watchdog.note = lambda sentence: None  # whatever happens to the processes from here on
         if self.accelerator.is_main_process:
             write_status(self.folder.status, state, self.folder.newest_step(), reason)
             record(self.folder.events, state, self.step, **({"because": reason} if reason else {}))

@@ -31,9 +31,7 @@ def choose_checkpoint(
     folder = RunFolder(arguments.output_dir)
     if folder.path.exists() and not folder.path.is_dir():
         raise UserError(f"{folder.path} is a file; name another --output_dir.")
-    # Names with a dot are a lock's, or of a restoring that was killed.
-    empty = not folder.path.exists() or all(path.name.startswith(".") for path in folder.path.iterdir())
-    if not empty and not folder.config.is_file():
+    if not folder.config.is_file() and not folder.is_empty():
         raise UserError(f"{folder.path} exists and is not a run folder; name another --output_dir.")
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
     if is_restart:  # what the backup has beyond the folder was taken back
@@ -74,7 +72,10 @@ def _newest(
         return here
     if settings is not None:
         _refuse_another(backup.there.path, backup.settings() or {}, settings, allowed)
-    return backup.restore(after) or here
+    restored = backup.restore(after)
+    if restored is not None:
+        say(f"Backup:  {restored.name} is brought back from {backup.there.path}")
+    return restored or here
 
 
 def _refuse_another(folder: Path, before: dict[str, Any], settings: dict[str, Any], allowed: set[str]) -> None:

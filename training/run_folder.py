@@ -69,10 +69,19 @@ class RunFolder:
             problem = checkpoints.damage(checkpoint)
             if problem is None:
                 return checkpoint
-            say(f"WARNING: {checkpoint} is damaged: {problem}. Falling back to the one before.")
+            say(f"WARNING: {checkpoint} is damaged: {problem}. It is set aside for the one before.")
         if problem is not None:
             raise UserError(f"Every checkpoint in {self.checkpoints} is damaged; --overwrite_output_dir starts anew.")
         return None
+
+    def is_empty(self) -> bool:
+        """But for what a run leaves that was killed before it began, a lock, or a restoring that was killed."""
+        if not self.path.exists():
+            return True
+        no_checkpoints = not checkpoints.all_checkpoints(self.checkpoints)
+        left = {self.checkpoints.name, self.events.name, self.status.name} if no_checkpoints else set()
+        names = [path.name for path in self.path.iterdir()]
+        return all(name.startswith(".") or name.endswith(".tmp") or name in left for name in names)
 
     def last_good(self) -> str:
         """What to go on from, in words."""
@@ -136,13 +145,21 @@ def begin(folder: RunFolder, first_step: int, resume_from: Path | None) -> None:
     own = resume_from is not None and run_of(resume_from).resolve() == folder.path.resolve()
     checkpoints.sweep(folder.checkpoints)
     if own:
+        for later in checkpoints.all_checkpoints(folder.checkpoints):
+            if (
+                checkpoints.step_of(later) > first_step
+            ):  # damaged, or the run would go on from it: never the newest again
+                aside = later.with_name(f"damaged_{later.name}")
+                checkpoints.delete(aside)
+                later.rename(aside)
         checkpoints.renew_model(resume_from, folder.model)
         forget_after(folder.metrics, first_step)
         forget_samples_after(folder.samples, first_step)
     else:
         for inside in folder.contents:
-            checkpoints.delete(inside)
-    folder.checkpoints.mkdir(parents=True, exist_ok=True)
+            if inside != folder.config:  # which is replaced: without one, it would be no run folder
+                checkpoints.delete(inside)
+    folder.path.mkdir(parents=True, exist_ok=True)
 
 
 def _refuse_links_of_index(model: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread, get_native_id
@@ -196,8 +197,8 @@ def _room(kept: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch
 def _shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:
     """A model of the same configuration without memory: what writes config and code while the real one trains."""
     with torch.device("meta"):
-        shell = GPT2ScratchForCausalLM._from_config(model.config)
-    shell.generation_config = model.generation_config
+        shell = GPT2ScratchForCausalLM._from_config(deepcopy(model.config))  # saving writes into it
+    shell.generation_config = deepcopy(model.generation_config)
     return shell
 
 

@@ -179,8 +179,8 @@ class Stopper:
             return
         self._said = True
         if os.environ.get("RANK", "0") == "0":
-            more = "; once more stops at once" if reason == "SIGINT" else ""
-            say(f"Stopping after this step ({reason}){more}.")
+            more = " Ctrl-C once more ends the run at once, without saving." if reason == "SIGINT" else ""
+            say(f"Stopping after this step ({reason}), and saving.{more}")
 
     # The thread.
 

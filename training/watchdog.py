@@ -366,6 +366,8 @@ class Watchdog:
         if sentence:
             say(f"error: {sentence}")
         self._finish_saving()
+        if sentence:
+            self.note(sentence)  # again: what was being saved has noted that it is
         leave(1)
 
     def _finish_saving(self) -> None:
