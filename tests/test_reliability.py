@@ -632,9 +632,10 @@ def test_a_damaged_checkpoint_is_set_aside_and_never_the_newest_again(train, tmp
     run = train(tmp_path / "run")
     with (run / "checkpoints" / "step_00000006" / "model.safetensors").open("r+b") as file:
         file.write(b"x")
-    train(run, save_total_limit=1)
+    train(run)
     assert "step_00000006 is damaged: model.safetensors was changed" in capsys.readouterr().out
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["damaged_step_00000006", "step_00000006"]
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["damaged_step_00000006", "step_00000003", "step_00000006"]
     assert damage(run / "checkpoints" / "step_00000006") is None
 
 
