@@ -59,6 +59,11 @@ def start(arguments: list[str], folder: Path, **settings) -> subprocess.Popen:
     return subprocess.Popen(arguments, cwd=folder, env=environment, **pipes, **settings)
 
 
+def hear_ctrl_c() -> None:
+    """In the child; also where whoever runs these tests lets none through, as a shell does to what it runs behind."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def finish(arguments: list[str], folder: Path) -> str:
     """What a process says that ends well."""
     with start(arguments, folder) as process:
@@ -201,7 +206,7 @@ def test_a_worker_that_was_killed_between_two_units_ends_in_one_sentence(planned
 
 
 def test_ctrl_c_ends_all_of_it_and_the_same_command_goes_on(texts, expected, tmp_path):
-    with start(command(texts, "--num_proc", 2), tmp_path) as process:
+    with start(command(texts, "--num_proc", 2), tmp_path, preexec_fn=hear_ctrl_c) as process:
         wait_for((tmp_path / ".store.unfinished" / "parts" / "000000.json").exists)
         workers = workers_of(process)
         process.send_signal(signal.SIGINT)
