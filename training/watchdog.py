@@ -55,20 +55,19 @@ class Pulse:
 
     def is_gone(self) -> bool:
         """It has ended, and this is certain; False for a process on another machine."""
-        if self.machine != _machine():
-            return False
-        try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        return self._status() in (None, psutil.STATUS_ZOMBIE)
 
     def is_stopped(self) -> bool:
+        return self._status() == psutil.STATUS_STOPPED
+
+    def _status(self) -> str | None:
+        """As the system has it; None: there is no such process; empty: on another machine."""
         if self.machine != _machine():
-            return False
+            return ""
         try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+            return psutil.Process(self.pid).status()
         except psutil.NoSuchProcess:
-            return False
+            return None
 
 
 class Watchdog:
