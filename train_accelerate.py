@@ -36,13 +36,14 @@ from training.device import (
 from training.journal import Journal, voice
 from training.keeper import Keeper
 from training.lock import RunLock
+from training.loss import NextTokenLoss
 from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
 from training.plan import make_plan
 from training.run_folder import RunFolder
 from training.sampling import prompts_of
 from training.sharding import shard
-from training.step import NextTokenLoss, Trainer
+from training.step import Trainer
 from training.stopping import EXIT_CODES
 from training.validation import Validation
 from training.watchdog import Watchdog
@@ -50,7 +51,7 @@ from training.watchdog import Watchdog
 
 def main(arguments: list[str]) -> None:
     config = read_config(arguments)
-    setup = decide(config.device)
+    setup = decide(config.device, config.model.n_positions)
     trackers, ddp_timeout = config.journal.trackers(), config.stopping.ddp_timeout
     accelerator = start_accelerator(setup, config.device, trackers, config.run.output_dir, ddp_timeout)
     folder = RunFolder(config.run.output_dir)
@@ -77,7 +78,7 @@ def train(
     say = voice(accelerator)
     store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
-    plan = make_plan(config, store, tokenizer, accelerator, setup.shards(accelerator))
+    plan = make_plan(config, store, tokenizer, accelerator, setup)
     tokens, eval_tokens = (
         place_tokens(store, split, plan.placement.where, accelerator.device, config.batch.mask_documents)
         for split in ("train", "val")
@@ -97,7 +98,7 @@ def train(
     with Keeper(config, start, folder, backup, accelerator, watchdog) as keeper:
         # Build: model, optimizer, and batches that are a function of the step.
         torch.manual_seed(config.seed)
-        model = build_model(plan.model, start.checkpoint, config.device)
+        model = build_model(plan.model, start.checkpoint, config.device, setup.attn_implementation)
         accelerator.gradient_accumulation_steps = plan.batches.accumulation
         loss = NextTokenLoss(model).train()
         loss = shard(loss, accelerator, setup.sharding) if setup.shards(accelerator) else accelerator.prepare(loss)
@@ -109,7 +110,7 @@ def train(
         batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, plan.position)
         trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
         keeper.keep(model, optimizer, tokenizer)
-        hardware = describe(accelerator, setup, config.device)
+        hardware = describe(accelerator, setup)
         validation = Validation(
             config, plan, folder, store, eval_tokens, tokenizer, prompts, model, loss, accelerator, hardware
         )

@@ -26,9 +26,10 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import device, sharding
 from training.batches import BatchPlan, TrainBatches, WindowOrder
+from training.loss import NextTokenLoss
 from training.optim import OptimArguments, build_optimizer
 from training.sharding import Sharding, generating, part_like, shard, whole
-from training.step import NextTokenLoss, Trainer
+from training.step import Trainer
 from training.tokens import Tokens
 
 CONFIG = GPT2ScratchConfig(
@@ -183,7 +184,7 @@ def check_each_block_is_the_same_graph(accelerator: Accelerator) -> None:
     plain_model, plain = sharded(accelerator)
     model, loss = sharded(accelerator)
     counter = torch._dynamo.testing.CompileCounter()
-    sharding._compile(model, {"backend": counter, "fullgraph": True, "dynamic": False})
+    sharding._compile(loss.loss, {"backend": counter, "fullgraph": True, "dynamic": False})
     for seed in range(2):
         expected, compiled = learn(accelerator, plain, seed), learn(accelerator, loss, seed)
         torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-6)

@@ -138,11 +138,11 @@ def test_more_processes_asked_for_than_there_are_is_refused(train, tmp_path, mon
 def test_fsdp1_is_refused_and_what_is_not_used_is_said(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="fsdp_version is 1; set it to 2"):
-        decide(DeviceArguments())
+        decide(DeviceArguments(), 16)
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    setup = decide(DeviceArguments())
+    setup = decide(DeviceArguments(), 16)
     assert setup.sharding == Sharding(offload=True)
     assert any("fsdp_activation_checkpointing is not used" in note for note in setup.notes)
 

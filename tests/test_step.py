@@ -9,8 +9,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2
 from training.batches import BatchPlan, TrainBatches, WindowOrder
+from training.loss import NextTokenLoss
 from training.optim import OptimArguments, build_optimizer
-from training.step import NextTokenLoss, Trainer
+from training.step import Trainer
 from training.tokens import Batch, Documents, Tokens
 
 CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)

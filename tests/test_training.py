@@ -255,8 +255,9 @@ def test_all_problems_arrive_in_one_message(train, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"attn_implementation": "nonsense"}, "attn_implementation is 'nonsense'; it must be one of eager, "),
+        ({"attn_implementation": "nonsense"}, "attn_implementation is 'nonsense'; it must be one of auto, eager, "),
         ({"attn_implementation": "flash_attention_2"}, "needs an NVIDIA GPU"),
+        ({"bf16_residual": "true"}, "bf16_residual needs mixed_precision bf16, but it is no"),
         ({"torch_compile_mode": "nonsense"}, "torch_compile_mode is 'nonsense'"),
         ({"sample_top_k": -1}, "sample_top_k is -1"),
         ({"initializer_range": -1}, "initializer_range is -1.0 but must be at least 0"),

@@ -25,6 +25,7 @@ from training.sharding import Sharding, keep_accelerate_from_sharding, sharding_
 
 Found = TypeVar("Found")
 LONGEST_WAIT = 6 * 3600  # seconds
+WRITTEN_OUT = 512  # tokens of context up to which attention is written out on a CPU
 _waits = False
 
 
@@ -42,7 +43,15 @@ class DeviceArguments:
         default=None, metadata={"help": "Mode of torch.compile, such as max-autotune-no-cudagraphs."}
     )
     attn_implementation: str = field(
-        default="sdpa", metadata={"help": "sdpa, eager, flash_attention_2 or flex_attention (see Transformers)."}
+        default="auto",
+        metadata={
+            "help": "sdpa, eager, flash_attention_2 or flex_attention (see Transformers). auto: sdpa, which picks the device's "
+            "fastest kernel; written out (eager) on a CPU that computes in bf16, up to a context of 512."
+        },
+    )
+    bf16_residual: bool = field(
+        default=False,
+        metadata={"help": "Keep the residual stream in bf16 too: less memory traffic, at some cost in loss a step."},
     )
     gradient_checkpointing: bool = field(
         default=False,
@@ -56,6 +65,7 @@ class Setup:
 
     mixed_precision: str
     torch_compile: bool
+    attn_implementation: str
     notes: tuple[str, ...]  # what the user should hear about it
     sharding: Sharding | None = None
 
@@ -64,8 +74,9 @@ class Setup:
         return self.sharding is not None and accelerator.num_processes > 1
 
 
-def decide(arguments: DeviceArguments) -> Setup:
-    """
+def decide(arguments: DeviceArguments, context: int) -> Setup:
+    """For sequences of `context` tokens.
+
     Raises:
         UserError: a precision that the device does not have, or a value that is none of the choices.
     """
@@ -84,7 +95,13 @@ def decide(arguments: DeviceArguments) -> Setup:
     ):
         problems.append(f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has none; use fp16 or auto.")
 
-    problems += _attention_problems(arguments.attn_implementation)
+    if arguments.bf16_residual and precision != "bf16":
+        problems.append(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave one of the two out.")
+
+    attention = arguments.attn_implementation
+    if attention == "auto":
+        attention = _best_attention(precision, context)
+    problems += _attention_problems(attention)
     modes = list(torch._inductor.list_mode_options())
     if arguments.torch_compile_mode is not None and arguments.torch_compile_mode not in modes:
         problems.append(
@@ -112,11 +129,11 @@ def decide(arguments: DeviceArguments) -> Setup:
         raise UserError("\n".join(problems))
     proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
     compiled = asked == "true" or (asked == "auto" and compiler is not None and proven)
-    return Setup(precision, compiled, tuple(notes), sharding)
+    return Setup(precision, compiled, attention, tuple(notes), sharding)
 
 
 def _attention_problems(name: str) -> list[str]:
-    known = ["eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
+    known = ["auto", "eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
     if name not in known:
         return [f"attn_implementation is {name!r}; it must be one of {', '.join(known)}."]
     if name.startswith("flash_attention") and not torch.cuda.is_available():
@@ -135,6 +152,13 @@ def _best_precision() -> str:
         return "no"
     # Without these instructions, bf16 on a CPU is emulated and slower than fp32.
     return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "no"
+
+
+def _best_attention(precision: str, context: int) -> str:
+    """PyTorch's CPU kernel takes longer than matrix products that use bf16, until the square of the context outgrows the
+    caches: docs/log.md has the measurement."""
+    on_cpu = not torch.accelerator.is_available()
+    return "eager" if on_cpu and precision == "bf16" and context <= WRITTEN_OUT else "sdpa"
 
 
 def start_accelerator(
@@ -272,7 +296,7 @@ def _use_all_cores() -> None:
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def describe(accelerator: Accelerator, setup: Setup, arguments: DeviceArguments) -> str:
+def describe(accelerator: Accelerator, setup: Setup) -> str:
     """One line: `CPU (2 threads), fp32, compiled, attention: sdpa, 1 process`."""
     if accelerator.device.type == "cuda":
         where = torch.cuda.get_device_name(accelerator.device)
@@ -283,4 +307,4 @@ def describe(accelerator: Accelerator, setup: Setup, arguments: DeviceArguments)
     compiled = "compiled" if setup.torch_compile else "not compiled"
     processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
     shared = ", model and optimizer sharded" if setup.shards(accelerator) else ""
-    return f"{where}, {precision}, {compiled}, attention: {arguments.attn_implementation}, {processes}{shared}"
+    return f"{where}, {precision}, {compiled}, attention: {setup.attn_implementation}, {processes}{shared}"

@@ -24,9 +24,9 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.store import Split, TokenStore
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
+from training.loss import NextTokenLoss
 from training.run_folder import CONFIG_FILE, find_model, run_of
 from training.sharding import keep_accelerate_from_sharding
-from training.step import NextTokenLoss
 from training.tokens import IGNORED, Batch, Tokens
 
 

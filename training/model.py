@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
@@ -41,7 +42,9 @@ def model_config(
         return None, [f"{problem}." for problem in str(error.__cause__ or error).split("; ")]
 
 
-def build_model(config: GPT2ScratchConfig, resume_from: Path | None, device: DeviceArguments) -> GPT2ScratchForCausalLM:
+def build_model(
+    config: GPT2ScratchConfig, resume_from: Path | None, device: DeviceArguments, attention: str
+) -> GPT2ScratchForCausalLM:
     """In fp32: fresh weights from the current random state, or those of a checkpoint.
 
     Raises:
@@ -49,14 +52,22 @@ def build_model(config: GPT2ScratchConfig, resume_from: Path | None, device: Dev
     """
     if resume_from is not None:
         with torch.device("meta"):  # nothing is drawn that would be replaced
-            model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=device.attn_implementation)
+            model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=attention)
         model.to_empty(device="cpu").tie_weights()
         load_weights(resume_from, model)
     else:
-        model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=device.attn_implementation)
+        model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=attention)
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
     if device.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if device.bf16_residual:
+        model.transformer.drop.register_forward_hook(_to_autocasts_precision)
     return model
+
+
+def _to_autocasts_precision(_module: nn.Module, _arguments: tuple, stream: torch.Tensor) -> torch.Tensor:
+    """Where the residual stream begins (B, T, C). All that blocks add to it is in this precision already."""
+    device = stream.device.type
+    return stream.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else stream

@@ -16,6 +16,7 @@ from training.batches import BatchPlan, WindowOrder, largest_micro_batch, plan_b
 from training.changes import NOT_THE_RUN
 from training.config import ABOUT_TEXT, TrainConfig
 from training.data import Placement, bytes_of, choose_placement, processes_of_this_machine
+from training.device import Setup
 from training.length import steps_of
 from training.model import ModelArguments, model_config
 from training.position import Position
@@ -85,10 +86,9 @@ def make_plan(
     store: TokenStore,
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
-    sharded: bool,
+    setup: Setup,
 ) -> Plan:
-    """`sharded`: each process holds a share of the model only. After a restart, this heeds what the process before this
-    one has learned (see restart.py).
+    """After a restart, this heeds what the process before this one has learned (see restart.py).
 
     Raises:
         UserError: everything about the configuration that cannot be, one problem a line.
@@ -102,7 +102,7 @@ def make_plan(
         )
     model, model_problems = model_config(config.model, vocab_size, tokenizer)
     problems += model_problems
-    attention = config.device.attn_implementation
+    attention = setup.attn_implementation
     if config.batch.mask_documents and attention.startswith("flash_attention"):
         problems.append(
             f"mask_documents needs attn_implementation sdpa, eager or flex_attention: {attention}, as Transformers calls "
@@ -116,7 +116,7 @@ def make_plan(
     except UserError as error:
         problems.append(str(error))
     if model is not None:
-        largest = _largest_micro_batch(model, placement.reserved if placement is not None else 0, accelerator, sharded)
+        largest = _largest_micro_batch(model, placement.reserved if placement is not None else 0, accelerator, setup)
         largest = min(largest, restarted.get("micro_batch", largest))
         batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
         problems += batch_problems
@@ -146,7 +146,7 @@ def _settings(config: TrainConfig, store: TokenStore, max_steps: int, mixed_prec
     return settings | data | {"max_steps": max_steps, "mixed_precision": mixed_precision}
 
 
-def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: Accelerator, sharded: bool) -> int:
+def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: Accelerator, setup: Setup) -> int:
     """Sequences that fit every process, beside `reserved` bytes of tokens."""
     if accelerator.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(accelerator.device)
@@ -159,7 +159,8 @@ def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: A
     trained_bytes = BYTES_PER_PARAMETER * (blocks + embeddings)
     if accelerator.device.type != "cuda":
         trained_bytes += BYTES_OF_THE_COPY * (blocks + embeddings)
-    if sharded:
+    if setup.shards(accelerator):
         trained_bytes = bytes_of_one(trained_bytes, blocks + embeddings, accelerator.num_processes)
-    largest = largest_micro_batch(model, free - reserved, trained_bytes, bytes_per_value)
+    written_out = setup.attn_implementation == "eager"
+    largest = largest_micro_batch(model, free - reserved, trained_bytes, bytes_per_value, written_out)
     return int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())

@@ -17,10 +17,18 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from training.loss import NextTokenLoss
 
 ASKED = "ACCELERATE_USE_FSDP"
 BYTES_KEPT_WHOLE = 4  # a parameter: its gradient, while micro-batches add up
@@ -60,12 +68,12 @@ def keep_accelerate_from_sharding() -> None:
 class ShardedLoss(nn.Module):
     """`NextTokenLoss` over a sharded model, with what `Accelerator.accumulate` looks for in any other."""
 
-    def __init__(self, loss: nn.Module):
+    def __init__(self, loss: NextTokenLoss):
         super().__init__()
         self.loss = loss
 
     def forward(self, *batch: torch.Tensor | int | None) -> torch.Tensor:
-        return self.loss(*batch)
+        return self.loss.model.next_token_loss(*batch)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -83,7 +91,7 @@ def bytes_of_one(trained_bytes: int, parameters: int, processes: int) -> int:
     return trained_bytes // processes + BYTES_KEPT_WHOLE * parameters
 
 
-def shard(loss: nn.Module, accelerator: Accelerator, sharding: Sharding) -> ShardedLoss:
+def shard(loss: NextTokenLoss, accelerator: Accelerator, sharding: Sharding) -> ShardedLoss:
     """Replaces the parameters of `loss.model` by shares of themselves, on the device. Every process comes with the same
     weights. An optimizer is built afterwards."""
     model = loss.model
@@ -97,8 +105,11 @@ def shard(loss: nn.Module, accelerator: Accelerator, sharding: Sharding) -> Shar
     # What remains is one group, so that a tied head shares its tensor. Left to itself, it would stay gathered after a
     # validation, and the model's parameters would not be those of the optimizer.
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
+    # Gathered around the model's `forward`, and around the loss, which goes to the model's parts.
+    model.next_token_loss = loss.forward
+    register_fsdp_forward_method(model, "next_token_loss")
     if accelerator.state.dynamo_plugin.backend != "NO":
-        _compile(model, accelerator.state.dynamo_plugin.to_kwargs())
+        _compile(loss, accelerator.state.dynamo_plugin.to_kwargs())
     return ShardedLoss(loss)
 
 
@@ -115,14 +126,14 @@ def _offload(accelerator: Accelerator, sharding: Sharding) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if sharding.offload else OffloadPolicy()
 
 
-def _compile(model: GPT2ScratchForCausalLM, settings: dict) -> None:
+def _compile(loss: NextTokenLoss, settings: dict) -> None:
     """Gathering breaks the graph of a model between its blocks, so each block is one graph, and the loss is another.
 
     After `fully_shard`, which replaces the class of a block, and with it the `forward` that is compiled here.
     """
-    for block in model.transformer.h:
+    for block in loss.model.transformer.h:
         block.forward = torch.compile(block.forward, **settings)
-    model.loss_function = torch.compile(model.loss_function, **settings)
+    loss.linear_cross_entropy = torch.compile(loss.linear_cross_entropy, **settings)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -7,35 +7,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.batches import TrainBatches, mix
 from training.sharding import whole
-
-
-class NextTokenLoss(nn.Module):
-    """The model with the loss inside, so that one compiled graph holds both and logits never leave it."""
-
-    def __init__(self, model: GPT2ScratchForCausalLM):
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, inputs: torch.Tensor, targets: torch.Tensor, divisor: int, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`; -100 is ignored.
-
-        Where `positions` (B, T) begin anew within a row, attention does too. Not compiled, Transformers then looks
-        whether any do, and waits for the device.
-        """
-        outputs = self.model(
-            input_ids=inputs,
-            position_ids=positions,
-            labels=targets,
-            shift_labels=targets,
-            num_items_in_batch=divisor,
-            use_cache=False,
-        )
-        return outputs.loss
 
 
 @dataclass

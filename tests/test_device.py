@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from modeling_gpt2scratch import GPT2ScratchConfig
+from training.device import DeviceArguments, decide
+from training.loss import NextTokenLoss
+from training.model import build_model
+
+CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about CPUs")
+@pytest.mark.parametrize(
+    ("precision", "context", "attention"), [("bf16", 512, "eager"), ("bf16", 1024, "sdpa"), ("no", 512, "sdpa")]
+)
+def test_attention_is_written_out_where_that_is_faster_on_a_cpu(precision, context, attention):
+    assert decide(DeviceArguments(mixed_precision=precision), context).attn_implementation == attention
+    asked = DeviceArguments(mixed_precision=precision, attn_implementation="flex_attention")
+    assert decide(asked, context).attn_implementation == "flex_attention"
+
+
+@pytest.mark.parametrize(("bf16_residual", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_residual_stream_is_in_bf16_if_asked_and_the_weights_are_not(bf16_residual, expected):
+    torch.manual_seed(0)
+    model = build_model(CONFIG, None, DeviceArguments(bf16_residual=bf16_residual), "sdpa")
+    streams = []
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda _module, _inputs, stream: streams.append(stream.dtype))
+    windows = torch.randint(0, 50, (2, 17))
+    inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = NextTokenLoss(model)(inputs, targets, 32)
+    loss.backward()
+    assert streams == [expected] * 2
+    assert loss.dtype == torch.float32
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    streams.clear()
+    model(inputs)  # as `generate` does, without autocast
+    assert streams == [torch.float32] * 2

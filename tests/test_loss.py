@@ -1,0 +1,106 @@
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F  # noqa: N812
+
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.loss import NextTokenLoss, linear_cross_entropy
+from training.tokens import IGNORED
+
+# (rows, width, vocabulary): one chunk, then three; 1100 columns are computed as 1152, 50 as they are.
+SHAPES = [(30, 8, 50), (30, 8, 1100), (2500, 8, 1100)]
+
+
+def problem(rows: int, width: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(rows, width, generator=generator, requires_grad=True)
+    weight = torch.randn(vocabulary, width, generator=generator, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (rows,), generator=generator)
+    targets[::7] = IGNORED
+    return states, weight, targets
+
+
+def reference(states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy((states @ weight.T).float(), targets, reduction="sum", ignore_index=IGNORED)
+
+
+def gradients(loss, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor):
+    value = loss(states, weight, targets) / 100
+    return value, *torch.autograd.grad(value * 3, (states, weight))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loss_and_gradients_are_cross_entropys(shape):
+    given = problem(*shape)
+    for ours, expected in zip(gradients(linear_cross_entropy, *given), gradients(reference, *given), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(*given), reference(*given), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_in_mixed_precision_it_is_as_close_as_autograd(precision):
+    given = problem(*SHAPES[-1])
+    exact = gradients(reference, *given)
+    with torch.autocast("cpu", precision):
+        ours, autograds = gradients(linear_cross_entropy, *given), gradients(reference, *given)
+    for one, other, truth in zip(ours, autograds, exact, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - truth).norm() <= 1.2 * (other - truth).norm() + 1e-6 * truth.norm()
+
+
+def test_the_gradient_by_hand():
+    """Two tokens, logits 0 and log 3: probabilities 1/4 and 3/4."""
+    states = torch.tensor([[1.0]], requires_grad=True)
+    weight = torch.tensor([[0.0], [3.0]]).log().nan_to_num(neginf=0.0).requires_grad_()
+    loss = linear_cross_entropy(states, weight, torch.tensor([0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(1.3862944)  # log 4
+    assert weight.grad.flatten().tolist() == pytest.approx([-0.75, 0.75])
+    assert states.grad.item() == pytest.approx(0.75 * 1.0986123)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_whole_logits_never_exist_for_the_backward_pass(compiled):
+    """2,500 rows of 1,100 logits: no tensor that is kept has as many values."""
+    torch._dynamo.reset()
+    kept = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    states, weight, targets = problem(*SHAPES[-1])
+    loss = (
+        torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True) if compiled else linear_cross_entropy
+    )
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss(states, weight, targets)
+    assert sorted(kept)[-2:] == [1100 * 8, 2500 * 8]
+
+
+def test_compiled_it_is_one_graph_and_the_same():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear_cross_entropy, backend=counter, fullgraph=True, dynamic=False)
+    for _ in range(3):
+        given = problem(*SHAPES[-1])
+        for ours, expected in zip(gradients(compiled, *given), gradients(reference, *given), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_a_model_are_those_of_its_own_loss(tied):
+    torch.manual_seed(0)
+    model = GPT2ScratchForCausalLM(
+        GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, tie_word_embeddings=tied)
+    )
+    windows = torch.randint(0, 50, (3, 17))
+    inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    model(inputs, labels=targets, shift_labels=targets).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    NextTokenLoss(model)(inputs, targets, 48).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-6, msg=name)

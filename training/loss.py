@@ -1,0 +1,106 @@
+"""The loss of the next token, from hidden states straight to a number: whole logits never exist."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the name that everybody gives it
+from torch import nn
+
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from training.tokens import IGNORED
+
+CHUNKS = 8  # of the batch's rows, whose logits exist one after the other
+ENOUGH_ROWS = 1024  # for a matrix product to be worth its start
+MULTIPLE = 128  # of columns that matrix kernels like: 50257 become 50304, as in nanoGPT
+
+
+class NextTokenLoss(nn.Module):
+    """The model with the loss inside, so that one compiled graph holds both."""
+
+    def __init__(self, model: GPT2ScratchForCausalLM):
+        super().__init__()
+        self.model = model
+        self.linear_cross_entropy = linear_cross_entropy  # an attribute, for who compiles it alone
+
+    def forward(
+        self, inputs: torch.Tensor, targets: torch.Tensor, divisor: int, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`; -100 is ignored.
+
+        Where `positions` (B, T) begin anew within a row, attention does too. Not compiled, Transformers then looks
+        whether any do, and waits for the device.
+        """
+        outputs = self.model.transformer(input_ids=inputs, position_ids=positions, use_cache=False)
+        hidden_states = outputs.last_hidden_state.flatten(0, 1)  # (B * T, C)
+        return self.linear_cross_entropy(hidden_states, self.model.lm_head.weight, targets.flatten()) / divisor
+
+
+def linear_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy of `targets` (N,) under the logits `hidden_states @ weight.T`, of (N, C) and (V, C).
+
+    Products are computed in autocast's precision, the rest in fp32.
+    """
+    if torch.is_grad_enabled():
+        return _LinearCrossEntropy.apply(hidden_states, weight, targets)
+    dtype, V = _dtype(weight), len(weight)
+    chunks = _logits(hidden_states.to(dtype), _padded(weight, dtype), V)
+    return sum(_nats(logits.float().log_softmax(dim=-1), targets[rows]) for rows, logits in chunks)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients in the forward pass, chunk by chunk, while the logits are there, as in Liger Kernel (Hsu et al.
+    2024): nothing of size (N, V) is kept, and nothing is computed twice."""
+
+    @staticmethod
+    def forward(ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        dtype, V = _dtype(weight), len(weight)
+        states, matrix = hidden_states.to(dtype), _padded(weight, dtype)
+        columns = torch.arange(V, device=targets.device)
+        total = torch.zeros((), device=targets.device)
+        grad_states = torch.empty_like(states)
+        grad_matrix = torch.zeros(matrix.shape, device=matrix.device)  # fp32: sums over chunks
+        for rows, logits in _logits(states, matrix, V):
+            log_probabilities, targets_here = logits.float().log_softmax(dim=-1), targets[rows, None]
+            total += _nats(log_probabilities, targets[rows])
+            # Of the logits, row by row: between -1 and 1, which fp16 can hold too.
+            gradient = (log_probabilities.exp() - (columns == targets_here).float()) * (targets_here != IGNORED)
+            gradient = _widened(gradient.to(dtype), len(matrix))  # (n, V), with the padding
+            grad_states[rows] = gradient @ matrix
+            grad_matrix += gradient.T @ states[rows]
+        ctx.save_for_backward(grad_states.to(hidden_states.dtype), grad_matrix[:V].to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        grad_hidden_states, grad_weight = ctx.saved_tensors
+        return grad_hidden_states * grad_output, grad_weight * grad_output, None
+
+
+def _dtype(weight: torch.Tensor) -> torch.dtype:
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _padded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(V, C), with rows of zeros up to a multiple that matrix kernels like, where they are few."""
+    V = len(weight)
+    matrix = weight.to(dtype)
+    return F.pad(matrix, (0, 0, 0, -V % MULTIPLE)) if V % MULTIPLE and V > 8 * MULTIPLE else matrix
+
+
+def _widened(gradient: torch.Tensor, width: int) -> torch.Tensor:
+    V = gradient.shape[1]
+    return F.pad(gradient, (0, width - V)) if width > V else gradient
+
+
+def _logits(states: torch.Tensor, matrix: torch.Tensor, V: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows and their logits (n, V), chunk by chunk."""
+    size = max(ENOUGH_ROWS, -(-len(states) // CHUNKS))
+    for start in range(0, len(states), size):
+        rows = slice(start, start + size)
+        yield rows, (states[rows] @ matrix.T)[:, :V]
+
+
+def _nats(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum over rows (n, V) of what each target (n,) costs."""
+    return F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
