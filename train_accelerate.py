@@ -10,6 +10,7 @@ accelerate launch --quiet train_accelerate.py --resume_from_checkpoint runs/x  #
 import training.early  # noqa: F401
 
 # isort: split
+import gc
 import sys
 
 import torch
@@ -115,6 +116,8 @@ def train(
             config, plan, folder, store, eval_tokens, tokenizer, prompts, model, loss, accelerator, hardware
         )
         say(describe_run(start, folder, store.folder, hardware, setup.notes, model.num_parameters()))
+
+        gc.freeze()  # all that was imported and built: looking through it for garbage would stop a step for half a second
 
         # Train: learn, look, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
         with Journal(folder.metrics, accelerator, plan.max_steps, start.step, setup.torch_compile) as journal:

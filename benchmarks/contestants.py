@@ -1,0 +1,408 @@
+"""One contestant of `benchmarks.train_step` or rung of `benchmarks.ladder`, in a process of its own.
+
+python -m benchmarks.contestants FOLDER '{"contestant": "raw", ...}'
+
+FOLDER holds workload.json and store/. Prints one JSON line: seconds a step of each window, and the peak of memory.
+"""
+
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo.utils
+import transformers
+
+from benchmarks.results import REPOSITORY
+from benchmarks.workload import Workload
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LOGGING_STEPS = 10
+LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1")
+LAUNCH += ("--mixed_precision", "no", "--dynamo_backend", "no", "train_accelerate.py")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How long to look: `warmup` steps, then `windows` of `steps` steps."""
+
+    warmup: int
+    windows: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A raw PyTorch loop on our model, with each lever by itself."""
+
+    batches: str = "ours"  # or `ram_loop`, `memory_map_loop`: nanoGPT's way, a row at a time
+    compiled: bool = True
+    bf16: bool = True
+    attention: str = "auto"
+    fused_loss: bool = True
+    fused_optimizer: bool = True
+    bf16_residual: bool = False
+    waits: bool = False  # reads the loss after every step
+
+
+def measured(step: Callable[[int], object], measurement: Measurement) -> dict[str, Any]:
+    """Times `step`, which is given its number; the device is waited for at the ends of a window only."""
+
+    def wait() -> None:
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+    start = time.perf_counter()
+    step(0)
+    wait()
+    first = time.perf_counter() - start
+    for number in range(1, measurement.warmup):
+        step(number)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    seconds, number = [], measurement.warmup
+    for _ in range(measurement.windows):
+        wait()
+        start = time.perf_counter()
+        for _ in range(measurement.steps):
+            step(number)
+            number += 1
+        wait()
+        seconds.append((time.perf_counter() - start) / measurement.steps)
+    return {
+        "seconds_a_step": seconds,
+        "seconds_of_the_first_step": first,
+        "recompiles": torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs,
+        "peak_memory_bytes": peak_memory(),
+    }
+
+
+def peak_memory() -> int:
+    """Of the device's allocations; on a CPU, of the whole process."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def use_all_cores() -> None:
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+
+
+def rows_one_by_one(read: Callable[[], np.ndarray], workload: Workload) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Batches as nanoGPT's `get_batch` makes them: random places, a Python loop over the rows, pinned for a GPU."""
+    context = workload.n_positions
+
+    def batch() -> tuple[torch.Tensor, ...]:
+        data = read()
+        places = torch.randint(len(data) - context, (workload.sequences,))
+        pairs = (
+            torch.stack([torch.from_numpy(data[i + shift : i + shift + context].astype(np.int64)) for i in places])
+            for shift in (0, 1)
+        )
+        if DEVICE.type == "cuda":
+            return tuple(rows.pin_memory().to(DEVICE, non_blocking=True) for rows in pairs)
+        return tuple(pairs)
+
+    return batch
+
+
+def memory_map(folder: Path) -> Callable[[], np.ndarray]:
+    """Opened anew for each batch, as there."""
+    return lambda: np.memmap(folder / "store" / "train.bin", dtype=np.uint16, mode="r")
+
+
+def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
+    """`accelerate launch train_accelerate.py`, told nothing but the workload; its own log is the measurement."""
+    run = folder / f"run-{os.getpid()}"
+    steps = measurement.warmup + measurement.windows * measurement.steps
+    settings = {
+        "config": f"presets/{workload.preset}.yaml",
+        "data": folder / "store",
+        "output_dir": run,
+        "vocab_size": workload.vocab_size,
+        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), workload.dropout),
+        "tokens_per_step": workload.tokens,
+        "per_device_train_batch_size": workload.sequences,
+        "max_steps": steps,
+        "warmup_steps": 1,
+        "logging_steps": 1 if measurement.steps % LOGGING_STEPS else LOGGING_STEPS,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "max_eval_samples": 1,
+        "sample_prompts": "word1",
+        "sample_tokens": 0,
+        **more,
+    }
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    told = os.environ | {"TORCH_LOGS": "recompiles,graph_breaks"}
+    start = time.time()
+    with subprocess.Popen(
+        [sys.executable, *LAUNCH, *flags],
+        cwd=REPOSITORY,
+        env=told,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        lines, first = [], None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("First step after"):
+                first = time.time() - start
+    if process.returncode:
+        sys.exit("".join(lines))
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    logged = [entry for entry in entries if "tokens_per_second" in entry and entry["step"] > measurement.warmup]
+    seconds = [workload.tokens / entry["tokens_per_second"] for entry in logged]
+    a_window = len(seconds) // measurement.windows
+    windows = np.array(seconds).reshape(measurement.windows, a_window).mean(axis=1)
+    last = logged[-1]
+    return {
+        "seconds_a_step": windows.tolist(),
+        "seconds_to_the_first_step": first,
+        "recompiles": sum("Recompiling function" in line for line in lines),
+        "graph_breaks": sum("Graph break" in line for line in lines),
+        "peak_memory_bytes": round(last["peak_memory_gb"] * 1e9),
+        "data_share": float(np.mean([entry["data_share"] for entry in logged])),
+        **({"mfu": last["mfu"]} if "mfu" in last else {}),
+        "device_line": next(line.split(maxsplit=1)[1].strip() for line in lines if line.startswith("Device:")),
+    }
+
+
+def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
+    """Our model in the plainest loop: what Accelerate and the rest of a run add to it shows by comparison."""
+    from modeling_gpt2scratch import GPT2ScratchConfig
+    from tokenizer.store import TokenStore
+    from training.batches import BatchPlan, TrainBatches, WindowOrder
+    from training.data import place_tokens
+    from training.device import DeviceArguments, decide
+    from training.loss import NextTokenLoss
+    from training.model import build_model
+    from training.optim import OptimArguments, build_optimizer
+
+    use_all_cores()
+    torch.set_float32_matmul_precision("high")
+    rung = Rung(**more)
+    arguments = DeviceArguments(mixed_precision="bf16" if rung.bf16 else "no", bf16_residual=rung.bf16_residual)
+    attention = (
+        decide(arguments, workload.n_positions).attn_implementation if rung.attention == "auto" else rung.attention
+    )
+    model = build_model(GPT2ScratchConfig(**workload.model), None, arguments, attention).to(DEVICE).train()
+    fused = NextTokenLoss(model)
+
+    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=rung.bf16):
+            if rung.fused_loss:
+                return fused(inputs, targets, targets.numel())
+            logits = model(inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return loss, logits  # which Transformers' and nanoGPT's models hand out as well
+
+    forward = torch.compile(loss_of, fullgraph=True, dynamic=False) if rung.compiled else loss_of
+    optimizer = build_optimizer(model, OptimArguments(), DEVICE)
+    if not rung.fused_optimizer:
+        optimizer = torch.optim.AdamW(optimizer.param_groups, foreach=False)
+    store = TokenStore(folder / "store")
+    if rung.batches == "ours":
+        where = "device" if DEVICE.type == "cuda" else "ram"
+        tokens = place_tokens(store, "train", where, DEVICE, False)
+        plan = BatchPlan(workload.n_positions, workload.sequences, 1, 1)
+        made = TrainBatches(tokens, WindowOrder(len(tokens), workload.n_positions, 0), plan, 0)
+        batch = lambda number: made(number, 0)[:2]  # noqa: E731
+    else:
+        in_ram = store.in_memory("train")
+        read = memory_map(folder) if rung.batches == "memory_map_loop" else lambda: in_ram
+        rows = rows_one_by_one(read, workload)
+        batch = lambda number: rows()  # noqa: E731
+
+    def step(number: int) -> None:
+        result = forward(*batch(number))
+        loss = result if rung.fused_loss else result[0]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rung.waits or number % LOGGING_STEPS == 0:
+            loss.item()
+
+    return measured(step, measurement)
+
+
+def nanogpt(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
+    """Its model.py from the clone at `path`, and a step like its train.py's: `bf16` adds the autocast that it leaves out on
+    a CPU."""
+    sys.path.insert(0, more["path"])
+    from model import GPT, GPTConfig  # nanoGPT's
+
+    use_all_cores()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    vocab_size = 50304 if workload.vocab_size == 50257 else workload.vocab_size  # as it advises
+    shape = {"n_layer": workload.n_layer, "n_head": workload.n_head, "n_embd": workload.n_embd}
+    model = GPT(
+        GPTConfig(block_size=workload.n_positions, vocab_size=vocab_size, dropout=workload.dropout, bias=True, **shape)
+    ).to(DEVICE)
+    if not workload.tie_word_embeddings:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), DEVICE.type)
+    forward = torch.compile(model) if more.get("compiled", True) else model
+    autocast = (
+        torch.autocast(DEVICE.type, torch.bfloat16) if DEVICE.type == "cuda" or more.get("bf16") else nullcontext()
+    )
+    get_batch = rows_one_by_one(memory_map(folder), workload)
+    following = [get_batch()]
+
+    def step(number: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 6e-4
+        with autocast:
+            _, loss = forward(*following[0])
+        following[0] = get_batch()  # while the device computes
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if number % LOGGING_STEPS == 0:
+            loss.item()
+
+    return measured(step, measurement)
+
+
+class Windows(torch.utils.data.Dataset):
+    """As a user of Trainer would have them: rows of ids in RAM, with themselves as labels."""
+
+    def __init__(self, folder: Path, context: int):
+        ids = np.fromfile(folder / "store" / "train.bin", dtype=np.uint16)
+        self.rows = torch.from_numpy(ids[: len(ids) // context * context].astype(np.int64)).view(-1, context)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def trainer(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
+    """Transformers' Trainer with its GPT-2: as shipped, or `tuned` (compiled, no dropout but the workload's, no filter of
+    losses, which waits for the device at every step)."""
+    tuned = more["tuned"]
+    settings = {
+        "output_dir": str(folder / f"trainer-{os.getpid()}"),
+        "per_device_train_batch_size": workload.sequences,
+        "max_steps": measurement.warmup + measurement.windows * measurement.steps,
+        "bf16": True,
+        "logging_steps": LOGGING_STEPS,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": DEVICE.type == "cpu",
+    }
+    if tuned:
+        settings |= {"torch_compile": True, "optim": "adamw_torch_fused", "logging_nan_inf_filter": False}
+    dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), workload.dropout) if tuned else {}
+    config = transformers.GPT2Config(
+        vocab_size=workload.vocab_size,
+        n_positions=workload.n_positions,
+        n_embd=workload.n_embd,
+        n_layer=workload.n_layer,
+        n_head=workload.n_head,
+        activation_function=workload.activation_function,
+        tie_word_embeddings=workload.tie_word_embeddings,
+        use_cache=False,
+        **dropout,
+    )
+    arguments = transformers.TrainingArguments(**settings)
+    use_all_cores()
+    model = transformers.GPT2LMHeadModel(config)
+
+    class Clock(transformers.TrainerCallback):
+        def __init__(self):
+            self.times: list[float] = []
+
+        def on_step_end(self, args, state, control, **kwargs):
+            done = state.global_step - measurement.warmup
+            if done >= 0 and done % measurement.steps == 0:
+                if DEVICE.type == "cuda":
+                    torch.cuda.synchronize()
+                self.times.append(time.perf_counter())
+
+    clock = Clock()
+    dataset = Windows(folder, workload.n_positions)
+    transformers.Trainer(model, arguments, train_dataset=dataset, callbacks=[clock]).train()
+    return {
+        "seconds_a_step": (np.diff(clock.times) / measurement.steps).tolist(),
+        "peak_memory_bytes": peak_memory(),
+    }
+
+
+def ceilings(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
+    """What the device can do, in bf16 on random data: a large matrix product, our own shapes, a copy."""
+    use_all_cores()
+    M, C, V = workload.tokens, workload.n_embd, workload.vocab_size
+    large = 8192 if DEVICE.type == "cuda" else 2048
+    shapes = {"large": (large, large, large), "qkv": (M, C, 3 * C), "mlp_up": (M, C, 4 * C), "mlp_down": (M, 4 * C, C)}
+    shapes["head"] = (M, C, V)
+
+    def rate(work: Callable[[], object], amount: float) -> float:
+        """Amount a second, the best of some; each long enough to be timed."""
+        repeats = max(1, math.ceil(0.05 / measured_once(work)))
+        return max(amount * repeats / measured_once(lambda: [work() for _ in range(repeats)]) for _ in range(5))
+
+    def measured_once(work: Callable[[], object]) -> float:
+        for timed in (False, True):
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            if timed or DEVICE.type == "cpu":
+                work()
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    found = {}
+    for name, (m, k, n) in shapes.items():
+        a, b = (torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for size in ((m, k), (n, k)))
+        found[f"{name}_tflops"] = round(rate(lambda a=a, b=b: a @ b.T, 2 * m * k * n) / 1e12, 3)
+    values = torch.randn(2**28 if DEVICE.type == "cuda" else 2**25, device=DEVICE)
+    copy = torch.empty_like(values)
+    found["copy_gb_per_second"] = round(rate(lambda: copy.copy_(values), 2 * values.nbytes) / 1e9, 1)
+    return found
+
+
+CONTESTANTS = {"ours": ours, "raw": raw, "nanogpt": nanogpt, "trainer": trainer, "ceilings": ceilings}
+
+
+def compete(folder: Path, measurement: Measurement, contestant: str, **more: Any) -> dict[str, Any]:
+    """Runs a contestant in a fresh process and returns what it printed."""
+    told = json.dumps({"contestant": contestant, "measurement": vars(measurement), "more": more})
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.contestants", str(folder), told],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        sys.exit(f"{contestant} {more} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
+    run = CONTESTANTS[told["contestant"]]
+    result = run(folder, Workload.read(folder), Measurement(**told["measurement"]), told["more"])
+    print("\n" + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

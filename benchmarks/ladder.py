@@ -1,0 +1,100 @@
+"""The ladder of a training step at one fixed batch, a lever a rung; and the top without one lever at a time.
+
+python -m benchmarks.ladder                                  # writes benchmarks/results/ladder-PRESET-DEVICE.json
+python -m benchmarks.ladder --preset gpt2_small_seed --sequences 64
+
+All rungs train our model in a plain loop, each in a fresh process, one after the other, in several rounds.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.contestants import Measurement, Rung, compete
+from benchmarks.results import about, device_kind, spread, write
+from benchmarks.workload import Workload, make_store
+from command_line import FlagParser, run
+
+
+@dataclass
+class LadderArguments:
+    preset: str = field(default="shakespeare_char", metadata={"help": "The shape, from presets/."})
+    sequences: int = field(default=16, metadata={"help": "Rows of a step, all computed at once."})
+    rounds: int = field(default=3, metadata={"help": "Times that each rung is started."})
+    warmup: int = field(default=5, metadata={"help": "Steps before the first window."})
+    windows: int = field(default=3, metadata={"help": "Windows that are timed."})
+    steps: int = field(default=5, metadata={"help": "Steps of a window."})
+
+
+NAIVE = Rung("memory_map_loop", False, False, "eager", False, False)
+LADDER = {
+    "memory map, a loop over rows": NAIVE,
+    "RAM, a loop over rows": Rung("ram_loop", False, False, "eager", False, False),
+    "RAM, gathered at once": Rung("ours", False, False, "eager", False, False),
+    "compiled": Rung("ours", True, False, "eager", False, False),
+    "bf16": Rung("ours", True, True, "eager", False, False),
+    "fused attention (SDPA)": Rung("ours", True, True, "sdpa", False, False),
+    "the device's best attention": Rung("ours", True, True, "auto", False, False),
+    "fused loss, no logits": Rung("ours", True, True, "auto", True, False),
+    "fused AdamW": Rung(),
+}
+WITHOUT_ONE = {
+    "batches gathered at once": Rung(batches="memory_map_loop"),
+    "compilation": Rung(compiled=False),
+    "bf16": Rung(bf16=False),
+    "the device's best attention": Rung(attention="sdpa" if device_kind() == "cpu" else "eager"),
+    "fused loss": Rung(fused_loss=False),
+    "fused AdamW": Rung(fused_optimizer=False),
+    "not waiting for the device": Rung(waits=True),
+}
+WITH_ONE_MORE = {"bf16 residual stream": Rung(bf16_residual=True)}
+
+
+def main(arguments: list[str]) -> None:
+    (options,), _ = FlagParser((LadderArguments,), __doc__.splitlines()[0]).parse(arguments)
+    workload = Workload.of_preset(options.preset, options.sequences, dropout=0.0)
+    measurement = Measurement(options.warmup, options.windows, options.steps)
+    groups = {"ladder": LADDER, "without_one": WITHOUT_ONE, "with_one_more": WITH_ONE_MORE}
+    measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        make_store(folder / "store", workload.vocab_size)
+        workload.write(folder)
+        for _ in range(options.rounds):
+            for group, rungs in groups.items():
+                for name, rung in rungs.items():
+                    found = compete(folder, measurement, "raw", **asdict(rung))
+                    measured.setdefault((group, name), []).append(found)
+                    seconds = spread(found["seconds_a_step"], 6)["median"]
+                    print(f"{group}: {name}: {workload.tokens / seconds:,.0f} tokens/s", flush=True)
+    top = measured["ladder", "fused AdamW"]
+    result = about("ladder", arguments) | {
+        "workload": asdict(workload),
+        "measurement": vars(measurement) | {"rounds": options.rounds},
+        **{
+            group: {name: summary(measured[group, name], top, workload) for name in rungs}
+            for group, rungs in groups.items()
+        },
+    }
+    write(f"ladder-{options.preset}-{device_kind()}", result)
+
+
+def summary(found: list[dict[str, Any]], top: list[dict[str, Any]], workload: Workload) -> dict[str, Any]:
+    """Over all rounds; `of_the_top`: speed as a share of the top rung's in the same round."""
+    seconds = [one for each in found for one in each["seconds_a_step"]]
+    shares = [
+        spread(best["seconds_a_step"], 9)["median"] / spread(each["seconds_a_step"], 9)["median"]
+        for each, best in zip(found, top, strict=True)
+    ]
+    return {
+        "tokens_per_second": spread([workload.tokens / one for one in seconds]),
+        "of_the_top": spread(shares, 3),
+        "peak_memory_gb": round(max(each["peak_memory_bytes"] for each in found) / 1e9, 3),
+        "seconds_of_the_first_step": round(found[-1]["seconds_of_the_first_step"], 1),
+        "recompiles": max(each["recompiles"] for each in found),
+    }
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,179 @@
+"""docs/performance.md and its plots, from whatever lies in benchmarks/results/. What was not measured is not in it.
+
+python -m benchmarks.performance
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.results import REPOSITORY, RESULTS
+
+DOCS = REPOSITORY / "docs"
+OURS = "#2a6f97"
+OTHERS = "#9aa5b1"
+
+HEAD = """# Performance
+
+Made by `python -m benchmarks.performance` from the files of `benchmarks/results/`; a figure that was not measured is not in it.
+Every contestant runs in a fresh process, one after the other, in several rounds; ours is `accelerate launch train_accelerate.py`
+itself. Figures are medians over all windows, in brackets the 10th to the 90th percentile; ratios are taken within a round,
+so that what the machine does to all of them does not count. What the numbers mean: [speed.md](speed.md)."""
+
+
+def results(kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in sorted(RESULTS.glob(f"{kind}-*.json")):
+        yield path, json.loads(path.read_text(encoding="utf-8"))
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table: the first column to the left, numbers to the right."""
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def with_spread(found: dict[str, float], digits: int = 0) -> str:
+    median, p10, p90 = (f"{found[name]:,.{digits}f}" for name in ("median", "p10", "p90"))
+    return median if p10 == p90 else f"{median} ({p10}-{p90})"
+
+
+def measured_on(result: dict[str, Any], path: Path) -> str:
+    versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "transformers", "accelerate"))
+    return (
+        f"`{result['command']}` on {result['device']}, {versions}, {result['date']} (`{path.relative_to(REPOSITORY)}`)."
+    )
+
+
+def describe(workload: dict[str, Any]) -> str:
+    dropout = f", dropout {workload['dropout']}" if workload["dropout"] else ""
+    return (
+        f"{workload['preset']} ({workload['n_layer']} layers, width {workload['n_embd']}, vocabulary "
+        f"{workload['vocab_size']:,}), {workload['sequences']} x {workload['n_positions']} tokens a step{dropout}"
+    )
+
+
+def train_step(path: Path, result: dict[str, Any]) -> str:
+    ours = result["contestants"]["ours"]
+    rows = [
+        [
+            name,
+            with_spread(found["tokens_per_second"]),
+            with_spread(found["milliseconds_a_step"], 1),
+            with_spread(result["ratios"][name], 2) if name in result["ratios"] else "1",
+            f"{found['peak_memory_gb']:.2f}",
+        ]
+        for name, found in result["contestants"].items()
+    ]
+    head = ["", "tokens/s", "ms a step", "ours is so many times as fast", "peak memory, GB"]
+    ceilings = {
+        name: max(each[name] for each in result["ceilings"])
+        for name in result["ceilings"][0]
+        if name.endswith("_tflops")
+    }
+    shapes = ", ".join(f"{name.removesuffix('_tflops')} {rate:,.2f}" for name, rate in ceilings.items())
+    notes = [
+        f"Ours runs as: {ours['device_line']}.",
+        f"Making batches takes {100 * ours['data_share']:.2f}% of its time; graph breaks {ours['graph_breaks']}, recompiles "
+        f"{ours['recompiles']}.",
+        f"From the start of `accelerate launch` to the end of the first step, not compiled: "
+        f"{result['seconds_to_the_first_step_uncompiled']} s; compiled, with a warm cache: "
+        f"{ours['seconds_to_the_first_step']:.1f} s.",
+        f"Matrix products in bf16 alone reach, in TFLOP/s: {shapes}.",
+    ]
+    return "\n\n".join(
+        [f"### {describe(result['workload'])}", table(head, rows), " ".join(notes), measured_on(result, path)]
+    )
+
+
+def ladder(path: Path, result: dict[str, Any]) -> str:
+    head = ["rung, on top of the ones above", "tokens/s", "of the top", "peak memory, GB"]
+
+    def rows(group: str) -> list[list[str]]:
+        return [
+            [
+                name,
+                with_spread(found["tokens_per_second"]),
+                with_spread(found["of_the_top"], 2),
+                f"{found['peak_memory_gb']:.2f}",
+            ]
+            for name, found in result[group].items()
+        ]
+
+    return "\n\n".join(
+        [
+            f"### {describe(result['workload'])}",
+            f"![The ladder]({path.stem}.png)",
+            table(head, rows("ladder")),
+            "The top without one lever, or with one more:",
+            table(
+                ["", *head[1:]],
+                [[f"without {row[0]}", *row[1:]] for row in rows("without_one")] + rows("with_one_more"),
+            ),
+            measured_on(result, path),
+        ]
+    )
+
+
+def draw_ladder(result: dict[str, Any], path: Path) -> None:
+    rungs = result["ladder"]
+    rates = [found["tokens_per_second"] for found in rungs.values()]
+    medians = [rate["median"] for rate in rates]
+    errors = [[rate["median"] - rate["p10"] for rate in rates], [rate["p90"] - rate["median"] for rate in rates]]
+    figure = Figure(figsize=(8, 0.45 * len(rungs) + 1.2), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    bars = axes.barh(list(rungs), medians, xerr=errors, color=[OTHERS] * (len(rungs) - 1) + [OURS], ecolor="#555555")
+    axes.bar_label(bars, [f"{rate:,.0f}" for rate in medians], padding=6)
+    axes.invert_yaxis()
+    axes.set(xlabel="tokens a second", xlim=(0, 1.18 * max(medians)), title=describe(result["workload"]))
+    axes.title.set_fontsize(9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def generate(path: Path, result: dict[str, Any]) -> str:
+    sections = []
+    for model in result["models"]:
+        rows = [
+            [
+                name,
+                str(model["batch"]),
+                with_spread(found["tokens_per_second"], 1),
+                with_spread(found["ratio"], 2) if "ratio" in found else "1",
+            ]
+            for name, found in model["contestants"].items()
+        ]
+        head = ["", "batch", "tokens/s", "so many times as fast as Transformers' GPT-2"]
+        sections.append(f"### {model['name']}\n\n{table(head, rows)}")
+    return "\n\n".join([*sections, measured_on(result, path)])
+
+
+CHAPTERS = {
+    "train-step": ("A training step", train_step),
+    "ladder": ("The ladder", ladder),
+    "generate": ("Generation", generate),
+}
+
+
+def page() -> str:
+    parts = [HEAD]
+    for kind, (title, section) in CHAPTERS.items():
+        found = [section(path, result) for path, result in results(kind)]
+        if found:
+            parts += [f"## {title}", *found]
+    if not list(RESULTS.glob("train-step-*-cuda.json")):
+        parts.append("Nothing has been measured on a GPU yet.")
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    (DOCS / "performance.md").write_text(page(), encoding="utf-8")
+    for path, result in results("ladder"):
+        draw_ladder(result, DOCS / f"{path.stem}.png")
+    print("docs/performance.md is written.")
+
+
+if __name__ == "__main__":
+    main()

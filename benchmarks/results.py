@@ -1,0 +1,63 @@
+"""What every benchmark writes: a JSON file that says by itself what was measured, where, when, with what and by which command."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPOSITORY = Path(__file__).parent.parent
+RESULTS = REPOSITORY / "benchmarks" / "results"
+PACKAGES = ("torch", "transformers", "accelerate")
+
+
+def device_kind() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores, {cpu_name()}"
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def about(module: str, arguments: list[str]) -> dict[str, Any]:
+    """The head of a result."""
+    return {
+        "command": " ".join(["python", "-m", f"benchmarks.{module}", *arguments]),
+        "date": datetime.date.today().isoformat(),
+        "device": device_name(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def write(name: str, result: dict[str, Any]) -> Path:
+    """Into benchmarks/results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"{path.relative_to(REPOSITORY)} is written.")
+    return path
+
+
+def spread(values: list[float], digits: int = 1) -> dict[str, float]:
+    """Median, 10th and 90th percentile."""
+    p10, median, p90 = np.quantile(values, (0.1, 0.5, 0.9))
+    return {"median": round(median, digits), "p10": round(p10, digits), "p90": round(p90, digits)}

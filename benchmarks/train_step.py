@@ -1,0 +1,133 @@
+"""Tokens a second of a training step: this project beside nanoGPT, Trainer, and a raw loop on its own model.
+
+python -m benchmarks.train_step --nanogpt path/to/nanoGPT          # writes benchmarks/results/train-step-PRESET-DEVICE.json
+python -m benchmarks.train_step --nanogpt path/to/nanoGPT --preset gpt2_small_seed --sequences 64
+
+Every contestant trains the preset's shape on the same tokens, in a fresh process, one after the other, in several rounds; ours
+first and last in each, which shows how far the machine drifts. Ours is `accelerate launch train_accelerate.py` itself.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.contestants import Measurement, compete
+from benchmarks.results import about, device_kind, spread, write
+from benchmarks.workload import Workload, make_store
+from command_line import FlagParser, run
+from errors import UserError
+
+
+@dataclass
+class TrainStepArguments:
+    nanogpt: str | None = field(
+        default=None, metadata={"help": "A clone of nanoGPT, whose model.py competes; left out, it does not."}
+    )
+    preset: str = field(default="shakespeare_char", metadata={"help": "The shape, from presets/."})
+    sequences: int = field(default=16, metadata={"help": "Rows of a step, all computed at once."})
+    dropout: float = field(default=0.0, metadata={"help": "Dropout probability of all contestants."})
+    rounds: int = field(default=3, metadata={"help": "Times that each contestant is started."})
+    warmup: int = field(default=20, metadata={"help": "Steps before the first window."})
+    windows: int = field(default=5, metadata={"help": "Windows that are timed."})
+    steps: int = field(default=20, metadata={"help": "Steps of a window."})
+    only: list[str] = field(default_factory=list, metadata={"help": "Names of the contestants; all where left out."})
+
+
+def contestants(nanogpt: str | None, on_cpu: bool) -> dict[str, dict[str, Any]]:
+    """What each is told."""
+    known: dict[str, dict[str, Any]] = {
+        "ours": {"contestant": "ours"},
+        "raw loop on our model": {"contestant": "raw"},
+        "ours, bf16 residual stream": {"contestant": "ours", "bf16_residual": "true"},
+        "Trainer, tuned": {"contestant": "trainer", "tuned": True},
+        "Trainer, as shipped": {"contestant": "trainer", "tuned": False},
+    }
+    if nanogpt is not None:
+        theirs = {"contestant": "nanogpt", "path": str(Path(nanogpt).resolve())}
+        known["nanoGPT, compiled"] = theirs
+        if on_cpu:  # where it computes in fp32, and its README does not compile
+            known["nanoGPT, as its README has it"] = theirs | {"compiled": False}
+            known["nanoGPT, compiled, bf16 added"] = theirs | {"bf16": True}
+    return known | {"ours, again": {"contestant": "ours"}}
+
+
+def main(arguments: list[str]) -> None:
+    (options,), _ = FlagParser((TrainStepArguments,), __doc__.splitlines()[0]).parse(arguments)
+    if options.nanogpt is not None and not (Path(options.nanogpt) / "model.py").is_file():
+        raise UserError(f"{options.nanogpt} has no model.py; name a clone of nanoGPT.")
+    entered = contestants(options.nanogpt, device_kind() == "cpu")
+    if unknown := sorted(set(options.only) - set(entered)):
+        raise UserError(f"There is no contestant {unknown[0]!r}; there are {', '.join(entered)}.")
+    entered = {name: told for name, told in entered.items() if not options.only or name in options.only}
+    workload = Workload.of_preset(options.preset, options.sequences, options.dropout)
+    measurement = Measurement(options.warmup, options.windows, options.steps)
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in entered}
+    ceilings = []
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        make_store(folder / "store", workload.vocab_size)
+        workload.write(folder)
+        for _ in range(options.rounds):
+            ceilings.append(compete(folder, measurement, "ceilings"))
+            for name, told in entered.items():
+                found = compete(folder, measurement, **told)
+                measured[name].append(found)
+                tokens = spread([workload.tokens / seconds for seconds in found["seconds_a_step"]])["median"]
+                print(f"{name}: {tokens:,.0f} tokens/s", flush=True)
+        uncompiled = compete(folder, Measurement(1, 1, 1), "ours", torch_compile="false")
+    result = about("train_step", _without_path(arguments)) | {
+        "workload": asdict(workload),
+        "measurement": vars(measurement) | {"rounds": options.rounds},
+        "ceilings": ceilings,
+        "contestants": {name: summary(found, workload) for name, found in measured.items()},
+        "ratios": ratios(measured),
+        "seconds_to_the_first_step_uncompiled": round(uncompiled["seconds_to_the_first_step"], 1),
+    }
+    dropout = f"-dropout{options.dropout}" if options.dropout else ""
+    write(f"train-step-{options.preset}{dropout}-{device_kind()}", result)
+
+
+def _without_path(arguments: list[str]) -> list[str]:
+    """The command for everyone: no path of this machine."""
+    hidden = list(arguments)
+    if "--nanogpt" in hidden:
+        hidden[hidden.index("--nanogpt") + 1] = "path/to/nanoGPT"
+    return hidden
+
+
+def summary(found: list[dict[str, Any]], workload: Workload) -> dict[str, Any]:
+    """Over all rounds and windows."""
+    seconds = [one for each in found for one in each["seconds_a_step"]]
+    told = {
+        "tokens_per_second": spread([workload.tokens / one for one in seconds]),
+        "milliseconds_a_step": spread([1000 * one for one in seconds], 2),
+        "peak_memory_gb": round(max(each["peak_memory_bytes"] for each in found) / 1e9, 3),
+    }
+    for name in ("recompiles", "graph_breaks", "data_share", "mfu"):
+        if name in found[0]:
+            told[name] = round(max(each[name] for each in found), 5)
+    for name in ("seconds_to_the_first_step", "device_line"):
+        if name in found[0]:
+            told[name] = found[-1][name]
+    return told
+
+
+def ratios(measured: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """How many times as fast ours is as each other, within a round."""
+    if "ours" not in measured:
+        return {}
+
+    def of_round(name: str, number: int) -> float:
+        return spread(measured[name][number]["seconds_a_step"], 9)["median"]
+
+    rounds = range(len(measured["ours"]))
+    return {
+        name: spread([of_round(name, number) / of_round("ours", number) for number in rounds], 3)
+        for name in measured
+        if name != "ours"
+    }
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,86 @@
+"""What the contestants of a benchmark train: the shape of a model, a batch, and tokens that are spread like words."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.results import REPOSITORY
+from tokenizer.store import finish, index_file, tokens_file
+
+SPLITS = {"train": 4_000_000, "val": 20_000}  # tokens
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A preset's model, at `sequences` x `n_positions` tokens a step."""
+
+    preset: str
+    sequences: int
+    dropout: float
+    vocab_size: int
+    n_positions: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    activation_function: str = "gelu"
+    tie_word_embeddings: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """A step."""
+        return self.sequences * self.n_positions
+
+    @property
+    def model(self) -> dict:
+        """As the fields of our configuration."""
+        shape = {name: value for name, value in asdict(self).items() if name not in ("preset", "sequences", "dropout")}
+        return shape | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), self.dropout)
+
+    @classmethod
+    def of_preset(cls, preset: str, sequences: int, dropout: float) -> "Workload":
+        settings = yaml.safe_load((REPOSITORY / "presets" / f"{preset}.yaml").read_text(encoding="utf-8"))
+        shape = {name: value for name, value in settings.items() if name in cls.__dataclass_fields__}
+        return cls(preset, sequences, dropout, **shape)
+
+    def write(self, folder: Path) -> None:
+        (folder / "workload.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Workload":
+        return cls(**json.loads((folder / "workload.json").read_text(encoding="utf-8")))
+
+
+def make_store(folder: Path, vocab_size: int) -> None:
+    """A token store of ids whose frequencies fall as those of words do (Zipf), in an order of no meaning.
+
+    Neither zeros nor equal frequencies will do: embeddings are read and their gradients added up by id.
+    """
+    folder.mkdir(parents=True)
+    words = Tokenizer(models.WordLevel({f"word{i}": i for i in range(vocab_size)}, unk_token="word0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / "tokenizer")
+    dtype = "uint16" if vocab_size < 65_500 else "uint32"
+    shares = 1 / np.arange(1, vocab_size + 1)
+    generator = np.random.default_rng(0)
+    for split, size in SPLITS.items():
+        ids = generator.choice(vocab_size, size, p=shares / shares.sum())
+        ids.astype(dtype).tofile(folder / tokens_file(split))
+        np.array([size], dtype="<i8").tofile(folder / index_file(split))
+    finish(
+        folder,
+        {split: (size, 1, 4 * size) for split, size in SPLITS.items()},
+        dtype=dtype,
+        vocab_size=vocab_size,
+        tokenizer_type="words",
+        eos_token_id=None,
+        sources=[],
+        settings={},
+        counts={},
+        cleaning={},
+        repeated_documents=0,
+        command="",
+    )
