@@ -44,6 +44,7 @@ from training.plan import make_plan
 from training.run_folder import RunFolder
 from training.sampling import prompts_of
 from training.sharding import shard
+from training.speed import Speed
 from training.step import Trainer
 from training.stopping import EXIT_CODES
 from training.validation import Validation
@@ -111,7 +112,7 @@ def train(
         batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, plan.position)
         trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
         keeper.keep(model, optimizer, tokenizer)
-        hardware = describe(accelerator, setup)
+        hardware = describe(accelerator, setup, plan.model, config.batch.mask_documents)
         validation = Validation(
             config, plan, folder, store, eval_tokens, tokenizer, prompts, model, loss, accelerator, hardware
         )
@@ -120,7 +121,8 @@ def train(
         gc.freeze()  # all that was imported and built: looking through it for garbage would stop a step for half a second
 
         # Train: learn, look, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
-        with Journal(folder.metrics, accelerator, plan.max_steps, start.step, setup.torch_compile) as journal:
+        speed, compiled = Speed(batches, plan.model, accelerator), setup.torch_compile
+        with Journal(folder.metrics, accelerator, plan.max_steps, start.step, compiled, speed) as journal:
             journal.start_trackers(folder.path.name, config.flat())
             if start.step == 0:
                 validation.write_some_text(0, journal, aloud=True)

@@ -28,6 +28,7 @@ from benchmarks.pretokenize import cpu_name
 from command_line import FlagParser, run
 from training.checkpoint import complete_checkpoints, damage, step_of
 from training.run_folder import RunFolder
+from training.speed import SHOWN
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {
@@ -102,7 +103,8 @@ def weights_of(folder: Path) -> str:
 
 def metrics_of(folder: Path) -> list[dict]:
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in entry.items() if name != "tokens_per_second"} for entry in entries]
+    timed = {*SHOWN, "seconds_to_first_step"}
+    return [{name: value for name, value in entry.items() if name not in timed} for entry in entries]
 
 
 def main(arguments: list[str]) -> None:

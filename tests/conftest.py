@@ -1,5 +1,6 @@
 """Small real things: a text, a token store made from it, and a way to train on it in this process."""
 
+import json
 import os
 import random
 import subprocess
@@ -19,6 +20,7 @@ from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
+from training.speed import SHOWN
 
 REPOSITORY = Path(__file__).parent.parent
 torch.set_num_threads(1)  # as in the processes that tests start: another number adds up in another order
@@ -76,6 +78,13 @@ def trained(store, output_dir: Path, *more: str, **settings) -> Path:
     settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
     train_accelerate.main([*flags(**settings), *more])
     return output_dir
+
+
+def untimed(run: Path) -> list[dict]:
+    """metrics.jsonl without what differs from run to run."""
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = {*SHOWN, "seconds_to_first_step"}
+    return [{name: value for name, value in entry.items() if name not in timed} for entry in entries]
 
 
 @pytest.fixture

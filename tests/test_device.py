@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.device import DeviceArguments, decide
+from training.device import DeviceArguments, _kernel_of_sdpa, decide
 from training.loss import NextTokenLoss
 from training.model import build_model
 
@@ -37,3 +37,11 @@ def test_the_residual_stream_is_in_bf16_if_asked_and_the_weights_are_not(bf16_re
     streams.clear()
     model(inputs)  # as `generate` does, without autocast
     assert streams == [torch.float32] * 2
+
+
+@pytest.mark.parametrize(
+    ("dropout", "mask_documents", "kernel"), [(0.0, False, "flash"), (0.0, True, "flash"), (0.1, False, "math")]
+)
+def test_the_kernel_of_attention_is_asked_for(dropout, mask_documents, kernel):
+    config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"attn_pdrop": dropout})
+    assert _kernel_of_sdpa(torch.device("cpu"), "bf16", config, mask_documents) == kernel

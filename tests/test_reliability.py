@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import generate
-from conftest import REPOSITORY, TINY, flags, prose
+from conftest import REPOSITORY, TINY, flags, prose, untimed
 from errors import UserError
 from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
@@ -46,11 +46,6 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
-def untimed(run) -> list[dict]:
-    """metrics.jsonl without what differs from run to run."""
-    return [{**entry, "tokens_per_second": 0} for entry in lines(run / "metrics.jsonl")]
 
 
 def status(run) -> dict:

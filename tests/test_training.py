@@ -1,6 +1,7 @@
 """Whole runs: what they leave behind, that resuming is exact, and what they refuse."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from conftest import TINY, flags, prose
+from conftest import TINY, flags, prose, untimed
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.data import name_of
@@ -46,7 +47,10 @@ def test_a_run_leaves_what_the_readme_says(train, tmp_path, capsys):
     assert [entry["tokens"] for entry in logged] == [64, 128, 192, 256, 320, 384]
     assert [entry["learning_rate"] for entry in logged][:3] == [0.005, 0.01, 0.01]
     assert logged[-1]["learning_rate"] == 0.0
-    assert {"epoch", "grad_norm", "tokens_per_second"} <= logged[-1].keys()
+    assert {"epoch", "grad_norm", "tokens_per_second", "data_share", "peak_memory_gb"} <= logged[-1].keys()
+    assert "mfu" not in logged[-1]  # of a CPU
+    assert ["seconds_to_first_step" in entry for entry in logged] == [True] + [False] * 5
+    assert 0 < logged[-1]["data_share"] < 1
     scored = [entry for entry in metrics(run) if "eval_loss" in entry]
     assert [entry["step"] for entry in scored] == [3, 6]
     assert scored[1]["eval_loss"] < scored[0]["eval_loss"]
@@ -54,6 +58,31 @@ def test_a_run_leaves_what_the_readme_says(train, tmp_path, capsys):
     said = capsys.readouterr().out
     for expected in ("Device:", "attention: sdpa", "in RAM", "python generate.py", "python push_to_hub.py"):
         assert expected in said
+
+
+def test_the_report_tells_the_speed_and_the_settings(train, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("training.speed.peak_flops", lambda device, precision: 1e12)
+    run = train(tmp_path / "run", n_layer=1, n_head=1, backup_dir=tmp_path / "backup")
+    logged = [entry for entry in metrics(run) if "mfu" in entry]
+    assert [entry["step"] for entry in logged] == [2, 3, 4, 5, 6]  # the first step is no measure
+    # 6 * (12 * 16^2 + 300 * 16) + 6 * 16 * 16 operations a token
+    assert logged[-1]["mfu"] == pytest.approx(logged[-1]["tokens_per_second"] * 48768 / 1e12, abs=1e-4)
+    assert re.search(
+        r"step 6/6  loss [\d.]+ +[\d,]+ tok/s  MFU \d+%  data [\d.]+%  peak [\d.]+ GB  ETA 0:00",
+        capsys.readouterr().out,
+    )
+    report = (run / "report.md").read_text()
+    assert "1 layer, 1 head, width 16" in report
+    settings = yaml.safe_load(report.split("```yaml\n")[1].split("```")[0])
+    assert settings["sample_prompts"] == ["the"]
+    assert str(tmp_path) not in str(settings)
+    rows = [row.split(" | ")[0] for row in report.split("## Speed")[1].splitlines() if row.startswith("| ")][1:]
+    assert rows == [
+        "| tokens a second",
+        "| model FLOPs utilisation (MFU)",
+        "| share of the time in which batches were made",
+    ]
+    assert "Over 5 log lines." in report
 
 
 def test_evaluation_scores_every_token_of_the_split_once(train, store, tmp_path):
@@ -85,8 +114,7 @@ def test_resuming_is_exact(train, tmp_path, settings):
     shutil.rmtree(sorted((stopped / "checkpoints").iterdir())[-1])  # as if killed before the last one was written
     train(stopped, "--resume_from_checkpoint", str(stopped), eval_strategy="no", **settings)
     assert_equal(weights(straight), weights(stopped))
-    ours, theirs = ([{**entry, "tokens_per_second": 0} for entry in metrics(run)] for run in (straight, stopped))
-    assert ours == theirs
+    assert untimed(straight) == untimed(stopped)
 
 
 def test_the_same_command_again_resumes_or_says_it_is_finished(train, tmp_path, capsys):

@@ -5,6 +5,7 @@ Where the cut begins differs from epoch to epoch, and the windows come in a shuf
 of a run (g counts over all steps and processes) lies in epoch g // windows at place g % windows.
 """
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -183,9 +184,16 @@ class TrainBatches:
         self.plan = plan
         self.rank = rank
         self.position = position  # that the run goes on from
+        self.seconds = 0.0  # spent on making batches, since speed.py last set it back
 
     def __call__(self, step: int, micro_step: int) -> Batch:
         """(micro_batch, context) each, on the device, without waiting for it."""
+        before = time.perf_counter()
+        batch = self._make(step, micro_step)
+        self.seconds += time.perf_counter() - before
+        return batch
+
+    def _make(self, step: int, micro_step: int) -> Batch:
         starts, context = self._starts(step, micro_step), self.plan.context
         if self.tokens.file is not None:
             following = self._starts(

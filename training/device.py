@@ -17,10 +17,13 @@ import torch._inductor
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import TorchDynamoPlugin
 from torch import distributed
+from torch.nn.attention import SDPBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
 from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig
+from training.datasheet import peak_flops
 from training.sharding import Sharding, keep_accelerate_from_sharding, sharding_asked
 
 Found = TypeVar("Found")
@@ -296,10 +299,12 @@ def _use_all_cores() -> None:
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def describe(accelerator: Accelerator, setup: Setup) -> str:
-    """One line: `CPU (2 threads), fp32, compiled, attention: sdpa, 1 process`."""
+def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig, mask_documents: bool) -> str:
+    """One line: `CPU (2 threads), fp32, compiled, attention: sdpa (flash), 1 process`; of a GPU, with its peak by the datasheet."""
     if accelerator.device.type == "cuda":
-        where = torch.cuda.get_device_name(accelerator.device)
+        peak = peak_flops(accelerator.device, setup.mixed_precision)
+        best = "MFU unknown" if peak is None else f"{peak / 1e12:g} TFLOP/s"
+        where = f"{torch.cuda.get_device_name(accelerator.device)} ({best})"
     else:
         threads = torch.get_num_threads()
         where = f"{accelerator.device.type.upper()} ({threads} thread{'s' if threads > 1 else ''})"
@@ -307,4 +312,18 @@ def describe(accelerator: Accelerator, setup: Setup) -> str:
     compiled = "compiled" if setup.torch_compile else "not compiled"
     processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
     shared = ", model and optimizer sharded" if setup.shards(accelerator) else ""
-    return f"{where}, {precision}, {compiled}, attention: {setup.attn_implementation}, {processes}{shared}"
+    attention = setup.attn_implementation
+    if attention == "sdpa" and accelerator.device.type in ("cpu", "cuda"):
+        attention += f" ({_kernel_of_sdpa(accelerator.device, setup.mixed_precision, model, mask_documents)})"
+    return f"{where}, {precision}, {compiled}, attention: {attention}, {processes}{shared}"
+
+
+def _kernel_of_sdpa(device: torch.device, precision: str, model: GPT2ScratchConfig, mask_documents: bool) -> str:
+    """What PyTorch chooses for tensors as those of a step (asked, not assumed): cudnn, flash, efficient; or math, which is
+    slow and keeps the matrix of scores."""
+    T, dtype = model.n_positions, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    shape = (1, model.n_head, T, model.n_embd // model.n_head)
+    query = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
+    mask = torch.ones(1, 1, T, T, device=device, dtype=torch.bool) if mask_documents else None
+    choice = torch._fused_sdp_choice(query, query, query, mask, model.attn_pdrop, mask is None)
+    return SDPBackend(choice).name.split("_")[0].lower()

@@ -4,9 +4,8 @@ import json
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,13 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 from tokenizer.store import write_whole
 from training.health import Reading
+from training.speed import Speed, in_words
+
+ALL_OF_A_LINE = 100  # columns of a terminal in which the bar has room beside it
 
 
 @dataclass
@@ -52,22 +55,25 @@ def _tracker_problem(name: str) -> str | None:
 class Journal:
     """Used by every process; only the main one writes."""
 
-    def __init__(self, metrics: Path, accelerator: Accelerator, max_steps: int, first_step: int, compiled: bool):
+    def __init__(
+        self, metrics: Path, accelerator: Accelerator, max_steps: int, first_step: int, compiled: bool, speed: Speed
+    ):
         self.metrics = metrics
         self.accelerator = accelerator
         self.max_steps = max_steps
         self.compiled = compiled
+        self.speed = speed
         self.first_step_is_done = False
+        self.unlogged: dict[str, float] = {}  # what the next log line tells besides
         self.tenths_shown = first_step * 10 // max_steps
         self.main = accelerator.is_main_process
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
         self.bar = self._bar(first_step) if self.main and self.console.is_terminal else None
-        self.restart_clock()
 
     def _bar(self, first_step: int) -> Progress:
         columns = (
             TextColumn("step"),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),  # in a narrow terminal, the bar yields first
             BarColumn(bar_width=None),
             TextColumn("{task.fields[line]}"),
         )
@@ -89,14 +95,9 @@ class Journal:
         if self.bar is not None:
             self.bar.advance(self.bar.task_ids[0])
         if self.first_step_is_done:
-            self.steps_timed += 1
-            self.tokens_timed += tokens
+            self.speed.count(tokens)
         else:
             self._first_step_done(loss)
-
-    def restart_clock(self) -> None:
-        self.steps_timed, self.tokens_timed, self.paused = 0, 0, 0.0
-        self.since = time.perf_counter()
 
     def _first_step_done(self, loss: torch.Tensor) -> None:
         """The first step warms everything up and compiles; it counts as neither speed nor ETA."""
@@ -105,12 +106,13 @@ class Journal:
         compilation = " (compilation included)" if self.compiled else ""
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], line="")
-        self.say(f"First step after {time.perf_counter() - self.since:.1f} s{compilation}.")
-        self.restart_clock()
+        self.unlogged = {"seconds_to_first_step": round(self.speed.seconds, 1)}
+        self.say(f"First step after {self.speed.seconds:.1f} s{compilation}.")
+        self.speed.restart()
 
     def log(self, step: int, epoch: float, learning_rate: float, reading: Reading, tokens: int) -> None:
         """One log line, about the steps since the last one."""
-        seconds = time.perf_counter() - self.since - self.paused
+        measured = self.speed.measured()
         entry: dict[str, Any] = {"step": step, "epoch": round(epoch, 4)}
         line = "no finite loss"
         if reading.loss is not None:
@@ -122,13 +124,16 @@ class Journal:
         if reading.skipped:
             entry["skipped_steps"] = reading.skipped
             line += f"  ({reading.skipped} skipped: not finite)"
-        if self.steps_timed:
-            entry["tokens_per_second"] = round(self.tokens_timed / seconds, 1)
-            left = (self.max_steps - step) * seconds / self.steps_timed
-            line += f"  {self.tokens_timed / seconds:,.0f} tok/s  ETA {clock(left)}"
+        entry |= measured | self.unlogged
+        self.unlogged = {}
+        if self.bar is not None and self.console.width < ALL_OF_A_LINE:
+            del measured["peak_memory_gb"]
+        line += f"  {in_words(measured)}"
+        if self.speed.steps:
+            line += f"  ETA {clock((self.max_steps - step) * self.speed.seconds / self.speed.steps)}"
         self._write(entry, step)
         self._show(step, line, f"lr {learning_rate:.2e}")
-        self.restart_clock()
+        self.speed.restart()
 
     def log_evaluation(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
         self._write({"step": step, "epoch": round(epoch, 4), **metrics}, step)
@@ -141,12 +146,9 @@ class Journal:
         if self.main:
             say(text, self.console.print if self.bar is not None else print)
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """What happens inside does not count as training time."""
-        before = time.perf_counter()
-        yield
-        self.paused += time.perf_counter() - before
+        return self.speed.pause()
 
     def start_trackers(self, name: str, settings: dict[str, Any]) -> None:
         """Opens the trackers of `report_to`, and gives them every setting that has a value."""
@@ -154,13 +156,14 @@ class Journal:
         self.accelerator.init_trackers(name, config=plain)
 
     def _show(self, step: int, line: str, more: str) -> None:
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=step, line=line)
-            if step * 10 // self.max_steps > self.tenths_shown:  # the bar forgets; these lines stay
-                self.tenths_shown = step * 10 // self.max_steps
-                self.say(f"step {step}/{self.max_steps}  {line}  {more}")
-        elif self.main:
-            self.say(f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {line}  {more}")
+        numbered = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {line}"
+        if self.bar is None:
+            self.say(f"{numbered}  {more}")
+            return
+        self.bar.update(self.bar.task_ids[0], completed=step, line=line)
+        if step * 10 // self.max_steps > self.tenths_shown:  # the bar forgets; these lines stay
+            self.tenths_shown = step * 10 // self.max_steps
+            self.say(numbered)
 
     def _write(self, entry: dict[str, Any], step: int) -> None:
         if self.main:

@@ -57,7 +57,8 @@ class Plan:
 
     def describe_model(self) -> str:
         model = self.model
-        shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.n_positions}"
+        layers, heads = f"layer{'s' * (model.n_layer > 1)}", f"head{'s' * (model.n_head > 1)}"
+        shape = f"{model.n_layer} {layers}, {model.n_head} {heads}, width {model.n_embd}, context {model.n_positions}"
         return f"{shape}, vocabulary {model.vocab_size:,}"
 
     def describe_data(self) -> str:

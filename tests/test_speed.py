@@ -1,0 +1,135 @@
+"""What is measured of a run's speed, by a clock that the test sets."""
+
+from datetime import UTC, datetime
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from modeling_gpt2scratch import GPT2ScratchConfig
+from training.batches import BatchPlan, TrainBatches, WindowOrder
+from training.device import Setup, describe
+from training.journal import read_metrics
+from training.report import hours, write_report
+from training.run_folder import RunFolder
+from training.speed import Speed, in_words, peak_memory
+from training.tokens import Tokens
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock.now`, in seconds, goes by itself only where the test says so."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("training.speed.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+def speed(monkeypatch, peak: float | None, processes: int = 1) -> Speed:
+    monkeypatch.setattr("training.speed.peak_flops", lambda device, precision: peak)
+    monkeypatch.setattr("training.speed.peak_memory", lambda device: 11_249_000_000)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16", num_processes=processes)
+    return Speed(SimpleNamespace(seconds=0.0), GPT2ScratchConfig(), accelerator)  # 685,375,488 operations a token
+
+
+def test_what_a_log_line_tells(clock, monkeypatch):
+    it = speed(monkeypatch, 989.4e12)
+    for _ in range(10):
+        it.count(32_768)
+    it.batches.seconds = 0.003
+    clock.now = 0.48
+    expected = {"tokens_per_second": 682_666.7, "mfu": 0.4729, "data_share": 0.0063, "peak_memory_gb": 11.249}
+    assert it.measured() == expected
+    assert in_words(expected) == "682,667 tok/s  MFU 47%  data 0.6%  peak 11.2 GB"
+
+
+def test_mfu_is_that_of_one_device(clock, monkeypatch):
+    it = speed(monkeypatch, 989.4e12, processes=8)
+    it.count(8 * 327_680)
+    clock.now = 0.48
+    assert it.measured()["mfu"] == 0.4729
+
+
+def test_pauses_and_what_was_before_do_not_count(clock, monkeypatch):
+    it = speed(monkeypatch, None)
+    clock.now, it.batches.seconds = 100.0, 50.0  # the first step
+    it.restart()
+    it.count(1000)
+    clock.now += 2
+    with it.pause():
+        clock.now += 60
+    it.batches.seconds += 0.5
+    assert it.measured() == {"tokens_per_second": 500.0, "data_share": 0.25, "peak_memory_gb": 11.249}
+
+
+def test_before_the_first_step_there_is_only_memory(clock, monkeypatch):
+    it = speed(monkeypatch, 989.4e12)
+    assert it.measured() == {"peak_memory_gb": 11.249}
+    assert in_words(it.measured()) == "peak 11.2 GB"
+
+
+def test_making_batches_is_timed(monkeypatch):
+    ticks = count()
+    monkeypatch.setattr("training.batches.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    tokens = Tokens(torch.from_numpy(np.zeros(3000, dtype=np.int16)), torch.device("cpu"))
+    batches = TrainBatches(tokens, WindowOrder(3000, 16, seed=1), BatchPlan(16, 4, 2, 1), 0)
+    for micro_step in range(3):
+        batches(0, micro_step)
+    assert batches.seconds == 3.0
+
+
+def test_peak_memory_of_a_cpu_is_that_of_the_process():
+    assert 50e6 < peak_memory(torch.device("cpu")) < 1e12  # torch alone takes more than 50 MB
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 (989.4 TFLOP/s), bf16, compiled, attention: eager, 1 process"),
+        ("NVIDIA H1000", "NVIDIA H1000 (MFU unknown), bf16, compiled, attention: eager, 1 process"),
+    ],
+)
+def test_the_device_line_names_the_peak(monkeypatch, name, expected):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    assert describe(accelerator, Setup("bf16", True, "eager", ()), GPT2ScratchConfig(), False) == expected
+
+
+EVENTS = """\
+{"time": "2026-01-01T10:00:00+00:00", "event": "begun", "step": 0}
+{"time": "2026-01-01T11:00:00+00:00", "event": "saved", "step": 500}
+{"time": "2026-01-03T08:00:00+00:00", "event": "resumed", "step": 500}
+{"time": "2026-01-03T08:15:00+00:00", "event": "saved", "step": 600}
+"""
+
+
+def test_hours_leave_out_the_time_between_a_kill_and_the_next_start(tmp_path):
+    (tmp_path / "events.jsonl").write_text(EVENTS)
+    events = read_metrics(tmp_path / "events.jsonl")
+    assert hours(events, datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 1.5
+    assert hours([], datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 0
+
+
+def test_the_report_sums_up_the_log_lines(store, tmp_path):
+    folder = RunFolder(tmp_path)
+    lines = ['{"step": 1, "loss": 9.0, "tokens": 64, "peak_memory_gb": 10.9, "seconds_to_first_step": 41.3}']
+    lines += [
+        f'{{"step": {2 + i}, "loss": 5.0, "tokens": {128 + 64 * i}, "tokens_per_second": {600_000 + 10_000 * i}, '
+        f'"mfu": {0.4 + i / 100}, "data_share": 0.0012, "peak_memory_gb": 11.249}}'
+        for i in range(11)
+    ]
+    folder.metrics.write_text("\n".join(lines) + "\n")
+    write_report(folder, GPT2ScratchConfig(), 134_601_216, store.metadata, {}, "NVIDIA H100 (989.4 TFLOP/s)", [])
+    assert folder.report.read_text().split("## Speed\n\n")[1].splitlines() == [
+        "| | median | 10th to 90th percentile |",
+        "|---|--:|--:|",
+        "| tokens a second | 650,000 | 610,000 to 690,000 |",
+        "| model FLOPs utilisation (MFU) | 45.0% | 41.0% to 49.0% |",
+        "| share of the time in which batches were made | 0.12% | 0.12% to 0.12% |",
+        "",
+        "Over 11 log lines. Peak memory 11.2 GB; 41.3 s to the first step; 0.00 hours in all.",
+        "",
+        "MFU counts 685.4 MFLOP a token (6 N + 6 L C T, with N weights in matrix products; causal attention) against the "
+        "peak that the device's datasheet gives, named above. As PaLM and nanoGPT count (12 L C T), it would be 46.9%.",
+    ]

@@ -1,0 +1,84 @@
+"""How fast training goes. docs/speed.md tells what each number means."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+
+from modeling_gpt2scratch import GPT2ScratchConfig
+from training.batches import TrainBatches
+from training.datasheet import peak_flops
+from training.flops import flops_per_token
+
+# What is measured, by its name in metrics.jsonl, and how the screen shows it.
+SHOWN = {
+    "tokens_per_second": "{:>7,.0f} tok/s",
+    "mfu": "MFU {:.0%}",
+    "data_share": "data {:.1%}",
+    "peak_memory_gb": "peak {:.1f} GB",
+}
+
+
+class Speed:
+    """The clock of the steps since the last log line. Waits for nothing: to be read where the device was just waited for."""
+
+    def __init__(self, batches: TrainBatches, model: GPT2ScratchConfig, accelerator: Accelerator):
+        self.batches = batches
+        self.device = accelerator.device
+        peak = peak_flops(accelerator.device, accelerator.mixed_precision)
+        # Tokens a second that all devices together would make at their peak.
+        self.at_peak = None if peak is None else peak * accelerator.num_processes / flops_per_token(model)
+        self.restart()
+
+    def restart(self) -> None:
+        self.steps, self.tokens, self.paused = 0, 0, 0.0
+        self.batches.seconds = 0.0
+        self.since = time.perf_counter()
+
+    def count(self, tokens: int) -> None:
+        """Counts a step; `tokens`: of its global batch."""
+        self.steps += 1
+        self.tokens += tokens
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens inside does not count as training time."""
+        before = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - before
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.since - self.paused
+
+    def measured(self) -> dict[str, float]:
+        """What is known, under the names of metrics.jsonl. No communication: data and memory are this process's own."""
+        found = {}
+        if self.steps:
+            seconds = self.seconds
+            found["tokens_per_second"] = round(self.tokens / seconds, 1)
+            if self.at_peak is not None:
+                found["mfu"] = round(self.tokens / seconds / self.at_peak, 4)
+            found["data_share"] = round(self.batches.seconds / seconds, 4)
+        found["peak_memory_gb"] = round(peak_memory(self.device) / 1e9, 3)
+        return found
+
+
+def in_words(measured: dict[str, float]) -> str:
+    """`683,000 tok/s  MFU 47%  data 0.0%  peak 11.2 GB`"""
+    return "  ".join(form.format(measured[name]) for name, form in SHOWN.items() if name in measured)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes, of the device's memory; on a CPU, of this process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()  # at this moment: Metal keeps no peak
+    import resource  # Windows has none, where nobody trains, but models are used
+
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
