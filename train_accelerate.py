@@ -41,6 +41,7 @@ from training.loss import NextTokenLoss
 from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
 from training.plan import make_plan
+from training.profile import Profiler
 from training.run_folder import RunFolder
 from training.sampling import prompts_of
 from training.sharding import shard
@@ -122,13 +123,17 @@ def train(
 
         # Train: learn, look, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
         speed, compiled = Speed(batches, plan.model, accelerator), setup.torch_compile
-        with Journal(folder.metrics, accelerator, plan.max_steps, start.step, compiled, speed) as journal:
+        with (
+            Journal(folder.metrics, accelerator, plan.max_steps, start.step, compiled, speed) as journal,
+            Profiler(config.profile, folder.profile, journal, accelerator, start.step) as profiler,
+        ):
             journal.start_trackers(folder.path.name, config.flat())
             if start.step == 0:
                 validation.write_some_text(0, journal, aloud=True)
             if start.owes_validation:
                 validation.run(start.step, journal, keeper.stops)
             for step in keeper.steps():
+                profiler.before(step)
                 learning_rate = learning_rate_at(step, plan.max_steps, config.optim)
                 step_loss, grad_norm = trainer.step(step, learning_rate)
                 keeper.watch(step_loss, grad_norm)
@@ -137,6 +142,7 @@ def train(
                 logs = plan.is_due("steps", config.journal.logging_steps, done)
                 saves = plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, done)
                 validates = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, done)
+                profiler.after(done, saves or validates)
                 if logs or saves or validates:
                     keeper.read(done)  # the only place that waits for the device
                 if logs:

@@ -43,7 +43,7 @@ def runs(launch, store, tmp_path_factory) -> Path:
     trained(store, folder / "alone", **SETTINGS)
     trained(store, folder / "alone_tied", **SETTINGS, **TIED)
     pair = [
-        run(store, folder / "ddp", DDP),
+        run(store, folder / "ddp", DDP, profile=True),
         run(store, folder / "fsdp", FSDP),
         run(store, folder / "fsdp_tied", FSDP, **TIED),
         run(store, folder / "fsdp_bf16", FSDP, mixed_precision="bf16", gradient_checkpointing=True, max_steps=3),
@@ -56,6 +56,7 @@ def runs(launch, store, tmp_path_factory) -> Path:
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("passed: check_") == 10
     assert result.stdout.count("2 processes, model and optimizer sharded") == 5
+    assert result.stdout.count("Where the time of a step went (steps 4 to 6)") == 1
     resumed_alone(store, folder / "fsdp_to_alone", folder / "fsdp")
     resumed_alone(store, folder / "ddp_to_alone", folder / "ddp")
     return folder

@@ -28,6 +28,7 @@ from training.journal import JournalArguments
 from training.length import LengthArguments
 from training.model import ModelArguments
 from training.optim import OptimArguments
+from training.profile import ProfileArguments
 from training.run_folder import CONFIG_FILE, RunArguments, resume_source
 from training.sampling import SamplingArguments
 from training.stopping import StoppingArguments
@@ -58,6 +59,7 @@ class TrainConfig:
     health: HealthArguments
     stopping: StoppingArguments
     journal: JournalArguments
+    profile: ProfileArguments
     flags: set[str] = field(default_factory=set)  # what the user set on the command line
 
     @property
@@ -161,6 +163,6 @@ def _run_name(named: Path | None, config: TrainConfig) -> str:
 
 def write_config(config: TrainConfig, path: Path) -> None:
     """A file that `--config` reads back to the same run."""
-    told_elsewhere = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change"}
+    told_elsewhere = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
     content = {name: value for name, value in config.flat().items() if value is not None and name not in told_elsewhere}
     write_whole(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
