@@ -117,6 +117,8 @@ class Profiler:
         trace = self.folder / "trace.json.gz"
         self.profiled.export_chrome_trace(str(trace))
         events = events_of(self.profiled)
+        if self.accelerator.device.type == "cuda" and not any(event.on_device for event in events):
+            self.journal.say("WARNING: the driver let no kernel be recorded; what follows is the host's time alone.")
         start, end = next((event.start, event.end) for event in events if event.name == RECORDED)
         summary = summarize(account(events, start, end), self.first + 1, done)
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
