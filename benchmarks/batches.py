@@ -6,7 +6,6 @@ The store is 400 MB of random ids; no window comes twice. "Cold" asks the system
 but the windows that were announced with the batch before it, as a loop announces them: a step of 20 ms lies between.
 """
 
-import datetime
 import json
 import mmap
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.pretokenize import RESULTS, cpu_name
+from benchmarks.results import about, write
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.tokens import Documents, MemoryMap, Tokens
 
@@ -90,16 +89,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         systems = measure(Path(folder) / "train.bin")
     result = {
-        "command": "python -m benchmarks.batches",
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {cpu_name()}; one thread",
-        "torch": torch.__version__,
+        **about("batches", []),
+        "threads": 1,
         "batch": [ROWS, CONTEXT + 1],
         "systems": systems,
         "times_as_fast": round(systems["nanogpt_get_batch"]["median_us"] / systems["ram"]["median_us"], 1),
     }
     print(json.dumps(result, indent=2))
-    (RESULTS / "batches-cpu.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write("batches-cpu", result)
 
 
 if __name__ == "__main__":

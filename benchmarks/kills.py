@@ -24,13 +24,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.pretokenize import cpu_name
+from benchmarks.results import REPOSITORY, device_name
 from command_line import FlagParser, run
 from training.checkpoint import complete_checkpoints, damage, step_of
 from training.run_folder import RunFolder
 from training.speed import SHOWN
 
-ROOT = Path(__file__).parent.parent
 SETTINGS = {
     "n_layer": 2,
     "n_head": 2,
@@ -69,7 +68,7 @@ def start(folder: Path, text: Path, arguments: KillsArguments) -> subprocess.Pop
     with (folder.parent / "output.txt").open("a") as output:
         return subprocess.Popen(
             [*launch, "train_accelerate.py", *flags],
-            cwd=ROOT,
+            cwd=REPOSITORY,
             env=environment | {"OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=output,
@@ -135,7 +134,7 @@ def main(arguments: list[str]) -> None:
             print(seen[-1], flush=True)
         assert start(killed, text, options).wait() == 0, (Path(scratch) / "output.txt").read_text()[-2000:]
         result = {
-            "machine": f"{os.cpu_count()} cores, {cpu_name()}",
+            "machine": device_name(),
             "date": datetime.date.today().isoformat(),
             "torch": torch.__version__,
             "asked": vars(options),

@@ -29,8 +29,8 @@ from typing import Any
 
 import psutil
 
-REPOSITORY = Path(__file__).parent.parent
-RESULTS = REPOSITORY / "benchmarks" / "results"
+from benchmarks.results import REPOSITORY, RESULTS, device_name
+
 SUFFIXES = tuple(".py .txt .md .rst .h .html .json .po .pm .pl .js .c .xml .css .tex".split())
 VOCAB_SIZE = 32000
 DOCUMENT_BYTES = 200, 2_000_000
@@ -285,7 +285,7 @@ def main() -> None:
     result = {
         "command": shlex.join(["python", "-m", "benchmarks.pretokenize", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {cpu_name()}",
+        "machine": device_name(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages if not missing((name,))},
         "runs": runs,
@@ -293,12 +293,6 @@ def main() -> None:
     path = RESULTS / options.result
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"{path.name} is written")
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 python -m benchmarks.quickstart          # writes benchmarks/results/quickstart-DEVICE.json
 """
 
-import datetime
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -14,14 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import accelerate
 import torch
-import transformers
 
-REPOSITORY = Path(__file__).parent.parent
-RESULTS = REPOSITORY / "benchmarks" / "results"
-LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1")
-LAUNCH += ("--mixed_precision", "no", "--dynamo_backend", "no", "train_accelerate.py")
+from benchmarks.contestants import LAUNCH
+from benchmarks.results import REPOSITORY, about, device_kind, write
 
 
 def main() -> None:
@@ -41,24 +35,16 @@ def main() -> None:
     speeds = sorted(entry["tokens_per_second"] for entry in entries if "tokens_per_second" in entry)
     last = [entry for entry in entries if "eval_loss" in entry][-1]
     result = {
-        "command": "python -m benchmarks.quickstart",
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores",
+        **about("quickstart", []),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
         "seconds_in_all": round(seconds, 1),
         "tokens": entries[-1].get("tokens") or max(entry.get("tokens", 0) for entry in entries),
         "tokens_per_second_median": speeds[len(speeds) // 2],
         "eval_loss": round(last["eval_loss"], 4),
         "eval_bits_per_byte": round(last["eval_bits_per_byte"], 4),
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"quickstart-{'cuda' if torch.cuda.is_available() else 'cpu'}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"{path.name}: {json.dumps(result)}")
+    print(json.dumps(result, indent=2))
+    write(f"quickstart-{device_kind()}", result)
 
 
 if __name__ == "__main__":

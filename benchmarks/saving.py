@@ -5,9 +5,7 @@ python -m benchmarks.saving                              # writes benchmarks/res
 python -m benchmarks.saving --tokens_per_step 32768 --steps 200 --save_steps 50      # on a GPU
 """
 
-import datetime
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -15,12 +13,9 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from benchmarks.pretokenize import RESULTS, cpu_name
+from benchmarks.contestants import LAUNCH
+from benchmarks.results import REPOSITORY, about, device_kind, write
 from command_line import FlagParser, run
-
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass
@@ -36,7 +31,7 @@ class SavingArguments:
 
 def make_store(folder: Path) -> str:
     command = ["--input", "python-standard-library", "--output", str(folder / "store"), "--vocab_size", "32000"]
-    subprocess.run([sys.executable, "-m", "tokenizer.pretokenize", *command], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tokenizer.pretokenize", *command], cwd=REPOSITORY, check=True)
     return str(folder / "store")
 
 
@@ -64,9 +59,7 @@ def main(arguments: list[str]) -> None:
             "torch_compile": options.torch_compile,
         }
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-        launch = ["-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1"]
-        launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "train_accelerate.py"]
-        subprocess.run([sys.executable, *launch, *flags], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, *LAUNCH, *flags], cwd=REPOSITORY, check=True)
         events, metrics = lines(folder / "events.jsonl"), lines(folder / "metrics.jsonl")
         size = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
     begun = [event for event in events if event["event"] == "saving"]
@@ -81,12 +74,7 @@ def main(arguments: list[str]) -> None:
     copying = [event["seconds_copying"] for event in begun]
     waiting = [event["seconds_waiting"] for event in begun]
     result = {
-        "command": f"python -m benchmarks.saving {' '.join(arguments)}".strip(),
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{os.cpu_count()} cores, {cpu_name()}",
-        "torch": torch.__version__,
+        **about("saving", arguments),
         "checkpoint_bytes": size,
         "seconds_copying_first": copying[0],
         "seconds_copying": copying[1:],
@@ -95,9 +83,8 @@ def main(arguments: list[str]) -> None:
         "seconds_a_step": round(statistics.median(others), 3),
         "seconds_of_the_step_after_a_save": [round(value, 3) for value in after_a_save],
     }
-    path = RESULTS / f"saving-{'cuda' if torch.cuda.is_available() else 'cpu'}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(path.read_text(encoding="utf-8"))
+    print(json.dumps(result, indent=2))
+    write(f"saving-{device_kind()}", result)
 
 
 if __name__ == "__main__":
