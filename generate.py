@@ -3,10 +3,12 @@
 python generate.py runs/x --prompt "Once upon a time"
 python generate.py runs/x/checkpoints/step_00001000 --prompt "Once" --temperature 0
 python generate.py openai-community/gpt2 --prompt "Once" --max_new_tokens 200 --top_p 0.9
+python generate.py runs/x --prompt "Once" --num_return_sequences 32 --dtype bfloat16
 """
 
 import sys
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,7 +19,16 @@ from command_line import FlagParser, run
 from errors import UserError
 from tokenizer import vocabulary
 from training.run_folder import find_model
-from training.sampling import continue_text, encode_prompt, generation_config
+from training.sampling import (
+    arrange_weights,
+    compiled,
+    continue_text,
+    continue_texts,
+    encode_prompt,
+    generation_config,
+)
+
+AT_ONCE = 32  # continuations; each of GPT-2's takes 75 MB for keys and values at its full context in fp32
 
 
 @dataclass
@@ -25,12 +36,24 @@ class GenerateArguments:
     model: str | None = field(default=None, metadata={"help": "What to load; may be given without its flag."})
     prompt: str = field(default="", metadata={"help": "Text to continue; empty begins a new text."})
     max_new_tokens: int = field(default=100, metadata={"help": "Number of tokens to write, also beyond the context."})
-    num_return_sequences: int = field(default=1, metadata={"help": "Number of continuations, one after the other."})
+    num_return_sequences: int = field(
+        default=1, metadata={"help": "Number of continuations; several are made side by side, then shown."}
+    )
     temperature: float = field(default=0.8, metadata={"help": "Above 1 wilder, below 1 tamer, 0 always the likeliest."})
     top_k: int = field(default=50, metadata={"help": "Choose among this many likeliest tokens; 0 for all."})
     top_p: float = field(default=1.0, metadata={"help": "Choose among the likeliest that make up this share."})
     repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1, tokens that were used get less likely."})
     seed: int | None = field(default=None, metadata={"help": "The same seed writes the same text."})
+    dtype: Literal["auto", "float32", "bfloat16"] = field(
+        default="auto",
+        metadata={
+            "help": "Precision; auto: as saved. bfloat16 reads half the bytes, and rounds: other texts may come."
+        },
+    )
+    torch_compile: bool = field(
+        default=False,
+        metadata={"help": "Compile a step, which takes seconds. Meant for GPUs: on a CPU it gained little or nothing."},
+    )
 
     def check(self) -> None:
         problems = [
@@ -63,24 +86,34 @@ def main(arguments: list[str]) -> None:
     options.check()
     source = find_model(options.model)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)  # a pickle is never opened
+        # Safetensors only: a pickle is never opened.
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=options.dtype, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     tokenizer = vocabulary.load(source)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    if options.num_return_sequences == 1:
+        arrange_weights(model)
     config = generation_config(
         options.temperature, options.top_k, options.top_p, repetition_penalty=options.repetition_penalty
     )
+    if options.torch_compile:
+        config = compiled(config)
     if options.seed is not None:
         torch.manual_seed(options.seed)
     n_prompt = len(encode_prompt(tokenizer, options.prompt))
-    if n_prompt >= model.config.n_positions:
-        context = model.config.n_positions
+    context = model.config.max_position_embeddings
+    if n_prompt >= context:
         print(f"Of the prompt's {n_prompt} tokens, only the last {context - 1} are read.", file=sys.stderr)
-    for _ in range(options.num_return_sequences):
+    if options.num_return_sequences == 1:
         write(options.prompt)
         continue_text(model, tokenizer, options.prompt, options.max_new_tokens, config, write)
         write("\n")
+        return
+    for done in range(0, options.num_return_sequences, AT_ONCE):
+        number = min(AT_ONCE, options.num_return_sequences - done)
+        for text in continue_texts(model, tokenizer, options.prompt, number, options.max_new_tokens, config):
+            write(f"{options.prompt}{text}\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import generate
 import push_to_hub
@@ -36,6 +37,46 @@ def test_greedy_text_is_what_transformers_generates(run, capsys):
 def test_text_goes_on_beyond_the_context(run, capsys):
     generate.main([str(run), "--prompt", "The", "--max_new_tokens", "60", "--temperature", "0"])
     assert len(AutoTokenizer.from_pretrained(run / "model").encode(capsys.readouterr().out)) > 40
+
+
+def test_compiled_it_writes_the_same_also_beyond_the_context(run, capsys):
+    torch._dynamo.reset()
+    counters.clear()
+    texts = []
+    for more in ([], ["--torch_compile"]):
+        arguments = ["--prompt", "The", "--max_new_tokens", "24", "--temperature", "0"]
+        generate.main([str(run), *arguments, *more])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert counters["stats"]["unique_graphs"] == 1  # Transformers would skip compilation without a word
+
+
+def test_several_continuations_are_those_of_one(run, capsys):
+    arguments = [str(run), "--prompt", "The", "--max_new_tokens", "24", "--temperature", "0"]
+    generate.main(arguments)
+    one = capsys.readouterr().out
+    generate.main([*arguments, "--num_return_sequences", "33"])  # a batch of 32 and one more
+    assert capsys.readouterr().out == one * 33
+
+
+def test_bfloat16_is_used_where_asked_for(run, capsys, monkeypatch):
+    dtypes = []
+    monkeypatch.setattr(generate, "arrange_weights", lambda model: dtypes.append(model.dtype))
+    for more in ([], ["--dtype", "bfloat16"]):
+        generate.main([str(run), "--prompt", "The", "--max_new_tokens", "4", *more])
+    assert dtypes == [torch.float32, torch.bfloat16]
+    assert capsys.readouterr().out.startswith("The")
+
+
+def test_a_gpt2_that_transformers_made_is_continued_too(run, tmp_path, capsys):
+    """Its config names no token for padding."""
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    config = GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2, eos_token_id=0, bos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for number in ("1", "3"):
+        generate.main([str(tmp_path), "--prompt", "The", "--max_new_tokens", "40", "--num_return_sequences", number])
+        assert capsys.readouterr().out.count("The") >= int(number)
 
 
 def test_a_prompt_longer_than_the_context_is_continued(run, capsys):

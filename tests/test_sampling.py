@@ -1,0 +1,45 @@
+"""Several texts at once, beyond the context, on a model of eight letters."""
+
+import pytest
+import torch
+
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from tokenizer.vocabulary import character_tokenizer
+from training.sampling import arrange_weights, continue_texts, generation_config
+
+CONTEXT, HALF, END = 8, 4, 7
+
+
+@pytest.fixture
+def letters():
+    """A model of eight letters that ends its texts with the last of them, and its tokenizer."""
+    torch.manual_seed(0)
+    fields = {"n_positions": CONTEXT, "n_embd": 16, "n_layer": 1, "n_head": 2, "initializer_range": 0.5}
+    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=8, eos_token_id=END, pad_token_id=0, **fields)).eval()
+    return model, character_tokenizer(["abcdefgh"])
+
+
+@torch.no_grad()
+def test_each_of_several_texts_goes_on_where_it_stood_and_ends_where_it_ends(letters):
+    """Every letter is among the four likeliest after the very letters that the model saw of that text."""
+    model, tokenizer = letters
+    torch.manual_seed(1)
+    config = generation_config(1.0, top_k=4)
+    texts = continue_texts(model, tokenizer, "a", 64, 30, config)
+    assert len({len(text) for text in texts}) > 5  # some end early, in one window or another
+    assert max(map(len, texts)) == 30
+    for text in texts:
+        seen = [0]
+        for id in [*tokenizer.encode(text), END][:30]:
+            seen = seen[-HALF:] if len(seen) == CONTEXT else seen
+            assert id in model(torch.tensor([seen])).logits[0, -1].topk(4).indices
+            seen.append(id)
+        assert END not in tokenizer.encode(text)
+
+
+def test_arranged_weights_are_the_same_weights(letters):
+    model, _ = letters
+    expected = {name: weight.clone() for name, weight in model.state_dict().items()}
+    arrange_weights(model)
+    assert model.lm_head.weight.stride() == (1, 8)
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
