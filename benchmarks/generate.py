@@ -1,0 +1,180 @@
+"""Tokens a second that `generate` writes: this model beside Transformers' `GPT2LMHeadModel` with the same weights.
+
+python -m benchmarks.generate                            # writes benchmarks/results/generate-DEVICE.json
+python -m benchmarks.generate --dtype bfloat16           # writes benchmarks/results/generate-DEVICE-bfloat16.json
+
+`small` is 4 layers x 256 with 65 tokens and a context of 256, `gpt2` OpenAI's 124M; their weights are random. Greedy, after
+a prompt of 32 tokens. Time runs from the first new token to the last: reading the prompt, loading, compiling and warming up
+are left out. Each contestant runs in a fresh process, one after the other, in several rounds; ratios are taken within a round.
+
+gpt2, gpt2scratch: a dynamic cache, not compiled, as loaded. _compiled: `cache_implementation="static"`, a compiled step.
+gpt2scratch_arranged: as generate.py lays the weights out on a CPU; gpt2scratch_compiled has them like that too.
+"""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.generation.streamers import BaseStreamer
+
+from benchmarks.pretokenize import REPOSITORY, RESULTS, cpu_name
+from command_line import FlagParser, run
+from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2
+from training.sampling import arrange_weights, compiled, generation_config
+
+SHAPES = {
+    "small": {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 65, "n_positions": 256},
+    "gpt2": {},  # GPT2Config's own values
+}
+CONTESTANTS = ("gpt2", "gpt2_compiled", "gpt2scratch", "gpt2scratch_arranged", "gpt2scratch_compiled")
+RATIOS = (
+    ("gpt2scratch", "gpt2"),
+    ("gpt2scratch_arranged", "gpt2"),
+    ("gpt2scratch_compiled", "gpt2"),
+    ("gpt2scratch_compiled", "gpt2_compiled"),
+)
+ON_GPU = torch.cuda.is_available()
+NEW_TOKENS = {"small": 64, "gpt2": 12} if not ON_GPU else {"small": 200, "gpt2": 200}
+PROMPT_TOKENS, WARM_UPS = 32, 1 if not ON_GPU else 3
+
+
+@dataclass
+class GenerateArguments:
+    models: list[str] = field(default_factory=lambda: list(SHAPES), metadata={"help": "Of small and gpt2."})
+    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "Precision of all of them."})
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 32], metadata={"help": "Texts at once."})
+    repeats: int = field(default=5 if ON_GPU else 2, metadata={"help": "Timings in a process."})
+    rounds: int = field(default=5 if ON_GPU else 3, metadata={"help": "Processes of each contestant."})
+
+
+class Clock(BaseStreamer):
+    """When each batch of new tokens arrived; `generate` has waited for the device by then."""
+
+    def __init__(self):
+        self.arrivals: list[float] = []  # the prompt's is the first
+
+    def put(self, value: torch.Tensor) -> None:
+        self.arrivals.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def contest(contestant: str, folder: str, dtype: str, batch_sizes: list[int], new_tokens: int, repeats: int) -> dict:
+    """In a process of its own: for each batch size, the tokens/s of each repeat, and what was written."""
+    transformers.logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(Path(folder) / contestant.split("_")[0], dtype=dtype)
+    model = model.to("cuda" if ON_GPU else "cpu").eval()
+    if contestant in ("gpt2scratch_arranged", "gpt2scratch_compiled"):
+        arrange_weights(model)
+    found = {}
+    for batch_size in batch_sizes:
+        prompt = torch.arange(batch_size * PROMPT_TOKENS, device=model.device).view(batch_size, -1)
+        prompt = prompt % model.config.vocab_size
+        config = generation_config(0, max_new_tokens=new_tokens, min_new_tokens=new_tokens, pad_token_id=0)
+        config = compiled(config) if contestant.endswith("_compiled") else config
+        speeds = []
+        for _ in range(WARM_UPS + repeats):
+            clock = Clock()
+            mask = torch.ones_like(prompt)
+            ids = model.generate(prompt, attention_mask=mask, generation_config=config, streamer=clock)
+            _, first, *_, last = clock.arrivals
+            speeds.append(batch_size * (new_tokens - 1) / (last - first))
+        found[str(batch_size)] = {"tokens_per_second": speeds[WARM_UPS:], "ids": ids.tolist()}
+    return found
+
+
+def in_a_process(*arguments) -> dict:
+    """`contest` with these arguments, in a fresh one."""
+    command = [sys.executable, "-c", "import sys, benchmarks.generate as b; b.answer(sys.argv[1])"]
+    done = subprocess.run(
+        [*command, json.dumps(arguments)], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def answer(question: str) -> None:
+    print(json.dumps(contest(*json.loads(question))))
+
+
+def compare(folder: str, new_tokens: int, options: GenerateArguments) -> list[dict]:
+    """The contestants on one model: a summary for each batch size."""
+    settings = (options.batch_sizes, new_tokens, options.repeats)
+    arranges = options.dtype == "float32" and not ON_GPU
+    names = [name for name in CONTESTANTS if arranges or name != "gpt2scratch_arranged"]
+    rounds = []
+    for _ in range(options.rounds):
+        rounds.append({name: in_a_process(name, folder, options.dtype, *settings) for name in names})
+    return [summary([{name: run[name][str(size)] for name in names} for run in rounds], size) for size in settings[0]]
+
+
+def summary(rounds: list[dict], batch_size: int) -> dict:
+    """Over the rounds: tokens/s of each contestant, who wrote what GPT-2 wrote, and the ratios within each round."""
+    speeds, same_text = {}, {}
+    for name in rounds[0]:
+        all_speeds = [speed for one in rounds for speed in one[name]["tokens_per_second"]]
+        low, middle, high = np.quantile(all_speeds, (0.1, 0.5, 0.9))
+        speeds[name] = {"median": round(middle, 1), "p10": round(low, 1), "p90": round(high, 1)}
+        same_text[name] = all(one[name]["ids"] == one["gpt2"]["ids"] for one in rounds)
+    ratios = {}
+    for name, other in RATIOS:
+        if name in speeds:
+            of_rounds = [
+                statistics.median(one[name]["tokens_per_second"]) / statistics.median(one[other]["tokens_per_second"])
+                for one in rounds
+            ]
+            middle = statistics.median(of_rounds)
+            ratios[f"{name} / {other}"] = {"median": round(middle, 3), "of_rounds": [round(r, 3) for r in of_rounds]}
+    return {"batch_size": batch_size, "tokens_per_second": speeds, "times_as_fast": ratios, "same_text": same_text}
+
+
+def main(arguments: list[str]) -> None:
+    (options,), _ = FlagParser((GenerateArguments,), __doc__.splitlines()[0]).parse(arguments)
+    transformers.logging.disable_progress_bar()
+    started, runs = time.perf_counter(), []
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)  # weights of ten times the usual size: smaller ones write one token over and over
+            gpt2 = GPT2LMHeadModel(GPT2Config(**SHAPES[name], initializer_range=0.2, bos_token_id=0, eos_token_id=0))
+            gpt2.save_pretrained(f"{folder}/gpt2")
+            from_gpt2(gpt2).save_pretrained(f"{folder}/gpt2scratch")
+            for found in compare(folder, NEW_TOKENS[name], options):
+                runs.append({"model": name, **found})
+                print(json.dumps(runs[-1], indent=2), flush=True)
+    result = {
+        "command": " ".join(["python -m benchmarks.generate", *arguments]),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if ON_GPU else f"{os.cpu_count()} cores, {cpu_name()}",
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "dtype": options.dtype,
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": NEW_TOKENS,
+        "rounds": options.rounds,
+        "repeats_a_round": options.repeats,
+        "time_of_the_prompt_included": False,
+        "seconds": round(time.perf_counter() - started),
+        "runs": runs,
+    }
+    kind = ("cuda" if ON_GPU else "cpu") + ("" if options.dtype == "float32" else f"-{options.dtype}")
+    path = RESULTS / f"generate-{kind}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"{path.name} is written")
+
+
+if __name__ == "__main__":
+    run(main)
