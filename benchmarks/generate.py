@@ -11,10 +11,7 @@ gpt2, gpt2scratch: a dynamic cache, not compiled, as loaded. _compiled: `cache_i
 gpt2scratch_arranged: as generate.py lays the weights out on a CPU; gpt2scratch_compiled has them like that too.
 """
 
-import datetime
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,13 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.pretokenize import REPOSITORY, RESULTS, cpu_name
+from benchmarks.results import REPOSITORY, about, device_kind, spread, write
 from command_line import FlagParser, run
 from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2
 from training.sampling import arrange_weights, compiled, generation_config
@@ -126,8 +122,7 @@ def summary(rounds: list[dict], batch_size: int) -> dict:
     speeds, same_text = {}, {}
     for name in rounds[0]:
         all_speeds = [speed for one in rounds for speed in one[name]["tokens_per_second"]]
-        low, middle, high = np.quantile(all_speeds, (0.1, 0.5, 0.9))
-        speeds[name] = {"median": round(middle, 1), "p10": round(low, 1), "p90": round(high, 1)}
+        speeds[name] = spread(all_speeds)
         same_text[name] = all(one[name]["ids"] == one["gpt2"]["ids"] for one in rounds)
     ratios = {}
     for name, other in RATIOS:
@@ -136,8 +131,7 @@ def summary(rounds: list[dict], batch_size: int) -> dict:
                 statistics.median(one[name]["tokens_per_second"]) / statistics.median(one[other]["tokens_per_second"])
                 for one in rounds
             ]
-            middle = statistics.median(of_rounds)
-            ratios[f"{name} / {other}"] = {"median": round(middle, 3), "of_rounds": [round(r, 3) for r in of_rounds]}
+            ratios[f"{name} / {other}"] = spread(of_rounds, 3)
     return {"batch_size": batch_size, "tokens_per_second": speeds, "times_as_fast": ratios, "same_text": same_text}
 
 
@@ -155,12 +149,8 @@ def main(arguments: list[str]) -> None:
                 runs.append({"model": name, **found})
                 print(json.dumps(runs[-1], indent=2), flush=True)
     result = {
-        "command": " ".join(["python -m benchmarks.generate", *arguments]),
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if ON_GPU else f"{os.cpu_count()} cores, {cpu_name()}",
+        **about("generate", arguments),
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "dtype": options.dtype,
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
@@ -170,10 +160,7 @@ def main(arguments: list[str]) -> None:
         "seconds": round(time.perf_counter() - started),
         "runs": runs,
     }
-    kind = ("cuda" if ON_GPU else "cpu") + ("" if options.dtype == "float32" else f"-{options.dtype}")
-    path = RESULTS / f"generate-{kind}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"{path.name} is written")
+    write(f"generate-{device_kind()}" + ("" if options.dtype == "float32" else f"-{options.dtype}"), result)
 
 
 if __name__ == "__main__":
