@@ -134,7 +134,7 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
         "per_device_train_batch_size": workload.sequences,
         "max_steps": steps,
         "warmup_steps": 1,
-        "logging_steps": 1 if measurement.steps % LOGGING_STEPS else LOGGING_STEPS,
+        "logging_steps": math.gcd(measurement.warmup, measurement.steps, LOGGING_STEPS),  # windows are whole lines
         "eval_strategy": "no",
         "save_strategy": "no",
         "max_eval_samples": 1,
