@@ -7,7 +7,8 @@ accelerate launch --quiet train_accelerate.py --resume_from_checkpoint runs/x  #
 """
 
 # First: if the launcher dies during the imports below, which take seconds, this process ends with it.
-import training.early  # noqa: F401
+import training.early
+import training.threads  # noqa: F401
 
 # isort: split
 import gc

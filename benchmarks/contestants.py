@@ -51,6 +51,7 @@ class Rung:
     attention: str = "auto"
     fused_loss: bool = True
     fused_optimizer: bool = True
+    keeps_memory: bool = True  # on a CPU
     bf16_residual: bool = False
     waits: bool = False  # reads the loss after every step
 
@@ -166,11 +167,12 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
     a_window = len(seconds) // measurement.windows
     windows = np.array(seconds).reshape(measurement.windows, a_window).mean(axis=1)
     last = logged[-1]
+    while_training = lines[: next(i for i, line in enumerate(lines) if line.startswith(f"step {steps}/"))]
     return {
         "seconds_a_step": windows.tolist(),
         "seconds_to_the_first_step": first,
-        "recompiles": sum("Recompiling function" in line for line in lines),
-        "graph_breaks": sum("Graph break" in line for line in lines),
+        "recompiles": sum("Recompiling function" in line for line in while_training),
+        "graph_breaks": sum("Graph break" in line for line in while_training),
         "peak_memory_bytes": round(last["peak_memory_gb"] * 1e9),
         "data_share": float(np.mean([entry["data_share"] for entry in logged])),
         **({"mfu": last["mfu"]} if "mfu" in last else {}),
@@ -184,7 +186,7 @@ def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[s
     from tokenizer.store import TokenStore
     from training.batches import BatchPlan, TrainBatches, WindowOrder
     from training.data import place_tokens
-    from training.device import DeviceArguments, decide
+    from training.device import DeviceArguments, decide, keep_freed_memory
     from training.loss import NextTokenLoss
     from training.model import build_model
     from training.optim import OptimArguments, build_optimizer
@@ -192,6 +194,8 @@ def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[s
     use_all_cores()
     torch.set_float32_matmul_precision("high")
     rung = Rung(**more)
+    if rung.keeps_memory and DEVICE.type == "cpu":
+        keep_freed_memory()
     arguments = DeviceArguments(mixed_precision="bf16" if rung.bf16 else "no", bf16_residual=rung.bf16_residual)
     attention = (
         decide(arguments, workload.n_positions).attn_implementation if rung.attention == "auto" else rung.attention

@@ -133,21 +133,36 @@ def draw_ladder(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+WRITERS = {
+    "gpt2": "Transformers' GPT-2",
+    "gpt2_compiled": "the same, static cache, compiled",
+    "gpt2scratch": "this model",
+    "gpt2scratch_arranged": "this model, weights arranged as generate.py does on a CPU",
+    "gpt2scratch_compiled": "this model, static cache, compiled",
+}
+
+
 def generate(path: Path, result: dict[str, Any]) -> str:
+    head = ["", "tokens/s", "so many times as fast as Transformers' GPT-2"]
     sections = []
-    for model in result["models"]:
+    for found in result["runs"]:
+        ratios = found["times_as_fast"]
         rows = [
             [
-                name,
-                str(model["batch"]),
-                with_spread(found["tokens_per_second"], 1),
-                with_spread(found["ratio"], 2) if "ratio" in found else "1",
+                WRITERS[name],
+                with_spread(speed, 1),
+                with_spread(ratios[f"{name} / gpt2"], 2) if f"{name} / gpt2" in ratios else "",
             ]
-            for name, found in model["contestants"].items()
+            for name, speed in found["tokens_per_second"].items()
         ]
-        head = ["", "batch", "tokens/s", "so many times as fast as Transformers' GPT-2"]
-        sections.append(f"### {model['name']}\n\n{table(head, rows)}")
-    return "\n\n".join([*sections, measured_on(result, path)])
+        size = "4 layers x 256" if found["model"] == "small" else "124M"
+        texts = f"{found['batch_size']} text{'s' * (found['batch_size'] > 1)} at once"
+        sections.append(f"### {size}, {result['dtype']}, {texts}\n\n{table(head, rows)}")
+    told = (
+        f"Greedy, {result['new_tokens']['small']} and {result['new_tokens']['gpt2']} new tokens after {result['prompt_tokens']} "
+        f"of a prompt, from the first new token to the last; both models have the same weights."
+    )
+    return "\n\n".join([told, *sections, measured_on(result, path)])
 
 
 CHAPTERS = {

@@ -1,3 +1,7 @@
+import os
+import sys
+
+import psutil
 import pytest
 import torch
 
@@ -45,3 +49,34 @@ def test_the_residual_stream_is_in_bf16_if_asked_and_the_weights_are_not(bf16_re
 def test_the_kernel_of_attention_is_asked_for(dropout, mask_documents, kernel):
     config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"attn_pdrop": dropout})
     assert _kernel_of_sdpa(torch.device("cpu"), "bf16", config, mask_documents) == kernel
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="is about glibc")
+def test_freed_memory_is_kept_and_not_asked_for_again(launch):
+    """64 MB are 16,384 pages, each of which would have to be asked for anew five times."""
+    code = """if True:
+        import resource, torch
+        from training.device import keep_freed_memory
+        keep_freed_memory()
+        torch.ones(1 << 24)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(5):
+            torch.ones(1 << 24)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    """
+    assert int(launch("-c", code).stdout) < 1000
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}, None),  # what the launcher says unasked
+        ({"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default", "LOCAL_WORLD_SIZE": "1000"}, 1),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "3", "ACCELERATE_DYNAMO_MODE": "default"}, 3),
+    ],
+)
+def test_torch_loads_with_all_cores_where_nobody_asked_for_less(launch, told, expected):
+    cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
+    result = launch("-c", "import training.threads, torch; print(torch.get_num_threads())", **told)
+    assert int(result.stdout) == (expected or cores), result.stderr
