@@ -1,7 +1,5 @@
 """The loss of the next token, from hidden states straight to a number: whole logits never exist."""
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F  # noqa: N812  the name that everybody gives it
 from torch import nn
@@ -43,8 +41,11 @@ def linear_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, targ
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden_states, weight, targets)
     dtype, V = _dtype(weight), len(weight)
-    chunks = _logits(hidden_states.to(dtype), _padded(weight, dtype), V)
-    return sum(_nats(logits.float().log_softmax(dim=-1), targets[rows]) for rows, logits in chunks)
+    states, matrix = hidden_states.to(dtype), _padded(weight, dtype)
+    total = torch.zeros((), device=targets.device)
+    for rows in _chunks(len(states)):
+        total += _nats(_log_probabilities(states[rows], matrix, V), targets[rows])
+    return total
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -59,8 +60,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=targets.device)
         grad_states = torch.empty_like(states)
         grad_matrix = torch.zeros(matrix.shape, device=matrix.device)  # fp32: sums over chunks
-        for rows, logits in _logits(states, matrix, V):
-            log_probabilities, targets_here = logits.float().log_softmax(dim=-1), targets[rows, None]
+        for rows in _chunks(len(states)):
+            log_probabilities, targets_here = _log_probabilities(states[rows], matrix, V), targets[rows, None]
             total += _nats(log_probabilities, targets[rows])
             # Of the logits, row by row: between -1 and 1, which fp16 can hold too.
             gradient = (log_probabilities.exp() - (columns == targets_here).float()) * (targets_here != IGNORED)
@@ -93,12 +94,15 @@ def _widened(gradient: torch.Tensor, width: int) -> torch.Tensor:
     return F.pad(gradient, (0, width - V)) if width > V else gradient
 
 
-def _logits(states: torch.Tensor, matrix: torch.Tensor, V: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows and their logits (n, V), chunk by chunk."""
-    size = max(ENOUGH_ROWS, -(-len(states) // CHUNKS))
-    for start in range(0, len(states), size):
-        rows = slice(start, start + size)
-        yield rows, (states[rows] @ matrix.T)[:, :V]
+def _chunks(N: int) -> list[slice]:
+    """Of N rows."""
+    size = max(ENOUGH_ROWS, -(-N // CHUNKS))
+    return [slice(start, start + size) for start in range(0, N, size)]
+
+
+def _log_probabilities(states: torch.Tensor, matrix: torch.Tensor, V: int) -> torch.Tensor:
+    """(n, V) in fp32."""
+    return (states @ matrix.T)[:, :V].float().log_softmax(dim=-1)
 
 
 def _nats(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
