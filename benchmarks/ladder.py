@@ -48,7 +48,7 @@ WITHOUT_ONE = {
     "fused loss": Rung(fused_loss=False),
     "fused AdamW": Rung(fused_optimizer=False),
     "freed memory kept (CPU)": Rung(keeps_memory=False),
-    "not waiting for the device": Rung(waits=True),
+    "running ahead of the device": Rung(waits=True),
 }
 WITH_ONE_MORE = {"bf16 residual stream": Rung(bf16_residual=True)}
 
