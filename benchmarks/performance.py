@@ -43,7 +43,7 @@ def with_spread(found: dict[str, float], digits: int = 0) -> str:
 def measured_on(result: dict[str, Any], path: Path) -> str:
     versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "transformers", "accelerate"))
     return (
-        f"`{result['command']}` on {result['device']}, {versions}, {result['date']} (`{path.relative_to(REPOSITORY)}`)."
+        f"`{result['command']}` on {result['device']}, {versions}, {result['date']} (`benchmarks/results/{path.name}`)."
     )
 
 

@@ -53,7 +53,7 @@ def write(name: str, result: dict[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"{path.relative_to(REPOSITORY)} is written.")
+    print(f"benchmarks/results/{path.name} is written.")
     return path
 
 

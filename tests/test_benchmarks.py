@@ -40,7 +40,6 @@ def test_a_clone_that_is_none_is_refused(tmp_path):
 def test_ours_and_a_raw_loop_compete(tmp_path, monkeypatch):
     """From the command to the result, with everything real but the size."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(results, "REPOSITORY", tmp_path)
     few = ["--sequences", "1", "--rounds", "1", "--warmup", "1", "--windows", "1", "--steps", "1"]
     train_step.main([*few, "--only", "ours"])
     [path] = tmp_path.glob("train-step-shakespeare_char-*.json")
