@@ -19,8 +19,8 @@ OTHERS = "#9aa5b1"
 HEAD = """# Performance
 
 Made by `python -m benchmarks.performance` from the files of `benchmarks/results/`; a figure that was not measured is not in it.
-Every contestant runs in a fresh process, one after the other, in several rounds; ours is `accelerate launch train_accelerate.py`
-itself. Figures are medians over all windows, in brackets the 10th to the 90th percentile; ratios are taken within a round,
+Every contestant runs in a fresh process, one after the other, in as many rounds as the command below it says (three unless it does; a
+single round shows nothing of the drift between processes); ours is `accelerate launch train_accelerate.py` itself. Figures are medians over all windows, in brackets the 10th to the 90th percentile; ratios are taken within a round,
 so that what the machine does to all of them does not count. What the numbers mean: [speed.md](speed.md)."""
 
 
