@@ -146,8 +146,8 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as error:
+        print(str(error) or "interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
     sys.exit(0)
 

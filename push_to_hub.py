@@ -1,53 +1,111 @@
-"""A run -> a model on the Hugging Face Hub, verified before it is uploaded.
+"""Checkpoint -> world: a model on the Hugging Face Hub, verified before it is uploaded and again after.
 
 python push_to_hub.py runs/x --repo_id user/name
-python push_to_hub.py runs/x --repo_id user/name --dry_run     # all but the upload; the folder stays for inspection
+python push_to_hub.py runs/x --repo_id user/name --dry_run                        # all but the upload; the folder stays
+python push_to_hub.py runs/x --repo_id user/name --checkpoint best --revisions    # each checkpoint as a branch, too
+python push_to_hub.py runs/x --repo_id user/name --format both --gguf f16 q8_0    # also for vLLM, llama.cpp and others
 """
 
+import shutil
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
+import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from command_line import FlagParser, run
 from errors import UserError
-from publishing.hub_folder import assemble
-from publishing.upload import check_repo_id, upload
-from publishing.verify import verify
-from training.run_folder import RunFolder, run_of
+from publishing.card import is_kept
+from publishing.hub_folder import OURS, TWIN, FolderArguments, assemble, sizes
+from publishing.revisions import branch_of
+from publishing.source import Source, all_sources, find_source
+from publishing.upload import check_access, check_repo_id, download, upload
+from publishing.verify import Expected, Published, expect, verify
 
 
 @dataclass
 class PushArguments:
-    run: str | None = field(default=None, metadata={"help": "The run folder; may be given without its flag."})
-    repo_id: str | None = field(default=None, metadata={"help": "The repository on the Hub, as user/name."})
-    private: bool = field(default=False, metadata={"help": "Make a new repository private."})
-    license: str | None = field(
-        default=None, metadata={"help": "Licence of the weights for the model card, such as mit."}
+    run: str | None = field(
+        default=None, metadata={"help": "A run, a checkpoint or a model folder; may be given without its flag."}
     )
+    repo_id: str | None = field(default=None, metadata={"help": "The repository on the Hub, as user/name."})
+    checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "Of a run: last, best (the lowest validation loss of those kept) or a step; last where left out."
+        },
+    )
+    revisions: bool = field(
+        default=False, metadata={"help": "Also every kept checkpoint, as a branch such as step0001000-tokens33M."}
+    )
+    private: bool = field(default=False, metadata={"help": "Make a new repository private."})
     dry_run: bool = field(default=False, metadata={"help": "Assemble and verify, but do not upload."})
+
+    def check(self) -> None:
+        missing = [name for name in ("run", "repo_id") if getattr(self, name) is None]
+        if missing:
+            raise UserError(f"{' and '.join(missing)} missing: python push_to_hub.py runs/x --repo_id user/name")
+        check_repo_id(self.repo_id)
 
 
 def main(arguments: list[str]) -> None:
-    parser = FlagParser((PushArguments,), __doc__.splitlines()[0], positional="run")
-    (push,), _ = parser.parse(arguments)
-    missing = [name for name in ("run", "repo_id") if getattr(push, name) is None]
-    if missing:
-        raise UserError(f"{' and '.join(missing)} missing: python push_to_hub.py runs/x --repo_id user/name")
-    check_repo_id(push.repo_id)
-    source = RunFolder(run_of(Path(push.run)))
+    parser = FlagParser((PushArguments, FolderArguments), __doc__.splitlines()[0], positional="run")
+    (push, wanted), _ = parser.parse(arguments)
+    push.check()
+    source = find_source(Path(push.run), push.checkpoint)
+    if push.revisions and source.run is None:
+        raise UserError(f"{source.model} is a model without a run, so there are no checkpoints for --revisions.")
+    if not push.dry_run:
+        check_access(push.repo_id, push.private)
 
-    folder = assemble(source, push.repo_id, push.license, source.hub)
-    verified = verify(folder)
-    print(
-        f"Verified in a fresh process: no missing or unexpected weights, logits differ by {verified.largest_difference:.1e}."
-    )
-    for path in sorted(folder.iterdir()):
-        print(f"  {path.stat().st_size:>13,} bytes  {path.name}")
+    url = publish(source, push, wanted)
+    for checkpoint in all_sources(source.run) if push.revisions else []:
+        publish(checkpoint, push, wanted, branch_of(checkpoint))
+    if url is not None:
+        print(f"Published: {url}")
+
+
+def publish(source: Source, push: PushArguments, wanted: FolderArguments, branch: str | None = None) -> str | None:
+    """Assembles the folder, verifies it, uploads it, verifies what is there then; returns the address."""
+    folder = source.hub if branch is None else source.hub.with_name(f"{source.hub.name}-{branch}")
+    expected = expect(source)
+    assemble(source, push.repo_id, wanted, folder, expected.text, branch)
+    print(f"{source.model}{f' as {branch}' if branch else ''}:")
+    check(Published(str(folder.resolve()), has_code=wanted.has_code), expected, wanted)
+    for name, size in sizes(folder):
+        print(f"  {size:>15,} bytes  {name}")
+    print(f"  {sum(size for _, size in sizes(folder)):>15,} bytes  in all", flush=True)
     if push.dry_run:
-        print(f"Not uploaded (--dry_run): {folder} is what would go to {push.repo_id}.")
-        return
-    print(f"Published: {upload(folder, push.repo_id, push.private)}")
+        where = f"{push.repo_id}{f' as {branch}' if branch else ''}"
+        print(f"Not uploaded (--dry_run): {folder} is what would go to {where}.")
+        return None
+    uploaded = upload(folder, push.repo_id, private=push.private, branch=branch, ours=OURS, keep=is_kept)
+    with tempfile.TemporaryDirectory() as cache:
+        download(push.repo_id, uploaded.commit, Path(cache), folder)
+        there = Published(push.repo_id, uploaded.commit, has_code=wanted.has_code, cache=Path(cache))
+        check(there, expected, wanted)
+    if branch is not None:
+        shutil.rmtree(folder)
+    return uploaded.url
+
+
+def check(published: Published, expected: Expected, wanted: FolderArguments) -> None:
+    """
+    Raises:
+        UserError: it does not work for a stranger as it does here.
+    """
+    verified = verify(published, expected)
+    loss = f"validation loss not compared: {expected.no_loss_because}"
+    if verified.loss is not None:
+        loss = f"validation loss {verified.loss:.4f} (the run: {expected.run_loss:.4f})"
+    print(
+        f"Verified in a fresh process ({published.where}): no missing or unexpected weights, logits differ by "
+        f"{verified.largest_difference:.1e}, {loss}. It writes:\n  {verified.prompt!r} -> {verified.text!r}"
+    )
+    if wanted.has_twin:
+        twin = verify(published.twin(TWIN), expected.without_loss())
+        print(f"The native twin, without remote code: logits differ by {twin.largest_difference:.1e}.")
 
 
 if __name__ == "__main__":

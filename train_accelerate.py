@@ -23,6 +23,7 @@ from training import checkpoint, restart
 from training.backup import Backup
 from training.batches import TrainBatches
 from training.config import TrainConfig, read_config
+from training.cost import watts_of_all
 from training.course import begin_run, describe_end, describe_run, find_start, finish_again
 from training.data import open_store, place_tokens
 from training.device import (
@@ -43,6 +44,7 @@ from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
 from training.plan import make_plan
 from training.profile import Profiler
+from training.report import About
 from training.run_folder import RunFolder
 from training.sampling import prompts_of
 from training.sharding import shard
@@ -115,10 +117,12 @@ def train(
         trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
         keeper.keep(model, optimizer, tokenizer)
         hardware = describe(accelerator, setup, plan.model, config.batch.mask_documents)
+        watts = watts_of_all(accelerator)
+        about = About(plan.model, model.num_parameters(), store.metadata, config.flat(), hardware, watts)
         validation = Validation(
-            config, plan, folder, store, eval_tokens, tokenizer, prompts, model, loss, accelerator, hardware
+            config, plan, folder, store.metadata.val, eval_tokens, tokenizer, prompts, model, loss, accelerator, about
         )
-        say(describe_run(start, folder, store.folder, hardware, setup.notes, model.num_parameters()))
+        say(describe_run(start, folder, store.folder, hardware, setup.notes, about.parameters))
 
         gc.freeze()  # all that was imported and built: looking through it for garbage would stop a step for half a second
 

@@ -1,52 +1,119 @@
-"""The folder that goes to the Hub: an allow-list of files, and the model card."""
+"""The folder that goes to the Hub: an allow-list of files, further formats where they are asked for, and the model card."""
 
-import re
 import shutil
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Literal
 
-from huggingface_hub import ModelCard, ModelCardData
+import torch
 
 from errors import UserError
-from training.run_folder import RunFolder
+from publishing.card import model_card
+from publishing.gguf_file import difference, write_gguf
+from publishing.native import write_native
+from publishing.source import Source
 
 # Nothing else is ever copied: no optimizer state, no logs with paths, no file that merely lies there.
-ALLOWED = (
-    *("config.json", "generation_config.json", "model.safetensors"),
-    *("model-*-of-*.safetensors", "model.safetensors.index.json"),  # a model of many gigabytes comes in shards
-    *("configuration_gpt2scratch.py", "modeling_gpt2scratch.py"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-)
-NEEDED = ("config.json", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "tokenizer.json")
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+CODE = ("configuration_gpt2scratch.py", "modeling_gpt2scratch.py")
+ALLOWED = (*WEIGHTS, "config.json", "generation_config.json", *TOKENIZER, *CODE)
+NEEDED = ("config.json", "tokenizer.json", *CODE)
+TWIN = "native"  # the subfolder of the native twin
+# What we may have put into a repository; what of it is no longer in the folder is taken out of the repository.
+OURS = (*ALLOWED, f"{TWIN}/*", "*.gguf", "loss.png")
 
 
-def assemble(run: RunFolder, repo_id: str, licence: str | None, destination: Path) -> Path:
-    """Copies the run's model to `destination` (made anew) and writes its card.
+@dataclass
+class FolderArguments:
+    format: Literal["gpt2scratch", "native", "both"] = field(
+        default="gpt2scratch",
+        metadata={
+            "help": "gpt2scratch brings its own code; native is Transformers' GPT-2 with the same weights, which vLLM, "
+            "lm-eval and others know; both has the native one in a subfolder."
+        },
+    )
+    gguf: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "GGUF files for llama.cpp to go with it: 16 or 8 bits a weight.",
+            "choices": ["f16", "q8_0"],
+        },
+    )
+    license: str | None = field(
+        default=None, metadata={"help": "Licence of the weights for the model card, such as mit."}
+    )
+    language: list[str] = field(
+        default_factory=list, metadata={"help": "Languages of the text for the model card, such as en."}
+    )
+
+    @property
+    def has_code(self) -> bool:
+        return self.format != "native"
+
+    @property
+    def has_twin(self) -> bool:
+        return self.format == "both"
+
+
+def assemble(
+    source: Source,
+    repo_id: str,
+    arguments: FolderArguments,
+    destination: Path,
+    ids: torch.Tensor,
+    branch: str | None = None,
+) -> Path:
+    """Makes `destination` anew: the model, its card, and what else is asked for. `ids`, (B, T): text on which the card says
+    how far GGUF is from the model; `branch`: of the repository, where it is not the main one.
 
     Raises:
-        UserError: the run has no model yet, or lacks a file that the Hub folder needs.
+        UserError: the model lacks a file that the folder needs, or cannot have the format that is asked for.
     """
-    missing = [name for name in NEEDED if not (run.model / name).is_file()]
+    missing = [name for name in NEEDED if not (source.model / name).is_file()]
     if missing:
-        raise UserError(
-            f"{run.path} cannot be published: {run.model} lacks {', '.join(missing)}; train until a checkpoint."
-        )
+        raise UserError(f"{source.model} cannot be published: it lacks {', '.join(missing)}.")
     shutil.rmtree(destination, ignore_errors=True)
-    destination.mkdir(parents=True)
-    for pattern in ALLOWED:
-        for path in run.model.glob(pattern):
-            shutil.copy(path, destination / path.name)
-    if run.plot.is_file():
-        shutil.copy(run.plot, destination / run.plot.name)
-    (destination / "README.md").write_text(model_card(run, repo_id, licence), encoding="utf-8")
+    if arguments.has_code:
+        destination.mkdir(parents=True)
+        for path in source.model.iterdir():
+            if path.is_file() and any(fnmatch(path.name, pattern) for pattern in ALLOWED):
+                shutil.copy(path, destination / path.name)
+        if arguments.has_twin:
+            write_native(source.model, destination / TWIN)
+    else:
+        write_native(source.model, destination)
+    if source.run is not None and source.run.plot.is_file():
+        shutil.copy(source.run.plot, destination / source.run.plot.name)
+    files = [_write_gguf(source, repo_id, arguments, kind, destination, ids) for kind in arguments.gguf]
+    licence, language, has_code, has_twin = (
+        arguments.license,
+        arguments.language,
+        arguments.has_code,
+        arguments.has_twin,
+    )
+    card = model_card(source, repo_id, licence, language, branch, has_code, has_twin, files)
+    (destination / "README.md").write_text(card, encoding="utf-8")
     return destination
 
 
-def model_card(run: RunFolder, repo_id: str, licence: str | None) -> str:
-    """The run's report, its model named by `repo_id`, under the Hub's metadata."""
-    metadata = ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", license=licence, tags=["gpt2scratch"]
+def _write_gguf(
+    source: Source, repo_id: str, arguments: FolderArguments, kind: str, destination: Path, ids: torch.Tensor
+) -> str:
+    """Returns what the card says of it."""
+    name = repo_id.split("/")[1]
+    file = destination / f"{name}-{kind.upper()}.gguf"
+    write_gguf(source.model, file, kind, name, arguments.license)
+    gap = difference(source.model, file, ids)
+    return (
+        f"`{file.name}` for llama.cpp: `llama-completion -hf {repo_id}:{kind.upper()} -p ...`. Its logits are at most "
+        f"{gap.logits:.2g} from those of the model, its loss {gap.loss:+.1e} nats a token, on {ids.numel():,} tokens; llama.cpp's "
+        f"own rounding comes on top."
     )
-    report = run.report.read_text(encoding="utf-8") if run.report.is_file() else f"# {run.path.name}\n"
-    report = re.sub(r"\A# .*", f"# {repo_id}", report)
-    report = re.sub(r'from_pretrained\("[^"]*"', f'from_pretrained("{repo_id}"', report)  # whatever it was called here
-    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{report}"))
+
+
+def sizes(folder: Path) -> list[tuple[str, int]]:
+    """Name and bytes of every file."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in files]

@@ -1,12 +1,37 @@
-"""From a verified folder to a repository on the Hub."""
+"""From a folder to a repository on the Hub, in one commit. The token is that of `hf auth login` or of the environment.
 
+What is large goes first, and the commit that shows it last: broken off, the repository is as it was, and what has arrived is
+not sent again.
+"""
+
+import filecmp
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, validate_repo_id
 
 from errors import UserError
+
+TOKENS = "https://huggingface.co/settings/tokens"
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    url: str
+    commit: str  # its hash
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -17,31 +42,151 @@ def check_repo_id(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise UserError(f"repo_id {repo_id!r} is not a name the Hub accepts: {_first_line(error)}") from error
+        raise UserError(f"repo_id {repo_id!r} is not a name the Hub accepts: {_first_line(error)}.") from error
     if repo_id.count("/") != 1:
         raise UserError(f"repo_id is {repo_id!r}; it must be user/name.")
 
 
-def upload(folder: Path, repo_id: str, private: bool) -> str:
-    """Creates the repository where there is none, uploads the folder in one commit, and returns its address. The token
-    is the one of `hf auth login` or of the environment.
+def check_access(repo_id: str, private: bool = False, repo_type: str = "model") -> None:
+    """Whether an upload can be expected to succeed; nothing is changed.
 
     Raises:
-        UserError: not logged in, no rights, a bad name, or the Hub cannot be reached.
+        UserError: not logged in, a token that may not write, another's name, a public repository that is to be private, or
+            the Hub cannot be reached.
+    """
+    hub, owner = HfApi(), repo_id.split("/")[0]
+    with _told(f"look at {repo_id}"):
+        user = hub.whoami()
+        names = [user["name"], *(organization["name"] for organization in user.get("orgs", []))]
+        role = user.get("auth", {}).get("accessToken", {}).get("role")
+        if role == "read":
+            raise UserError(
+                f"The token of {user['name']} is for reading only: make one that may write at {TOKENS}, then `hf auth login`."
+            )
+        if owner not in names:
+            raise UserError(
+                f"{repo_id} belongs to {owner}, and you are logged in as {user['name']}; name a repository of "
+                f"{' or '.join(names)}, or log in with `hf auth login`."
+            )
+        try:
+            is_public = not hub.repo_info(repo_id, repo_type=repo_type).private
+        except RepositoryNotFoundError:
+            return
+        if private and is_public:
+            raise UserError(
+                f"{repo_id} exists and is public, so --private cannot hide what is uploaded; make it private in its "
+                f"settings on the Hub, or name another repository."
+            )
+
+
+def upload(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    repo_type: str = "model",
+    space_sdk: str | None = None,
+    branch: str | None = None,
+    ours: tuple[str, ...] = (),
+    keep: Callable[[str], bool] | None = None,
+) -> Uploaded:
+    """Creates the repository, and the branch, where there is none, and makes the folder its newest commit.
+
+    Files of the repository that match a pattern of `ours` and are not in the folder are removed; all others stay. `keep` is
+    given the README.md that the repository has, and says whether to leave it.
+
+    Raises:
+        UserError: the Hub refuses, or cannot be reached; nothing of the repository is changed then.
+        KeyboardInterrupt: with the same sentence.
     """
     hub = HfApi()
+    with _told(f"upload to {repo_id}"), _progress():
+        if not hub.repo_exists(repo_id, repo_type=repo_type):
+            _create(hub, repo_id, private, repo_type, space_sdk)
+        if branch is not None:
+            hub.create_branch(repo_id, repo_type=repo_type, branch=branch, exist_ok=True)
+        there = hub.list_repo_files(repo_id, repo_type=repo_type, revision=branch)
+        paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        stale = [name for name in there if name not in paths and any(fnmatch(name, pattern) for pattern in ours)]
+        if keep is not None and "README.md" in there and keep(_card(hub, repo_id, repo_type, branch)):
+            del paths["README.md"]
+        operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
+        operations += [CommitOperationDelete(name) for name in stale]
+        commit = hub.create_commit(
+            repo_id, operations, commit_message="Upload with GPT2Scratch", repo_type=repo_type, revision=branch
+        )
+        return Uploaded(str(commit.repo_url), commit.oid)
+
+
+def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:
+    """Fetches what a stranger would get into a cache of its own, and compares it byte for byte.
+
+    Raises:
+        UserError: it is not what was uploaded, or the Hub cannot be reached.
+    """
+    with _told(f"read {repo_id} back"), _progress():
+        there = Path(HfApi().snapshot_download(repo_id, revision=commit, cache_dir=cache))
+    names = [path.relative_to(compare_with).as_posix() for path in compare_with.rglob("*") if path.is_file()]
+    different = sorted(
+        name
+        for name in names
+        if name != "README.md"  # which may have been kept
+        and not ((there / name).is_file() and filecmp.cmp(there / name, compare_with / name, shallow=False))
+    )
+    if different:
+        raise UserError(f"{repo_id} on the Hub is not what was uploaded ({', '.join(different[:5])}); run this again.")
+
+
+def _card(hub: HfApi, repo_id: str, repo_type: str, branch: str | None) -> str:
+    with tempfile.TemporaryDirectory() as cache:
+        path = hub.hf_hub_download(repo_id, "README.md", repo_type=repo_type, revision=branch, cache_dir=cache)
+        return Path(path).read_text(encoding="utf-8")
+
+
+def _create(hub: HfApi, repo_id: str, private: bool, repo_type: str, space_sdk: str | None) -> None:
     try:
-        hub.whoami()
-        repository = hub.create_repo(repo_id, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload model")
+        hub.create_repo(repo_id, private=private, repo_type=repo_type, space_sdk=space_sdk)
+    except HfHubHTTPError as error:
+        if error.response.status_code == 409:
+            raise UserError(
+                f"{repo_id} is taken on the Hub by something that is no {repo_type}; name another."
+            ) from error
+        raise
+
+
+@contextmanager
+def _progress() -> Iterator[None]:
+    """Shows the client's own bars, which the doors switch off with Transformers'."""
+    enable_progress_bars()
+    try:
+        yield
+    finally:
+        disable_progress_bars()
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Whatever the Hub, or the way to it, refuses, as one sentence."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(
+            f"Interrupted, could not {what}; run this again: what has arrived is not sent twice."
+        ) from error
     except LocalTokenNotFoundError as error:
         raise UserError("You are not logged in to the Hub: run `hf auth login`, then this command again.") from error
+    except OfflineModeIsEnabled as error:
+        raise UserError(f"Could not {what}: HF_HUB_OFFLINE is set; unset it, or look with --dry_run.") from error
     except HfHubHTTPError as error:
-        raise UserError(f"The Hub refused {repo_id}: {_first_line(error)}") from error
-    except OSError as error:
-        raise UserError(f"The Hub cannot be reached ({_first_line(error)}); {folder} stays, run this again.") from error
-    return str(repository)
+        raise UserError(f"Could not {what}: the Hub refused: {_first_line(error)}.") from error
+    except (HTTPError, OSError, RuntimeError) as error:  # RuntimeError: from Xet
+        raise UserError(
+            f"Could not {what}: the Hub cannot be reached ({_first_line(error)}); run this again: what has arrived is not "
+            f"sent twice."
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    token = get_token()
+    return line.replace(token, "(token)") if token else line

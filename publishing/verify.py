@@ -1,60 +1,168 @@
-"""Whether a folder works for someone who has only the folder: loaded by a fresh process, offline, with remote code."""
+"""Whether what is published works for someone who has nothing else: loaded by a fresh process, offline, and compared with
+the run."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from publishing.source import Source
+from training.data import find_store
+from training.evaluate import eval_windows
 
-PROBE_TOKENS = 32
-TOLERANCE = 1e-5
+STRANGER = Path(__file__).with_name("stranger.py")
+PROBE_TOKENS = 64
+SOME_WINDOWS = 16
+LOGITS_TOLERANCE = 1e-5
+LOSS_TOLERANCE = 0.01  # nats a token: the run computed it in bf16, as a rule
+STANDARD_ERRORS = 5  # that the loss on some windows may differ from that on all
+FORWARD_FLOPS = 3e12  # spent on the loss: seconds, or about a minute of two slow cores
+# The token and whatever would lead a process to this repository.
+NOT_FOR_STRANGERS = ("PYTHONPATH", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE")
 
-# What a stranger would write. Runs in an empty folder, without this repository on its path.
-STRANGER = """
-import json, sys
-import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-folder, length, answer = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-trusted = dict(trust_remote_code=True, output_loading_info=True)
-_, base = AutoModel.from_pretrained(folder, **trusted)
-model, full = AutoModelForCausalLM.from_pretrained(folder, **trusted)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-ids = torch.arange(min(length, model.config.n_positions))[None] % model.config.vocab_size
-with torch.no_grad():
-    logits = model(ids).logits[0, -1].double()
-    continuation = model.generate(ids[:, :1], max_new_tokens=min(20, model.config.n_positions - 1), do_sample=False)
-keys = [str(key) for info in (base, full) for name in ("missing_keys", "unexpected_keys") for key in info[name]]
-seen = {"wrong_keys": keys, "logits": logits.tolist(), "vocabulary": len(tokenizer)}
-with open(answer, "w") as file:  # not stdout: libraries print there
-    json.dump(seen | {"sample": tokenizer.decode(continuation[0])}, file)
-"""
+@dataclass(frozen=True)
+class Expected:
+    """What the model computes here, and what its run said of it."""
+
+    probe: torch.Tensor  # (1, T) ids
+    logits: torch.Tensor  # (T, V)
+    windows: dict[str, torch.Tensor] = field(default_factory=dict)  # inputs, targets, positions: (N, T) each
+    is_sample: bool = False  # whether the run scored other windows than these
+    run_loss: float | None = None
+    no_loss_because: str = ""
+
+    def without_loss(self) -> "Expected":
+        return replace(self, windows={}, run_loss=None)
+
+    @property
+    def text(self) -> torch.Tensor:
+        """(B, T) ids, of the validation text if it is at hand."""
+        return self.windows["inputs"][:SOME_WINDOWS] if self.windows else self.probe
+
+
+@dataclass(frozen=True)
+class Published:
+    """Where a stranger finds the model: a folder, or a repository in a cache."""
+
+    name: str
+    revision: str | None = None
+    subfolder: str = ""
+    has_code: bool = True
+    cache: Path | None = None
+
+    def __str__(self) -> str:
+        revision = f" at {self.revision[:12]}" if self.revision else ""
+        return f"{self.name}{f'/{self.subfolder}' if self.subfolder else ''}{revision}"
+
+    @property
+    def where(self) -> str:
+        return "from the Hub" if self.cache is not None else "from the folder"
+
+    def twin(self, subfolder: str) -> "Published":
+        """The native one beside it, which needs no code."""
+        return replace(self, subfolder=subfolder, has_code=False)
 
 
 @dataclass(frozen=True)
 class Verified:
     largest_difference: float  # of the logits
-    sample: str
+    loss: float | None  # on the windows that were expected
+    prompt: str
+    text: str
 
 
-def verify(folder: Path) -> Verified:
+@torch.no_grad()
+def expect(source: Source) -> Expected:
+    """
+    Raises:
+        UserError: the weights do not fit their config.
+    """
+    try:
+        model, info = GPT2ScratchForCausalLM.from_pretrained(
+            source.model, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source.model} cannot be published, for it does not load: {_one_line(str(error))}") from error
+    if wrong := [str(key) for name in ("missing_keys", "unexpected_keys") for key in info[name]]:
+        raise UserError(f"{source.model} has missing or unexpected weights: {', '.join(sorted(wrong)[:5])}.")
+    config = model.config
+    ids = torch.arange(min(PROBE_TOKENS, config.n_positions)) * 7919 % config.vocab_size
+    expected = Expected(ids[None], model.eval()(ids[None]).logits[0])
+    if source.run is None:
+        return replace(expected, no_loss_because=f"{source.model} has no run to compare its loss with")
+    if (record := source.validation) is None:
+        return replace(expected, no_loss_because=f"the run was not validated at step {source.step:,}")
+    if (store := find_store(source.config.recipe)) is None:
+        gone = f"the text or token store of the run, {source.config.data.data}, is not there any more"
+        return replace(expected, no_loss_because=gone)
+    scored = -(-int(record["eval_tokens"]) // config.n_positions)
+    affordable = max(1, int(FORWARD_FLOPS / (2 * model.num_parameters() * config.n_positions)))
+    windows = eval_windows(store, config.n_positions, min(scored, affordable), source.config.batch.mask_documents)
+    return replace(expected, windows=windows, is_sample=affordable < scored, run_loss=record["eval_loss"])
+
+
+def verify(published: Published, expected: Expected) -> Verified:
     """
     Raises:
         UserError: it does not load, weights are missing or left over, or it computes something else than the model here.
     """
-    with tempfile.TemporaryDirectory() as elsewhere:
-        answer = Path(elsewhere) / "answer.json"
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(elsewhere) / "modules")}
+    answer, logits = _ask_a_stranger(published, expected)
+    difference = (logits - expected.logits).abs().max().item() if logits.shape == expected.logits.shape else math.inf
+    problems = []
+    if answer["wrong_keys"]:
+        problems.append(f"{published} has missing or unexpected weights: {', '.join(answer['wrong_keys'][:5])}.")
+    if not difference <= LOGITS_TOLERANCE:
+        problems.append(f"{published} computes logits that differ by {difference:.1e} in a fresh process.")
+    if answer["vocabulary"] != expected.logits.shape[-1]:
+        problems.append(
+            f"{published} has a tokenizer of {answer['vocabulary']} tokens for {expected.logits.shape[-1]} embeddings."
+        )
+    loss = None
+    if answer["targets"]:
+        loss = sum(answer["nats"]) / sum(answer["targets"])
+        tolerance = LOSS_TOLERANCE + (STANDARD_ERRORS * _standard_error(answer) if expected.is_sample else 0)
+        if not abs(loss - expected.run_loss) <= tolerance:
+            problems.append(
+                f"{published} has a validation loss of {loss:.4f} in a fresh process, the run said "
+                f"{expected.run_loss:.4f}; was the token store exchanged?"
+            )
+    if problems:
+        raise UserError("\n".join(problems))
+    return Verified(difference, loss, answer["prompt"], answer["text"])
+
+
+def _standard_error(answer: dict) -> float:
+    """Of the mean loss, by how much it differs between windows."""
+    pairs = zip(answer["nats"], answer["targets"], strict=True)
+    means = torch.tensor([nats / count for nats, count in pairs if count])
+    return (means.std() / math.sqrt(len(means))).item() if len(means) > 1 else math.inf
+
+
+def _ask_a_stranger(published: Published, expected: Expected) -> tuple[dict, torch.Tensor]:
+    with tempfile.TemporaryDirectory() as folder:
+        elsewhere = Path(folder)
+        request = {name: str(elsewhere / name) for name in ("files", "logits", "answer")}
+        request |= {"model": published.name, "revision": published.revision or "main", "subfolder": published.subfolder}
+        request |= {"trust_remote_code": published.has_code}
+        save_file({"probe": expected.probe, **expected.windows}, request["files"])
+        (elsewhere / "request").write_text(json.dumps(request), encoding="utf-8")
+        environment = {name: value for name, value in os.environ.items() if name not in NOT_FOR_STRANGERS}
+        environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(elsewhere / "home")}
+        environment |= {"HF_MODULES_CACHE": str(elsewhere / "modules")}
+        if published.cache is not None:
+            environment["HF_HUB_CACHE"] = str(published.cache)
         result = subprocess.run(
-            [sys.executable, "-c", STRANGER, str(folder.resolve()), str(PROBE_TOKENS), str(answer)],
+            [sys.executable, "-P", str(STRANGER), str(elsewhere / "request")],  # -P: nothing beside it is imported
             cwd=elsewhere,
             env=environment,
             capture_output=True,
@@ -63,22 +171,9 @@ def verify(folder: Path) -> Verified:
         )
         if result.returncode != 0:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"{folder} does not load in a fresh process, so it is not published: {last}")
-        seen = json.loads(answer.read_text(encoding="utf-8"))
-    model = GPT2ScratchForCausalLM.from_pretrained(folder, use_safetensors=True).eval()
-    ids = torch.arange(min(PROBE_TOKENS, model.config.n_positions))[None] % model.config.vocab_size
-    with torch.no_grad():
-        ours = model(ids).logits[0, -1].double()
-    difference = (ours - torch.tensor(seen["logits"], dtype=torch.float64)).abs().max().item()
-    problems = []
-    if seen["wrong_keys"]:
-        problems.append(f"{folder} has missing or unexpected weights: {', '.join(seen['wrong_keys'][:5])}.")
-    if not difference <= TOLERANCE:
-        problems.append(f"{folder} computes logits that differ by {difference:.1e} in a fresh process.")
-    if seen["vocabulary"] != model.config.vocab_size:
-        problems.append(
-            f"{folder} has a tokenizer of {seen['vocabulary']} tokens for {model.config.vocab_size} embeddings."
-        )
-    if problems:
-        raise UserError("\n".join(problems))
-    return Verified(difference, seen["sample"])
+            raise UserError(f"{published} does not load in a fresh process, so it is not published: {last}")
+        return json.loads(Path(request["answer"]).read_text(encoding="utf-8")), load_file(request["logits"])["logits"]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]

@@ -1,16 +1,13 @@
-"""generate.py and push_to_hub.py on a real, small run."""
+"""generate.py on a real, small run."""
 
 import shutil
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import generate
-import push_to_hub
 from conftest import trained
 from errors import UserError
 from training.sampling import SamplingArguments, sample
@@ -114,43 +111,6 @@ def test_a_run_without_a_checkpoint_says_so(a_copy):
     shutil.rmtree(a_copy / "checkpoints")
     with pytest.raises(UserError, match="holds no model yet"):
         generate.main([str(a_copy)])
-
-
-def test_a_dry_run_assembles_what_is_allowed_and_nothing_else(a_copy, capsys):
-    (a_copy / "model" / ".env").write_text("HF_TOKEN=hf_secret")
-    (a_copy / "model" / "notes.txt").write_text("private")
-    push_to_hub.main([str(a_copy), "--repo_id", "me/tiny", "--dry_run", "--license", "mit"])
-    assert {path.name for path in (a_copy / "hub").iterdir()} == {
-        *("README.md", "loss.png", "model.safetensors", "config.json", "generation_config.json"),
-        *("modeling_gpt2scratch.py", "configuration_gpt2scratch.py", "tokenizer.json", "tokenizer_config.json"),
-    }
-    card = ModelCard.load(a_copy / "hub" / "README.md")
-    assert card.data.license == "mit"
-    assert card.data.pipeline_tag == "text-generation"
-    assert 'from_pretrained("me/tiny"' in card.content
-    assert str(a_copy) not in card.content
-    assert "logits differ by 0.0e+00" in capsys.readouterr().out
-
-
-def test_a_broken_model_is_not_published(a_copy):
-    weights = load_file(a_copy / "model" / "model.safetensors")
-    del weights["transformer.h.1.mlp.c_fc.weight"]
-    save_file(weights, a_copy / "model" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"missing or unexpected weights: h\.1\.mlp\.c_fc\.weight"):
-        push_to_hub.main([str(a_copy), "--repo_id", "me/tiny", "--dry_run"])
-
-
-def test_a_model_without_its_code_is_not_published(a_copy):
-    (a_copy / "model" / "modeling_gpt2scratch.py").unlink()
-    with pytest.raises(UserError, match=r"lacks modeling_gpt2scratch\.py"):
-        push_to_hub.main([str(a_copy), "--repo_id", "me/tiny", "--dry_run"])
-
-
-def test_publishing_nothing_is_refused():
-    with pytest.raises(UserError, match="run and repo_id missing"):
-        push_to_hub.main([])
-    with pytest.raises(UserError, match="is not a run folder"):
-        push_to_hub.main(["tests", "--repo_id", "me/tiny"])
 
 
 def test_samples_do_not_depend_on_what_was_drawn_before(run):

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training.datasheet import TERAFLOPS, peak_of
+from training.datasheet import TERAFLOPS_AND_WATTS, peak_of, watts_of
 from training.flops import flops_per_token
 
 
@@ -97,5 +97,6 @@ def test_a_device_that_is_not_in_the_table_is_no_other(name):
 
 
 def test_the_table_can_be_reached():
-    for name, (half, _) in TERAFLOPS.items():
+    for name, (half, _, watts) in TERAFLOPS_AND_WATTS.items():
         assert peak_of(name, "bf16") == half * 1e12
+        assert watts_of(name) == watts

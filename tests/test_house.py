@@ -11,7 +11,7 @@ MAY_IMPORT = {
     "modeling_gpt2scratch": set(),
     "tokenizer": {"command_line"},
     "training": {"command_line", "tokenizer", "modeling_gpt2scratch"},
-    "publishing": {"command_line", "training", "modeling_gpt2scratch"},
+    "publishing": {"command_line", "tokenizer", "training", "modeling_gpt2scratch"},
 }
 OURS = {*ROOMS, "command_line", "train_accelerate", "push_to_hub", "generate", "benchmarks", "tests"}
 

@@ -12,7 +12,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.device import Setup, describe
 from training.journal import read_metrics
-from training.report import hours, write_report
+from training.report import About, hours, write_report
 from training.run_folder import RunFolder
 from training.speed import Speed, in_words, peak_memory
 from training.tokens import Tokens
@@ -120,15 +120,16 @@ def test_the_report_sums_up_the_log_lines(store, tmp_path):
         for i in range(11)
     ]
     folder.metrics.write_text("\n".join(lines) + "\n")
-    write_report(folder, GPT2ScratchConfig(), 134_601_216, store.metadata, {}, "NVIDIA H100 (989.4 TFLOP/s)", [])
-    assert folder.report.read_text().split("## Speed\n\n")[1].splitlines() == [
+    about = About(GPT2ScratchConfig(), 134_601_216, store.metadata, {}, "NVIDIA H100 (989.4 TFLOP/s)", 700.0)
+    write_report(folder, about)
+    assert folder.report.read_text().split("## Speed\n\n")[1].split("\n\n## ")[0].splitlines() == [
         "| | median | 10th to 90th percentile |",
         "|---|--:|--:|",
         "| tokens a second | 650,000 | 610,000 to 690,000 |",
         "| model FLOPs utilisation (MFU) | 45.0% | 41.0% to 49.0% |",
         "| share of the time in which batches were made | 0.12% | 0.12% to 0.12% |",
         "",
-        "Over 11 log lines. Peak memory 11.2 GB; 41.3 s to the first step; 0.00 hours in all.",
+        "Over 11 log lines. Peak memory 11.2 GB; 41.3 s to the first step.",
         "",
         "MFU counts 685.4 MFLOP a token (6 N + 6 L C T, with N weights in matrix products; causal attention) against the "
         "peak that the device's datasheet gives, named above. As PaLM and nanoGPT count (12 L C T), it would be 46.9%.",

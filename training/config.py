@@ -20,6 +20,7 @@ from training.backup import BackupArguments
 from training.batches import BatchArguments
 from training.changes import ChangeArguments
 from training.checkpoint import CheckpointArguments
+from training.cost import CostArguments
 from training.data import DataArguments, is_store, name_of
 from training.device import DeviceArguments
 from training.evaluate import EvaluationArguments
@@ -59,6 +60,7 @@ class TrainConfig:
     health: HealthArguments
     stopping: StoppingArguments
     journal: JournalArguments
+    cost: CostArguments
     profile: ProfileArguments
     flags: set[str] = field(default_factory=set)  # what the user set on the command line
 
@@ -96,7 +98,7 @@ class TrainConfig:
         """What can be seen to be wrong without looking at data or device."""
         found = [
             problem
-            for part in (self.optim, self.changes, self.health, self.stopping, self.journal)
+            for part in (self.optim, self.changes, self.health, self.stopping, self.journal, self.cost)
             for problem in part.problems()
         ]
         found += self.backup.problems(self.run.output_dir)

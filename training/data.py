@@ -56,17 +56,37 @@ def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
     Raises:
         UserError: there is neither, or the text or the store is bad.
     """
-    [data] = recipe.inputs
-    if is_store(data):
-        return TokenStore(data)
-    from tokenizer.corpus import Corpus
+    if not is_store(recipe.inputs[0]) and (problems := recipe.problems()):
+        raise UserError("\n".join(problems))
+    folder = _folder_of(recipe)
+    if is_store(str(folder)):
+        return TokenStore(folder)
     from tokenizer.making import pretokenize
 
-    if problems := recipe.problems():
-        raise UserError("\n".join(problems))
+    return pretokenize(recipe, folder, say, is_cache=True)
+
+
+def find_store(recipe: Recipe) -> TokenStore | None:
+    """The same where it is there, whole; nothing is made."""
+    try:
+        return TokenStore(_folder_of(recipe))
+    except UserError:
+        return None
+
+
+def _folder_of(recipe: Recipe) -> Path:
+    """The store that the recipe's one input is, or the place in the cache for the one of that text.
+
+    Raises:
+        UserError: there is no such text.
+    """
+    [data] = recipe.inputs
+    if is_store(data):
+        return Path(data)
+    from tokenizer.corpus import Corpus
+
     key = hashlib.sha256(f"{Corpus([data], recipe.corpus).fingerprint()} {recipe.settings()}".encode()).hexdigest()
-    folder = CACHE / f"{name_of(data)}-{key[:12]}"
-    return TokenStore(folder) if is_store(str(folder)) else pretokenize(recipe, folder, say, is_cache=True)
+    return CACHE / f"{name_of(data)}-{key[:12]}"
 
 
 def name_of(data: str) -> str:

@@ -114,6 +114,15 @@ def eval_batches(
         yield tokens.batch(mine[now], context)
 
 
+def eval_windows(store: TokenStore, context: int, number: int, mask_documents: bool) -> dict[str, torch.Tensor]:
+    """The windows that a validation with `number` of them scores: inputs, targets and, where documents are masked,
+    positions, (N, context) each."""
+    tokens = place_tokens(store, "val", "mmap", torch.device("cpu"), mask_documents)
+    batches = list(eval_batches(tokens, context, 1, 0, 1, number))
+    names = ("inputs", "targets", "positions") if mask_documents else ("inputs", "targets")
+    return {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+
+
 def _store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
     """The store to score, and whether attention keeps to documents, as the run says that `model` is of."""
     from training.config import read_config  # composes this module's arguments too: above, it would be a circle

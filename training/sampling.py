@@ -14,6 +14,8 @@ from errors import UserError
 from tokenizer.store import TokenStore, write_whole
 from tokenizer.vocabulary import is_character
 
+# In samples.md: its step, or the fence of a sample and the sample.
+SECTION_OR_SAMPLE = re.compile(r"^## step (\d+)$|^(`{3,})text\n(.*?)\n\2$", re.MULTILINE | re.DOTALL)
 OPENING_TOKENS = 16  # of a validation document, where no prompts are given
 
 
@@ -189,17 +191,31 @@ def sample(
 def write_samples(path: Path, step: int, samples: list[tuple[str, str]]) -> None:
     """Appends a section to samples.md."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(f"## step {step}\n\n" + "".join(f"{fenced(prompt + text)}\n\n" for prompt, text in samples))
+        file.write(_section(step, [prompt + text for prompt, text in samples]))
+
+
+def read_samples(path: Path) -> dict[int, list[str]]:
+    """Prompts with their continuations, by step; what a crash cut off is left out."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    samples: dict[int, list[str]] = {}
+    section: list[str] = []
+    for step, _, written in SECTION_OR_SAMPLE.findall(text):  # a sample is taken whole, whatever lines it has
+        if step:
+            section = samples[int(step)] = []
+        else:
+            section.append(written)
+    return samples
 
 
 def forget_samples_after(path: Path, step: int) -> None:
     """Takes out the sections of later steps."""
     if path.is_file():
-        text = path.read_text(encoding="utf-8", errors="replace")
-        sections = re.split(r"^(?=## step \d+$)", text, flags=re.MULTILINE)
-        steps = [re.match(r"## step (\d+)$", section, flags=re.MULTILINE) for section in sections]
-        kept = [section for section, found in zip(sections, steps, strict=True) if not found or int(found[1]) <= step]
-        write_whole(path, "".join(kept))
+        sections = [_section(at, texts) for at, texts in read_samples(path).items() if at <= step]
+        write_whole(path, "".join(sections))
+
+
+def _section(step: int, texts: list[str]) -> str:
+    return f"## step {step}\n\n" + "".join(f"{fenced(text)}\n\n" for text in texts)
 
 
 def fenced(text: str) -> str:

@@ -9,13 +9,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from tokenizer.store import TokenStore
+from tokenizer.store import Split
 from training.config import TrainConfig
 from training.evaluate import evaluate
 from training.health import DivergenceError
 from training.journal import Journal
 from training.plan import Plan
-from training.report import write_report
+from training.report import About, write_report
 from training.run_folder import RunFolder
 from training.sampling import sample, write_samples
 from training.sharding import generating
@@ -27,14 +27,14 @@ class Validation:
     config: TrainConfig
     plan: Plan
     folder: RunFolder
-    store: TokenStore
+    split: Split
     tokens: Tokens  # of the validation split
     tokenizer: PreTrainedTokenizerBase
     prompts: list[str]
     model: GPT2ScratchForCausalLM
     loss: nn.Module  # the prepared `NextTokenLoss` of the model
     accelerator: Accelerator
-    hardware: str
+    about: About
 
     def run(self, step: int, journal: Journal, stop: Callable[[], object]) -> None:
         """Scores the model after `step` steps. Where `stop` says so, it ends early and leaves nothing: resumed, the run
@@ -43,7 +43,7 @@ class Validation:
         result = evaluate(
             self.loss,
             self.tokens,
-            self.store.metadata.val,
+            self.split,
             self.plan.batches.context,
             self.plan.batches.micro_batch,
             self.accelerator,
@@ -55,18 +55,16 @@ class Validation:
         if not math.isfinite(result.loss):
             raise DivergenceError(f"The validation loss is {result.loss} after step {step:,}", step)
         journal.log_evaluation(step, self.plan.epoch(step), result.metrics())
-        samples = self.write_some_text(step, journal, aloud=last)
+        self.write_some_text(step, journal, aloud=last)
         if self.accelerator.is_main_process:
-            parameters, data, settings = self.model.num_parameters(), self.store.metadata, self.config.flat()
-            write_report(self.folder, self.plan.model, parameters, data, settings, self.hardware, samples)
+            write_report(self.folder, self.about)
 
-    def write_some_text(self, step: int, journal: Journal, aloud: bool) -> list[tuple[str, str]]:
+    def write_some_text(self, step: int, journal: Journal, aloud: bool) -> None:
         """Prompts and their continuations, into samples.md and, `aloud`, onto the screen."""
         with generating(self.model):
             samples = sample(self.model, self.tokenizer, self.prompts, self.config.sampling, self.config.seed)
         if not self.accelerator.is_main_process:
-            return []
+            return
         write_samples(self.folder.samples, step, samples)
         for prompt, text in samples if aloud else []:
             journal.say(f"--- step {step}: {prompt!r}\n{prompt}{text}")
-        return samples

@@ -1,0 +1,218 @@
+"""The model card: the run's report under the Hub's metadata, with the model named as others will load it."""
+
+import json
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import AutoConfig
+
+from publishing.source import Source
+from training.config import TrainConfig
+from training.data import find_store
+from training.report import hub_datasets
+from training.sampling import read_samples
+
+# In the card; the one on the Hub is kept as it is once this line is taken out of it.
+WRITTEN = "<!-- Written by push_to_hub.py, which writes it anew each time. Take out this line to keep your changes. -->"
+
+
+def model_card(
+    source: Source,
+    repo_id: str,
+    licence: str | None,
+    language: list[str],
+    branch: str | None,
+    has_code: bool,
+    has_twin: bool,
+    files: list[str],
+) -> str:
+    """Of a run: its report. Of a folder that has a README.md: that. `branch`: of the repository, that the card is for.
+
+    `has_code`: the weights come with our code; `has_twin`: a native GPT-2 lies in a subfolder. `files`: a paragraph for each
+    further file that comes with them.
+    """
+    sections = _sections(source)
+    use = _use(source, repo_id, branch, has_code, has_twin) + "".join(f"\n\n{line}" for line in files)
+    title = sections.pop("")
+    body = {"": _which_checkpoint(source, title), "Use": use} | {k: v for k, v in sections.items() if k != "Use"}
+    body["Licence"] = licence or "None was given: ask the author before you use the weights for more than looking."
+    body["Citation"] = _citation(repo_id)
+    text = "\n\n".join(f"## {heading}\n\n{content}" if heading else content for heading, content in body.items())
+    metadata = _metadata(source, repo_id, licence, language, has_code)
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{WRITTEN}\n\n# {repo_id}\n\n{text}\n"))
+
+
+def is_kept(card: str) -> bool:
+    """Whether someone made a card on the Hub their own."""
+    return WRITTEN not in card
+
+
+def _sections(source: Source) -> dict[str, str]:
+    """The report by its headings, "" for what stands above the first."""
+    path = source.model / "README.md" if source.run is None else source.run.report
+    text = path.read_text(encoding="utf-8") if path.is_file() else _about_the_shape(source.model)
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL).strip()  # metadata that it brings is made anew
+    head, *parts = _split_at_headings(text)
+    sections = {"": re.sub(r"\A# .*\n*", "", head).strip()}
+    for part in parts:
+        heading, _, content = part.partition("\n")
+        sections[heading.removeprefix("## ").strip()] = content.strip()
+    return sections
+
+
+def _split_at_headings(text: str) -> list[str]:
+    """At each `## ` that is not inside a code block: what a model wrote may hold anything."""
+    parts, fence = [[]], None
+    for line in text.split("\n"):
+        mark = re.match(r"`{3,}", line)
+        if fence is None and line.startswith("## "):
+            parts.append([])
+        elif mark and fence is None:
+            fence = mark[0]
+        elif fence is not None and line.strip() == fence:
+            fence = None
+        parts[-1].append(line)
+    return ["\n".join(lines) for lines in parts]
+
+
+def _about_the_shape(model: Path) -> str:
+    config = AutoConfig.from_pretrained(model)
+    return (
+        f"A GPT-2-class language model: {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, a context of "
+        f"{config.n_positions} tokens, a vocabulary of {config.vocab_size:,}."
+    )
+
+
+def _which_checkpoint(source: Source, title: str) -> str:
+    if source.step is None:
+        return title
+    record = source.validation
+    scored = "" if record is None else f", validation loss {record['eval_loss']:.4f}"
+    return f"{title}\n\nThese are the weights after step {source.step:,} ({source.tokens:,} tokens{scored})."
+
+
+def _some_text(source: Source, context: int) -> tuple[str, str]:
+    """A prompt, and a text that fits the context: of a run, such as its tokenizer can read, be it one of few characters."""
+    text = "The quick brown fox jumps over the lazy dog."
+    prompts: list[str] = []
+    if source.run is not None:
+        samples = read_samples(source.run.samples)
+        text = next((texts[0] for texts in reversed(samples.values()) if texts), text)
+        prompts = source.config.sampling.sample_prompts
+    text = text.encode()[: min(80, context)].decode(errors="ignore")  # a token holds a byte at least
+    return (prompts or [text[: len(text) // 2]])[0], text
+
+
+def _use(source: Source, repo_id: str, revision: str | None, has_code: bool, has_twin: bool) -> str:
+    """Three ways, each of which works when it is pasted."""
+    more = [f'revision="{revision}"'] if revision else []
+    more += ["trust_remote_code=True"] if has_code else []
+    arguments = ", ".join([f'"{repo_id}"', *more])
+    context = AutoConfig.from_pretrained(source.model).n_positions
+    quoted, text = (json.dumps(words, ensure_ascii=False) for words in _some_text(source, context))
+    new_tokens = min(30, context // 2)
+    paragraphs = [
+        f"""In one line:
+
+```python
+from transformers import pipeline
+
+pipe = pipeline("text-generation", {", ".join([f'model="{repo_id}"', *more])})
+print(pipe({quoted}, max_new_tokens={new_tokens}, do_sample=True)[0]["generated_text"])
+```""",
+        f"""By hand:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({arguments})
+model = AutoModelForCausalLM.from_pretrained({arguments})
+inputs = tokenizer({quoted}, return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens={new_tokens})[0]))
+```""",
+        f"""How likely is a text? In bits per byte:
+
+```python
+import math
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({arguments})
+model = AutoModelForCausalLM.from_pretrained({arguments})
+text = {text}
+ids = tokenizer(text, return_tensors="pt").input_ids
+nats = model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+print(nats / math.log(2) / len(text.encode()))
+```""",
+    ]
+    if has_code:
+        paragraphs.append(
+            "The model's code comes with the weights and is short; `trust_remote_code=True` lets it run. Name a commit with "
+            "`revision=` to run only what you have read."
+        )
+    if has_twin:
+        paragraphs.append(
+            "The same weights as Transformers' own GPT-2, for tools that run no remote code (vLLM, llama.cpp, the harness "
+            f'for evaluations ...): `AutoModelForCausalLM.from_pretrained("{repo_id}", subfolder="native")`.'
+        )
+    return "\n\n".join(paragraphs)
+
+
+def _citation(repo_id: str) -> str:
+    author, name = repo_id.split("/")
+    key = re.sub(r"\W+", "", f"{author}{name}").lower()
+    return f"""```bibtex
+@misc{{{key},
+  author = {{{author}}},
+  title = {{{name}}},
+  year = {{{datetime.now(UTC).year}}},
+  howpublished = {{\\url{{https://huggingface.co/{repo_id}}}}}
+}}
+```
+
+The architecture is that of Radford et al., Language Models are Unsupervised Multitask Learners (2019)."""
+
+
+def _metadata(source: Source, repo_id: str, licence: str | None, language: list[str], has_code: bool) -> ModelCardData:
+    tags = ["gpt2scratch" if has_code else "gpt2", "from-scratch"] if source.run is not None else ["gpt2scratch"]
+    data = {} if source.run is None else {"datasets": _datasets(source.config) or None}
+    results = _evaluations(source) if source.run is not None else []
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=licence,
+        language=language or None,
+        tags=tags,
+        **data,
+        **({"model_name": repo_id.split("/")[1], "eval_results": results} if results else {}),
+    )
+
+
+def _datasets(config: TrainConfig) -> list[str]:
+    store = find_store(config.recipe)
+    return hub_datasets(store.metadata) if store is not None else []
+
+
+def _evaluations(source: Source) -> list[EvalResult]:
+    record = source.validation
+    if record is None:
+        return []
+    names = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
+    data = {
+        "dataset_name": "held-out text of the training sources",
+        "dataset_type": "text",
+        "dataset_split": "validation",
+    }
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Language modeling",
+            metric_type=name.removeprefix("eval_"),
+            metric_name=title,
+            metric_value=round(record[name], 4),
+            verified=False,
+            **data,
+        )
+        for name, title in names.items()
+    ]

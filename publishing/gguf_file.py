@@ -1,0 +1,310 @@
+"""Writes a model as one GGUF file, for llama.cpp and what is built on it. docs/gguf.md tells how to run it.
+
+python -m publishing.gguf_file runs/x model-f16.gguf --type f16
+python -m publishing.gguf_file runs/x/checkpoints/step_00001000 model-q8_0.gguf --type q8_0
+"""
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.activations import ACT2FN
+from transformers.utils import logging as transformers_logging
+
+from command_line import FlagParser, run
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from tokenizer import vocabulary
+from tokenizer.bpe import PLAIN, byte_level_alphabet
+from training.run_folder import find_model
+
+LLAMA_CPP_GELU = "gelu_new"  # the only activation of its GPT-2
+ACTIVATION_TOLERANCE = 1e-3  # exact GELU is 0.0005 from it, quick_gelu 0.02, ReLU 0.17
+STAND_INS = {byte: character for character, byte in byte_level_alphabet().items()}
+NO_MERGE = "À Á"  # of two bytes that no UTF-8 has: llama.cpp asks for merges, also where there are none
+SILENT_LOGIT = -1000.0
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer as llama.cpp has it: a byte-level BPE over GPT-2's words."""
+
+    tokens: list[str]
+    types: list[int]  # gguf.TokenType
+    merges: list[str]  # "left right"
+    bos: int
+    eos: int  # is len(embeddings), a token more, where the tokenizer has none
+    pad: int | None
+    chat_template: str | None
+
+
+def write_gguf(model: Path, destination: Path, kind: str, name: str, license: str | None = None) -> None:
+    """Writes the model folder `model` as GPT-2 in GGUF v3: whole, or not at all.
+
+    Args:
+        kind: `f16` or `q8_0`, what matrices are stored as; vectors and positions stay float32, and so do rows that
+            blocks of 32 do not divide, as f16.
+        name, license: as programs show them to whoever runs the file.
+
+    Raises:
+        UserError: llama.cpp's GPT-2 cannot compute this model or read its tokenizer, or the file cannot be written.
+    """
+    gguf = _gguf()
+    loaded, tokenizer = _load(model), vocabulary.load(model)
+    config = loaded.config
+    problems = [*_model_problems(model, loaded), *_tokenizer_problems(model, tokenizer, config.vocab_size)]
+    if problems:
+        raise UserError("\n".join(problems))
+    words = _vocabulary(tokenizer, config.vocab_size)
+    tensors = _tensors(loaded)
+    if words.eos == config.vocab_size:
+        tensors |= _with_silent_row(model, tensors)
+
+    partial_file = destination.with_name(f"{destination.name}.tmp")
+    writer = gguf.GGUFWriter(partial_file, "gpt2")
+    writer.add_name(name)
+    if license is not None:
+        writer.add_license(license)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if kind == "f16" else gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    _add_vocabulary(writer, words)
+    for tensor_name, tensor in tensors.items():
+        stored = _stored_as(tensor_name, tensor, kind, len(words.tokens) > config.vocab_size)
+        writer.add_tensor(tensor_name, gguf.quantize(tensor.numpy(), stored), raw_dtype=stored)
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        partial_file.replace(destination)
+    except OSError as error:
+        partial_file.unlink(missing_ok=True)
+        raise UserError(f"{destination} cannot be written: {error.strerror or error}.") from error
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a file computes, minus what its model does."""
+
+    logits: float  # the largest, of either sign
+    loss: float  # of the mean over all targets, in nats a token
+
+
+@torch.no_grad()
+def difference(model: Path, file: Path, ids: torch.Tensor) -> Difference:
+    """How far llama.cpp will be from the model on `ids`, (B, T) int64: the file's weights and the activation that llama.cpp
+    has, in float32. What llama.cpp itself rounds on the way comes on top.
+    """
+    gguf = _gguf()
+    ours = _load(model)
+    theirs = copy.deepcopy(ours)
+    for block in theirs.transformer.h:
+        block.mlp.act = ACT2FN[LLAMA_CPP_GELU]
+    read = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(file).tensors}
+    for gguf_name, weight in _tensors(theirs).items():
+        weight.copy_(torch.from_numpy(np.array(read[gguf_name][: len(weight)])))
+    largest, losses = 0.0, []
+    for row in ids:  # the logits of all of them might not fit
+        logits = [each(row[None]).logits[0] for each in (ours, theirs)]  # 2 x (T, V)
+        largest = max(largest, (logits[1] - logits[0]).abs().max().item())
+        losses.append([nn.functional.cross_entropy(each[:-1], row[1:]).item() for each in logits])
+    mean = np.mean(losses, axis=0)
+    return Difference(largest, float(mean[1] - mean[0]))
+
+
+def _gguf():
+    try:
+        import gguf  # an extra
+    except ImportError as error:
+        raise UserError(
+            "Writing GGUF needs gguf, which is not installed: pip install -e '.[gguf]' installs it."
+        ) from error
+    return gguf
+
+
+def _load(model: Path) -> GPT2ScratchForCausalLM:
+    """In float32."""
+    try:
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"{model} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    if not isinstance(loaded, GPT2ScratchForCausalLM):
+        raise UserError(
+            f"{model} is a {type(loaded).__name__}; convert it first: "
+            f"python -m modeling_gpt2scratch.conversion_gpt2scratch {model} DST"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"{model} is not whole: {', '.join(missing[:5])} missing.")
+    return loaded.eval()
+
+
+def _tensors(model: GPT2ScratchForCausalLM) -> dict[str, torch.Tensor]:
+    """The model's own weights under llama.cpp's names; a tied head is not among them."""
+    gguf = _gguf()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.config.n_layer)
+    return {
+        names.get_name(name, try_suffixes=(".weight", ".bias")): weight.detach()
+        for name, weight in model.named_parameters()  # names shared weights once
+    }
+
+
+def _stored_as(name: str, tensor: torch.Tensor, kind: str, has_silent_row: bool):
+    kinds = _gguf().GGMLQuantizationType
+    if tensor.ndim == 1 or name == "position_embd.weight":
+        return kinds.F32
+    if has_silent_row and name in ("token_embd.weight", "output.weight"):
+        return kinds.F32  # few rows, and the last one's sum must come out
+    return kinds.Q8_0 if kind == "q8_0" and tensor.shape[1] % 32 == 0 else kinds.F16
+
+
+def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Embedding and head with a token more, which is never written: its logit is SILENT_LOGIT, whatever was read.
+
+    llama.cpp ends a text at token 11 where a file names no other, and a model without an end would end at a comma. What
+    the head sees is weight * z + bias of the last LayerNorm, and z adds up to 0: a row of 1 / weight sees the bias alone.
+
+    Raises:
+        UserError: the bias is zero, as in a model that was never trained.
+    """
+    weight, bias = tensors["output_norm.weight"], tensors["output_norm.bias"]
+    constant = (bias / weight).sum()
+    if not constant.abs() > 1e-2:
+        raise UserError(
+            f"{model} cannot become GGUF: llama.cpp needs a token that ends a text, the tokenizer has none, and the last "
+            f"LayerNorm has no bias by which to keep one silent; train it."
+        )
+    row = (SILENT_LOGIT / constant / weight)[None]
+    heads = [name for name in ("token_embd.weight", "output.weight") if name in tensors]
+    return {name: torch.cat([tensors[name], row]) for name in heads}
+
+
+def _model_problems(model: Path, loaded: GPT2ScratchForCausalLM) -> list[str]:
+    name, x = loaded.config.activation_function, torch.linspace(-12, 12, 10_001)
+    with torch.no_grad():
+        gap = (ACT2FN[name](x) - ACT2FN[LLAMA_CPP_GELU](x)).abs().max().item()
+    if gap <= ACTIVATION_TOLERANCE:
+        return []
+    return [
+        f"{model} cannot become GGUF: its activation_function {name} differs by up to {gap:.2f} from the tanh GELU that "
+        f"llama.cpp computes; publish it for Transformers alone."
+    ]
+
+
+def _tokenizer_problems(model: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
+    rust, found = tokenizer.backend_tokenizer, []
+    if not vocabulary.is_character(tokenizer):
+        parts = json.loads(rust.to_str())
+        words, bpe = parts["pre_tokenizer"] or {}, parts["model"]
+        if words.get("type") != "ByteLevel" or words["add_prefix_space"] or not words["use_regex"]:
+            found.append(f"pre_tokenizer {rust.pre_tokenizer}")
+        if rust.normalizer is not None:
+            found.append(f"normalizer {rust.normalizer}")
+        if bpe["type"] != "BPE":
+            found.append(f"model {bpe['type']}")
+        else:
+            options = {**PLAIN, "byte_fallback": False}
+            found += [f"{name} {bpe[name]}" for name, plain in options.items() if (bpe.get(name) or plain) != plain]
+    found += [
+        f"a token {token.content!r} that takes blanks or whole words"
+        for token in rust.get_added_tokens_decoder().values()
+        if token.lstrip or token.rstrip or token.single_word
+    ]
+    problems = []
+    if found:
+        problems.append(
+            f"{model} cannot become GGUF: llama.cpp would read text by GPT-2's byte-level BPE, and its tokenizer has "
+            f"{', '.join(found)}; publish it for Transformers alone."
+        )
+    if (needed := max(rust.get_vocab().values()) + 1) > vocab_size:
+        problems.append(f"{model} cannot become GGUF: it has {vocab_size} embeddings for {needed} tokens.")
+    return problems
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Vocabulary:
+    kinds, rust = _gguf().TokenType, tokenizer.backend_tokenizer
+    token_of = {i: token for token, i in rust.get_vocab().items()}
+    if vocabulary.is_character(tokenizer):
+        token_of = {i: _in_stand_ins(character) for i, character in token_of.items()}
+        merges = list(dict.fromkeys(merge for token in token_of.values() for merge in _merges_into(token)))
+    else:
+        merges = [" ".join(pair) for pair in json.loads(rust.to_str())["model"]["merges"]]
+    added = rust.get_added_tokens_decoder()
+    tokens = [token_of.get(i, f"[PAD{i}]") for i in range(vocab_size)]  # a padded embedding has rows without a token
+    types = [kinds.NORMAL if i in token_of else kinds.UNUSED for i in range(vocab_size)]
+    for i, token in added.items():
+        types[i] = kinds.CONTROL if token.special else kinds.USER_DEFINED
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        eos = tokens.index(vocabulary.END_OF_TEXT) if vocabulary.END_OF_TEXT in tokens else vocab_size
+    if eos == vocab_size:
+        tokens, types = [*tokens, vocabulary.END_OF_TEXT], [*types, kinds.CONTROL]
+    bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    return Vocabulary(tokens, types, merges or [NO_MERGE], bos, eos, tokenizer.pad_token_id, template)
+
+
+def _in_stand_ins(character: str) -> str:
+    return "".join(STAND_INS[byte] for byte in character.encode())
+
+
+def _merges_into(token: str) -> list[str]:
+    """That make one token of the bytes of a character. They touch no other: a character's first byte is none's second."""
+    return [f"{token[:end]} {token[end]}" for end in range(1, len(token))]
+
+
+def _add_vocabulary(writer, words: Vocabulary) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words.tokens)
+    writer.add_token_types(words.types)
+    writer.add_token_merges(words.merges)
+    writer.add_bos_token_id(words.bos)
+    writer.add_eos_token_id(words.eos)
+    if words.pad is not None:
+        writer.add_pad_token_id(words.pad)
+    writer.add_add_bos_token(False)
+    if words.chat_template is not None:
+        writer.add_chat_template(words.chat_template)
+
+
+@dataclass
+class GGUFArguments:
+    paths: list[str] = field(
+        default_factory=list,
+        metadata={"help": "The model (a run, a checkpoint, a model folder), then the file to write; need no flag."},
+    )
+    type: Literal["f16", "q8_0"] = field(
+        default="f16", metadata={"help": "What matrices are stored as: 2 bytes a weight, or 1.06."}
+    )
+    name: str | None = field(default=None, metadata={"help": "Name inside the file; the run's where left out."})
+    license: str | None = field(default=None, metadata={"help": "Licence of the weights, such as mit."})
+
+
+def main(arguments: list[str]) -> None:
+    (options,), _ = FlagParser((GGUFArguments,), __doc__.splitlines()[0], positional="paths").parse(arguments)
+    if len(options.paths) != 2:
+        raise UserError("Name a model and a file: python -m publishing.gguf_file runs/x model-f16.gguf")
+    model, destination = options.paths
+    name = options.name or Path(model).resolve().name
+    write_gguf(Path(find_model(model)), Path(destination), options.type, name, options.license)
+    print(f"Wrote {destination} ({Path(destination).stat().st_size:,} bytes, {options.type}).")
+
+
+if __name__ == "__main__":
+    transformers_logging.disable_progress_bar()
+    run(main)

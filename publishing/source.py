@@ -1,0 +1,108 @@
+"""What is published: a checkpoint of a run, or a model folder that no run is known of."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from errors import UserError
+from training import checkpoint as checkpoints
+from training.checkpoint import complete_checkpoints, folder_name, step_of
+from training.config import TrainConfig, read_config
+from training.journal import read_metrics
+from training.run_folder import CONFIG_FILE, RunFolder, is_checkpoint, run_of
+
+
+@dataclass(frozen=True)
+class Source:
+    model: Path  # the folder with the weights
+    run: RunFolder | None = None
+    step: int | None = None  # of the run, where the model is a checkpoint
+
+    @property
+    def name(self) -> str:
+        return self.run.path.resolve().name if self.run is not None else self.model.resolve().name
+
+    @property
+    def hub(self) -> Path:
+        """Where the folder for the Hub is assembled."""
+        return self.run.hub if self.run is not None else self.model.with_name(f"{self.model.name}-hub")
+
+    @cached_property
+    def config(self) -> TrainConfig | None:
+        return read_config(["--config", str(self.run.config)]) if self.run is not None else None
+
+    @property
+    def tokens(self) -> int:
+        """That the checkpoint was trained on."""
+        return checkpoints.load_state(self.model).position.tokens
+
+    @property
+    def validation(self) -> dict[str, float] | None:
+        """The metrics of the run's validation at this step."""
+        scored = [] if self.run is None else _scored(self.run)
+        return next((entry for entry in reversed(scored) if entry["step"] == self.step), None)
+
+
+def find_source(path: Path, wanted: str | None) -> Source:
+    """`wanted`: `last`, `best` or a step, of a run; None is `last`.
+
+    Raises:
+        UserError: there is no such model, or it is damaged.
+    """
+    if (path / "config.json").is_file() and not is_checkpoint(path) and not (path.parent / CONFIG_FILE).is_file():
+        if (kind := AutoConfig.from_pretrained(path).model_type) != "gpt2scratch":
+            raise UserError(
+                f"{path} is a {kind} model; convert it first: "
+                f"python -m modeling_gpt2scratch.conversion_gpt2scratch {path} DST"
+            )
+        if wanted is not None:
+            raise UserError(
+                f"{path} is a model without a run, so it has no checkpoint {wanted}; leave --checkpoint out."
+            )
+        return Source(path)
+    run = RunFolder(run_of(path))
+    if is_checkpoint(path):
+        if wanted is not None:
+            raise UserError(f"{path} is a checkpoint already; leave --checkpoint {wanted} out.")
+        return _whole(run, path)
+    kept = complete_checkpoints(run.checkpoints)
+    if not kept:
+        raise UserError(f"{run.path} cannot be published: it has no checkpoint yet; train until there is one.")
+    return _whole(run, _choose(run, kept, wanted or "last"))
+
+
+def all_sources(run: RunFolder) -> list[Source]:
+    """Every kept checkpoint, oldest first.
+
+    Raises:
+        UserError: one of them is damaged.
+    """
+    return [_whole(run, checkpoint) for checkpoint in complete_checkpoints(run.checkpoints)]
+
+
+def _choose(run: RunFolder, kept: list[Path], wanted: str) -> Path:
+    steps = [step_of(checkpoint) for checkpoint in kept]
+    there = f"{run.path} keeps the checkpoints of steps {', '.join(map(str, steps))}"
+    if wanted == "last":
+        return kept[-1]
+    if wanted == "best":
+        scored = [entry for entry in _scored(run) if entry["step"] in steps]
+        if not scored:
+            raise UserError(f"{there}, and no validation at any of them; choose one with --checkpoint STEP.")
+        best = min(scored, key=lambda entry: entry["eval_loss"])["step"]
+        return run.checkpoints / folder_name(best)
+    if not wanted.isdecimal() or int(wanted) not in steps:
+        raise UserError(f"checkpoint is {wanted}, but {there}; name one of them, last or best.")
+    return run.checkpoints / folder_name(int(wanted))
+
+
+def _whole(run: RunFolder, checkpoint: Path) -> Source:
+    if (problem := checkpoints.damage(checkpoint)) is not None:
+        raise UserError(f"{checkpoint} is damaged: {problem}. Publish another one with --checkpoint STEP.")
+    return Source(checkpoint, run, step_of(checkpoint))
+
+
+def _scored(run: RunFolder) -> list[dict[str, float]]:
+    return [entry for entry in read_metrics(run.metrics) if "eval_loss" in entry]

@@ -1,0 +1,65 @@
+"""What someone does who has only the published files. Run by verify.py in a process of its own, in an empty folder, without
+a token and without the network; this repository's package cannot be imported there.
+
+python stranger.py request.json
+"""
+
+import json
+import sys
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+TOKENS = 2048  # scored at once
+NEW_TOKENS = 24
+
+
+@torch.no_grad()
+def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[int]]:
+    """The summed loss in nats of each window, and how many targets it has."""
+    nats, targets = [], []
+    number, context = windows["inputs"].shape
+    at_once = max(1, TOKENS // context)
+    for first in range(0, number, at_once):
+        rows = {name: tensor[first : first + at_once] for name, tensor in windows.items()}
+        logits = model(rows["inputs"], position_ids=rows.get("positions"), use_cache=False).logits
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2).float(), rows["targets"], reduction="none")
+        nats += losses.sum(1).tolist()
+        targets += (rows["targets"] != -100).sum(1).tolist()
+    return nats, targets
+
+
+def main(request: dict) -> None:
+    sys.modules["modeling_gpt2scratch"] = None  # only what was published may answer: importing this fails
+    where = {name: request[name] for name in ("revision", "subfolder", "trust_remote_code")}
+    loaded = where | {"output_loading_info": True, "dtype": torch.float32, "use_safetensors": True}
+    _, base = AutoModel.from_pretrained(request["model"], **loaded)
+    model, full = AutoModelForCausalLM.from_pretrained(request["model"], **loaded)
+    tokenizer = AutoTokenizer.from_pretrained(request["model"], **where)
+    files = load_file(request["files"])
+    probe = files.pop("probe")  # (1, T)
+    with torch.no_grad():
+        logits = model(probe).logits[0]
+    context = model.config.max_position_embeddings
+    prompt = files["inputs"][:1, : context // 2] if files else probe[:, :1]
+    prompt = prompt[:, :16]
+    text = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=min(NEW_TOKENS, context // 2), do_sample=False
+    )
+    nats, targets = scores(model, files) if files else ([], [])
+    without_head = {"lm_head.weight"}  # the base model has none, and the file may
+    wrong = {str(key) for info in (base, full) for key in info["missing_keys"]} | {
+        *map(str, full["unexpected_keys"]),
+        *(set(map(str, base["unexpected_keys"])) - without_head),
+    }
+    save_file({"logits": logits.float().contiguous()}, request["logits"])
+    answer = {"wrong_keys": sorted(wrong), "vocabulary": len(tokenizer), "nats": nats, "targets": targets}
+    answer |= {"prompt": tokenizer.decode(prompt[0]), "text": tokenizer.decode(text[0, prompt.shape[1] :])}
+    with open(request["answer"], "w", encoding="utf-8") as file:  # not stdout: libraries print there
+        json.dump(answer, file)
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], encoding="utf-8") as file:
+        main(json.load(file))

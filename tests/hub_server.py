@@ -1,0 +1,341 @@
+"""A Hub on localhost: the real `huggingface_hub` client speaks to it over HTTP, and it keeps every byte that it is sent.
+
+Large files come by Git LFS, as where `HF_HUB_DISABLE_XET` is set; Xet's own storage protocol is not spoken here.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+TOKEN = "hf_" + "s" * 34
+LARGE = (".safetensors", ".gguf", ".png")  # what goes by LFS
+PREFIX = {"models": "", "datasets": "datasets/", "spaces": "spaces/"}
+
+
+@dataclass
+class File:
+    content: bytes
+    is_lfs: bool
+
+    @property
+    def oid(self) -> str:
+        """As git has it: of a pointer where the content itself is elsewhere."""
+        content = pointer(self.content) if self.is_lfs else self.content
+        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
+def pointer(content: bytes) -> bytes:
+    oid = hashlib.sha256(content).hexdigest()
+    return f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize {len(content)}\n".encode()
+
+
+@dataclass
+class Repository:
+    private: bool
+    commits: dict[str, dict[str, File]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+
+    def commit(self, branch: str, files: dict[str, File]) -> str:
+        sha = hashlib.sha1(f"{len(self.commits)} {branch}".encode()).hexdigest()
+        self.commits[sha] = files
+        self.branches[branch] = sha
+        return sha
+
+    def sha(self, revision: str) -> str | None:
+        return revision if revision in self.commits else self.branches.get(revision)
+
+    def files(self, revision: str = "main") -> dict[str, bytes]:
+        return {name: file.content for name, file in self.commits[self.branches.get(revision, revision)].items()}
+
+
+class Hub:
+    """The state of the server, for tests to look into and to make trouble with."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}  # by models/user/name
+        self.large: dict[str, bytes] = {}  # by SHA-256
+        self.requests: list[tuple[str, str]] = []  # method and path
+        self.bodies: list[bytes] = []
+        self.user = {"name": "me", "type": "user", "orgs": [{"name": "us"}], "auth": {"accessToken": {"role": "write"}}}
+        self.taken: set[str] = set()  # names of something else
+        self.read_only: set[str] = set()  # namespaces
+        self.cut_uploads = 0  # of so many large files, the connection breaks off in the middle
+        self.hold = threading.Event()  # large files are taken in only while this is set
+        self.hold.set()
+
+    def __getitem__(self, name: str) -> Repository:
+        return self.repositories[name if name.startswith(("models/", "spaces/")) else f"models/{name}"]
+
+    def uploads(self) -> int:
+        """Large files that were sent, whole or not."""
+        return sum(method == "PUT" for method, _ in self.requests)
+
+
+@contextmanager
+def serving() -> Iterator[tuple[Hub, str]]:
+    """A new Hub and its address."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield hub, f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def handle_any(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.requests.append((self.command, path))
+        body = self.body()
+        if body is None:
+            return
+        for pattern, answer in ROUTES[self.command]:
+            if found := re.fullmatch(pattern, path):
+                answer(self, body, **found.groupdict())
+                return
+        self.answer(404, {"error": f"no such address: {self.command} {path}"})
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
+
+    # ---- the way of the bytes
+
+    def body(self) -> bytes | None:
+        """None where the connection was cut on purpose."""
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            parts = []
+            while size := int(self.rfile.readline(), 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            body = b"".join(parts)
+        else:
+            length = int(self.headers.get("Content-Length", 0))
+            if self.command == "PUT" and self.hub.cut_uploads:
+                self.hub.cut_uploads -= 1
+                self.hub.bodies.append(self.rfile.read(length // 2))
+                self.close_connection = True
+                self.connection.close()
+                return None
+            body = self.rfile.read(length)
+            if self.command == "PUT":
+                self.hub.hold.wait()
+        self.hub.bodies.append(body)
+        return body
+
+    def answer(self, status: int, content: object = None, headers: dict[str, str] | None = None) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def refuse(self, status: int, message: str, code: str = "") -> None:
+        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        self.answer(status, {"error": message}, headers)
+
+    @property
+    def base(self) -> str:
+        return f"http://{self.headers['Host']}"
+
+    def is_known(self) -> bool:
+        if self.headers.get("Authorization") == f"Bearer {TOKEN}":
+            return True
+        self.refuse(401, "Invalid username or password.")
+        return False
+
+    def repository(self, kind: str, name: str) -> Repository | None:
+        repository = self.hub.repositories.get(f"{kind}/{name}")
+        hidden = repository is not None and repository.private and "Authorization" not in self.headers
+        if repository is None or hidden:
+            self.refuse(404, "Repository not found", "RepoNotFound")
+            return None
+        return repository
+
+    def at(self, kind: str, name: str, revision: str) -> tuple[str, dict[str, File]] | None:
+        if (repository := self.repository(kind, name)) is None:
+            return None
+        if (sha := repository.sha(revision)) is None:
+            self.refuse(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+            return None
+        return sha, repository.commits[sha]
+
+    # ---- what is asked
+
+    def whoami(self, body: bytes) -> None:
+        if self.is_known():
+            self.answer(200, self.hub.user)
+
+    def create(self, body: bytes) -> None:
+        if not self.is_known():
+            return
+        asked = json.loads(body)
+        name = f"{asked['organization'] or self.hub.user['name']}/{asked['name']}"
+        key = f"{asked.get('type', 'model')}s/{name}"
+        if name.split("/")[0] in self.hub.read_only:
+            self.refuse(403, "You don't have the rights to create a model under this namespace")
+        elif name in self.hub.taken or key in self.hub.repositories:
+            self.answer(409, {"error": "You already created this repo", "url": f"{self.base}/{name}"})
+        else:
+            repository = self.hub.repositories[key] = Repository(asked.get("visibility") == "private")
+            repository.commit("main", {".gitattributes": File(b"*.safetensors filter=lfs\n", False)})
+            self.answer(200, {"url": f"{self.base}/{PREFIX[key.split('/')[0]]}{name}", "id": name})
+
+    def info(self, body: bytes, kind: str, name: str, revision: str | None = None) -> None:
+        if (found := self.at(kind, name, revision or "main")) is not None:
+            sha, files = found
+            siblings = [{"rfilename": path} for path in files]
+            private = self.hub.repositories[f"{kind}/{name}"].private
+            self.answer(200, {"id": name, "sha": sha, "private": private, "siblings": siblings, "tags": []})
+
+    def tree(self, body: bytes, kind: str, name: str, revision: str) -> None:
+        if (found := self.at(kind, name, revision)) is not None:
+            entries = []
+            for path, file in found[1].items():
+                entry = {"type": "file", "path": path, "size": len(file.content), "oid": file.oid}
+                if file.is_lfs:
+                    entry["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
+                entries.append(entry)
+            self.answer(200, entries)
+
+    def refs(self, body: bytes, kind: str, name: str) -> None:
+        if (repository := self.repository(kind, name)) is not None:
+            branches = [
+                {"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": sha}
+                for branch, sha in repository.branches.items()
+            ]
+            self.answer(200, {"branches": branches, "tags": [], "converts": []})
+
+    def branch(self, body: bytes, kind: str, name: str, branch: str) -> None:
+        if not self.is_known() or (repository := self.repository(kind, name)) is None:
+            return
+        if branch in repository.branches:
+            self.refuse(409, "Reference already exists")
+            return
+        start = repository.sha(json.loads(body or b"{}").get("startingPoint", "main"))
+        repository.branches[branch] = start
+        self.answer(201, {})
+
+    def validate(self, body: bytes) -> None:
+        content = json.loads(body)["content"]
+        metadata = yaml.safe_load(content.split("---")[1]) if content.startswith("---") else None
+        if metadata is None:
+            self.answer(200, {"errors": [], "warnings": [{"message": "empty or missing yaml metadata in repo card"}]})
+        elif not isinstance(metadata, dict):
+            self.answer(400, {"errors": [{"message": "must be an object"}], "warnings": []})
+        else:
+            self.answer(200, {"errors": [], "warnings": []})
+
+    def preupload(self, body: bytes, kind: str, name: str, revision: str) -> None:
+        if not self.is_known() or (found := self.at(kind, name, revision)) is None:
+            return
+        files = []
+        for asked in json.loads(body)["files"]:
+            mode = "lfs" if asked["path"].endswith(LARGE) else "regular"
+            there = found[1].get(asked["path"])
+            oid = there and (there.sha256 if there.is_lfs else there.oid)
+            files.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self.answer(200, {"files": files})
+
+    def lfs(self, body: bytes, name: str) -> None:
+        if not self.is_known():
+            return
+        objects = []
+        for asked in json.loads(body)["objects"]:
+            if asked["oid"] not in self.hub.large:
+                asked["actions"] = {"upload": {"href": f"{self.base}/large/{asked['oid']}"}}
+            objects.append(asked)
+        self.answer(200, {"transfer": "basic", "objects": objects})
+
+    def receive(self, body: bytes, oid: str) -> None:
+        if hashlib.sha256(body).hexdigest() != oid:
+            self.refuse(400, "not the bytes that were announced")
+            return
+        self.hub.large[oid] = body
+        self.answer(200, {})
+
+    def commit(self, body: bytes, kind: str, name: str, revision: str) -> None:
+        if not self.is_known() or (repository := self.repository(kind, name)) is None:
+            return
+        if name.split("/")[0] in self.hub.read_only:
+            self.refuse(403, "You don't have write access to this repository")
+            return
+        files = dict(repository.commits[repository.branches[revision]])
+        for line in body.splitlines():
+            item = json.loads(line)
+            value = item["value"]
+            if item["key"] == "file":
+                files[value["path"]] = File(base64.b64decode(value["content"]), False)
+            elif item["key"] == "lfsFile":
+                files[value["path"]] = File(self.hub.large[value["oid"]], True)
+            elif item["key"] == "deletedFile":
+                del files[value["path"]]
+        sha = repository.commit(revision, files)
+        self.answer(200, {"commitUrl": f"{self.base}/{PREFIX[kind]}{name}/commit/{sha}", "commitOid": sha})
+
+    def resolve(self, body: bytes, name: str, revision: str, path: str, prefix: str | None = None) -> None:
+        if (found := self.at((prefix or "models/").rstrip("/"), name, revision)) is None:
+            return
+        sha, files = found
+        if path not in files:
+            self.send_response(404)
+            for header, value in (
+                ("X-Error-Code", "EntryNotFound"),
+                ("X-Repo-Commit", sha),
+                ("Content-Length", "0"),
+            ):
+                self.send_header(header, value)
+            self.end_headers()
+            return
+        file = files[path]
+        etag = file.sha256 if file.is_lfs else file.oid
+        self.answer(200, file.content, {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"})
+
+
+KIND = r"(?P<kind>models|datasets|spaces)"
+NAME = r"(?P<name>[\w.-]+/[\w.-]+)"
+REVISION = r"(?P<revision>[^/]+)"
+ROUTES = {
+    "GET": [
+        (r"/api/whoami-v2", Handler.whoami),
+        (f"/api/{KIND}/{NAME}", Handler.info),
+        (f"/api/{KIND}/{NAME}/revision/{REVISION}", Handler.info),
+        (f"/api/{KIND}/{NAME}/tree/{REVISION}/?", Handler.tree),
+        (f"/api/{KIND}/{NAME}/refs", Handler.refs),
+        (rf"/(?P<prefix>(datasets|spaces)/)?{NAME}/resolve/{REVISION}/(?P<path>.+)", Handler.resolve),
+    ],
+    "POST": [
+        (r"/api/repos/create", Handler.create),
+        (r"/api/validate-yaml", Handler.validate),
+        (f"/api/{KIND}/{NAME}/branch/(?P<branch>[^/]+)", Handler.branch),
+        (f"/api/{KIND}/{NAME}/preupload/{REVISION}", Handler.preupload),
+        (f"/api/{KIND}/{NAME}/commit/{REVISION}", Handler.commit),
+        (rf"/(?:datasets/|spaces/)?{NAME}\.git/info/lfs/objects/batch", Handler.lfs),
+    ],
+    "PUT": [(r"/large/(?P<oid>\w+)", Handler.receive)],
+}
+ROUTES["HEAD"] = ROUTES["GET"]

@@ -1,0 +1,503 @@
+"""push_to_hub.py on a real, small run, against a Hub on localhost that keeps every byte."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from hub_server import TOKEN, File, serving
+from huggingface_hub import HfApi, ModelCard, constants
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+
+import push_to_hub
+from conftest import REPOSITORY, trained
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from publishing.card import is_kept, model_card
+from publishing.hub_folder import OURS
+from publishing.native import write_native
+from publishing.revisions import in_short
+from publishing.source import find_source
+from publishing.upload import upload
+from training.checkpoint import WEIGHTS
+from training.report import evenly
+from training.sampling import fenced, read_samples, write_samples
+
+ALWAYS = {
+    *("README.md", "loss.png", "model.safetensors", "config.json", "generation_config.json"),
+    *("modeling_gpt2scratch.py", "configuration_gpt2scratch.py", "tokenizer.json", "tokenizer_config.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, store):
+    """Three checkpoints, all of them validated."""
+    folder = trained(store, tmp_path_factory.mktemp("runs") / "tiny", eval_steps=2, save_steps=2, save_total_limit=3)
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries if "eval_loss" in entry] == [2, 4, 6]
+    return folder
+
+
+@pytest.fixture
+def a_copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / run.name)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Logged in to an empty Hub."""
+    with serving() as (server, address):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        huggingface_hub.close_session()
+        yield server
+    huggingface_hub.close_session()
+
+
+def push(run: Path, *more: str, repo_id: str = "me/tiny") -> None:
+    push_to_hub.main([str(run), "--repo_id", repo_id, *more])
+
+
+# ---- what is published
+
+
+def test_a_dry_run_assembles_what_is_allowed_and_nothing_else(a_copy, capsys):
+    newest = a_copy / "checkpoints" / "step_00000006"
+    (newest / ".env").write_text("HF_TOKEN=hf_secret")
+    (newest / "notes.txt").write_text("private")
+    push(a_copy, "--dry_run", "--license", "mit", "--language", "en")
+    assert {path.name for path in (a_copy / "hub").iterdir()} == ALWAYS
+    said = capsys.readouterr().out
+    loss = find_source(a_copy, None).validation["eval_loss"]
+    assert f"logits differ by 0.0e+00, validation loss {loss:.4f} (the run: {loss:.4f})" in said
+    size = (newest / WEIGHTS).stat().st_size
+    assert f"{size:>15,} bytes  model.safetensors" in said
+    assert "Not uploaded (--dry_run)" in said
+
+
+def test_the_checkpoint_is_the_one_that_is_asked_for(a_copy):
+    path = a_copy / "metrics.jsonl"
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    for entry in entries:
+        if "eval_loss" in entry:
+            entry["eval_loss"] = {2: 5.0, 4: 4.0, 6: 4.5}[entry["step"]]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    chosen = {wanted: find_source(a_copy, wanted).step for wanted in (None, "last", "best", "2")}
+    assert chosen == {None: 6, "last": 6, "best": 4, "2": 2}
+    assert find_source(a_copy / "checkpoints" / "step_00000004", None).step == 4
+    assert find_source(a_copy / "model", "best").step == 4
+    with pytest.raises(UserError, match=r"checkpoint is 3, but .* keeps the checkpoints of steps 2, 4, 6; name one"):
+        find_source(a_copy, "3")
+    with pytest.raises(UserError, match="leave --checkpoint best out"):
+        find_source(a_copy / "checkpoints" / "step_00000004", "best")
+    path.write_text("")
+    with pytest.raises(UserError, match="no validation at any of them"):
+        find_source(a_copy, "best")
+
+
+def test_a_damaged_checkpoint_is_not_published(a_copy):
+    (a_copy / "checkpoints" / "step_00000006" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"step_00000006 is damaged: config\.json has 2 bytes instead of"):
+        push(a_copy, "--dry_run")
+
+
+def as_a_folder(run: Path, destination: Path) -> Path:
+    return shutil.copytree(run / "model", destination)
+
+
+def test_a_model_without_some_weights_is_not_published(run, tmp_path):
+    folder = as_a_folder(run, tmp_path / "broken")
+    weights = load_file(folder / WEIGHTS)
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    with pytest.raises(UserError, match=r"missing or unexpected weights: transformer\.h\.1\.mlp\.c_fc\.weight"):
+        push(folder, "--dry_run")
+
+
+def test_a_model_without_its_code_is_not_published(run, tmp_path):
+    folder = as_a_folder(run, tmp_path / "broken")
+    (folder / "modeling_gpt2scratch.py").unlink()
+    with pytest.raises(UserError, match=r"lacks modeling_gpt2scratch\.py"):
+        push(folder, "--dry_run")
+
+
+def test_a_model_whose_code_computes_something_else_is_not_published(run, tmp_path):
+    folder = as_a_folder(run, tmp_path / "other")
+    code = folder / "modeling_gpt2scratch.py"
+    text = code.read_text()
+    code.write_text(text.replace("hidden_states = self.drop(", "hidden_states = 1.01 * self.drop("))
+    assert code.read_text() != text
+    with pytest.raises(UserError, match=r"computes logits that differ by \d\.\de-0\d in a fresh process"):
+        push(folder, "--dry_run")
+
+
+def test_code_that_needs_this_repository_is_not_published(run, tmp_path):
+    folder = as_a_folder(run, tmp_path / "needy")
+    code = folder / "configuration_gpt2scratch.py"
+    code.write_text(code.read_text() + "\nimport modeling_gpt2scratch\n")
+    with pytest.raises(UserError, match="does not load in a fresh process"):
+        push(folder, "--dry_run")
+
+
+def test_a_loss_that_is_not_what_the_run_said_is_not_published(a_copy):
+    path = a_copy / "metrics.jsonl"
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    entries[-1]["eval_loss"] += 0.02
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    with pytest.raises(UserError, match=r"has a validation loss of [\d.]+ in a fresh process, the run said"):
+        push(a_copy, "--dry_run")
+
+
+def test_without_the_text_the_loss_is_said_not_to_be_compared(a_copy, capsys):
+    config = a_copy / "config.yaml"
+    config.write_text(re.sub(r"^data: .*$", f"data: {a_copy / 'gone'}", config.read_text(), flags=re.MULTILINE))
+    push(a_copy, "--dry_run")
+    assert f"the text or token store of the run, {a_copy / 'gone'}, is not there any more" in capsys.readouterr().out
+
+
+def test_an_untied_head_and_masked_documents_are_verified_too(train, tmp_path, capsys):
+    run = train(tmp_path / "run", "--mask_documents", "--tie_word_embeddings", "false", max_steps=2, eval_steps=2)
+    push(run, "--dry_run", "--format", "both")
+    said = capsys.readouterr().out
+    assert re.search(r"logits differ by 0.0e\+00, validation loss ([\d.]+) \(the run: \1\)", said)
+    assert re.search(r"The native twin, without remote code: logits differ by \d\.\de-0[6-9]|by 0\.0e\+00", said)
+
+
+def test_the_native_format_brings_no_code_and_needs_none(run, launch):
+    push(run, "--dry_run", "--format", "native")
+    folder = run / "hub"
+    assert {path.name for path in folder.iterdir()} == {name for name in ALWAYS if not name.endswith("gpt2scratch.py")}
+    native = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(native) is GPT2LMHeadModel
+    ours = GPT2ScratchForCausalLM.from_pretrained(run / "model")
+    ids = torch.arange(16)[None]
+    torch.testing.assert_close(native(ids).logits, ours(ids).logits, rtol=0, atol=1e-5)
+    assert "trust_remote_code" not in (folder / "README.md").read_text()
+
+
+def test_a_model_that_is_not_ours_says_how_to_make_it_so(run, tmp_path):
+    folder = tmp_path / "twin"
+    write_native(run / "model", folder)
+    with pytest.raises(UserError, match=r"is a gpt2 model; convert it first: python -m modeling_gpt2scratch\.conv"):
+        push(folder, "--dry_run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "run and repo_id missing"),
+        (["tests", "--repo_id", "me/tiny"], "is not a run folder"),
+        (["RUN", "--repo_id", "tiny"], "it must be user/name"),
+        (["RUN", "--repo_id", "me/ti ny"], "is not a name the Hub accepts"),
+        (["RUN", "--repo_id", "me/tiny", "--gguf", "q4"], "invalid choice: 'q4'"),
+        (["RUN/model/config.json", "--repo_id", "me/tiny"], "is not a run folder"),
+    ],
+)
+def test_bad_requests_end_in_a_sentence(run, arguments, expected):
+    with pytest.raises(UserError, match=expected):
+        push_to_hub.main([argument.replace("RUN", str(run)) for argument in arguments])
+
+
+# ---- the card
+
+
+def test_the_card_tells_the_run(run, monkeypatch):
+    push(run, "--dry_run", "--license", "mit", "--language", "en", "--checkpoint", "4")
+    card = ModelCard.load(run / "hub" / "README.md")
+    data = card.data.to_dict()
+    assert (data["license"], data["language"], data["pipeline_tag"]) == ("mit", ["en"], "text-generation")
+    assert (data["library_name"], data["tags"]) == ("transformers", ["gpt2scratch", "from-scratch"])
+    scored = find_source(run, "4").validation
+    values = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert values == {name: round(scored[f"eval_{name}"], 4) for name in ("loss", "perplexity", "bits_per_byte")}
+    assert "11,648 parameters" in card.text
+    assert f"These are the weights after step 4 (256 tokens, validation loss {scored['eval_loss']:.4f})." in card.text
+    headings = re.findall(r"^## (.*)$", re.sub(r"```.*?```", "", card.text, flags=re.DOTALL), flags=re.MULTILINE)
+    assert headings == [
+        *("Use", "Results", "What it writes", "Data", "Training", "Speed", "Cost", "Limitations", "Licence", "Citation")
+    ]
+    rows = [row for row in card.text.splitlines() if re.match(r"\| [246] \|", row)]
+    assert len(rows) == 3
+    assert "`the" in rows[0]
+    assert str(run) not in card.text
+    assert str(run.parent) not in card.text
+
+
+def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
+    card = model_card(find_source(run, "2"), "me/tiny", None, [], "step0000002-tokens128", True, True, ["A file."])
+    assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
+    assert '("me/tiny", subfolder="native")' in card
+    assert "\n\nA file.\n\n## Results" in card
+
+
+def test_what_a_model_writes_cannot_break_out_of_the_report(tmp_path):
+    path = tmp_path / "samples.md"
+    texts = ["## step 9\n\n```\n## Use\n````\nx", "| `a` |"]
+    write_samples(path, 3, [("", text) for text in texts])
+    write_samples(path, 6, [("", "later")])
+    assert read_samples(path) == {3: texts, 6: ["later"]}
+    assert fenced(texts[0]).startswith("`````text\n")
+
+
+def test_rows_are_spread_evenly():
+    assert evenly(list(range(5)), 8) == [0, 1, 2, 3, 4]
+    assert evenly(list(range(101)), 5) == [0, 25, 50, 75, 100]
+
+
+# ---- the Hub
+
+
+def test_the_whole_way_in_processes_of_its_own(run, tmp_path):
+    """What is sent holds no secret, no path and no file that was not asked for; the card's examples work."""
+    with serving() as (hub, address):
+        home = tmp_path / "home"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": address, "HF_HOME": str(home), "OMP_NUM_THREADS": "1"}
+        with_token = environment | {"HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "push_to_hub.py", str(run), "--repo_id", "me/tiny", "--private", "--format", "both"]
+        done = subprocess.run(command, env=with_token, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("Verified in a fresh process") == 2
+        assert "(from the Hub)" in done.stdout
+        assert done.stdout.endswith(f"Published: {address}/me/tiny\n")
+        assert TOKEN not in done.stdout + done.stderr
+        files = hub["me/tiny"].files()
+        native = {
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
+        assert files.keys() == ALWAYS | {".gitattributes"} | {f"native/{name}" for name in native}
+        assert hub["me/tiny"].private
+        sent = b"".join(hub.bodies)
+        for secret in (TOKEN, str(run), str(run.parent), os.path.expanduser("~"), "training_state", "optimizer"):
+            assert secret.encode() not in sent, secret
+
+        blocks = re.findall(r"```python\n(.*?)```", files["README.md"].decode(), flags=re.DOTALL)
+        assert len(blocks) == 3
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        code = "import sys; sys.modules['modeling_gpt2scratch'] = None\n" + "\n".join(blocks)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            env=with_token,
+            cwd=elsewhere,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert 0 < float(done.stdout.splitlines()[-1]) < 8
+
+
+def test_every_checkpoint_is_a_branch(a_copy, hub, capsys):
+    shutil.rmtree(a_copy / "checkpoints" / "step_00000004")
+    push(a_copy, "--revisions")
+    repository = hub["me/tiny"]
+    names = ["step0000002-tokens128", "step0000006-tokens384"]
+    assert list(repository.branches) == ["main", *names]
+    for name, step in zip(names, ("02", "06"), strict=True):
+        files = repository.files(name)
+        assert files.keys() == ALWAYS | {".gitattributes"}  # the code, too
+        assert files[WEIGHTS] == (a_copy / "checkpoints" / f"step_000000{step}" / WEIGHTS).read_bytes()
+        assert f'revision="{name}"' in files["README.md"].decode()
+    assert repository.files()[WEIGHTS] == repository.files(names[-1])[WEIGHTS]
+    assert sorted(path.name for path in a_copy.glob("hub*")) == ["hub"]
+    assert capsys.readouterr().out.count("Verified in a fresh process (from the Hub)") == 3
+
+
+@pytest.fixture(scope="module")
+def folder(run):
+    """Assembled and verified, as it goes to the Hub."""
+    push(run, "--dry_run")
+    return shutil.copytree(run / "hub", run.parent / "assembled")
+
+
+def test_a_second_time_nothing_is_sent(folder, hub):
+    first = upload(folder, "me/tiny")
+    commits, uploads = len(hub["me/tiny"].commits), hub.uploads()
+    assert uploads == 2  # the weights and the plot
+    assert upload(folder, "me/tiny").commit == first.commit
+    assert (len(hub["me/tiny"].commits), hub.uploads()) == (commits, uploads)
+
+
+def test_what_is_stale_goes_and_what_is_not_ours_stays(folder, hub):
+    upload(folder, "me/tiny", ours=OURS)
+    repository = hub["me/tiny"]
+    more = dict.fromkeys(("notes.md", "native/config.json", "tiny-F16.gguf"), File(b"x", False))
+    repository.commit("main", repository.commits[repository.branches["main"]] | more)
+    upload(folder, "me/tiny", ours=OURS)
+    assert repository.files().keys() == ALWAYS | {".gitattributes", "notes.md"}
+
+
+def test_a_card_that_someone_made_their_own_stays(folder, hub):
+    upload(folder, "me/tiny", keep=is_kept)
+    repository = hub["me/tiny"]
+    ours = repository.files()["README.md"]
+    for card, expected in ((b"My words.", b"My words."), (ours + b"old", ours)):
+        files = repository.commits[repository.branches["main"]]
+        repository.commit("main", files | {"README.md": File(card, False)})
+        upload(folder, "me/tiny", keep=is_kept)
+        assert repository.files()["README.md"] == expected
+
+
+def test_cut_off_it_changes_nothing_and_goes_on_where_it_stopped(folder, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    hub.cut_uploads = 100
+    with pytest.raises(UserError, match=r"Could not upload to me/tiny: .*run this again: what has arrived is not sent"):
+        upload(folder, "me/tiny")
+    assert hub["me/tiny"].files().keys() == {".gitattributes"}
+    hub.cut_uploads = 0
+    shown = folder / "loss.png"
+    hub.large[hashlib.sha256(shown.read_bytes()).hexdigest()] = shown.read_bytes()  # it had arrived
+    before = hub.uploads()
+    upload(folder, "me/tiny")
+    assert hub.uploads() - before == 1
+    assert hub["me/tiny"].files().keys() == ALWAYS | {".gitattributes"}
+
+
+def test_interrupted_it_says_how_to_go_on(run, tmp_path):
+    with serving() as (hub, address):
+        hub.hold.clear()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "push_to_hub.py", str(run), "--repo_id", "me/tiny"]
+        with subprocess.Popen(command, env=environment, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
+            while not hub.uploads():
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            hub.hold.set()
+            _, said = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert said.splitlines()[-1] == (
+            "Interrupted, could not upload to me/tiny; run this again: what has arrived is not sent twice."
+        )
+        assert hub["me/tiny"].files().keys() == {".gitattributes"}
+
+
+def not_logged_in(hub, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+
+
+def wrong_token(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "w" * 34)
+
+
+def for_reading(hub, monkeypatch):
+    hub.user["auth"]["accessToken"]["role"] = "read"
+
+
+def someone_else(hub, monkeypatch):
+    hub.user |= {"name": "other", "orgs": []}
+
+
+def offline(hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+
+def switched_off(hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    huggingface_hub.close_session()
+
+
+def public_already(hub, monkeypatch):
+    HfApi().create_repo("me/tiny")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "expected"),
+    [
+        (not_logged_in, "You are not logged in to the Hub: run `hf auth login`"),
+        (wrong_token, "Could not look at me/tiny: the Hub refused: Invalid user token. The token from HF_TOKEN"),
+        (for_reading, "The token of me is for reading only"),
+        (someone_else, "me/tiny belongs to me, and you are logged in as other; name a repository of other,"),
+        (offline, "Could not look at me/tiny: the Hub cannot be reached"),
+        (switched_off, "Could not look at me/tiny: HF_HUB_OFFLINE is set"),
+        (public_already, "me/tiny exists and is public, so --private cannot hide"),
+    ],
+)
+def test_what_can_be_known_before_is_said_before_work_is_spent(run, hub, monkeypatch, trouble, expected):
+    shutil.rmtree(run / "hub", ignore_errors=True)
+    trouble(hub, monkeypatch)
+    with pytest.raises(UserError, match=re.escape(expected)) as told:
+        push(run, "--private")
+    assert "\n" not in str(told.value)
+    assert os.environ.get("HF_TOKEN", "none") not in str(told.value)
+    assert not (run / "hub").exists()
+    assert not hub.large
+
+
+def no_rights(hub):
+    hub.read_only.add("us")
+
+
+def taken(hub):
+    hub.taken.add("us/tiny")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "expected"),
+    [
+        (no_rights, "Could not upload to us/tiny: the Hub refused: "),
+        (taken, "us/tiny is taken on the Hub by something that is no model; name another."),
+    ],
+)
+def test_what_the_hub_refuses_is_one_sentence(folder, hub, trouble, expected):
+    trouble(hub)
+    with pytest.raises(UserError, match=re.escape(expected)) as told:
+        upload(folder, "us/tiny")
+    assert "\n" not in str(told.value)
+    assert "models/us/tiny" not in hub.repositories
+
+
+def test_a_folder_without_a_run_is_published_with_the_card_that_it_has(run, tmp_path, hub):
+    folder = as_a_folder(run, tmp_path / "merged")
+    (folder / "README.md").write_text(
+        "---\nlibrary_name: peft\n---\n# merged\n\nTaught to chat.\n\n## How\n\nWith LoRA.\n"
+    )
+    push(folder, "--license", "mit")
+    card = ModelCard(hub["me/tiny"].files()["README.md"].decode())
+    assert card.data.library_name == "transformers"
+    assert "Taught to chat.\n\n## Use" in card.text
+    assert "## How\n\nWith LoRA." in card.text
+    assert (tmp_path / "merged-hub" / WEIGHTS).is_file()
+    with pytest.raises(UserError, match="a model without a run, so there are no checkpoints for --revisions"):
+        push(folder, "--revisions")
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (384, "384"),
+        (10_239, "10K"),
+        (1_740_800, "1741K"),
+        (33_554_432, "34M"),
+        (2 * 10**9, "2000M"),
+        (3 * 10**11, "300B"),
+    ],
+)
+def test_tokens_in_short(number, expected):
+    assert in_short(number) == expected
+
+
+def test_the_cost_is_told_where_a_price_is(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=1, hourly_price=2.5)
+    assert "At 2.50 dollars an hour: 0.0" in (run / "report.md").read_text()

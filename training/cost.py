@@ -1,0 +1,46 @@
+"""What a run costs: hours, money, energy, and the carbon dioxide of it."""
+
+from dataclasses import dataclass, field
+
+from accelerate import Accelerator
+
+from training.datasheet import watts
+
+GRAMS_OF_CO2_PER_KWH = 445  # the world's average in 2024 (IEA, Electricity 2025); a place has 30 to 800
+
+
+@dataclass
+class CostArguments:
+    hourly_price: float | None = field(
+        default=None,
+        metadata={"help": "What an hour of all devices together costs, in dollars: for the report and the model card."},
+    )
+
+    def problems(self) -> list[str]:
+        if self.hourly_price is None or self.hourly_price >= 0:
+            return []
+        return [f"hourly_price is {self.hourly_price}; it must be at least 0."]
+
+
+def watts_of_all(accelerator: Accelerator) -> float | None:
+    """What all devices together take at most; None where that is not known."""
+    each = watts(accelerator.device)
+    return None if each is None else each * accelerator.num_processes
+
+
+def describe_cost(hours: float, hourly_price: float | None, watts: float | None) -> str:
+    """A section of the report. `watts`: what all devices together take at most."""
+    took = f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
+    lines = [f"{took} in all, validation and saving included."]
+    if hourly_price is not None:
+        lines.append(f"At {hourly_price:.2f} dollars an hour: {hours * hourly_price:,.2f} dollars.")
+    if watts is None:
+        lines.append("The energy was not measured, and the power of this device is not known here.")
+    else:
+        kwh = hours * watts / 1000
+        lines.append(
+            f"Energy: at most {kwh:.2g} kWh by the power that the datasheet of the devices gives ({watts:,.0f} W), not counting "
+            f"the machine around them; as the world's electricity is on average ({GRAMS_OF_CO2_PER_KWH} g a kWh), "
+            f"{kwh * GRAMS_OF_CO2_PER_KWH / 1000:.2g} kg of CO2."
+        )
+    return "## Cost\n\n" + "\n".join(lines)
