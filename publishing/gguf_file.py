@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, run
 from errors import UserError
-from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from tokenizer import vocabulary
 from tokenizer.bpe import PLAIN, byte_level_alphabet
 from training.run_folder import find_model
@@ -73,12 +73,7 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
         writer.add_license(license)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if kind == "f16" else gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_context_length(config.n_positions)
-    writer.add_embedding_length(config.n_embd)
-    writer.add_block_count(config.n_layer)
-    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
-    writer.add_head_count(config.n_head)
-    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    _add_shape(writer, config)
     _add_vocabulary(writer, words)
     for tensor_name, tensor in tensors.items():
         stored = _stored_as(tensor_name, tensor, kind, len(words.tokens) > config.vocab_size)
@@ -175,7 +170,7 @@ def _stored_as(name: str, tensor: torch.Tensor, kind: str, has_silent_row: bool)
 def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Embedding and head with a token more, which is never written: its logit is SILENT_LOGIT, whatever was read.
 
-    llama.cpp ends a text at token 11 where a file names no other, and a model without an end would end at a comma. What
+    llama.cpp ends a text at token 11 where a file names no other: a character model at its twelfth character. What
     the head sees is weight * z + bias of the last LayerNorm, and z adds up to 0: a row of 1 / weight sees the bias alone.
 
     Raises:
@@ -265,6 +260,15 @@ def _in_stand_ins(character: str) -> str:
 def _merges_into(token: str) -> list[str]:
     """That make one token of the bytes of a character. They touch no other: a character's first byte is none's second."""
     return [f"{token[:end]} {token[end]}" for end in range(1, len(token))]
+
+
+def _add_shape(writer, config: GPT2ScratchConfig) -> None:
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
 
 
 def _add_vocabulary(writer, words: Vocabulary) -> None:

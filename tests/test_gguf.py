@@ -1,0 +1,372 @@
+"""GGUF files, read back by three programs: llama.cpp where it is installed, Transformers, and `difference`."""
+
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.activations import ACT2FN
+
+from conftest import prose, trained
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from publishing.gguf_file import difference, main, write_gguf
+from publishing.native import write_native
+from tokenizer.chat import CHATML, CHATML_TOKENS
+from tokenizer.vocabulary import character_tokenizer, save, train_bpe
+
+gguf = pytest.importorskip("gguf", reason="gguf is an extra")
+
+AWKWARD = [
+    "The of\n\n\nand  to a \n",
+    "don't we'll I'm 'S it's 's's 'LL",
+    "1234 56 7890 ½ ² Ⅷ ١٢٣",
+    "🙂 日本 äöü 👩‍👩‍👧 e\u0301 ﬁ ǅ",
+    "क्षि नमस्ते ไทย 한국어",
+    "trailing   ",
+    "   leading\t tab\r\n",
+    "a\u00a0b\u3000c \u2028d \u1680 \x85 x\x1fy",
+    "\x00\x01\x7f\u200b\ufeff\U0010fffd",
+    "<|endoftext|>the<|pad|> of <|im_start|>user\nand<|im_end|>\n",
+    "!?!?... --- ##\n#\n\n\n x_y __z",
+    "the" * 100,
+]
+
+
+def bpe():
+    tokenizer = train_bpe([prose(1), *AWKWARD[:-1]], 420, special_tokens=CHATML_TOKENS)
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def ascii_characters():
+    return character_tokenizer([prose(1)])
+
+
+def characters():
+    return character_tokenizer([prose(1), "äöü 日本語 🙂👩‍👩‍👧 á\n"])
+
+
+def model_folder(folder, tokenizer, **fields):
+    """A small random model whose every parameter counts, and whose likeliest token is no tie."""
+    torch.manual_seed(2)
+    roles = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    shape = {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
+    shape |= {"vocab_size": len(tokenizer), "activation_function": "gelu_new"}
+    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**{**shape, **roles, **fields})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    save(tokenizer, folder, model.config.n_positions)
+    return model
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a model folder and its file; returns the model, the folder and the file."""
+
+    def write(tokenizer, kind="f16", **fields):
+        model = model_folder(tmp_path / "model", tokenizer, **fields)
+        write_gguf(tmp_path / "model", tmp_path / "model.gguf", kind, "Tiny")
+        return model, tmp_path / "model", tmp_path / "model.gguf"
+
+    return write
+
+
+@torch.no_grad()
+def rounded(model):
+    """What an f16 file holds: matrices in half precision, vectors and positions as they are."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "wpe" not in name:
+            parameter.copy_(parameter.half().float())
+    return model
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    return model(torch.tensor([ids])).logits[0]
+
+
+def some_ids(model, length=48):
+    return torch.randint(model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+def fields_of(file):
+    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+
+
+def kinds_of(file):
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+
+
+# llama.cpp
+
+
+@pytest.fixture
+def llama():
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    opened = []
+
+    def read(file):
+        opened.append(llama_cpp.Llama(str(file), n_ctx=256, n_batch=256, n_threads=1, logits_all=True, verbose=False))
+        return opened[-1]
+
+    yield read
+    for each in opened:
+        each.close()
+
+
+def llama_logits(model, ids):
+    model.reset()
+    model.eval(ids)
+    return torch.from_numpy(model.scores[: len(ids)].copy())
+
+
+SHAPES = {
+    "tied BPE": (bpe, {"tie_word_embeddings": True}),
+    "untied BPE": (bpe, {}),
+    "narrow": (bpe, {"n_inner": 48, "layer_norm_epsilon": 1e-3, "n_head": 4}),
+    "tied characters": (characters, {"tie_word_embeddings": True}),
+    "untied ASCII characters": (ascii_characters, {}),
+}
+
+
+@pytest.mark.parametrize(("make", "fields"), SHAPES.values(), ids=SHAPES)
+def test_llama_cpp_writes_the_same_text(make, fields, written, llama):
+    tokenizer = make()
+    ours, _, file = written(tokenizer, **fields)
+    ours, theirs = rounded(ours), llama(file)
+    prompt = tokenizer.encode("The of and ")
+    expected = ours.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)[0].tolist()
+    ids = list(prompt)
+    for token in theirs.generate(prompt, temp=0.0, repeat_penalty=1.0):
+        ids.append(token)
+        if len(ids) == len(expected):
+            break
+    assert ids == expected
+    first, second = logits_of(ours, expected)[len(prompt) - 1 : -1].topk(2).values.T
+    assert (first - second).min() > 0.01  # or a rounding might have decided
+
+
+@pytest.mark.parametrize("make", [bpe, characters, ascii_characters])
+def test_llama_cpp_reads_the_same_tokens(make, written, llama):
+    tokenizer = make()
+    theirs = llama(written(tokenizer)[2])
+    for text in AWKWARD:
+        if make is not bpe:  # others are refused here, and dropped there
+            text = "".join(character for character in text if character in tokenizer.get_vocab())
+        ids = theirs.tokenize(text.encode(), add_bos=False, special=True)
+        assert ids == tokenizer.encode(text)
+        assert theirs.detokenize(ids, special=True).decode() == text
+
+
+def test_llama_cpp_knows_the_control_tokens(written, llama):
+    tokenizer = bpe()
+    tokenizer.add_tokens(["two words"])
+    theirs = llama(written(tokenizer, vocab_size=430)[2])
+    assert (theirs.token_bos(), theirs.token_eos(), theirs.metadata["tokenizer.ggml.padding_token_id"]) == (0, 0, "1")
+    assert theirs.metadata["tokenizer.chat_template"] == CHATML
+    assert theirs.metadata["general.name"] == "Tiny"
+    assert theirs.n_vocab() == 430  # rows beyond the tokenizer's stay
+    for text, special in (("a two words b", False), ("<|im_end|>", True)):
+        assert theirs.tokenize(text.encode(), add_bos=False, special=special) == tokenizer.encode(text)
+    assert len(theirs.tokenize(b"<|im_end|>", add_bos=False, special=False)) > 1
+    assert theirs.tokenize(b"the") == tokenizer.encode("the")  # nothing is put before a text
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_text_without_an_end_goes_on_in_llama_cpp(tied, written, llama):
+    tokenizer = characters()
+    ours, _, file = written(tokenizer, tie_word_embeddings=tied)
+    theirs = llama(file)
+    end = len(tokenizer)
+    assert (theirs.token_eos(), theirs.n_vocab()) == (end, end + 1)
+    silent = llama_logits(theirs, some_ids(ours, 256))[:, end]
+    assert (silent + 1000).abs().max() < 1
+    result = theirs("the", max_tokens=200, temperature=1.0, seed=1)
+    assert (result["choices"][0]["finish_reason"], result["usage"]["completion_tokens"]) == ("length", 200)
+
+
+@pytest.mark.parametrize(
+    ("kind", "activation", "room"),
+    [("f16", "gelu_new", 0.02), ("f16", "gelu", 0.02), ("q8_0", "gelu", 0.5)],
+)
+def test_llama_cpp_is_as_far_as_the_difference_says(kind, activation, room, written, llama):
+    """`room` is what llama.cpp rounds itself: activations to f16, or to 8 bits before a Q8_0 matrix."""
+    ours, folder, file = written(bpe(), kind, activation_function=activation)
+    ids = some_ids(ours)
+    theirs, expected = llama_logits(llama(file), ids), difference(folder, file, torch.tensor([ids]))
+    measured = theirs - logits_of(ours, ids)
+    assert measured.abs().max() == pytest.approx(expected.logits, abs=room)
+    loss = partial(torch.nn.functional.cross_entropy, target=torch.tensor(ids[1:]))
+    assert (loss(theirs[:-1]) - loss(logits_of(ours, ids)[:-1])).item() == pytest.approx(expected.loss, abs=room / 4)
+
+
+# The file itself
+
+
+def test_matrices_are_rounded_and_the_rest_is_not(written):
+    kinds = kinds_of(written(bpe(), "q8_0", n_inner=48)[2])
+    block = {
+        **{f"blk.0.{name}.{part}": "F32" for name in ("attn_norm", "ffn_norm") for part in ("weight", "bias")},
+        **{f"blk.0.{name}.bias": "F32" for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")},
+        **{f"blk.0.{name}.weight": "Q8_0" for name in ("attn_qkv", "attn_output", "ffn_up")},
+        "blk.0.ffn_down.weight": "F16",  # rows of 48
+    }
+    assert {name: kind for name, kind in kinds.items() if name.startswith("blk.0")} == block
+    assert {name: kind for name, kind in kinds.items() if not name.startswith("blk")} == {
+        "token_embd.weight": "Q8_0",
+        "position_embd.weight": "F32",
+        "output.weight": "Q8_0",
+        "output_norm.weight": "F32",
+        "output_norm.bias": "F32",
+    }
+
+
+def test_an_f16_file_differs_by_its_rounding_alone(written):
+    ours, folder, file = written(bpe(), tie_word_embeddings=True)
+    assert "output.weight" not in kinds_of(file)
+    ids = torch.tensor([some_ids(ours), some_ids(ours)[::-1]])
+    found = difference(folder, file, ids)
+    with torch.no_grad():
+        before, loss_before = ours(ids).logits, ours(ids, labels=ids).loss
+        after, loss_after = rounded(ours)(ids).logits, ours(ids, labels=ids).loss
+    assert found.logits == pytest.approx((after - before).abs().max().item(), abs=1e-5)
+    assert found.loss == pytest.approx((loss_after - loss_before).item(), abs=1e-5)
+    assert found.logits > 1e-3
+
+
+def test_exact_gelu_is_counted_as_a_difference(written):
+    ours, folder, file = written(bpe(), activation_function="gelu")
+    ids = some_ids(ours)
+    found = difference(folder, file, torch.tensor([ids]))
+    before, theirs = logits_of(ours, ids), rounded(ours)
+    for block in theirs.transformer.h:
+        block.mlp.act = ACT2FN["gelu_new"]
+    assert found.logits == pytest.approx((logits_of(theirs, ids) - before).abs().max().item(), abs=1e-5)
+
+
+def test_the_door_writes_a_file_of_a_run(store, tmp_path, launch):
+    run = trained(store, tmp_path / "runs" / "tiny", max_steps=3)
+    file = tmp_path / "out" / "tiny.gguf"
+    result = launch("-m", "publishing.gguf_file", run, file, "--type", "q8_0", "--license", "mit")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"Wrote {file} (")
+    assert [path.name for path in file.parent.iterdir()] == ["tiny.gguf"]
+    told = fields_of(file)
+    assert {name: value for name, value in told.items() if name.startswith(("general.", "gpt2."))} == {
+        "general.architecture": "gpt2",
+        "general.name": "tiny",
+        "general.license": "mit",
+        "general.file_type": 7,
+        "general.quantization_version": 2,
+        "gpt2.context_length": 16,
+        "gpt2.embedding_length": 16,
+        "gpt2.block_count": 2,
+        "gpt2.feed_forward_length": 64,
+        "gpt2.attention.head_count": 2,
+        "gpt2.attention.layer_norm_epsilon": pytest.approx(1e-5),
+    }
+    assert (told["tokenizer.ggml.model"], told["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
+    assert told["tokenizer.ggml.add_bos_token"] is False
+    assert told["tokenizer.ggml.tokens"][:2] == ["<|endoftext|>", "<|pad|>"]
+    assert told["tokenizer.ggml.token_type"][:3] == [3, 3, 1]
+
+
+# Transformers
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
+def test_transformers_reads_it_when_told_the_context(tied, activation, written):
+    fields = {"n_positions": 64, "tie_word_embeddings": tied, "activation_function": activation, "n_inner": 48}
+    tokenizer = bpe()
+    ours, folder, file = written(tokenizer, **fields)
+    write_native(folder, file.parent / "native")
+    shutil.move(file, file.parent / "native")
+    told = AutoModelForCausalLM.from_pretrained(
+        file.parent / "native", gguf_file=file.name, n_positions=64, n_inner=48, activation_function=activation
+    )
+    ids = some_ids(ours)
+    assert (logits_of(told, ids) - logits_of(rounded(ours), ids)).abs().max() < 1e-4
+    words = AutoTokenizer.from_pretrained(file.parent / "native", gguf_file=file.name)
+    assert [words.encode(text) for text in AWKWARD] == [tokenizer.encode(text) for text in AWKWARD]
+    untold = AutoConfig.from_pretrained(file.parent / "native", gguf_file=file.name)
+    assert (untold.n_positions, untold.n_ctx, untold.n_inner) == (1024, 64, None)
+
+
+# What is refused
+
+
+def with_rust(**parts):
+    tokenizer = bpe()
+    for name, part in parts.items():
+        setattr(tokenizer.backend_tokenizer, name, part)
+    return tokenizer
+
+
+def with_token(**properties):
+    tokenizer = bpe()
+    tokenizer.add_tokens([AddedToken("<mask>", **properties)])
+    return tokenizer
+
+
+SPLIT = pre_tokenizers.Split(Regex(r"\d"), "isolated")
+NO_PATTERN = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "sentence"),
+    [
+        (bpe, {"activation_function": "relu"}, r"activation_function relu differs by up to 0\.17 from the tanh GELU"),
+        (bpe, {"activation_function": "quick_gelu"}, r"quick_gelu differs by up to 0\.02"),
+        (bpe, {"vocab_size": 300}, "it has 300 embeddings for 420 tokens"),
+        (partial(with_rust, normalizer=normalizers.NFC()), {}, r"its tokenizer has normalizer NFC\(\)"),
+        (
+            partial(with_rust, pre_tokenizer=pre_tokenizers.Sequence([SPLIT, NO_PATTERN])),
+            {},
+            r"pre_tokenizer Sequence\(pretokenizers=\[Split\(",
+        ),
+        (partial(with_rust, pre_tokenizer=NO_PATTERN), {}, "pre_tokenizer ByteLevel.*use_regex=False"),
+        (partial(with_rust, pre_tokenizer=pre_tokenizers.ByteLevel()), {}, "ByteLevel.*add_prefix_space=True"),
+        (partial(with_token, lstrip=True), {}, "a token '<mask>' that takes blanks or whole words"),
+    ],
+)
+def test_what_llama_cpp_would_compute_or_read_otherwise_is_refused(make, fields, sentence, tmp_path):
+    model_folder(tmp_path / "model", make(), **fields)
+    with pytest.raises(UserError, match=sentence):
+        write_gguf(tmp_path / "model", tmp_path / "model.gguf", "f16", "Tiny")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_characters_without_a_trained_bias_are_refused(tmp_path):
+    tokenizer = characters()
+    GPT2ScratchForCausalLM(
+        GPT2ScratchConfig(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2)
+    ).save_pretrained(tmp_path)
+    save(tokenizer, tmp_path)
+    with pytest.raises(UserError, match="the last LayerNorm has no bias by which to keep one silent; train it"):
+        write_gguf(tmp_path, tmp_path / "model.gguf", "f16", "Tiny")
+
+
+def test_another_architecture_is_refused_with_the_remedy(tmp_path):
+    model_folder(tmp_path / "model", bpe())
+    write_native(tmp_path / "model", tmp_path / "native")
+    with pytest.raises(UserError, match="is a GPT2LMHeadModel; convert it first"):
+        write_gguf(tmp_path / "native", tmp_path / "model.gguf", "f16", "Tiny")
+
+
+def test_a_door_without_a_file_says_how(tmp_path):
+    with pytest.raises(UserError, match="Name a model and a file"):
+        main([str(tmp_path)])
+
+
+def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path):
+    model_folder(tmp_path / "model", bpe())
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(UserError, match=r"folder\.gguf cannot be written: Is a directory"):
+        write_gguf(tmp_path / "model", tmp_path / "folder.gguf", "f16", "Tiny")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "folder.gguf"}

@@ -1,0 +1,102 @@
+"""The native twin, read by a process that has never heard of this repository."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from conftest import prose
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from publishing.native import write_native
+from tokenizer.chat import CHATML, CHATML_TOKENS
+from tokenizer.vocabulary import character_tokenizer, save, train_bpe
+
+STRANGER = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, answer = sys.argv[1:]
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+ids = tokenizer("the of and a", return_tensors="pt").input_ids
+with torch.no_grad():
+    logits = model(ids).logits
+seen = {"class": type(model).__name__, "dtype": str(model.dtype), "ids": ids.tolist(), "logits": logits.tolist()}
+seen |= {"special": tokenizer.all_special_tokens, "chat_template": tokenizer.chat_template}
+open(answer, "w").write(json.dumps(seen | {"modules": [name for name in sys.modules if name.startswith("modeling_gpt2")]}))
+"""
+
+
+def bpe():
+    tokenizer = train_bpe([prose(1)], 320, special_tokens=CHATML_TOKENS)
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def model_folder(folder, tokenizer, **fields):
+    """A small random model whose every parameter counts."""
+    torch.manual_seed(1)
+    roles = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    shape = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
+    config = GPT2ScratchConfig(**{"vocab_size": len(tokenizer), **shape, **roles, **fields})
+    model = GPT2ScratchForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    save(tokenizer, folder, config.n_positions)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "special"),
+    [
+        (bpe, {"tie_word_embeddings": True}, ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]),
+        (lambda: character_tokenizer([prose(1)]), {"n_inner": 24, "activation_function": "relu"}, []),
+    ],
+    ids=["bpe", "character"],
+)
+def test_a_stranger_reads_the_same_model(make, fields, special, tmp_path):
+    tokenizer = make()
+    ours = model_folder(tmp_path / "model", tokenizer, **fields)
+    write_native(tmp_path / "model", tmp_path / "native")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = [sys.executable, "-c", STRANGER, str(tmp_path / "native"), "answer.json"]
+    result = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    seen = json.loads((elsewhere / "answer.json").read_text())
+    assert seen["ids"] == [tokenizer.encode("the of and a")]
+    with torch.no_grad():
+        assert (ours(torch.tensor(seen["ids"])).logits - torch.tensor(seen["logits"])).abs().max() < 1e-5
+    assert (seen["class"], seen["dtype"], seen["modules"]) == ("GPT2LMHeadModel", "torch.float32", [])
+    assert seen["special"] == special
+    assert seen["chat_template"] == tokenizer.chat_template
+
+
+def test_what_other_programs_look_for_is_there(tmp_path):
+    model_folder(tmp_path / "model", bpe())
+    write_native(tmp_path / "model", tmp_path / "native")
+    files = {path.name for path in (tmp_path / "native").iterdir()}
+    assert files == {
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    }
+    config = json.loads((tmp_path / "native" / "config.json").read_text())
+    assert (config["model_type"], config["n_ctx"], config["n_positions"]) == ("gpt2", 32, 32)
+    assert "auto_map" not in config
+    described = json.loads((tmp_path / "native" / "tokenizer_config.json").read_text())
+    assert described["tokenizer_class"] == "PreTrainedTokenizerFast"  # TokenizersBackend is unknown to 4.57
+    assert described["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
+    assert "extra_special_tokens" not in described  # a list of them breaks 4.57
+
+
+def test_what_cannot_be_written_is_one_sentence(tmp_path):
+    model_folder(tmp_path / "model", bpe())
+    with pytest.raises(UserError, match="is not empty; name a new folder"):
+        write_native(tmp_path / "model", tmp_path / "model")
+    with pytest.raises(UserError, match="neither a folder here nor a model on the Hub"):
+        write_native(tmp_path / "nothing", tmp_path / "native")
