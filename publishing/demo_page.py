@@ -1,0 +1,339 @@
+"""The page of the demo: up to four models continue one prompt, side by side.
+
+`python -m publishing.demo` opens it; copied as app.py beside a models.json, with its style sheet, it is a whole Space.
+So it imports nothing of this repository.
+"""
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # gradio would tell its makers of every start
+
+import gradio
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")
+REFRESH = 0.08  # seconds between two looks at what was written
+VISITORS = 4  # served at once; others wait for their turn
+STYLE = Path(__file__).with_suffix(".css")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A model on the page."""
+
+    name: str
+    facts: list[str]  # beside its size, such as "step 300"
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Named and meant as generate.py's flags."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    repetition_penalty: float
+    seed: int
+
+    def processors(self) -> LogitsProcessorList:
+        """What happens to the logits before a token is chosen, in the order of Transformers' `generate`."""
+        chain = [RepetitionPenaltyLogitsProcessor(self.repetition_penalty)]
+        if self.temperature > 0:
+            chain += [TemperatureLogitsWarper(self.temperature)]
+            chain += [TopKLogitsWarper(self.top_k)] * (self.top_k > 0)
+            chain += [TopPLogitsWarper(self.top_p)]
+        return LogitsProcessorList(chain)
+
+
+@dataclass
+class Continuation:
+    """What one model has written; a thread of its own fills it while the page shows it."""
+
+    text: str = ""
+    tokens: int = 0
+    seconds: float = 0.0  # from the first token on: what comes before is reading
+    state: str = "writing"  # then one of: complete, ended (by the model), stopped, refused, failed
+    problem: str = ""
+
+
+class PromptError(Exception):
+    """The text says why, to the visitor."""
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def load(source: str, name: str, facts: list[str], trust_remote_code: bool) -> Shown:
+    """
+    Args:
+        source: a model folder or a Hub id. Its weights are read from safetensors only: a pickle is never opened.
+
+    Raises:
+        OSError, ValueError: it cannot be loaded.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if len(tokenizer) == 0:  # where there is none, Transformers makes one up
+        raise ValueError(f"{source} has no tokenizer.")
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    if model.device.type == "cpu" and model.dtype == torch.float32:
+        for module in model.modules():  # column by column, a single row is multiplied up to twice as fast
+            if isinstance(module, nn.Linear):
+                module.weight.data = module.weight.data.t().contiguous().t()
+    return Shown(name, [f"{short(model.num_parameters())} parameters", *facts], model, tokenizer)
+
+
+def short(number: int) -> str:
+    """1_740_480 -> 1.7M"""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}" if number < 100 * size else f"{number / size:.0f}{unit}"
+    return str(number)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """
+    Raises:
+        PromptError: a character that the tokenizer does not know, or nothing to continue.
+    """
+    try:
+        ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
+    except Exception as error:  # the Rust library raises nothing narrower
+        unknown = " ".join(sorted(set(prompt) - set(tokenizer.get_vocab())))
+        raise PromptError(
+            f"This model reads {len(tokenizer)} characters, and these are not among them: {unknown}"
+        ) from error
+    if not ids and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id]
+    if not ids:
+        raise PromptError("This model needs a beginning: write a few words.")
+    return ids
+
+
+@torch.no_grad()
+def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> Iterator[int]:
+    """Continues `ids` token by token until the model ends its text, also beyond its context: when that is full, its second
+    half becomes the new prompt.
+
+    At temperature 0 these are the tokens of generate.py. `generate` draws from the one generator that all share; here each
+    text has its own, so that a seed gives the same text whoever else is writing.
+    """
+    context, ends = model.config.max_position_embeddings, model.config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    generator = torch.Generator(model.device).manual_seed(settings.seed)
+    process = settings.processors()
+    window = ids[-context + 1 :]
+    unread, cache = window, None
+    for _ in range(settings.max_new_tokens):
+        if len(window) == context:
+            window = window[-max(1, context // 2) :]
+            unread, cache = window, None
+        output = model(torch.tensor([unread], device=model.device), past_key_values=cache, use_cache=True)
+        logits = process(torch.tensor([window], device=model.device), output.logits[:, -1].float())  # (1, V)
+        if settings.temperature > 0:
+            chosen = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+        else:
+            chosen = int(logits.argmax())
+        if chosen in ends:
+            return
+        yield chosen
+        window = [*window, chosen]
+        unread, cache = [chosen], output.past_key_values
+
+
+def write(shown: Shown, prompt: str, settings: Settings, into: Continuation, stop: threading.Event) -> None:
+    """Fills `into` until the text is complete or `stop` is set."""
+    try:
+        ids = encode(shown.tokenizer, prompt)
+    except PromptError as problem:
+        into.problem, into.state = str(problem), "refused"
+        return
+    written: list[int] = []
+    started = time.perf_counter()
+    for token in new_tokens(shown.model, ids, settings):
+        written.append(token)
+        text = shown.tokenizer.decode(written, skip_special_tokens=True)
+        into.text, into.tokens = text.rstrip("\ufffd"), len(written)  # perhaps the first bytes of a character
+        if len(written) == 1:
+            started = time.perf_counter()
+        into.seconds = time.perf_counter() - started
+        if stop.is_set():
+            into.state = "stopped"
+            return
+    into.state = "complete" if len(written) == settings.max_new_tokens else "ended"
+
+
+def side_by_side(
+    models: list[Shown], prompt: str, settings: Settings, stop: threading.Event
+) -> Iterator[list[Continuation]]:
+    """What all have written so far, again and again, until all are done. Nothing writes on when this is closed."""
+    continuations = [Continuation() for _ in models]
+    with ThreadPoolExecutor(len(models)) as threads:
+        try:
+            tasks = [
+                threads.submit(write, shown, prompt, settings, into, stop)
+                for shown, into in zip(models, continuations, strict=True)
+            ]
+            while wait(tasks, timeout=REFRESH).not_done:
+                yield continuations
+        finally:
+            stop.set()
+    for task, into in zip(tasks, continuations, strict=True):
+        if task.exception():
+            into.state = "failed"
+    yield continuations
+    for task in tasks:
+        task.result()  # raises what its thread has raised
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def cards(models: list[Shown], prompt: str, continuations: list[Continuation], seed: int | None) -> str:
+    """One card a model; all text is escaped."""
+    inside = "".join(
+        card(shown, prompt, continuation, seed) for shown, continuation in zip(models, continuations, strict=True)
+    )
+    return f'<div class="cards of-{len(models)}">{inside}</div>'
+
+
+def card(shown: Shown, prompt: str, continuation: Continuation, seed: int | None) -> str:
+    facts = "".join(f"<li>{escape(fact)}</li>" for fact in shown.facts)
+    head = f'<header><h2>{escape(shown.name)}</h2><ul class="facts">{facts}</ul></header>'
+    if continuation.state == "empty":
+        text, below = '<p class="quiet">Nothing written yet.</p>', ""
+    elif continuation.state == "refused":
+        text, below = f'<p class="refusal">{escape(continuation.problem)}</p>', ""
+    else:
+        text = f'<mark class="prompt">{escape(prompt)}</mark><span class="new">{escape(continuation.text)}</span>'
+        below = "".join(f"<li>{fact}</li>" for fact in progress(continuation, seed))
+    return (
+        f'<article class="card {continuation.state}">{head}<div class="text">{text}</div>'
+        f'<footer><ul class="facts">{below}</ul></footer></article>'
+    )
+
+
+def progress(continuation: Continuation, seed: int | None) -> list[str]:
+    """Tokens, their rate and how the text ended. `seed` is None where nothing was drawn."""
+    facts = [f"{continuation.tokens} tokens"]
+    if continuation.tokens > 1:
+        facts.append(f"{(continuation.tokens - 1) / continuation.seconds:,.0f} tokens/s")
+    if seed is not None:
+        facts.append(f"seed {seed}")
+    if continuation.state == "ended":
+        facts.append("the model ended its text")
+    if continuation.state in ("stopped", "failed"):
+        facts.append(continuation.state)
+    return facts
+
+
+def build(models: list[Shown], title: str, examples: list[str]) -> gradio.Blocks:
+    """The page, to be opened by `serve`."""
+    stops: dict[str, threading.Event] = {}  # of the visitors who are being served
+
+    def answer(prompt, temperature, max_new_tokens, top_k, top_p, repetition_penalty, seed, request: gradio.Request):
+        if seed and not seed.isdecimal():
+            raise gradio.Error("The seed is a whole number, or empty for a new one each time.", print_exception=False)
+        seed = int(seed) if seed else secrets.randbelow(10_000)
+        settings = Settings(
+            int(max_new_tokens), float(temperature), int(top_k), float(top_p), float(repetition_penalty), seed
+        )
+        stop = stops[request.session_hash] = threading.Event()
+        try:
+            for continuations in side_by_side(models, prompt, settings, stop):
+                yield cards(models, prompt, continuations, seed if temperature > 0 else None)
+        finally:
+            del stops[request.session_hash]
+
+    def stop_writing(request: gradio.Request) -> None:
+        if request.session_hash in stops:
+            stops[request.session_hash].set()
+
+    of_each = "the model continues it" if len(models) == 1 else f"each of the {len(models)} models continues it"
+    with gradio.Blocks(title=title, analytics_enabled=False) as page:
+        gradio.HTML(f'<div class="head"><h1>{escape(title)}</h1><p>Write a beginning; {of_each}.</p></div>')
+        with gradio.Column(elem_classes="desk"):
+            prompt = gradio.Textbox(
+                examples[0], lines=3, max_lines=12, show_label=False, container=False, elem_id="prompt", label="Prompt",
+                placeholder="The beginning of a text",
+            )  # fmt: skip
+            with gradio.Row(elem_classes="bar"):
+                with gradio.Row(elem_classes="examples"):
+                    for example in examples:
+                        chip = gradio.Button(example.replace("\n", " ⏎").strip(), size="sm", elem_classes="chip")
+                        chip.click(None, None, prompt, js=f"() => {json.dumps(example)}", api_visibility="private")
+                start = gradio.Button("Continue", variant="primary", elem_id="start")
+                stop = gradio.Button("Stop", elem_id="stop")
+            with gradio.Accordion("Settings", open=False, elem_classes="settings"), gradio.Row(elem_classes="sliders"):
+                settings = [
+                    slider("Temperature", 0, 2, 0.8, 0.05, "0 takes the likeliest token, always"),
+                    slider("Length", 1, 1000, 200, 1, "new tokens"),
+                    slider("Top-k", 0, 200, 50, 1, "choose among so many; 0 for all"),
+                    slider("Top-p", 0.05, 1, 1, 0.05, "choose among this share"),
+                    slider("Repetition penalty", 1, 2, 1, 0.05, "above 1, what was used gets less likely"),
+                    gradio.Textbox(
+                        label="Seed", info="the same one writes the same text", placeholder="new each time",
+                        max_length=15, elem_id="seed",
+                    ),
+                ]  # fmt: skip
+        nothing = [Continuation(state="empty") for _ in models]
+        shown = gradio.HTML(cards(models, "", nothing, None), elem_id="answers")
+        gradio.on(
+            [start.click, prompt.submit], answer, [prompt, *settings], shown,
+            show_progress="hidden", concurrency_limit=VISITORS, api_visibility="private",
+        )  # fmt: skip
+        stop.click(stop_writing, queue=False, show_progress="hidden", api_visibility="private")
+    return page
+
+
+def slider(label: str, lowest: float, highest: float, value: float, step: float, info: str) -> gradio.Slider:
+    name = label.lower().replace(" ", "_").replace("-", "_")
+    return gradio.Slider(lowest, highest, value, step=step, label=label, info=info, buttons=[], elem_id=name)
+
+
+def serve(models: list[Shown], title: str, examples: list[str], port: int | None = None, share: bool = False) -> None:
+    """Opens the page, says where, and returns once it is interrupted.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    torch.set_num_threads(max(1, torch.get_num_threads() // len(models)))  # they write at the same time
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # nothing is fetched
+    page = build(models, title, examples)
+    _, local, shared = page.launch(
+        server_port=port, share=share, theme=gradio.themes.Base(**fonts), css_paths=STYLE, footer_links=[],
+        run_history=False, quiet=True, prevent_thread_lock=True,
+    )  # fmt: skip
+    print(f"Open {shared or local} (Ctrl-C ends it).", flush=True)
+    page.block_thread()
+
+
+if __name__ == "__main__":  # on a Space
+    space = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
+    serve([load(source, source, [], trust_remote_code=True) for source in space["models"]], space["title"], EXAMPLES)

@@ -1,0 +1,56 @@
+"""The folder of a Space: the demo's page, and what it needs to run without this repository."""
+
+import json
+import shutil
+from configparser import ConfigParser
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from huggingface_hub import SpaceCard, SpaceCardData
+
+from errors import UserError
+
+REPOSITORY = Path(__file__).parent.parent
+NEEDED = ("torch", "transformers", "safetensors")  # a Space installs gradio by its sdk_version
+
+
+def assemble_space(models: list[str], destination: Path, title: str) -> Path:
+    """Writes the folder of a Space that shows `models` (Hub ids) to `destination` (made anew), and returns it.
+
+    Raises:
+        UserError: gradio is not installed, whose version a Space has to name.
+    """
+    try:
+        gradio_version = version("gradio")
+    except PackageNotFoundError as error:
+        raise UserError(
+            "A Space needs gradio, which is not installed: pip install -e '.[demo]' installs it."
+        ) from error
+    shutil.rmtree(destination, ignore_errors=True)
+    destination.mkdir(parents=True)
+    for suffix in (".py", ".css"):
+        shutil.copy(Path(__file__).with_name(f"demo_page{suffix}"), destination / f"app{suffix}")
+    (destination / "models.json").write_text(json.dumps({"title": title, "models": models}, indent=2) + "\n")
+    (destination / "requirements.txt").write_text("".join(f"{line}\n" for line in requirements()))
+    card = SpaceCardData(
+        title=title,
+        sdk="gradio",
+        sdk_version=gradio_version,
+        python_version="3.11",
+        app_file="app.py",
+        models=models,
+        short_description="Language models side by side on one prompt",
+    )
+    names = "\n".join(f"- [{model}](https://huggingface.co/{model})" for model in models)
+    SpaceCard(f"---\n{card.to_yaml()}\n---\n\n# {title}\n\nOne prompt, continued side by side by\n\n{names}\n").save(
+        destination / "README.md"
+    )
+    return destination
+
+
+def requirements() -> list[str]:
+    """With the ranges of setup.cfg."""
+    setup = ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg", encoding="utf-8")
+    lines = setup["options"]["install_requires"].split()
+    return [line for line in lines if line.startswith(NEEDED)]
