@@ -63,9 +63,10 @@ class Settings:
         """What happens to the logits before a token is chosen, in the order of Transformers' `generate`."""
         chain = [RepetitionPenaltyLogitsProcessor(self.repetition_penalty)]
         if self.temperature > 0:
-            chain += [TemperatureLogitsWarper(self.temperature)]
-            chain += [TopKLogitsWarper(self.top_k)] * (self.top_k > 0)
-            chain += [TopPLogitsWarper(self.top_p)]
+            chain.append(TemperatureLogitsWarper(self.temperature))
+            if self.top_k > 0:
+                chain.append(TopKLogitsWarper(self.top_k))
+            chain.append(TopPLogitsWarper(self.top_p))
         return LogitsProcessorList(chain)
 
 

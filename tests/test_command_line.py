@@ -107,6 +107,12 @@ def test_a_first_argument_without_a_flag_fills_the_positional_field():
     assert (model, given) == (Model(n_layer=2, name="runs/x"), {"name", "n_layer"})
 
 
+def test_first_arguments_without_a_flag_fill_a_positional_list():
+    arguments = ["runs/x", "runs/y", "--n_layer", "2"]
+    (model,), given = FlagParser((Model,), "A door.", positional="input").parse(arguments)
+    assert (model, given) == (Model(n_layer=2, input=["runs/x", "runs/y"]), {"input", "n_layer"})
+
+
 # ---- flags that are wrong -------------------------------------------------------------------------------------------
 
 

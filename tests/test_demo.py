@@ -1,0 +1,303 @@
+"""The demo in a real browser: models side by side on one prompt, here and as a Space."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("gradio", reason="the demo needs gradio")
+
+from huggingface_hub import SpaceCard
+
+import generate
+import publishing
+from conftest import REPOSITORY, prose, trained
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from publishing import demo, demo_page
+from publishing.space import assemble_space
+from tokenizer.vocabulary import character_tokenizer
+
+CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
+QUIET = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # what would be fetched from elsewhere is missing
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, store):
+    """A trained model of a few thousand parameters with a context of 16."""
+    return trained(store, tmp_path_factory.mktemp("runs") / "tiny", max_steps=3)
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    """A character model, never trained; deep, so that it writes slowly and can be stopped."""
+    folder = tmp_path_factory.mktemp("models") / "letters"
+    torch.manual_seed(0)
+    tokenizer = character_tokenizer([prose(0, 200)])
+    shape = {"n_layer": 30, "n_head": 2, "n_embd": 16, "n_positions": 16, "initializer_range": 0.5}
+    GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def served(command: list[str], folder: Path):
+    """The address of a page that a process of its own serves."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    server = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=clean | {"OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(folder / "modules")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said = server.stdout.readline()
+        address = re.match(r"Open (http://127\.0\.0\.1:\d+/) ", said)
+        assert address, said
+        yield address[1]
+    finally:
+        server.terminate()
+        server.wait()
+        server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def address(run, letters):
+    with served(["-m", "publishing.demo", str(run), str(letters)], REPOSITORY) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    webdriver = pytest.importorskip("selenium.webdriver", reason="a browser is driven by selenium")
+    if not (CHROMIUM.is_file() and DRIVER.is_file()):
+        pytest.skip(f"there is no {CHROMIUM} or no {DRIVER}")
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in (*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(flag)
+    chromium = webdriver.Chrome(options, webdriver.ChromeService(str(DRIVER)))
+    yield chromium
+    chromium.quit()
+
+
+class Page:
+    """What a visitor does and sees."""
+
+    def __init__(self, browser, address: str):
+        self.browser = browser
+        browser.get(address)
+        self.wait_for("return document.querySelectorAll('.card.empty').length > 0")
+
+    def wait_for(self, script: str) -> None:
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        WebDriverWait(self.browser, 60, poll_frequency=0.02).until(lambda browser: browser.execute_script(script))
+
+    def fill(self, selector: str, text: str) -> None:
+        from selenium.webdriver.common.keys import Keys
+
+        field = self.browser.find_element("css selector", selector)
+        field.send_keys(Keys.CONTROL, "a")
+        field.send_keys(text, *([Keys.TAB] if "input" in selector else []))
+
+    def set(self, **settings: str) -> None:
+        self.click(".settings > button")
+        self.wait_for("return document.querySelector('#seed')?.checkVisibility()")
+        for name, value in settings.items():
+            self.fill(f"#{name} input[type=number]", value)
+
+    def click(self, selector: str) -> None:
+        self.browser.find_element("css selector", selector).click()
+
+    def wait_until_done(self) -> None:
+        self.wait_for("return !document.querySelector('.card.writing, .card.empty')")
+
+    def texts(self, inside: str) -> list[str]:
+        found = self.browser.find_elements("css selector", f".card {inside}")
+        return [element.get_property("textContent") for element in found]
+
+
+def greedy(model: Path, prompt: str, number: int, capsys) -> str:
+    generate.main([str(model), "--prompt", prompt, "--max_new_tokens", str(number), "--temperature", "0"])
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_both_models_write_what_generate_writes_and_nothing_is_fetched_from_elsewhere(
+    address, browser, run, letters, capsys
+):
+    page = Page(browser, address)
+    assert page.texts("h2") == ["tiny", "letters"]
+    assert re.fullmatch(
+        r"11\.6K parametersstep 3validation loss \d\.\d\d\d\.\d\d bits per byte", page.texts("header ul")[0]
+    )
+    page.set(temperature="0", length="40")
+    page.fill("#prompt textarea", "The")
+    page.click("#start")
+    page.wait_for("return document.querySelectorAll('.card.writing .new:not(:empty)').length > 0")  # it streams
+    page.wait_until_done()
+    assert page.texts(".text") == [greedy(model, "The", 40, capsys) for model in (run, letters)]  # beyond the context
+    assert page.texts(".prompt") == ["The", "The"]
+    assert re.fullmatch(r"40 tokens[\d,]+ tokens/s", page.texts("footer")[1])
+    fetched = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert fetched
+    assert all(name.startswith(address) for name in fetched)
+
+
+def test_stop_ends_the_writing(address, browser):
+    page = Page(browser, address)
+    page.set(length="1000")
+    page.click("#start")
+    page.wait_for("return document.querySelectorAll('.card')[1].querySelector('.new')?.textContent.length > 5")
+    page.click("#stop")
+    page.wait_until_done()
+    said = page.texts("footer")[1]
+    assert said.endswith("stopped")
+    assert 5 < int(said.split()[0]) < 1000
+    page.click("#start")  # and it can be started again
+    page.wait_for("return document.querySelector('.card.writing') !== null")
+    page.click("#stop")
+    page.wait_until_done()
+
+
+def test_a_character_that_a_model_has_never_seen_is_told_and_the_other_model_writes(address, browser):
+    page = Page(browser, address)
+    page.set(length="4")
+    page.fill("#prompt textarea", "<b>${1+1}</b>")
+    page.click("#start")
+    page.wait_until_done()
+    assert page.texts(".prompt") == ["<b>${1+1}</b>"]  # as it was written
+    assert re.search(r"reads \d+ characters, and these are not among them: \$ \+ / 1 < > \{ \}", page.texts(".text")[1])
+
+
+def test_an_example_is_written_into_the_prompt(address, browser):
+    page = Page(browser, address)
+    page.fill("#prompt textarea", "something else")
+    page.click(".chip")
+    page.wait_for("return document.querySelector('#prompt textarea').value === 'the'")
+
+
+def test_a_seed_that_is_no_number_is_told(address, browser):
+    page = Page(browser, address)
+    page.set()
+    page.fill("#seed textarea", "seven")
+    page.click("#start")
+    page.wait_for("return document.body.innerText.includes('The seed is a whole number')")
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def settings(**others) -> demo_page.Settings:
+    usual = {"max_new_tokens": 30, "temperature": 1.0, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
+    return demo_page.Settings(**usual | others)
+
+
+def written(models: list[demo_page.Shown], **others) -> list[str]:
+    *_, last = demo_page.side_by_side(models, "The", settings(**others), threading.Event())
+    return [continuation.text for continuation in last]
+
+
+def test_a_seed_gives_the_same_text_whoever_else_is_writing(letters):
+    shown = demo_page.load(str(letters), "letters", [], trust_remote_code=False)
+    alone = written([shown])
+    assert len(alone[0]) == 30
+    assert written([shown, shown, shown]) == alone * 3
+    assert written([shown], seed=6) != alone
+
+
+def test_top_k_1_is_greedy(letters):
+    shown = demo_page.load(str(letters), "letters", [], trust_remote_code=False)
+    assert written([shown], top_k=1) == written([shown], temperature=0.0, repetition_penalty=1.1)
+
+
+def test_nothing_writes_on_when_a_visitor_has_left(letters):
+    shown = demo_page.load(str(letters), "letters", [], trust_remote_code=False)
+    before = threading.active_count()
+    writing = demo_page.side_by_side([shown, shown], "The", settings(max_new_tokens=10**9), threading.Event())
+    assert [continuation.state for continuation in next(writing)] == ["writing", "writing"]
+    writing.close()
+    assert threading.active_count() == before
+
+
+def test_a_number_of_parameters_is_short():
+    assert [demo_page.short(n) for n in (65, 11_648, 1_740_480, 134_601_216, 1_557_611_200)] == [
+        *("65", "11.6K", "1.7M", "135M", "1.6B"),
+    ]
+
+
+# ---- a Space ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_app_of_a_space_needs_nothing_but_its_folder(run, letters, browser, tmp_path, capsys):
+    models = [shutil.copytree(run / "model", tmp_path / "a"), letters]
+    folder = assemble_space([str(model) for model in models], tmp_path / "space", title="Two of them")
+    with served(["app.py"], folder) as address:
+        page = Page(browser, address)
+        assert page.browser.title == "Two of them"
+        page.set(temperature="0", length="20")
+        page.fill("#prompt textarea", "The")
+        page.click("#start")
+        page.wait_until_done()
+        assert page.texts(".text") == [greedy(model, "The", 20, capsys) for model in models]
+
+
+def test_a_dry_run_leaves_the_folder_of_the_space(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    demo.main(["me/small", "me/large", "--space", "me/try-them", "--dry_run"])
+    folder = Path("runs/spaces/try-them")
+    assert capsys.readouterr().out == f"Not uploaded (--dry_run): {folder} is what would go to me/try-them.\n"
+    assert {path.name for path in folder.iterdir()} == {
+        *("README.md", "app.py", "app.css", "models.json", "requirements.txt"),
+    }
+    card = SpaceCard.load(folder / "README.md")
+    assert (card.data.sdk, card.data.app_file, card.data.models) == ("gradio", "app.py", ["me/small", "me/large"])
+    assert (folder / "requirements.txt").read_text().split() == [
+        "torch>=2.11",
+        "transformers>=5.17,<6",
+        "safetensors>=0.6",
+    ]
+
+
+# ---- requests that cannot be met --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "Name a model"),
+        (["a/b", "a/c", "a/d", "a/e", "a/f"], "5 models are given; at most 4 fit"),
+        (["no/such/run"], "neither a folder here nor a Hub id"),
+        (["nobody/nothing"], "nobody/nothing cannot be loaded"),
+        (["RUN", "me/b", "--space", "me/demo"], "is not on the Hub.*push_to_hub"),
+        (["me/a", "--dry_run"], "--dry_run is for a Space; add --space user/name"),
+        (["me/a", "--space", "me/demo", "--port", "7900"], "--port is for the page here"),
+        (["me/a", "--space", "demo"], "it must be user/name"),
+    ],
+)
+def test_bad_requests_end_in_a_sentence(run, arguments, expected):
+    with pytest.raises(UserError, match=expected):
+        demo.main([str(run) if argument == "RUN" else argument for argument in arguments])
+
+
+def test_without_gradio_one_is_told_what_to_install(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.delitem(sys.modules, "publishing.demo_page")
+    monkeypatch.delattr(publishing, "demo_page")
+    with pytest.raises(UserError, match=r"pip install -e '\.\[demo\]'"):
+        demo.main([str(run)])
