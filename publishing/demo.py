@@ -121,7 +121,8 @@ def from_its_run(source: str) -> tuple[str, list[str], list[str]]:
     step = step_of(path) if is_checkpoint(path) else run.newest_step()
     evaluated = [entry for entry in read_metrics(run.metrics) if entry["step"] == step and "eval_loss" in entry]
     prompts = read_yaml(run.config).get("sample_prompts") or []
-    return run.path.resolve().name, trained(step, evaluated[-1] if evaluated else {}), prompts
+    known = trained(step, evaluated[-1] if evaluated else {}) if step else []  # without its checkpoints: nothing
+    return run.path.resolve().name, known, prompts
 
 
 def trained(step: int, evaluation: dict[str, Any]) -> list[str]:

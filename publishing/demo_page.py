@@ -180,10 +180,10 @@ def write(shown: Shown, prompt: str, settings: Settings, into: Continuation, sto
     for token in new_tokens(shown.model, ids, settings):
         written.append(token)
         text = shown.tokenizer.decode(written, skip_special_tokens=True)
-        into.text, into.tokens = text.rstrip("\ufffd"), len(written)  # perhaps the first bytes of a character
         if len(written) == 1:
             started = time.perf_counter()
-        into.seconds = time.perf_counter() - started
+        into.seconds = time.perf_counter() - started  # before the tokens: the page may look at any moment
+        into.text, into.tokens = text.rstrip("\ufffd"), len(written)  # perhaps the first bytes of a character
         if stop.is_set():
             into.state = "stopped"
             return
@@ -260,7 +260,8 @@ def build(models: list[Shown], title: str, examples: list[str]) -> gradio.Blocks
 
     def answer(prompt, temperature, max_new_tokens, top_k, top_p, repetition_penalty, seed, request: gradio.Request):
         if seed and not seed.isdecimal():
-            raise gradio.Error("The seed is a whole number, or empty for a new one each time.", print_exception=False)
+            sentence = "It is a whole number, or empty for a new one each time."
+            raise gradio.Error(sentence, title="Seed", print_exception=False)
         seed = int(seed) if seed else secrets.randbelow(10_000)
         settings = Settings(
             int(max_new_tokens), float(temperature), int(top_k), float(top_p), float(repetition_penalty), seed

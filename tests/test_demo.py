@@ -197,7 +197,7 @@ def test_a_seed_that_is_no_number_is_told(address, browser):
     page.set()
     page.fill("#seed textarea", "seven")
     page.click("#start")
-    page.wait_for("return document.body.innerText.includes('The seed is a whole number')")
+    page.wait_for("return document.body.innerText.includes('It is a whole number')")
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
