@@ -325,7 +325,6 @@ def serve(models: list[Shown], title: str, examples: list[str], port: int | None
     Raises:
         OSError: the port is taken.
     """
-    torch.set_num_threads(max(1, torch.get_num_threads() // len(models)))  # they write at the same time
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # nothing is fetched
     page = build(models, title, examples)
     _, local, shared = page.launch(
