@@ -1,0 +1,173 @@
+"""EleutherAI's harness on our folders and on the GPT-2 they convert to, as docs/evaluation.md tells users to run it."""
+
+import json
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import REPOSITORY, prose, trained
+from modeling_gpt2scratch.conversion_gpt2scratch import convert
+from tokenizer.corpus import CorpusArguments
+from tokenizer.making import pretokenize
+from tokenizer.recipe import Recipe
+from tokenizer.vocabulary import VocabularyArguments
+
+lm_eval = pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'lm_eval[hf]'")
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+DOCUMENTATION = REPOSITORY / "docs" / "evaluation.md"
+PAGES = [prose(seed, 60) for seed in (11, 12)] + [
+    "The"
+]  # many windows of 16 tokens, the last one cut; and less than one
+CHOICES = [{"query": "The of and", "choices": ["a to in", f"is {word}", word], "label": 0} for word in ("was", "he")]
+MULTIPLE_CHOICE = """
+task: which
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/which.jsonl}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{query}}"
+doc_to_choice: choices
+doc_to_target: label
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+def write_tasks(folder) -> None:
+    """The documentation's task for one's own text, and a multiple-choice one."""
+    documented = re.search(r"```yaml\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)[1]
+    assert "held_out.jsonl" in documented
+    for name, task, rows in (
+        (
+            "my_text",
+            documented.replace("held_out.jsonl", f"{folder}/my_text.jsonl"),
+            [{"text": page} for page in PAGES],
+        ),
+        ("which", MULTIPLE_CHOICE.replace("FOLDER", str(folder)), CHOICES),
+    ):
+        (folder / f"{name}.yaml").write_text(task)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    write_tasks(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, store):
+    """A checkpoint and the GPT-2 that it converts to."""
+    folder = tmp_path_factory.mktemp("models")
+    checkpoint = trained(store, folder / "run", max_steps=30, warmup_steps=0) / "checkpoints" / "step_00000030"
+    convert(str(checkpoint), str(folder / "twin"), "gpt2")
+    return {"checkpoint": checkpoint, "twin": folder / "twin"}
+
+
+@pytest.fixture(scope="module")
+def results(launch, models, tasks):
+    """What the harness says of each of them: all its results, and the log likelihoods of the choices."""
+
+    def evaluate(name: str):
+        output = tasks / name
+        trust = ",trust_remote_code=True" if name == "checkpoint" else ""
+        done = launch(
+            *("-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={models[name]},dtype=float32{trust}"),
+            *("--tasks", "my_text,which", "--include_path", tasks, "--batch_size", "4", "--device", "cpu"),
+            *("--output_path", output, "--log_samples"),
+            HF_HUB_OFFLINE="1",
+            HF_DATASETS_OFFLINE="1",
+            HF_HOME=str(tasks / "home" / name),
+        )
+        assert done.returncode == 0, done.stderr
+        [summary], [samples] = output.glob("*/results_*.json"), output.glob("*/samples_which_*.jsonl")
+        answers = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
+        return json.loads(summary.read_text()), [float(nats) for choices in answers for [[nats, _]] in choices]
+
+    with ThreadPoolExecutor() as pool:  # most of the time goes into reading the harness's thousands of tasks
+        return dict(zip(models, pool.map(evaluate, models), strict=True))
+
+
+@torch.no_grad()
+def bits_per_byte(folder, prefix: int | None = None) -> float:
+    """Each page after the token that begins a text, in windows of the context that overlap by one token; the last window
+    is filled up with what was scored before."""
+    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    context, nats = model.config.n_positions, 0.0
+    for page in PAGES:
+        ids = torch.tensor([tokenizer.bos_token_id if prefix is None else prefix, *tokenizer.encode(page)])
+        for scored in range(0, len(ids) - 1, context):
+            end = min(scored + context, len(ids) - 1)
+            window = ids[max(end - context, 0) : end + 1]
+            losses = cross_entropy(model(window[None, :-1]).logits[0], window[1:], reduction="none")
+            nats += losses[scored - end :].sum().item()
+    return nats / math.log(2) / len("".join(PAGES).encode())
+
+
+def numbers(result: dict, task: str) -> dict[str, float]:
+    return {name: value for name, value in result["results"][task].items() if isinstance(value, float)}
+
+
+def test_a_checkpoint_and_its_gpt2_get_the_same_results(results):
+    (checkpoint, choices), (twin, choices_of_twin) = results["checkpoint"], results["twin"]
+    assert checkpoint["max_length"] == twin["max_length"] == 16
+    assert checkpoint["config"]["model_num_parameters"] == twin["config"]["model_num_parameters"] == 11648
+    assert choices == pytest.approx(choices_of_twin, abs=1e-5)
+    assert len(choices) == 6
+    for task in ("my_text", "which"):
+        assert numbers(checkpoint, task) == pytest.approx(numbers(twin, task), rel=1e-6)
+
+
+def test_bits_per_byte_are_those_of_the_text(results, models):
+    result, _ = results["checkpoint"]
+    measured = result["results"]["my_text"]["bits_per_byte,none"]
+    assert measured == pytest.approx(bits_per_byte(models["checkpoint"]), rel=1e-5)
+    assert 1.5 < measured < 3.5  # an even choice among 300 tokens would be 3.5
+
+
+def test_a_model_of_characters_begins_with_the_token_that_is_named(tasks, tmp_path):
+    (tmp_path / "text.txt").write_text(prose(1, 800))
+    recipe = Recipe([str(tmp_path)], CorpusArguments(), VocabularyArguments(tokenizer_type="character"), seed=1)
+    store = pretokenize(recipe, tmp_path / "store", say=lambda text: None)
+    model = trained(store, tmp_path / "run") / "model"
+    newline = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("\n")
+    result = lm_eval.simple_evaluate(
+        model="hf",
+        model_args=f"pretrained={model},trust_remote_code=True,dtype=float32,prefix_token_id={newline}",
+        tasks=["my_text"],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        device="cpu",
+    )
+    assert result["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(bits_per_byte(model, newline), rel=1e-5)
+
+
+def test_results_become_the_metadata_of_a_card(results, tmp_path, monkeypatch):
+    """The documentation's snippet, but for the Hub."""
+    snippet = re.search(r"```python\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)[1]
+    for here, there in (
+        ('load("YOUR_NAME/my-model")', 'load("card.md")'),
+        ('push_to_hub("YOUR_NAME/my-model")', 'save("card.md")'),
+    ):
+        assert here in snippet
+        snippet = snippet.replace(here, there)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "card.md").write_text("---\nlibrary_name: transformers\n---\n# my-model\n")
+    (tmp_path / "results" / "model").mkdir(parents=True)
+    result, _ = results["checkpoint"]
+    (tmp_path / "results" / "model" / "results_2026.json").write_text(json.dumps(result))
+    exec(snippet, {})
+    listed = {(entry.dataset_name, entry.metric_type): entry for entry in ModelCard.load("card.md").data.eval_results}
+    assert set(listed) == {
+        *(("my_text", metric) for metric in ("bits_per_byte", "byte_perplexity", "word_perplexity")),
+        *(("which", metric) for metric in ("acc", "acc_norm")),
+    }
+    assert listed["which", "acc"].metric_value == result["results"]["which"]["acc,none"]
+    assert listed["which", "acc"].dataset_split == "test"
+    assert listed["which", "acc"].source_name == f"lm-eval {lm_eval.__version__}, 0-shot"
