@@ -23,6 +23,8 @@ from training.health import Reading
 from training.speed import Speed, in_words
 
 ALL_OF_A_LINE = 100  # columns of a terminal in which the bar has room beside it
+# A notebook gives its commands a terminal, but keeps all that they ever wrote to it: lines, not ten pictures of a bar a second.
+IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # as Jupyter tells its kernels
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Journal:
         self.tenths_shown = first_step * 10 // max_steps
         self.main = accelerator.is_main_process
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
-        self.bar = self._bar(first_step) if self.main and self.console.is_terminal else None
+        self.bar = self._bar(first_step) if self.main and self.console.is_terminal and not IN_NOTEBOOK else None
 
     def _bar(self, first_step: int) -> Progress:
         columns = (

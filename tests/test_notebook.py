@@ -1,0 +1,70 @@
+"""notebooks/colab.ipynb in a real kernel: it trains, stops, loses its machine, goes on from the drive and would publish."""
+
+import re
+import shutil
+
+import pytest
+
+from conftest import REPOSITORY, TINY, flags
+
+nbformat = pytest.importorskip("nbformat", reason="notebooks need: pip install nbclient ipykernel")
+nbclient = pytest.importorskip("nbclient", reason="notebooks need: pip install nbclient ipykernel")
+pytest.importorskip("ipykernel", reason="notebooks need: pip install nbclient ipykernel")
+
+NOTEBOOK = REPOSITORY / "notebooks" / "colab.ipynb"
+
+
+def execute(last: str, **parameters) -> dict[str, str]:
+    """Runs the notebook where it lies, with other parameters, until the cell titled `last`; returns what each one printed."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    titles = re.findall(r"\*\*\d\. (.*?)\.\*\*", "".join(cell.source for cell in notebook.cells))
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert len(titles) == len(code)
+    for name, value in parameters.items():
+        code[0].source, times = re.subn(rf"(?m)^{name} = .*", lambda _: f"{name} = {value!r}", code[0].source)  # noqa: B023
+        assert times == 1, name
+    notebook.cells = code[: titles.index(last) + 1]
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
+    return {
+        title: "".join(output.text for output in cell.outputs)
+        for title, cell in zip(titles, notebook.cells, strict=False)
+    }
+
+
+def test_it_is_committed_as_it_should_be():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+    assert code[0].metadata.tags == ["parameters"]
+    assert notebook.metadata.accelerator == "GPU"  # what Colab gives it
+    assert NOTEBOOK.stat().st_size < 10_000
+
+
+def test_a_machine_is_lost_and_the_same_cells_go_on(store, tmp_path, monkeypatch):
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("HF_HOME", str(tmp_path / "home"))):
+        monkeypatch.setenv(name, value)
+    run, drive = tmp_path / "machine" / "tiny", tmp_path / "drive"
+    parameters = {
+        "DATA": str(store.folder),
+        "RUN": str(run),
+        "DRIVE": str(drive),
+        "PROMPT": "the",
+        "LOOK_HOURS": 1e-6,
+        "FLAGS": " ".join(flags(**TINY, vocab_size=300)),
+    }
+    said = execute("Train", **parameters)
+    assert "Device:  CPU" in said["What it will take"]
+    assert "step_00000006 is in" in said["What it will take"] + said["Train"]
+
+    shutil.rmtree(run.parent)
+    shutil.rmtree(drive / "tiny" / "checkpoints" / "step_00000006")  # the machine went before it was copied
+    said = execute("Before you end the session yourself", **parameters)
+    assert "step_00000003 is brought back" in said["Train"]
+    assert "going on after step_00000003" in said["Train"]
+    lines = re.findall(r"(?m)^step (\d)/6  loss .* lr .*$", said["Train"])
+    assert lines == ["4", "5", "6"]  # and no progress bar:
+    assert not any("\x1b" in text for text in said.values())
+    assert said["Read what it writes"].startswith("the")
+    assert "Not uploaded (--dry_run)" in said["Publish"]
+    assert [path.name for path in sorted((drive / "tiny" / "checkpoints").glob("step_*"))][-1] == "step_00000006"
