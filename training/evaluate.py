@@ -123,7 +123,7 @@ def eval_windows(store: TokenStore, context: int, number: int, mask_documents: b
     return {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
 
 
-def _store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
+def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
     """The store to score, and whether attention keeps to documents, as the run says that `model` is of."""
     from training.config import read_config  # composes this module's arguments too: above, it would be a circle
 
@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> None:
     if door.per_device_eval_batch_size < 1:
         raise UserError(f"per_device_eval_batch_size is {door.per_device_eval_batch_size}; it must be at least 1.")
     folder = find_model(door.model)
-    store, mask_documents = _store_and_masking(door.model, door.data)
+    store, mask_documents = store_and_masking(door.model, door.data)
     model = GPT2ScratchForCausalLM.from_pretrained(folder, use_safetensors=True)
     if model.config.vocab_size != store.metadata.vocab_size:
         raise UserError(

@@ -1,0 +1,123 @@
+"""Makes a chat model of a trained one: TRL's SFTTrainer on a file of chats, with LoRA unless told otherwise.
+
+python -m examples.finetune_chat runs/x --data chats.jsonl                        # {"messages": [{"role", "content"}, ...]} a line
+python -m examples.finetune_chat runs/x --data chats.jsonl --replay_fraction 0.3  # forget less
+python -m examples.finetune_chat runs/x --data chats.jsonl --lora_rank 0          # all weights
+"""
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from command_line import run
+from errors import UserError
+from examples.tuning import (
+    Tuning,
+    load,
+    lora,
+    losses,
+    need,
+    original_text,
+    parse,
+    read_records,
+    save,
+    shared_settings,
+    splits,
+)
+from tokenizer.chat import normalised
+
+# For a tokenizer without a chat template. No token is added: a turn of the assistant ends with the token that ended each
+# text in pre-training, which the model knows, and stops at, already. TRL takes the loss of what is between the
+# `generation` marks.
+PLAIN_TURNS = """\
+{%- for message in messages %}
+{%- set content = message['content'] | replace(eos_token, '') | trim %}
+{%- if message['role'] == 'assistant' %}
+{{- 'Assistant:\\n' }}{% generation %}{{ content + eos_token }}{% endgeneration %}
+{%- else %}
+{{- (message['role'] | capitalize) + ':\\n' + content + '\\n\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"""
+
+
+def read_chats(tuning: Tuning) -> Dataset:
+    """The chats, each as `messages`.
+
+    Raises:
+        UserError: a line is no chat, or one in which the assistant says nothing.
+    """
+    chats = []
+    for number, record in read_records(tuning.data):
+        chat = normalised(record.get("messages", record.get("conversations")))
+        if chat is None or not any(message["role"] == "assistant" for message in chat):
+            raise UserError(
+                f"{tuning.data}, line {number} is no chat with an assistant; each line must be "
+                '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}.'
+            )
+        chats.append({"messages": chat})
+    return Dataset.from_list(chats)
+
+
+def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Sees to it that the tokenizer has a chat template; returns the id of the token that ends the assistant's turn.
+
+    Raises:
+        UserError: there is no such token.
+    """
+    if tokenizer.chat_template is None and tokenizer.eos_token is None:
+        raise UserError(
+            f"The tokenizer of {len(tokenizer)} tokens has none that ends a text, so a chat would never stop; take a "
+            "model whose tokenizer is a BPE."
+        )
+    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TURNS
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    ids = tokenizer.apply_chat_template(chat)["input_ids"]
+    ends = [i for i in ids[-2:] if i in tokenizer.added_tokens_decoder]  # a line break may follow
+    if not ends:
+        raise UserError("The tokenizer's chat template ends the assistant's turn with no token of its own; mend it.")
+    return ends[-1]
+
+
+def main(arguments: list[str]) -> None:
+    tuning = parse(__doc__, arguments)
+    need("trl", *["peft"] * bool(tuning.lora_rank))
+    from trl import SFTConfig, SFTTrainer
+    from trl.chat_template_utils import has_generation_markers
+
+    chats = splits(read_chats(tuning), tuning, shuffle=True)
+    model, tokenizer = load(tuning)
+    turn_end = give_template(tokenizer)
+    model.generation_config.eos_token_id = sorted({turn_end, tokenizer.eos_token_id} - {None})
+    original = original_text(tuning, model)
+    context = model.config.max_position_embeddings
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(
+            max_length=context,
+            assistant_only_loss=has_generation_markers(tokenizer.chat_template),
+            gradient_checkpointing=False,
+            **shared_settings(tuning),
+        ),
+        train_dataset=chats["train"],
+        eval_dataset={"chats": chats["test"], **original.held_out},
+        processing_class=tokenizer,
+        peft_config=lora(tuning),
+    )
+    cut = sum(len(ids) >= context for ids in trainer.train_dataset["input_ids"])
+    print(f"{cut} of {len(chats['train'])} chats fill the context of {context} tokens; what is longer is cut there.")
+    if not (len(trainer.train_dataset) and len(trainer.eval_dataset["chats"])):  # TRL leaves out what has no answer
+        raise UserError(
+            f"In {tuning.data} the assistant's turns begin beyond the context of {context} tokens; shorten it."
+        )
+    tokens = trainer.train_dataset.select_columns(["input_ids", "labels"])
+    trainer.train_dataset = original.mixed_into(tokens, tuning.replay_fraction)
+
+    before = losses(trainer)
+    trainer.train()
+    save(trainer, tokenizer, tuning, before, losses(trainer))
+
+
+if __name__ == "__main__":
+    transformers_logging.disable_progress_bar()
+    run(main)

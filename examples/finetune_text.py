@@ -1,0 +1,83 @@
+"""Teaches a trained model another kind of text: Transformers' Trainer, with LoRA unless told otherwise.
+
+python -m examples.finetune_text runs/x --data recipes.txt                  # or a jsonl file: {"text": "..."} a line
+python -m examples.finetune_text runs/x --data recipes.txt --lora_rank 0    # all weights
+"""
+
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.utils import logging as transformers_logging
+
+from command_line import run
+from errors import UserError
+from examples.tuning import (
+    Tuning,
+    load,
+    lora,
+    losses,
+    need,
+    original_text,
+    parse,
+    read_records,
+    save,
+    shared_settings,
+    splits,
+)
+
+
+def read_texts(tuning: Tuning) -> list[str]:
+    """The documents: each record's `text`, or the whole of a file that is no jsonl.
+
+    Raises:
+        UserError: a record has no text, or the file is none.
+    """
+    path = Path(tuning.data)
+    if path.suffix != ".jsonl":
+        try:
+            return [path.read_text(encoding="utf-8")]
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 text.") from error
+    texts = []
+    for number, record in read_records(tuning.data):
+        if not isinstance(record.get("text"), str):
+            raise UserError(f'{path}, line {number} has no text; each line must be {{"text": "..."}}.')
+        texts.append(record["text"])
+    return texts
+
+
+def windows(texts: list[str], tokenizer: PreTrainedTokenizerBase, context: int) -> Dataset:
+    """All texts one behind the other, each with its end, in windows of one context; the rest is left out."""
+    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    ids = [i for text in texts for i in [*tokenizer.encode(text, add_special_tokens=False, verbose=False), *end]]
+    rows = [ids[start : start + context] for start in range(0, len(ids) - context + 1, context)]
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
+def main(arguments: list[str]) -> None:
+    tuning = parse(__doc__, arguments)
+    need(*["peft"] * bool(tuning.lora_rank))
+
+    model, tokenizer = load(tuning)
+    texts = splits(windows(read_texts(tuning), tokenizer, model.config.max_position_embeddings), tuning, shuffle=False)
+    original = original_text(tuning, model)
+    if tuning.lora_rank:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, lora(tuning))
+        model.print_trainable_parameters()
+    trainer = Trainer(
+        model,
+        TrainingArguments(**shared_settings(tuning)),
+        train_dataset=original.mixed_into(texts["train"], tuning.replay_fraction),
+        eval_dataset={"text": texts["test"], **original.held_out},
+    )
+    before = losses(trainer)
+    trainer.train()
+    save(trainer, tokenizer, tuning, before, losses(trainer))
+
+
+if __name__ == "__main__":
+    transformers_logging.disable_progress_bar()
+    run(main)
