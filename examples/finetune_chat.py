@@ -5,6 +5,8 @@ python -m examples.finetune_chat runs/x --data chats.jsonl --replay_fraction 0.3
 python -m examples.finetune_chat runs/x --data chats.jsonl --lora_rank 0          # all weights
 """
 
+import warnings
+
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -82,6 +84,9 @@ def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
 def main(arguments: list[str]) -> None:
     tuning = parse(__doc__, arguments)
     need("trl", *["peft"] * bool(tuning.lora_rank))
+    warnings.filterwarnings(
+        "ignore", ".*gradient_checkpointing", FutureWarning
+    )  # TRL asks Transformers by the old name
     from trl import SFTConfig, SFTTrainer
     from trl.chat_template_utils import has_generation_markers
 

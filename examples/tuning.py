@@ -254,6 +254,7 @@ def shared_settings(tuning: Tuning) -> dict[str, Any]:
         "bf16": torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         "logging_steps": 10,
         "save_strategy": "no",
+        "dataloader_pin_memory": torch.cuda.is_available(),
         "report_to": "none",
     }
 
@@ -276,6 +277,7 @@ def save(
     if tuning.lora_rank:
         model.save_pretrained(tuning.folder / "adapter")
         model = model.merge_and_unload()
+    model.config.use_cache = True  # Trainer turns it off to train, and generation would stay slow
     model.save_pretrained(tuning.folder)
     vocabulary.save(tokenizer, tuning.folder, model.config.max_position_embeddings)
     rows = [

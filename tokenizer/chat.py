@@ -8,9 +8,13 @@ from typing import Any
 
 from errors import UserError
 
-# OpenAI's ChatML, as most templates on the Hub have it.
+# OpenAI's ChatML, as most templates on the Hub have it. What is between the `generation` marks is the assistant's: TRL can
+# take the loss of that alone. Chats that are to be answered end with an open turn of the assistant.
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}{{ '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 MARKS = range(0x100000, 0x10FFFE)  # private use: stand for the first characters of what only reads like a control token

@@ -1,0 +1,214 @@
+"""The recipes of examples/ on real, small runs: what they leave is a model like any other."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("peft", reason="fine-tuning needs peft")
+pytest.importorskip("trl", reason="fine-tuning on chats needs trl")
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import prose, trained
+from errors import UserError
+from examples import finetune_chat, finetune_text
+from tokenizer.corpus import CorpusArguments
+from tokenizer.making import pretokenize
+from tokenizer.recipe import Recipe
+from tokenizer.vocabulary import VocabularyArguments, character_tokenizer
+
+ANSWERS = {"Who is he?": "He is not at it.", "Are they on it?": "They are.", "Was it his?": "It was not his."}
+BIGGER = {"n_embd": 64, "n_positions": 48, "tokens_per_step": 192, "tie_word_embeddings": True, "max_steps": 150}
+QUICK = {"eval_steps": 150, "save_steps": 150, "logging_steps": 60, "sample_tokens": 0, "warmup_steps": 5}
+
+SMALL_STEPS = ["--per_device_train_batch_size", "4"]
+
+# What a stranger would write, in an empty folder. Prints JSON as its last line.
+STRANGER = """
+import json, sys
+from transformers import AutoModelForCausalLM, pipeline
+
+_, loading = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, output_loading_info=True)
+chat = pipeline("text-generation", model=sys.argv[1], trust_remote_code=True)
+answers, ends = {}, []
+for question in json.loads(sys.argv[2]):
+    asked = [{"role": "user", "content": question}]
+    answers[question] = chat(asked, do_sample=False)[0]["generated_text"][-1]["content"]
+    ends.append(chat(asked, do_sample=False, return_tensors=True)[0]["generated_token_ids"][-1])
+print(json.dumps({"wrong": [*loading["missing_keys"], *loading["unexpected_keys"]], "answers": answers, "ends": ends}))
+"""
+
+
+def chats_file(path):
+    records = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in list(ANSWERS.items()) * 30
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def table(output: str) -> dict[str, tuple[float, float]]:
+    """Losses before and after, by what was held out."""
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|", output, re.MULTILINE)
+    return {name: (float(before), float(after)) for name, before, after in rows}
+
+
+def asked_by_a_stranger(model, folder) -> dict:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-c", STRANGER, str(model), json.dumps(list(ANSWERS))],
+        cwd=folder,
+        env=environment | {"HF_MODULES_CACHE": str(folder / "modules"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def tune(launch, recipe, *arguments) -> str:
+    result = launch("-m", f"examples.{recipe}", *arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, store):
+    return trained(store, tmp_path_factory.mktemp("runs") / "tiny", **BIGGER, **QUICK)
+
+
+@pytest.fixture(scope="module")
+def tuned(run, launch, tmp_path_factory):
+    """A folder, and what was printed while it came to be."""
+    folder = tmp_path_factory.mktemp("tuned")
+    data = chats_file(folder / "chats.jsonl")
+    flags = ["--learning_rate", "0.01", "--num_train_epochs", "8", "--replay_fraction", "0.2", *SMALL_STEPS]
+    return folder / "model", tune(
+        launch, "finetune_chat", run, "--data", data, "--output_dir", folder / "model", *flags
+    )
+
+
+def test_chats_are_learned_and_what_is_forgotten_is_said(tuned):
+    losses = table(tuned[1])
+    assert list(losses) == ["chats", "original"]
+    assert losses["chats"][1] < 0.1 < 3 < losses["chats"][0]
+    assert losses["original"][1] < losses["original"][0] + 1
+    assert table((tuned[0] / "README.md").read_text()) == losses
+
+
+def test_it_answers_a_stranger_and_stops_at_the_end_of_the_turn(tuned, tmp_path):
+    seen = asked_by_a_stranger(tuned[0], tmp_path)
+    assert seen == {"wrong": [], "answers": ANSWERS, "ends": [0, 0, 0]}  # <|endoftext|>
+
+
+def test_the_folder_is_that_of_a_model(run, tuned):
+    names = {path.name for path in tuned[0].iterdir()}
+    assert names - {path.name for path in (run / "model").iterdir()} == {"README.md", "adapter", "chat_template.jinja"}
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (run / "model", tuned[0])]
+    assert configs[0] == configs[1]
+    keys = [set(safe_open(folder / "model.safetensors", "pt").keys()) for folder in (run / "model", tuned[0])]
+    assert keys[0] == keys[1]
+    assert str(run) not in (tuned[0] / "README.md").read_text()
+
+
+def test_the_adapter_alone_on_its_base_is_the_merged_model(run, tuned):
+    base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (run / "model", tuned[0]))
+    ids = torch.arange(40)[None]
+    unadapted = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, tuned[0] / "adapter").eval()
+    assert (adapted(ids).logits - merged.eval()(ids).logits).abs().max() < 1e-5
+    assert (adapted(ids).logits - unadapted).abs().max() > 1
+    targets = {name.split(".", 3)[-1] for name in adapted.peft_config["default"].target_modules}
+    assert targets == {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
+
+
+def test_a_model_with_chat_tokens_keeps_its_template_and_stops_at_its_own_token(launch, tmp_path):
+    for number in range(4):
+        messages = [{"role": "user", "content": prose(number, 200)}, {"role": "assistant", "content": prose(9, 200)}]
+        with (tmp_path / "old.jsonl").open("a") as file:
+            file.write(json.dumps({"messages": messages}) + "\n")
+    recipe = Recipe(
+        [str(tmp_path / "old.jsonl")],
+        CorpusArguments(validation_fraction=0.2, chat_template="chatml"),
+        VocabularyArguments(vocab_size=300),
+    )
+    run = trained(pretokenize(recipe, tmp_path / "store", say=lambda text: None), tmp_path / "run", **BIGGER, **QUICK)
+    data, model = chats_file(tmp_path / "new.jsonl"), tmp_path / "model"
+    flags = ["--lora_rank", "0", "--learning_rate", "0.005", "--num_train_epochs", "8", *SMALL_STEPS]
+    losses = table(tune(launch, "finetune_chat", run, "--data", data, "--output_dir", model, *flags))
+    assert losses["chats"][1] < 0.1
+    end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
+    assert asked_by_a_stranger(model, tmp_path) == {"wrong": [], "answers": ANSWERS, "ends": [end] * 3}
+    assert not (model / "adapter").exists()
+
+
+def test_text_is_learned(run, launch, tmp_path):
+    data, model = tmp_path / "new.jsonl", tmp_path / "model"
+    data.write_text((json.dumps({"text": "They are not at it."}) + "\n") * 400)
+    flags = ["--output_dir", model, "--learning_rate", "0.01", *SMALL_STEPS]
+    losses = table(tune(launch, "finetune_text", run, "--data", data, *flags))
+    assert losses["text"][1] < 0.1 < 1 < losses["text"][0]
+    assert "original" in losses
+    tuned, tokenizer = (kind.from_pretrained(model) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tuned.generate(**tokenizer("They are", return_tensors="pt"), do_sample=False)
+    assert tokenizer.decode(ids[0]) == "They are not at it.<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"text": "Hi"}', "line 2 is no chat with an assistant"),
+        ('{"messages": [{"role": "user", "content": "Hi"}]}', "line 2 is no chat with an assistant"),
+        ('{"messages": ', "line 2 is not JSON"),
+        ("[]", "line 2 is no JSON object"),
+    ],
+)
+def test_what_is_no_chat_is_named_by_its_line(run, tmp_path, line, expected):
+    data = chats_file(tmp_path / "chats.jsonl")
+    first, *_ = data.read_text().splitlines()
+    data.write_text(f"{first}\n{line}\n")
+    with pytest.raises(UserError, match=expected):
+        finetune_chat.main([str(run), "--data", str(data), "--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_is_said_at_once(run, tmp_path):
+    data = str(chats_file(tmp_path / "chats.jsonl"))
+    new = ["--output_dir", str(tmp_path / "out")]
+    for arguments, expected in (
+        ([], "Name a model and a file"),
+        (
+            [str(run), "--data", data, *new, "--lora_rank", "-1", "--replay_fraction", "1"],
+            "lora_rank is -1.*\n.*is 1.0",
+        ),
+        ([str(run), "--data", "nothing.jsonl", *new], "There is no file nothing.jsonl"),
+        ([str(run), "--data", data, "--output_dir", str(run)], "exists already"),
+        ([str(tmp_path), "--data", data, *new], "holds no model"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            finetune_chat.main(arguments)
+    with pytest.raises(UserError, match="line 1 has no text"):
+        finetune_text.main([str(run), "--data", data, *new])
+
+
+@pytest.mark.parametrize(("missing", "recipe"), [("trl", finetune_chat), ("peft", finetune_text)])
+def test_a_missing_package_is_one_sentence(run, tmp_path, monkeypatch, missing, recipe):
+    monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
+    arguments = [str(run), "--data", str(chats_file(tmp_path / "chats.jsonl")), "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(UserError, match=rf"needs {missing}, which is not installed: pip install -e '\.\[finetuning\]'"):
+        recipe.main(arguments)
+
+
+def test_a_tokenizer_that_ends_no_text_cannot_chat():
+    with pytest.raises(UserError, match="The tokenizer of 3 tokens has none that ends a text"):
+        finetune_chat.give_template(character_tokenizer(["abc"]))
