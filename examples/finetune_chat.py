@@ -109,8 +109,8 @@ def main(arguments: list[str]) -> None:
         processing_class=tokenizer,
         peft_config=lora(tuning),
     )
-    cut = sum(len(ids) >= context for ids in trainer.train_dataset["input_ids"])
-    print(f"{cut} of {len(chats['train'])} chats fill the context of {context} tokens; what is longer is cut there.")
+    fit = sum(len(ids) < context for ids in trainer.train_dataset["input_ids"])
+    print(f"{fit} of {len(chats['train'])} chats fit the context of {context} tokens; the others are cut there.")
     if not (len(trainer.train_dataset) and len(trainer.eval_dataset["chats"])):  # TRL leaves out what has no answer
         raise UserError(
             f"In {tuning.data} the assistant's turns begin beyond the context of {context} tokens; shorten it."
