@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# EXTRAS=test,everything also installs what takes long: browser, harness, fine-tuning ... (see setup.cfg)
+EXTRAS ?= test
 # On a terminal the launcher's own chatter hides ours; these are its defaults, said aloud.
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
@@ -10,7 +12,7 @@ train: install  ## Train the quickstart: about 1.7M parameters on Python's own s
 	$(LAUNCH) train_accelerate.py
 
 test: install  ## Run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: install
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
@@ -21,7 +23,7 @@ install: $(VENV)/installed
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or later is needed, this is {sys.version.split()[0]}; make PYTHON=python3.11")'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
 
 clean:

@@ -5,9 +5,10 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig
 
+from publishing.evaluations import evaluations, table
 from publishing.source import Source
 from training.config import TrainConfig
 from training.data import find_store
@@ -37,6 +38,8 @@ def model_card(
     use = _use(source, repo_id, branch, has_code, has_twin) + "".join(f"\n\n{line}" for line in files)
     title = sections.pop("")
     body = {"": _which_checkpoint(source, title), "Use": use} | {k: v for k, v in sections.items() if k != "Use"}
+    if measured := table(source):
+        body["Evaluations"] = measured
     body["Licence"] = licence or "None was given: ask the author before you use the weights for more than looking."
     body["Citation"] = _citation(repo_id)
     text = "\n\n".join(f"## {heading}\n\n{content}" if heading else content for heading, content in body.items())
@@ -177,7 +180,7 @@ The architecture is that of Radford et al., Language Models are Unsupervised Mul
 def _metadata(source: Source, repo_id: str, licence: str | None, language: list[str], has_code: bool) -> ModelCardData:
     tags = ["gpt2scratch" if has_code else "gpt2", "from-scratch"] if source.run is not None else ["gpt2scratch"]
     data = {} if source.run is None else {"datasets": _datasets(source.config) or None}
-    results = _evaluations(source) if source.run is not None else []
+    results = evaluations(source) if source.run is not None else []
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -192,27 +195,3 @@ def _metadata(source: Source, repo_id: str, licence: str | None, language: list[
 def _datasets(config: TrainConfig) -> list[str]:
     store = find_store(config.recipe)
     return hub_datasets(store.metadata) if store is not None else []
-
-
-def _evaluations(source: Source) -> list[EvalResult]:
-    record = source.validation
-    if record is None:
-        return []
-    names = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
-    data = {
-        "dataset_name": "held-out text of the training sources",
-        "dataset_type": "text",
-        "dataset_split": "validation",
-    }
-    return [
-        EvalResult(
-            task_type="text-generation",
-            task_name="Language modeling",
-            metric_type=name.removeprefix("eval_"),
-            metric_name=title,
-            metric_value=round(record[name], 4),
-            verified=False,
-            **data,
-        )
-        for name, title in names.items()
-    ]

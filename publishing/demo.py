@@ -15,7 +15,7 @@ import modeling_gpt2scratch  # noqa: F401  registers the architecture: our model
 from command_line import FlagParser, read_yaml, run
 from errors import UserError
 from publishing.space import assemble_space
-from publishing.upload import check_repo_id, upload
+from publishing.upload import check_access, check_models, check_repo_id, upload
 from training.checkpoint import step_of
 from training.journal import read_metrics
 from training.run_folder import RunFolder, find_model, is_checkpoint, run_of
@@ -137,12 +137,15 @@ def trained(step: int, evaluation: dict[str, Any]) -> list[str]:
 def publish(models: list[str], space: str, private: bool, dry_run: bool) -> None:
     """Assembles the Space under runs/ and uploads it, if this is no dry run."""
     check_repo_id(space)
+    if not dry_run:
+        check_access(space, private, "space")
+        check_models(models)
     name = space.split("/")[1]
     folder = assemble_space(models, Path("runs") / "spaces" / name, title=name)
     if dry_run:
         print(f"Not uploaded (--dry_run): {folder} is what would go to {space}.")
         return
-    print(f"Published: {upload(folder, space, private=private, repo_type='space', space_sdk='gradio')}")
+    print(f"Published: {upload(folder, space, private=private, repo_type='space', space_sdk='gradio').url}")
 
 
 if __name__ == "__main__":

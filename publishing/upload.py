@@ -79,6 +79,19 @@ def check_access(repo_id: str, private: bool = False, repo_type: str = "model") 
             )
 
 
+def check_models(names: list[str]) -> None:
+    """
+    Raises:
+        UserError: one of them is not on the Hub, or is not for everyone to see.
+    """
+    with _told(f"look at {', '.join(names)}"):
+        missing = [name for name in names if not HfApi().repo_exists(name, token=False)]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} cannot be seen by everyone on the Hub; push it first, and not as private."
+        )
+
+
 def upload(
     folder: Path,
     repo_id: str,

@@ -11,11 +11,14 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import huggingface_hub
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from huggingface_hub import constants
 
 import train_accelerate
+from hub_server import TOKEN, serving
 from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
@@ -109,3 +112,19 @@ def launch():
         )
 
     return run
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Logged in to an empty Hub."""
+    with serving() as (server, address):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        huggingface_hub.close_session()
+        yield server
+    huggingface_hub.close_session()

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("gradio", reason="the demo needs gradio")
 
-from huggingface_hub import SpaceCard
+from huggingface_hub import HfApi, SpaceCard
 
 import generate
 import publishing
@@ -275,6 +275,18 @@ def test_a_dry_run_leaves_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
 
 
 # ---- requests that cannot be met --------------------------------------------------------------------------------------
+
+
+def test_a_space_is_published_with_models_that_everyone_can_see(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    HfApi().create_repo("me/a")
+    HfApi().create_repo("me/hidden", private=True)
+    demo.main(["me/a", "--space", "me/demo"])
+    assert hub["spaces/me/demo"].files().keys() >= {"app.py", "app.css", "models.json", "requirements.txt", "README.md"}
+    assert capsys.readouterr().out.endswith("/spaces/me/demo\n")
+    with pytest.raises(UserError, match="me/hidden, me/none cannot be seen by everyone on the Hub"):
+        demo.main(["me/a", "me/hidden", "me/none", "--space", "me/other"])
+    assert "spaces/me/other" not in hub.repositories
 
 
 @pytest.mark.parametrize(

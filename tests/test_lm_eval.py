@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import REPOSITORY, prose, trained
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
+from publishing.card import model_card
+from publishing.evaluations import table
+from publishing.source import find_source
 from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
@@ -148,26 +152,22 @@ def test_a_model_of_characters_begins_with_the_token_that_is_named(tasks, tmp_pa
     assert result["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(bits_per_byte(model, newline), rel=1e-5)
 
 
-def test_results_become_the_metadata_of_a_card(results, tmp_path, monkeypatch):
-    """The documentation's snippet, but for the Hub."""
-    snippet = re.search(r"```python\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)[1]
-    for here, there in (
-        ('load("YOUR_NAME/my-model")', 'load("card.md")'),
-        ('push_to_hub("YOUR_NAME/my-model")', 'save("card.md")'),
-    ):
-        assert here in snippet
-        snippet = snippet.replace(here, there)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "card.md").write_text("---\nlibrary_name: transformers\n---\n# my-model\n")
-    (tmp_path / "results" / "model").mkdir(parents=True)
+def test_results_stand_in_the_card_of_the_weights_that_they_are_of(results, models, tasks):
+    checkpoint = models["checkpoint"]
+    source = find_source(checkpoint, None)
+    shutil.copytree(tasks / "checkpoint", source.run.evaluations)
     result, _ = results["checkpoint"]
-    (tmp_path / "results" / "model" / "results_2026.json").write_text(json.dumps(result))
-    exec(snippet, {})
-    listed = {(entry.dataset_name, entry.metric_type): entry for entry in ModelCard.load("card.md").data.eval_results}
+    card = ModelCard(model_card(source, "me/tiny", None, [], None, True, False, []))
+    listed = {(entry.dataset_name, entry.metric_type): entry for entry in card.data.eval_results}
     assert set(listed) == {
+        *(("held-out text of the training sources", metric) for metric in ("loss", "perplexity", "bits_per_byte")),
         *(("my_text", metric) for metric in ("bits_per_byte", "byte_perplexity", "word_perplexity")),
         *(("which", metric) for metric in ("acc", "acc_norm")),
     }
     assert listed["which", "acc"].metric_value == result["results"]["which"]["acc,none"]
     assert listed["which", "acc"].dataset_split == "test"
     assert listed["which", "acc"].source_name == f"lm-eval {lm_eval.__version__}, 0-shot"
+    assert "## Evaluations\n\n| task | metric | value | by |" in card.text
+    [path] = source.run.evaluations.glob("*/results_*.json")
+    path.write_text(path.read_text().replace("step_00000030", "step_00000015"))  # of other weights
+    assert table(source) == ""

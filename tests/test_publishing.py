@@ -14,7 +14,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from hub_server import TOKEN, File, serving
 from huggingface_hub import HfApi, ModelCard, constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 import push_to_hub
 from conftest import REPOSITORY, trained
 from errors import UserError
+from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from publishing.card import is_kept, model_card
 from publishing.hub_folder import OURS
@@ -51,22 +51,6 @@ def run(tmp_path_factory, store):
 @pytest.fixture
 def a_copy(run, tmp_path):
     return shutil.copytree(run, tmp_path / run.name)
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """Logged in to an empty Hub."""
-    with serving() as (server, address):
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        huggingface_hub.close_session()
-        yield server
-    huggingface_hub.close_session()
 
 
 def push(run: Path, *more: str, repo_id: str = "me/tiny") -> None:

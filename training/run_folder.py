@@ -7,6 +7,7 @@ runs/x/
     samples.md       what the model wrote at each validation
     report.md        the run told in one page, with its loss.png
     profile/         where the time of a step went, see profile.py
+    lm_eval/         what lm-eval measured, where it was told so
     checkpoints/     see checkpoint.py
     model/           the model to use: the newest checkpoint's, without its training state; hub/: what was published
 """
@@ -53,12 +54,13 @@ class RunFolder:
         self.hub = self.path / "hub"
         self.plot = self.path / "loss.png"
         self.profile = self.path / "profile"
+        self.evaluations = self.path / "lm_eval"
 
     @property
     def contents(self) -> tuple[Path, ...]:
         """All that a run leaves; nothing else in the folder is ever deleted."""
         files = (self.config, self.metrics, self.events, self.status, self.samples, self.report, self.plot)
-        return (*files, self.profile, self.checkpoints, self.model, self.hub)
+        return (*files, self.profile, self.evaluations, self.checkpoints, self.model, self.hub)
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
         """The newest complete checkpoint that is as it was written; damaged ones are named and passed over.

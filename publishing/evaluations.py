@@ -1,0 +1,87 @@
+"""What is known of how good a model is, for its card: the run's own validation, and what lm-eval measured.
+
+    python -m lm_eval --model hf --model_args pretrained=runs/x/model,trust_remote_code=True --tasks ... --output_path runs/x/lm_eval
+
+puts its results where they are found here.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult
+
+from publishing.source import Source
+from training.checkpoint import MANIFEST
+
+HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
+VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
+
+
+def evaluations(source: Source) -> list[EvalResult]:
+    """The metrics of the checkpoint, as the Hub's `model-index` has them."""
+    record = source.validation or {}
+    found = [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Language modeling",
+            dataset_type="text",
+            dataset_name="held-out text of the training sources",
+            dataset_split="validation",
+            metric_type=name.removeprefix("eval_"),
+            metric_name=title,
+            metric_value=round(record[name], 4),
+            verified=False,
+        )
+        for name, title in VALIDATION.items()
+        if name in record
+    ]
+    return found + [result for measured in _of_the_harness(source) for result in _entries(measured)]
+
+
+def table(source: Source) -> str:
+    """What lm-eval measured, for people; empty where it measured nothing."""
+    rows = [
+        f"| {result.dataset_name} | {result.metric_type} | {result.metric_value:.4f} | {result.source_name} |"
+        for measured in _of_the_harness(source)
+        for result in _entries(measured)
+    ]
+    if not rows:
+        return ""
+    return "\n".join(["| task | metric | value | by |", "|---|---|--:|---|", *rows])
+
+
+def _of_the_harness(source: Source) -> list[dict[str, Any]]:
+    """The results that are of these weights, oldest first."""
+    if source.run is None:
+        return []
+    found = []
+    for path in sorted(source.run.evaluations.glob("**/results_*.json"), key=lambda path: path.stat().st_mtime):
+        measured = json.loads(path.read_text(encoding="utf-8"))
+        model = Path(measured["model_name"])
+        of_the_run = model.resolve() == source.run.model.resolve()
+        newest = source.step == source.run.newest_step()
+        later = path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime  # than what `model` was then
+        if model.resolve() == source.model.resolve() or (of_the_run and newest and later):
+            found.append(measured)
+    return found
+
+
+def _entries(measured: dict[str, Any]) -> Iterator[EvalResult]:
+    for name, task in measured["configs"].items():
+        local = task["dataset_path"] == "json"  # no id on the Hub: tasks of one's own would count as one
+        for key, value in measured["results"][name].items():
+            metric, _, filtered = key.partition(",")
+            if filtered and not metric.endswith("_stderr") and isinstance(value, float):
+                yield EvalResult(
+                    task_type="text-generation",
+                    dataset_type=name if local else task["dataset_path"],
+                    dataset_name=name,
+                    dataset_config=task.get("dataset_name"),
+                    dataset_split=task.get("test_split") or task.get("validation_split"),
+                    metric_type=metric,
+                    metric_value=value,
+                    source_name=f"lm-eval {measured['lm_eval_version']}, {measured['n-shot'][name]}-shot",
+                    source_url=HARNESS,
+                )
