@@ -24,8 +24,8 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
     for first in range(0, number, at_once):
         rows = {name: tensor[first : first + at_once] for name, tensor in windows.items()}
         logits = model(rows["inputs"], position_ids=rows.get("positions"), use_cache=False).logits
-        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2).float(), rows["targets"], reduction="none")
-        nats += losses.sum(1).tolist()
+        flat = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows["targets"].flatten(), reduction="none")
+        nats += flat.view(rows["targets"].shape).sum(1).tolist()
         targets += (rows["targets"] != -100).sum(1).tolist()
     return nats, targets
 

@@ -25,7 +25,7 @@ SOME_WINDOWS = 16
 LOGITS_TOLERANCE = 1e-5
 LOSS_TOLERANCE = 0.01  # nats a token: the run computed it in bf16, as a rule
 STANDARD_ERRORS = 5  # that the loss on some windows may differ from that on all
-FORWARD_FLOPS = 3e12  # spent on the loss: seconds, or about a minute of two slow cores
+FORWARD_FLOPS = 1e12  # spent on the loss: some ten seconds of two cores
 # The token and whatever would lead a process to this repository.
 NOT_FOR_STRANGERS = ("PYTHONPATH", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE")
 

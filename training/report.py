@@ -267,6 +267,7 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
         return False
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
     except ImportError:
         return False
     tokens_at = {entry["step"]: entry["tokens"] for entry in entries if "loss" in entry}
@@ -277,6 +278,7 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
     if scored:
         axes.plot(*zip(*scored, strict=True), color="#d1495b", marker="o", label="validation")
     axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1.5M
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
