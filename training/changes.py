@@ -23,7 +23,7 @@ NOT_THE_RUN = {
     *("save_strategy", "save_steps", "save_total_limit", "max_hours", "ddp_timeout"),
     *("sample_prompts", "sample_tokens", "sample_temperature", "sample_top_k"),
     *("max_nonfinite_steps", "spike_z_score", "on_spike", "profile"),
-    *("torch_compile", "torch_compile_mode", "per_device_train_batch_size", "gradient_checkpointing"),
+    *("torch_compile", "torch_compile_mode", "per_device_train_batch_size", "gradient_checkpointing", "hourly_price"),
     "attn_implementation",
 }
 
