@@ -1,8 +1,7 @@
 """Makes a chat model of a trained one: TRL's SFTTrainer on a file of chats, with LoRA unless told otherwise.
 
-python -m examples.finetune_chat runs/x --data chats.jsonl                        # {"messages": [{"role", "content"}, ...]} a line
-python -m examples.finetune_chat runs/x --data chats.jsonl --replay_fraction 0.3  # forget less
-python -m examples.finetune_chat runs/x --data chats.jsonl --lora_rank 0          # all weights
+python -m examples.finetune_chat runs/x --data chats.jsonl                  # {"messages": [{"role", "content"}, ...]} a line
+python -m examples.finetune_chat runs/x --data chats.jsonl --lora_rank 0    # all weights
 """
 
 import warnings
@@ -19,7 +18,6 @@ from examples.tuning import (
     lora,
     losses,
     need,
-    original_text,
     parse,
     read_records,
     save,
@@ -91,10 +89,9 @@ def main(arguments: list[str]) -> None:
     from trl.chat_template_utils import has_generation_markers
 
     chats = splits(read_chats(tuning), tuning, shuffle=True)
-    model, tokenizer = load(tuning)
+    model, tokenizer, original = load(tuning)
     turn_end = give_template(tokenizer)
     model.generation_config.eos_token_id = sorted({turn_end, tokenizer.eos_token_id} - {None})
-    original = original_text(tuning, model)
     context = model.config.max_position_embeddings
     trainer = SFTTrainer(
         model,
@@ -109,8 +106,10 @@ def main(arguments: list[str]) -> None:
         processing_class=tokenizer,
         peft_config=lora(tuning),
     )
-    fit = sum(len(ids) < context for ids in trainer.train_dataset["input_ids"])
-    print(f"{fit} of {len(chats['train'])} chats fit the context of {context} tokens; the others are cut there.")
+    whole = sum(len(ids) < context for ids in trainer.train_dataset["input_ids"])
+    print(
+        f"{whole} of {len(chats['train'])} chats are shorter than the context of {context} tokens, where others are cut."
+    )
     if not (len(trainer.train_dataset) and len(trainer.eval_dataset["chats"])):  # TRL leaves out what has no answer
         raise UserError(
             f"In {tuning.data} the assistant's turns begin beyond the context of {context} tokens; shorten it."

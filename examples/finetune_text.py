@@ -18,9 +18,9 @@ from examples.tuning import (
     lora,
     losses,
     need,
-    original_text,
     parse,
     read_records,
+    read_text,
     save,
     shared_settings,
     splits,
@@ -33,16 +33,12 @@ def read_texts(tuning: Tuning) -> list[str]:
     Raises:
         UserError: a record has no text, or the file is none.
     """
-    path = Path(tuning.data)
-    if path.suffix != ".jsonl":
-        try:
-            return [path.read_text(encoding="utf-8")]
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text.") from error
+    if Path(tuning.data).suffix != ".jsonl":
+        return [read_text(tuning.data)]
     texts = []
     for number, record in read_records(tuning.data):
         if not isinstance(record.get("text"), str):
-            raise UserError(f'{path}, line {number} has no text; each line must be {{"text": "..."}}.')
+            raise UserError(f'{tuning.data}, line {number} has no text; each line must be {{"text": "..."}}.')
         texts.append(record["text"])
     return texts
 
@@ -59,9 +55,8 @@ def main(arguments: list[str]) -> None:
     tuning = parse(__doc__, arguments)
     need(*["peft"] * bool(tuning.lora_rank))
 
-    model, tokenizer = load(tuning)
+    model, tokenizer, original = load(tuning)
     texts = splits(windows(read_texts(tuning), tokenizer, model.config.max_position_embeddings), tuning, shuffle=False)
-    original = original_text(tuning, model)
     if tuning.lora_rank:
         from peft import get_peft_model
 

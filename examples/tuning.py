@@ -8,7 +8,7 @@ OUT/
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from huggingface_hub import ModelCardData
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.hf_argparser import HfArg
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture: our models need no trust_remote_code here
 from command_line import FlagParser
@@ -30,38 +31,23 @@ from training.run_folder import find_model
 
 HELD_OUT = 0.1  # of the new text
 ORIGINAL_WINDOWS = 200  # of the original validation text, each of one context
+REPLAY = 0.5  # benchmarks/results/finetuning-cpu.json: what it costs and what it keeps
 
 
 @dataclass
 class Tuning:
-    model: str | None = field(
-        default=None,
-        metadata={"help": "A run, a checkpoint, a model folder or a Hub id; may be given without its flag."},
+    model: str | None = HfArg(default=None, help="A run, a checkpoint, a model folder or a Hub id; needs no flag.")
+    data: str | None = HfArg(default=None, help="The file to learn from.")
+    output_dir: str | None = HfArg(default=None, help="A new folder for the model; runs/MODEL-DATA where left out.")
+    lora_rank: int = HfArg(default=16, help="Rank of the adapters; 0 trains all weights, without LoRA.")
+    learning_rate: float | None = HfArg(default=None, help="Its peak; by the model's width where left out.")
+    num_train_epochs: float = HfArg(default=3.0, help="Passes over the file.")
+    per_device_train_batch_size: int = HfArg(default=16, help="Examples a step, on each device.")
+    replay_fraction: float | None = HfArg(
+        default=None, help=f"Share of the examples that are original training text; {REPLAY} where that is at hand."
     )
-    data: str | None = field(default=None, metadata={"help": "The file to learn from."})
-    output_dir: str | None = field(
-        default=None, metadata={"help": "A new folder for the model; runs/MODEL-DATA where left out."}
-    )
-    lora_rank: int = field(default=16, metadata={"help": "Rank of the adapters; 0 trains all weights, without LoRA."})
-    learning_rate: float | None = field(
-        default=None, metadata={"help": "Its peak; 2e-4 for LoRA and 2e-5 for all weights where left out."}
-    )
-    num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the file."})
-    per_device_train_batch_size: int = field(default=16, metadata={"help": "Examples a step, on each device."})
-    replay_fraction: float = field(
-        default=0.0, metadata={"help": "Share of the examples that are windows of the original training text."}
-    )
-    original_data: str | None = field(
-        default=None, metadata={"help": "Token store of the original text; the run's own where left out."}
-    )
-    seed: int = field(default=1337, metadata={"help": "Decides order, adapters and what is held out."})
-
-    @property
-    def rate(self) -> float:
-        """LoRA wants about ten times the rate of all weights (Schulman et al. 2025, "LoRA Without Regret")."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return 2e-4 if self.lora_rank else 2e-5
+    original_data: str | None = HfArg(default=None, help="Token store of that text; the run's own where left out.")
+    seed: int = HfArg(default=1337, help="Decides order, adapters and what is held out.")
 
     @property
     def folder(self) -> Path:
@@ -79,10 +65,10 @@ class Tuning:
             f"{name} is {getattr(self, name)}; it must be {rule}."
             for name, rule, good in (
                 ("lora_rank", "at least 0", self.lora_rank >= 0),
-                ("learning_rate", "above 0", self.rate > 0),
+                ("learning_rate", "above 0", self.learning_rate is None or self.learning_rate > 0),
                 ("num_train_epochs", "above 0", self.num_train_epochs > 0),
                 ("per_device_train_batch_size", "at least 1", self.per_device_train_batch_size >= 1),
-                ("replay_fraction", "at least 0 and below 1", 0 <= self.replay_fraction < 1),
+                ("replay_fraction", "at least 0 and below 1", 0 <= (self.replay_fraction or 0) < 1),
             )
             if not good
         ]
@@ -94,6 +80,23 @@ class Tuning:
             problems.append(f"{self.folder} exists already; name a new folder with --output_dir.")
         if problems:
             raise UserError("\n".join(problems))
+
+    def decide(self, width: int, original_at_hand: bool) -> None:
+        """Chooses what was left out for a model of `width`, and says it."""
+        if self.learning_rate is None:
+            self.learning_rate = default_rate(width, self.lora_rank > 0)
+        if self.replay_fraction is None:
+            self.replay_fraction = REPLAY if original_at_hand else 0.0
+        replay = f"{self.replay_fraction:.0%} of the examples are" if self.replay_fraction else "none of them is"
+        print(f"The learning rate rises to {self.learning_rate:g} (width {width}); {replay} replayed original text.")
+
+
+def default_rate(width: int, lora: bool) -> float:
+    """`get_lr` of the Tinker cookbook (Thinking Machines) for models like Llama, to two digits.
+
+    Ten times as much for LoRA: Schulman et al. 2025, "LoRA Without Regret", with `lora_alpha` 32 as here.
+    """
+    return float(f"{(5e-4 if lora else 5e-5) * (2000 / width) ** 0.781:.2g}")
 
 
 def parse(documentation: str, arguments: list[str]) -> Tuning:
@@ -122,23 +125,32 @@ def need(*packages: str) -> None:
 # ---- what there is to learn from --------------------------------------------------------------------------------------
 
 
+def read_text(path: str) -> str:
+    """
+    Raises:
+        UserError: the file is no text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text.") from error
+
+
 def read_records(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a jsonl file, with the number of their line.
 
     Raises:
         UserError: a line is not a JSON object, or the file is no text.
     """
-    try:
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-            if line.strip():
+    for number, line in enumerate(read_text(path).split("\n"), start=1):  # a string may hold other line breaks
+        if line.strip():
+            try:
                 record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise UserError(f"{path}, line {number} is no JSON object.")
-                yield number, record
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {number} is not JSON: {error}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text.") from error
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}, line {number} is not JSON: {error}.") from error
+            if not isinstance(record, dict):
+                raise UserError(f"{path}, line {number} is no JSON object.")
+            yield number, record
 
 
 def splits(examples: Dataset, tuning: Tuning, shuffle: bool) -> DatasetDict:
@@ -152,7 +164,7 @@ def splits(examples: Dataset, tuning: Tuning, shuffle: bool) -> DatasetDict:
     return examples.train_test_split(test_size=max(1, int(len(examples) * HELD_OUT)), shuffle=shuffle, seed=tuning.seed)
 
 
-# ---- the original text ------------------------------------------------------------------------------------------------
+# ---- the model and its original text ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -165,7 +177,13 @@ class OriginalText:
     @property
     def held_out(self) -> dict[str, Dataset]:
         """Windows of the validation split, to see what is forgotten; the same ones each time."""
-        return {} if self.store is None else {"original": self._windows("val", ORIGINAL_WINDOWS)}
+        if self.store is None:
+            return {}
+        return {
+            "original": self._windows(
+                "val", min(ORIGINAL_WINDOWS, max(1, self.store.metadata.val.tokens // self.context))
+            )
+        }
 
     def mixed_into(self, new: Dataset, fraction: float) -> Dataset:
         """`new`, with so many windows of the training split that they are `fraction` of all examples."""
@@ -175,43 +193,18 @@ class OriginalText:
         return concatenate_datasets([new, windows.cast(new.features)])
 
     def _windows(self, split: str, number: int) -> Dataset:
-        """At most `number` windows of one context, evenly spread."""
+        """`number` windows of one context, evenly spread; in a small text they overlap."""
         tokens = self.store.memory_map(split)
-        number = min(number, max(1, len(tokens) // self.context))
         starts = np.linspace(0, max(0, len(tokens) - self.context), number).astype(int)
         windows = [tokens[start : start + self.context].tolist() for start in starts]
         return Dataset.from_dict({"input_ids": windows, "labels": windows})
 
 
-def original_text(tuning: Tuning, model: PreTrainedModel) -> OriginalText:
-    """
-    Raises:
-        UserError: it is asked for and not to be had, or was made with another tokenizer.
-    """
-    context = model.config.max_position_embeddings
-    try:
-        store, _ = store_and_masking(tuning.model, tuning.original_data)
-    except UserError as error:
-        if tuning.original_data is not None or tuning.replay_fraction:
-            raise
-        print(f"What is forgotten is not measured, for want of --original_data: {error}")
-        return OriginalText(None, context)
-    if store.metadata.vocab_size != model.config.vocab_size:
-        raise UserError(
-            f"{tuning.model} has a vocabulary of {model.config.vocab_size} tokens, {store.folder} one of "
-            f"{store.metadata.vocab_size}; give an --original_data that was made with its tokenizer."
-        )
-    return OriginalText(store, context)
-
-
-# ---- model, training, folder ------------------------------------------------------------------------------------------
-
-
-def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in fp32, and its tokenizer.
+def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, OriginalText]:
+    """The model in fp32, its tokenizer and its original text; decides what `tuning` leaves open.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: the model cannot be loaded; the original text is asked for and not to be had, or is of another tokenizer.
     """
     source = find_model(tuning.model)
     try:
@@ -221,7 +214,29 @@ def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     # A text ends at the context. Left to themselves, pipelines ask for 256 new tokens, which a small context has not.
     model.generation_config.max_length = model.config.max_position_embeddings
-    return model, vocabulary.load(source)
+    store = original_store(tuning, model.config.vocab_size)
+    tuning.decide(model.config.hidden_size, store is not None)
+    return model, vocabulary.load(source), OriginalText(store, model.config.max_position_embeddings)
+
+
+def original_store(tuning: Tuning, vocab_size: int) -> TokenStore | None:
+    """The run's own store or the one that is named; None where there is none and nobody asked for it."""
+    try:
+        store, _ = store_and_masking(tuning.model, tuning.original_data)
+    except UserError as error:
+        if tuning.original_data is not None or tuning.replay_fraction:
+            raise
+        print(f"What is forgotten is not measured, for want of --original_data: {error}")
+        return None
+    if store.metadata.vocab_size != vocab_size:
+        raise UserError(
+            f"{tuning.model} has a vocabulary of {vocab_size} tokens, {store.folder} one of "
+            f"{store.metadata.vocab_size}; give an --original_data that was made with its tokenizer."
+        )
+    return store
+
+
+# ---- training and the folder ------------------------------------------------------------------------------------------
 
 
 def lora(tuning: Tuning):
@@ -235,16 +250,14 @@ def lora(tuning: Tuning):
 
     if tuning.lora_rank == 0:
         return None
-    return LoraConfig(
-        r=tuning.lora_rank, lora_alpha=2 * tuning.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
+    return LoraConfig(r=tuning.lora_rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def shared_settings(tuning: Tuning) -> dict[str, Any]:
     """What `TrainingArguments` and `SFTConfig` are both told."""
     return {
         "output_dir": str(tuning.folder),
-        "learning_rate": tuning.rate,
+        "learning_rate": tuning.learning_rate,
         "num_train_epochs": tuning.num_train_epochs,
         "per_device_train_batch_size": tuning.per_device_train_batch_size,
         "per_device_eval_batch_size": tuning.per_device_train_batch_size,
@@ -280,42 +293,37 @@ def save(
     model.config.use_cache = True  # Trainer turns it off to train, and generation would stay slow
     model.save_pretrained(tuning.folder)
     vocabulary.save(tokenizer, tuning.folder, model.config.max_position_embeddings)
-    rows = [
-        f"| {name} | {before[name]:.4f} | {after[name]:.4f} | {after[name] - before[name]:+.4f} |" for name in before
-    ]
+    rows = (f"| {name} | {old:.4f} | {after[name]:.4f} | {after[name] - old:+.4f} |" for name, old in before.items())
     table = "\n".join(["| held-out loss | before | after | change |", "|---|--:|--:|--:|", *rows])
-    prompt = '[{"role": "user", "content": "Hello"}]' if tokenizer.chat_template else '"Once"'
-    libraries = dict.fromkeys([type(trainer).__module__.split(".")[0], "transformers", "torch"])
-    (tuning.folder / "README.md").write_text(
-        card(tuning, len(trainer.train_dataset), table, prompt, [*libraries, *["peft"] * bool(tuning.lora_rank)]),
-        encoding="utf-8",
-    )
+    (tuning.folder / "README.md").write_text(card(trainer, tokenizer, tuning, table), encoding="utf-8")
     print(f"{table}\n{tuning.folder} holds the model.")
 
 
-def card(tuning: Tuning, examples: int, table: str, prompt: str, libraries: list[str]) -> str:
+def card(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, table: str) -> str:
     """The model card, without a path of this machine."""
+    base = None if Path(tuning.model).exists() else tuning.model
+    tags = ["gpt2scratch", "fine-tuned"]
     metadata = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        base_model=None if Path(tuning.model).exists() else tuning.model,
-        tags=["gpt2scratch", "fine-tuned"],
-    )
+        library_name="transformers", pipeline_tag="text-generation", base_model=base, tags=tags
+    ).to_yaml()
     method = f"LoRA of rank {tuning.lora_rank} on attention and MLP, merged" if tuning.lora_rank else "all weights"
+    libraries = dict.fromkeys([type(trainer).__module__.split(".")[0], "transformers", "torch"])
+    libraries |= {"peft": None} if tuning.lora_rank else {}
+    prompt = '[{"role": "user", "content": "Hello"}]' if tokenizer.chat_template else '"Once"'
     return f"""---
-{metadata.to_yaml()}
+{metadata}
 ---
 
 # {tuning.folder.name}
 
-{tuning.name}, fine-tuned on {examples:,} examples of {Path(tuning.data).name}.
+{tuning.name}, fine-tuned on {len(trainer.train_dataset):,} examples of {Path(tuning.data).name}.
 
 {table}
 
 | | |
 |---|---|
 | trained | {method} |
-| learning rate, epochs, seed | {tuning.rate:g}, {tuning.num_train_epochs:g}, {tuning.seed} |
+| learning rate, epochs, seed | {tuning.learning_rate:g}, {tuning.num_train_epochs:g}, {tuning.seed} |
 | replayed original text | {tuning.replay_fraction:.0%} of the examples |
 | libraries | {", ".join(f"{name} {version(name)}" for name in libraries)} |
 
