@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -77,12 +78,6 @@ def asked_by_a_stranger(model, folder) -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def tune(launch, recipe, *arguments) -> str:
-    result = launch("-m", f"examples.{recipe}", *arguments)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, store):
     return trained(store, tmp_path_factory.mktemp("runs") / "tiny", **BIGGER, **QUICK)
@@ -93,7 +88,9 @@ def tuned(run, launch, tmp_path_factory):
     """A folder, and what was printed while it came to be."""
     folder = tmp_path_factory.mktemp("tuned")
     data = chats_file(folder / "chats.jsonl", each=150)
-    return folder / "model", tune(launch, "finetune_chat", run, "--data", data, "--output_dir", folder / "model")
+    result = launch("-m", "examples.finetune_chat", run, "--data", data, "--output_dir", folder / "model")
+    assert result.returncode == 0, result.stderr
+    return folder / "model", result.stdout
 
 
 def test_chats_are_learned_and_what_is_forgotten_is_said(tuned):
@@ -145,7 +142,7 @@ def test_the_adapter_alone_on_its_base_is_the_merged_model(run, tuned):
     assert targets == {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
 
 
-def test_a_model_with_chat_tokens_keeps_its_template_and_stops_at_its_own_token(launch, tmp_path):
+def test_a_model_with_chat_tokens_keeps_its_template_and_stops_at_its_own_token(tmp_path, capsys):
     for number in range(4):
         messages = [{"role": "user", "content": prose(number, 200)}, {"role": "assistant", "content": prose(9, 200)}]
         with (tmp_path / "old.jsonl").open("a") as file:
@@ -157,24 +154,57 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stops_at_its_own_token(
     )
     run = trained(pretokenize(recipe, tmp_path / "store", say=lambda text: None), tmp_path / "run", **BIGGER, **QUICK)
     data, model = chats_file(tmp_path / "new.jsonl"), tmp_path / "model"
-    flags = ["--lora_rank", "0", "--learning_rate", "0.005", "--num_train_epochs", "8", *SMALL_STEPS]
-    losses = table(tune(launch, "finetune_chat", run, "--data", data, "--output_dir", model, *flags))
-    assert losses["chats"][1] < 0.1
+    learned_by_heart = ["--learning_rate", "0.005", "--num_train_epochs", "8", "--replay_fraction", "0", *SMALL_STEPS]
+    flags = ["--output_dir", str(model), "--lora_rank", "0", *learned_by_heart]
+    finetune_chat.main([str(run), "--data", str(data), *flags])
+    assert table(capsys.readouterr().out)["chats"][1] < 0.1
     end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
     assert asked_by_a_stranger(model, tmp_path) == {"wrong": [], "answers": ANSWERS, "ends": [end] * 3}
     assert not (model / "adapter").exists()
 
 
-def test_text_is_learned(run, launch, tmp_path):
+@pytest.mark.parametrize("rank", [16, 0])
+def test_text_is_learned(run, tmp_path, capsys, rank):
     data, model = tmp_path / "new.jsonl", tmp_path / "model"
     data.write_text((json.dumps({"text": "They are not at it."}) + "\n") * 400)
-    flags = ["--output_dir", model, "--learning_rate", "0.005", *SMALL_STEPS]
-    losses = table(tune(launch, "finetune_text", run, "--data", data, *flags))
+    flags = ["--output_dir", str(model), "--lora_rank", str(rank), *SMALL_STEPS]
+    finetune_text.main([str(run), "--data", str(data), *flags])
+    losses = table(capsys.readouterr().out)
+    assert list(losses) == ["text", "original"]
     assert losses["text"][1] < losses["text"][0] - 1
-    assert "original" in losses
+    assert losses["original"][1] < losses["original"][0] + 0.5
     _, loading = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
+    assert (model / "adapter").exists() == (rank > 0)
+
+
+def test_a_model_without_its_run_replays_nothing_and_says_so(run, tmp_path, capsys):
+    lone = shutil.copytree(run / "model", tmp_path / "lone")
+    data = tmp_path / "new.txt"
+    data.write_text("They are not at it.\n" * 100)
+    finetune_text.main([str(lone), "--data", str(data), "--output_dir", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert "What is forgotten is not measured, for want of --original_data" in said
+    assert "none of them is replayed original text" in said
+    assert list(table(said)) == ["text"]
+
+
+def test_chats_beyond_the_context_are_cut_and_counted(run, tmp_path, capsys):
+    data = chats_file(tmp_path / "chats.jsonl", each=2)
+    long = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": prose(1, 100)}]}
+    data.write_text(data.read_text() + 6 * (json.dumps(long) + "\n"))
+    finetune_chat.main([str(run), "--data", str(data), "--output_dir", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert "5 of 11 chats are shorter than the context of 48 tokens, where others are cut." in said
+
+
+def test_chats_that_are_asked_beyond_the_context_are_refused(run, tmp_path):
+    data = tmp_path / "chats.jsonl"
+    long = {"messages": [{"role": "user", "content": prose(1, 100)}, {"role": "assistant", "content": "They are."}]}
+    data.write_text(4 * (json.dumps(long) + "\n"))
+    with pytest.raises(UserError, match="assistant's turns begin beyond the context of 48 tokens"):
+        finetune_chat.main([str(run), "--data", str(data), "--output_dir", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize(
