@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
     )
     before = losses(trainer)
     trainer.train()
-    save(trainer, tokenizer, tuning, before, losses(trainer))
+    save(trainer, tokenizer, tuning, before)
 
 
 if __name__ == "__main__":

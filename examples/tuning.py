@@ -177,13 +177,7 @@ class OriginalText:
     @property
     def held_out(self) -> dict[str, Dataset]:
         """Windows of the validation split, to see what is forgotten; the same ones each time."""
-        if self.store is None:
-            return {}
-        return {
-            "original": self._windows(
-                "val", min(ORIGINAL_WINDOWS, max(1, self.store.metadata.val.tokens // self.context))
-            )
-        }
+        return {} if self.store is None else {"original": self._windows("val", ORIGINAL_WINDOWS)}
 
     def mixed_into(self, new: Dataset, fraction: float) -> Dataset:
         """`new`, with so many windows of the training split that they are `fraction` of all examples."""
@@ -278,14 +272,9 @@ def losses(trainer: Trainer) -> dict[str, float]:
     return {name: metrics[f"eval_{name}_loss"] for name in trainer.eval_dataset}
 
 
-def save(
-    trainer: Trainer,
-    tokenizer: PreTrainedTokenizerBase,
-    tuning: Tuning,
-    before: dict[str, float],
-    after: dict[str, float],
-) -> None:
+def save(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, before: dict[str, float]) -> None:
     """Writes the folder; prints what was learned and what was forgotten."""
+    after = losses(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if tuning.lora_rank:
         model.save_pretrained(tuning.folder / "adapter")
@@ -303,15 +292,13 @@ def card(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, t
     """The model card, without a path of this machine."""
     base = None if Path(tuning.model).exists() else tuning.model
     tags = ["gpt2scratch", "fine-tuned"]
-    metadata = ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", base_model=base, tags=tags
-    ).to_yaml()
+    metadata = ModelCardData(library_name="transformers", pipeline_tag="text-generation", base_model=base, tags=tags)
     method = f"LoRA of rank {tuning.lora_rank} on attention and MLP, merged" if tuning.lora_rank else "all weights"
     libraries = dict.fromkeys([type(trainer).__module__.split(".")[0], "transformers", "torch"])
     libraries |= {"peft": None} if tuning.lora_rank else {}
     prompt = '[{"role": "user", "content": "Hello"}]' if tokenizer.chat_template else '"Once"'
     return f"""---
-{metadata}
+{metadata.to_yaml()}
 ---
 
 # {tuning.folder.name}
