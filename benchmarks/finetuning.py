@@ -7,6 +7,7 @@ question about one that is held out was learned.
 """
 
 import ast
+import importlib.metadata
 import json
 import random
 import re
@@ -143,7 +144,9 @@ def main(arguments: list[str]) -> None:
                 model = Path(folder) / f"model{len(results)}"
                 results.append({"way": way} | measure(run_folder, data, asked, model, [*flags, "--seed", str(seed)]))
                 print(json.dumps(results[-1]), flush=True)
-    write(f"finetuning-{device_kind()}", {**about("finetuning", [run_folder]), "chats": CHATS, "ways": results})
+    libraries = {name: importlib.metadata.version(name) for name in ("peft", "trl")}
+    head = {**about("finetuning", [run_folder]), **libraries, "chats": CHATS, "asked": ASKED}
+    write(f"finetuning-{device_kind()}", {**head, "ways": results})
 
 
 if __name__ == "__main__":
