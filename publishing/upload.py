@@ -192,6 +192,11 @@ def _told(what: str) -> Iterator[None]:
         raise UserError(f"Could not {what}: HF_HUB_OFFLINE is set; unset it, or look with --dry_run.") from error
     except HfHubHTTPError as error:
         raise UserError(f"Could not {what}: the Hub refused: {_first_line(error)}.") from error
+    except UnicodeEncodeError as error:
+        raise UserError("The token has characters that no token has: run `hf auth login`, then this again.") from error
+    except ValueError as error:  # metadata of the card that the Hub does not know, or an answer that is none of its own
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"Could not {what}: {reason}; mend what is named, then run this again.") from error
     except (HTTPError, OSError, RuntimeError) as error:  # RuntimeError: from Xet
         raise UserError(
             f"Could not {what}: the Hub cannot be reached ({_first_line(error)}); run this again: what has arrived is not "

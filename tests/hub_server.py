@@ -72,6 +72,7 @@ class Hub:
         self.user = {"name": "me", "type": "user", "orgs": [{"name": "us"}], "auth": {"accessToken": {"role": "write"}}}
         self.taken: set[str] = set()  # names of something else
         self.read_only: set[str] = set()  # namespaces
+        self.licences = {"mit", "apache-2.0", None}  # that it knows
         self.cut_uploads = 0  # of so many large files, the connection breaks off in the middle
         self.hold = threading.Event()  # large files are taken in only while this is set
         self.hold.set()
@@ -247,6 +248,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, {"errors": [], "warnings": [{"message": "empty or missing yaml metadata in repo card"}]})
         elif not isinstance(metadata, dict):
             self.answer(400, {"errors": [{"message": "must be an object"}], "warnings": []})
+        elif metadata.get("license") not in self.hub.licences:
+            self.answer(400, {"errors": [{"message": '"license" must be one of apache-2.0, mit'}], "warnings": []})
         else:
             self.answer(200, {"errors": [], "warnings": []})
 

@@ -385,6 +385,10 @@ def wrong_token(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_" + "w" * 34)
 
 
+def no_token(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_é")
+
+
 def for_reading(hub, monkeypatch):
     hub.user["auth"]["accessToken"]["role"] = "read"
 
@@ -411,6 +415,7 @@ def public_already(hub, monkeypatch):
     [
         (not_logged_in, "You are not logged in to the Hub: run `hf auth login`"),
         (wrong_token, "Could not look at me/tiny: the Hub refused: Invalid user token. The token from HF_TOKEN"),
+        (no_token, "The token has characters that no token has"),
         (for_reading, "The token of me is for reading only"),
         (someone_else, "me/tiny belongs to me, and you are logged in as other; name a repository of other,"),
         (offline, "Could not look at me/tiny: the Hub cannot be reached"),
@@ -450,6 +455,15 @@ def test_what_the_hub_refuses_is_one_sentence(folder, hub, trouble, expected):
         upload(folder, "us/tiny")
     assert "\n" not in str(told.value)
     assert "models/us/tiny" not in hub.repositories
+
+
+def test_metadata_that_the_hub_does_not_know_is_one_sentence(folder, hub, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "README.md").write_text("---\nlicense: my own\n---\n")
+    with pytest.raises(UserError, match=r"Could not upload to me/tiny: Invalid metadata.* \"license\" must be one of") as told:
+        upload(copy, "me/tiny")
+    assert "\n" not in str(told.value)
+    assert not hub.large
 
 
 def test_a_folder_without_a_run_is_published_with_the_card_that_it_has(run, tmp_path, hub):
