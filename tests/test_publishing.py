@@ -307,6 +307,13 @@ def test_every_checkpoint_is_a_branch(a_copy, hub, capsys):
     assert capsys.readouterr().out.count("Verified in a fresh process (from the Hub)") == 3
 
 
+def test_of_a_run_with_a_damaged_checkpoint_nothing_is_published_by_halves(a_copy, hub):
+    (a_copy / "checkpoints" / "step_00000002" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="step_00000002 is damaged"):
+        push(a_copy, "--revisions")
+    assert not hub.repositories
+
+
 @pytest.fixture(scope="module")
 def folder(run):
     """Assembled and verified, as it goes to the Hub."""
