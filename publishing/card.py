@@ -6,10 +6,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from publishing.evaluations import evaluations, table
 from publishing.source import Source
+from tokenizer.vocabulary import is_character
 from training.config import TrainConfig
 from training.data import find_store
 from training.report import hub_datasets
@@ -96,16 +97,25 @@ def _which_checkpoint(source: Source, title: str) -> str:
     return f"{title}\n\nThese are the weights after step {source.step:,} ({source.tokens:,} tokens{scored})."
 
 
-def _some_text(source: Source, context: int) -> tuple[str, str]:
-    """A prompt, and a text that fits the context: of a run, such as its tokenizer can read, be it one of few characters."""
+def _some_text(source: Source, context: int, new_tokens: int) -> tuple[str, str]:
+    """A prompt that leaves room for `new_tokens`, and a text that fits the context; the tokenizer can read both."""
     text = "The quick brown fox jumps over the lazy dog."
     prompts: list[str] = []
     if source.run is not None:
         samples = read_samples(source.run.samples)
-        text = next((texts[0] for texts in reversed(samples.values()) if texts), text)
-        prompts = source.config.sampling.sample_prompts
-    text = text.encode()[: min(80, context)].decode(errors="ignore")  # a token holds a byte at least
-    return (prompts or [text[: len(text) // 2]])[0], text
+        text = next((text for texts in reversed(samples.values()) for text in texts if text), text)
+        prompts = [prompt for prompt in source.config.sampling.sample_prompts if prompt]
+    tokenizer = AutoTokenizer.from_pretrained(source.model)
+    if is_character(tokenizer):
+        known = tokenizer.get_vocab()
+        text = "".join(character for character in text if character in known) or "".join(sorted(known)[:context])
+    text = _cut(text, min(80, context))
+    return _cut((prompts or [text[: max(1, len(text) // 2)]])[0], context - new_tokens), text
+
+
+def _cut(text: str, tokens: int) -> str:
+    """To that many at most: each holds a byte at least."""
+    return text.encode()[:tokens].decode(errors="ignore") or text[:1]
 
 
 def _use(source: Source, repo_id: str, revision: str | None, has_code: bool, has_twin: bool) -> str:
@@ -114,8 +124,8 @@ def _use(source: Source, repo_id: str, revision: str | None, has_code: bool, has
     more += ["trust_remote_code=True"] if has_code else []
     arguments = ", ".join([f'"{repo_id}"', *more])
     context = AutoConfig.from_pretrained(source.model).n_positions
-    quoted, text = (json.dumps(words, ensure_ascii=False) for words in _some_text(source, context))
     new_tokens = min(30, context // 2)
+    quoted, text = (json.dumps(words, ensure_ascii=False) for words in _some_text(source, context, new_tokens))
     paragraphs = [
         f"""In one line:
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+import yaml
 from huggingface_hub import HfApi, ModelCard, constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
@@ -29,6 +30,7 @@ from publishing.native import write_native
 from publishing.revisions import in_short
 from publishing.source import find_source
 from publishing.upload import upload
+from tokenizer.vocabulary import VocabularyArguments, build
 from training.checkpoint import WEIGHTS
 from training.report import evenly
 from training.sampling import fenced, read_samples, write_samples
@@ -227,6 +229,31 @@ def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
     assert '("me/tiny", subfolder="native")' in card
     assert "\n\nA file.\n\n## Results" in card
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("of the and a to in is was", "of the a"), ('"a\\\n```é🙂', '"a\\\n```')],
+)
+def test_the_prompt_of_a_card_leaves_room_for_its_answer(a_copy, prompt, expected):
+    config = a_copy / "config.yaml"
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [prompt]}))
+    card = model_card(find_source(a_copy, None), "me/tiny", None, [], None, True, False, [])
+    assert card.count(f"({json.dumps(expected, ensure_ascii=False)}, max_new_tokens=8") == 1
+
+
+def test_a_card_does_not_prompt_with_nothing(a_copy):
+    config = a_copy / "config.yaml"
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [""]}))
+    card = model_card(find_source(a_copy, None), "me/tiny", None, [], None, True, False, [])
+    assert 'tokenizer("",' not in card
+
+
+def test_a_card_speaks_in_the_characters_of_its_model(run, tmp_path):
+    folder = as_a_folder(run, tmp_path / "characters")
+    build(VocabularyArguments(tokenizer_type="character"), None, lambda: iter(["日本語"])).save_pretrained(folder)
+    card = model_card(find_source(folder, None), "me/tiny", None, [], None, True, False, [])
+    assert 'text = "日本語"' in card
 
 
 def test_what_a_model_writes_cannot_break_out_of_the_report(tmp_path):
@@ -467,7 +494,9 @@ def test_what_the_hub_refuses_is_one_sentence(folder, hub, trouble, expected):
 def test_metadata_that_the_hub_does_not_know_is_one_sentence(folder, hub, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "README.md").write_text("---\nlicense: my own\n---\n")
-    with pytest.raises(UserError, match=r"Could not upload to me/tiny: Invalid metadata.* \"license\" must be one of") as told:
+    with pytest.raises(
+        UserError, match=r"Could not upload to me/tiny: Invalid metadata.* \"license\" must be one of"
+    ) as told:
         upload(copy, "me/tiny")
     assert "\n" not in str(told.value)
     assert not hub.large
