@@ -22,7 +22,7 @@ ALLOWED = (*WEIGHTS, "config.json", "generation_config.json", *TOKENIZER, *CODE)
 NEEDED = ("config.json", "tokenizer.json", *CODE)
 TWIN = "native"  # the subfolder of the native twin
 # What we may have put into a repository; what of it is no longer in the folder is taken out of the repository.
-OURS = (*ALLOWED, f"{TWIN}/*", "*.gguf", "loss.png")
+OURS = (*ALLOWED, f"{TWIN}/*", "*-F16.gguf", "*-Q8_0.gguf", "loss.png")
 
 
 @dataclass

@@ -359,10 +359,11 @@ def test_a_second_time_nothing_is_sent(folder, hub):
 def test_what_is_stale_goes_and_what_is_not_ours_stays(folder, hub):
     upload(folder, "me/tiny", ours=OURS)
     repository = hub["me/tiny"]
-    more = dict.fromkeys(("notes.md", "native/config.json", "tiny-F16.gguf"), File(b"x", False))
+    theirs = {"notes.md", "tiny-Q4_K_M.gguf"}
+    more = dict.fromkeys((*theirs, "native/config.json", "tiny-F16.gguf"), File(b"x", False))
     repository.commit("main", repository.commits[repository.branches["main"]] | more)
     upload(folder, "me/tiny", ours=OURS)
-    assert repository.files().keys() == ALWAYS | {".gitattributes", "notes.md"}
+    assert repository.files().keys() == ALWAYS | {".gitattributes"} | theirs
 
 
 def test_a_card_that_someone_made_their_own_stays(folder, hub):
