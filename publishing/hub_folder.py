@@ -74,7 +74,7 @@ def assemble(
     missing = [name for name in NEEDED if not (source.model / name).is_file()]
     if missing:
         raise UserError(f"{source.model} cannot be published: it lacks {', '.join(missing)}.")
-    shutil.rmtree(destination, ignore_errors=True)
+    _clear(destination)
     if arguments.has_code:
         destination.mkdir(parents=True)
         for path in source.model.iterdir():
@@ -111,6 +111,22 @@ def _write_gguf(
         f"{gap.logits:.2g} from those of the model, its loss {gap.loss:+.1e} nats a token, on {ids.numel():,} tokens; llama.cpp's "
         f"own rounding comes on top."
     )
+
+
+def _clear(destination: Path) -> None:
+    """
+    Raises:
+        UserError: it is no folder, or holds something that was not assembled.
+    """
+    ours = (*OURS, "README.md")
+    theirs = [name for name, _ in sizes(destination) if not any(fnmatch(name, pattern) for pattern in ours)]
+    if theirs or destination.is_symlink() or destination.is_file():
+        raise UserError(
+            f"{destination / theirs[0] if theirs else destination} is in the way of the folder for the Hub, which is made "
+            f"anew; move it elsewhere."
+        )
+    if destination.exists():
+        shutil.rmtree(destination)
 
 
 def sizes(folder: Path) -> list[tuple[str, int]]:

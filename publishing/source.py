@@ -27,7 +27,7 @@ class Source:
     @property
     def hub(self) -> Path:
         """Where the folder for the Hub is assembled."""
-        return self.run.hub if self.run is not None else self.model.with_name(f"{self.model.name}-hub")
+        return self.run.hub if self.run is not None else self.model.resolve().with_name(f"{self.name}-hub")
 
     @cached_property
     def config(self) -> TrainConfig | None:

@@ -115,6 +115,20 @@ def test_a_model_without_some_weights_is_not_published(run, tmp_path):
         push(folder, "--dry_run")
 
 
+def test_a_folder_beside_the_model_that_is_not_ours_is_left_alone(run, tmp_path, monkeypatch):
+    folder, beside = as_a_folder(run, tmp_path / "merged"), tmp_path / "merged-hub"
+    monkeypatch.chdir(folder)
+    beside.mkdir()
+    (beside / "thesis.txt").write_text("The only copy.")
+    with pytest.raises(UserError, match=r"merged-hub/thesis\.txt is in the way of the folder for the Hub"):
+        push(Path("."), "--dry_run")
+    assert (beside / "thesis.txt").is_file()
+    shutil.rmtree(beside)
+    beside.symlink_to("elsewhere")
+    with pytest.raises(UserError, match=r"merged-hub is in the way"):
+        push(Path("."), "--dry_run")
+
+
 def test_a_model_without_its_code_is_not_published(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "broken")
     (folder / "modeling_gpt2scratch.py").unlink()
