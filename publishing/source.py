@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from errors import UserError
@@ -52,7 +53,13 @@ def find_source(path: Path, wanted: str | None) -> Source:
         UserError: there is no such model, or it is damaged.
     """
     if (path / "config.json").is_file() and not is_checkpoint(path) and not (path.parent / CONFIG_FILE).is_file():
-        if (kind := AutoConfig.from_pretrained(path).model_type) != "gpt2scratch":
+        try:
+            kind = AutoConfig.from_pretrained(path).model_type
+        except (OSError, ValueError, StrictDataclassError) as error:
+            raise UserError(
+                f"{path} cannot be published, for its config.json is no model's: {' '.join(str(error).split())[:300]}"
+            ) from error
+        if kind != "gpt2scratch":
             raise UserError(
                 f"{path} is a {kind} model; convert it first: "
                 f"python -m modeling_gpt2scratch.conversion_gpt2scratch {path} DST"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
@@ -91,7 +92,7 @@ def expect(source: Source) -> Expected:
         model, info = GPT2ScratchForCausalLM.from_pretrained(
             source.model, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # of shapes, and of a file that was cut
         raise UserError(f"{source.model} cannot be published, for it does not load: {_one_line(str(error))}") from error
     if wrong := [str(key) for name in ("missing_keys", "unexpected_keys") for key in info[name]]:
         raise UserError(f"{source.model} has missing or unexpected weights: {', '.join(sorted(wrong)[:5])}.")

@@ -129,6 +129,28 @@ def test_a_folder_beside_the_model_that_is_not_ours_is_left_alone(run, tmp_path,
         push(Path("."), "--dry_run")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("config.json", b"{}", "its config.json is no model's: Unrecognized model"),
+        ("config.json", b'{"model_type":', "its config.json is no model's: It looks like"),
+        (
+            "config.json",
+            b'{"model_type": "gpt2scratch", "n_embd": 5, "n_head": 2}',
+            "n_embd 5 is not divisible by n_head 2",
+        ),
+        ("config.json", b'{"model_type": "gpt2scratch", "n_embd": 4, "n_head": 2}', "it does not load: "),
+        (WEIGHTS, b"\x10\x00", "it does not load: "),
+    ],
+)
+def test_a_model_that_does_not_load_is_one_sentence(run, tmp_path, name, content, expected):
+    folder = as_a_folder(run, tmp_path / "broken")
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=expected) as told:
+        push(folder, "--dry_run")
+    assert "\n" not in str(told.value)
+
+
 def test_a_model_without_its_code_is_not_published(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "broken")
     (folder / "modeling_gpt2scratch.py").unlink()
