@@ -123,6 +123,7 @@ def upload(
         stale = [name for name in there if name not in paths and any(fnmatch(name, pattern) for pattern in ours)]
         if keep is not None and "README.md" in there and keep(_card(hub, repo_id, repo_type, branch)):
             del paths["README.md"]
+            print(f"The README.md of {repo_id} is someone's own and stays; delete it there for the card of {folder}.")
         operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
         operations += [CommitOperationDelete(name) for name in stale]
         commit = hub.create_commit(
@@ -153,7 +154,7 @@ def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None
 def _card(hub: HfApi, repo_id: str, repo_type: str, branch: str | None) -> str:
     with tempfile.TemporaryDirectory() as cache:
         path = hub.hf_hub_download(repo_id, "README.md", repo_type=repo_type, revision=branch, cache_dir=cache)
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 def _create(hub: HfApi, repo_id: str, private: bool, repo_type: str, space_sdk: str | None) -> None:

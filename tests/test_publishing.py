@@ -402,15 +402,16 @@ def test_what_is_stale_goes_and_what_is_not_ours_stays(folder, hub):
     assert repository.files().keys() == ALWAYS | {".gitattributes"} | theirs
 
 
-def test_a_card_that_someone_made_their_own_stays(folder, hub):
+def test_a_card_that_someone_made_their_own_stays(folder, hub, capsys):
     upload(folder, "me/tiny", keep=is_kept)
     repository = hub["me/tiny"]
     ours = repository.files()["README.md"]
-    for card, expected in ((b"My words.", b"My words."), (ours + b"old", ours)):
+    for card, expected in ((b"My words. \xff", b"My words. \xff"), (ours + b"old", ours)):
         files = repository.commits[repository.branches["main"]]
         repository.commit("main", files | {"README.md": File(card, False)})
         upload(folder, "me/tiny", keep=is_kept)
         assert repository.files()["README.md"] == expected
+    assert capsys.readouterr().out.count("The README.md of me/tiny is someone's own and stays; delete it there") == 1
 
 
 def test_cut_off_it_changes_nothing_and_goes_on_where_it_stopped(folder, hub, monkeypatch):
