@@ -41,7 +41,11 @@ def model_card(
     body = {"": _which_checkpoint(source, title), "Use": use} | {k: v for k, v in sections.items() if k != "Use"}
     if measured := table(source):
         body["Evaluations"] = measured
-    body["Licence"] = licence or "None was given: ask the author before you use the weights for more than looking."
+    body["Licence"] = (
+        licence
+        or sections.get("Licence")
+        or "None was given: ask the author before you use the weights for more than looking."
+    )
     body["Citation"] = _citation(repo_id)
     text = "\n\n".join(f"## {heading}\n\n{content}" if heading else content for heading, content in body.items())
     metadata = _metadata(source, repo_id, licence, language, has_code)
@@ -57,12 +61,15 @@ def _sections(source: Source) -> dict[str, str]:
     """The report by its headings, "" for what stands above the first."""
     path = source.model / "README.md" if source.run is None else source.run.report
     text = path.read_text(encoding="utf-8") if path.is_file() else _about_the_shape(source.model)
-    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL).strip()  # metadata that it brings is made anew
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)  # metadata that it brings is made anew
+    text = text.replace(WRITTEN, "").strip()
     head, *parts = _split_at_headings(text)
     sections = {"": re.sub(r"\A# .*\n*", "", head).strip()}
     for part in parts:
         heading, _, content = part.partition("\n")
-        sections[heading.removeprefix("## ").strip()] = content.strip()
+        heading = heading.removeprefix("## ").strip()
+        before = f"{sections[heading]}\n\n" if heading in sections else ""
+        sections[heading] = before + content.strip()
     return sections
 
 

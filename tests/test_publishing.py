@@ -24,7 +24,7 @@ from conftest import REPOSITORY, trained
 from errors import UserError
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from publishing.card import is_kept, model_card
+from publishing.card import WRITTEN, is_kept, model_card
 from publishing.hub_folder import OURS
 from publishing.native import write_native
 from publishing.revisions import in_short
@@ -283,6 +283,17 @@ def test_a_card_does_not_prompt_with_nothing(a_copy):
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [""]}))
     card = model_card(find_source(a_copy, None), "me/tiny", None, [], None, True, False, [])
     assert 'tokenizer("",' not in card
+
+
+def test_a_card_made_from_a_card_loses_nothing_and_says_once_that_it_is_ours(run, tmp_path):
+    folder = as_a_folder(run, tmp_path / "again")
+    theirs = "## Example\n\nOne.\n\n## Example\n\nTwo.\n\n## Licence\n\nMIT, by me."
+    (folder / "README.md").write_text(f"---\ntags: [a]\n---\n\n{WRITTEN}\n\n# old\n\n{theirs}\n")
+    card = model_card(find_source(folder, None), "me/tiny", None, [], None, True, False, [])
+    assert card.count(WRITTEN) == 1
+    assert "# old" not in card
+    assert "## Example\n\nOne.\n\nTwo." in card
+    assert "## Licence\n\nMIT, by me." in card
 
 
 def test_a_card_speaks_in_the_characters_of_its_model(run, tmp_path):
