@@ -8,6 +8,8 @@ python push_to_hub.py runs/x --repo_id user/name --format both --gguf f16 q8_0  
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from publishing.revisions import branch_of
 from publishing.source import Source, all_sources, find_source
 from publishing.upload import check_access, check_repo_id, download, upload
 from publishing.verify import Expected, Published, expect, verify
+from training.checkpoint import as_os_error
 
 
 @dataclass
@@ -62,11 +65,26 @@ def main(arguments: list[str]) -> None:
     if not push.dry_run:
         check_access(push.repo_id, push.private)
 
-    url = publish(source, push, wanted)
-    for checkpoint in checkpoints:
-        publish(checkpoint, push, wanted, branch_of(checkpoint))
+    with _told_of_the_disk(source):
+        url = publish(source, push, wanted)
+        for checkpoint in checkpoints:
+            publish(checkpoint, push, wanted, branch_of(checkpoint))
     if url is not None:
         print(f"Published: {url}")
+
+
+@contextmanager
+def _told_of_the_disk(source: Source) -> Iterator[None]:
+    """A full disk, a folder that cannot be written, a checkpoint that the run deletes for a newer one, as one sentence."""
+    try:
+        yield
+    except BrokenPipeError:  # nobody reads what we print
+        raise
+    except Exception as error:
+        of_the_disk = as_os_error(error)
+        if not isinstance(of_the_disk, OSError):
+            raise
+        raise UserError(f"Could not publish {source.model}: {of_the_disk}; mend that, then run this again.") from error
 
 
 def publish(source: Source, push: PushArguments, wanted: FolderArguments, branch: str | None = None) -> str | None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -148,6 +149,20 @@ def test_a_model_that_does_not_load_is_one_sentence(run, tmp_path, name, content
     (folder / name).write_bytes(content)
     with pytest.raises(UserError, match=expected) as told:
         push(folder, "--dry_run")
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("form", ["gpt2scratch", "native"])
+def test_a_full_disk_is_one_sentence(run, form):
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # less than the weights have
+    try:
+        with pytest.raises(
+            UserError, match=r"Could not publish .*step_00000006: .*File too large.*; mend that, then"
+        ) as told:
+            push(run, "--dry_run", "--format", form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert "\n" not in str(told.value)
 
 
