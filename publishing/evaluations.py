@@ -12,6 +12,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
+from errors import UserError
 from publishing.source import Source
 from training.checkpoint import MANIFEST
 
@@ -58,7 +59,10 @@ def _of_the_harness(source: Source) -> list[dict[str, Any]]:
         return []
     found = []
     for path in sorted(source.run.evaluations.glob("**/results_*.json"), key=lambda path: path.stat().st_mtime):
-        measured = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            measured = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is not whole; delete it, or measure again.") from error
         model = Path(measured["model_name"])
         of_the_run = model.resolve() == source.run.model.resolve()
         newest = source.step == source.run.newest_step()
@@ -70,7 +74,8 @@ def _of_the_harness(source: Source) -> list[dict[str, Any]]:
 
 def _entries(measured: dict[str, Any]) -> Iterator[EvalResult]:
     for name, task in measured["configs"].items():
-        local = task["dataset_path"] == "json"  # no id on the Hub: tasks of one's own would count as one
+        # No id on the Hub: tasks of one's own would count as one, and a folder of this machine be told to all.
+        local = task["dataset_path"] in (None, "json") or Path(task["dataset_path"]).is_absolute()
         for key, value in measured["results"][name].items():
             metric, _, filtered = key.partition(",")
             if filtered and not metric.endswith("_stderr") and isinstance(value, float):

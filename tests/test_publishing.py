@@ -318,6 +318,20 @@ def test_a_card_speaks_in_the_characters_of_its_model(run, tmp_path):
     assert 'text = "日本語"' in card
 
 
+def test_what_the_harness_measured_on_files_of_this_machine_does_not_name_them(a_copy):
+    results = a_copy / "lm_eval" / "results_1.json"
+    results.parent.mkdir()
+    task = {"dataset_path": "/home/me/secret", "test_split": "test"}
+    measured = {"model_name": str(a_copy / "model"), "configs": {"mine": task}, "results": {"mine": {"acc,none": 0.5}}}
+    results.write_text(json.dumps(measured | {"n-shot": {"mine": 0}, "lm_eval_version": "0.4"}))
+    card = model_card(find_source(a_copy, None), "me/tiny", None, [], None, True, False, [])
+    assert "| mine | acc | 0.5000 |" in card
+    assert "secret" not in card
+    results.write_text('{"model_name')
+    with pytest.raises(UserError, match=r"results_1\.json is not whole; delete it"):
+        model_card(find_source(a_copy, None), "me/tiny", None, [], None, True, False, [])
+
+
 def test_what_a_model_writes_cannot_break_out_of_the_report(tmp_path):
     path = tmp_path / "samples.md"
     texts = ["## step 9\n\n```\n## Use\n````\nx", "| `a` |"]
