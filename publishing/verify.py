@@ -172,7 +172,10 @@ def _ask_a_stranger(published: Published, expected: Expected) -> tuple[dict, tor
         )
         if result.returncode != 0:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"{published} does not load in a fresh process, so it is not published: {last}")
+            outcome = "so it is not published"
+            if published.cache is not None:
+                outcome = "though it is on the Hub now; is a file in the way that the repository had before?"
+            raise UserError(f"{published} does not load in a fresh process, {outcome}: {last}")
         return json.loads(Path(request["answer"]).read_text(encoding="utf-8")), load_file(request["logits"])["logits"]
 
 
