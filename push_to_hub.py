@@ -59,9 +59,8 @@ def main(arguments: list[str]) -> None:
     source = find_source(Path(push.run), push.checkpoint)
     if push.revisions and source.run is None:
         raise UserError(f"{source.model} is a model without a run, so there are no checkpoints for --revisions.")
-    checkpoints = (
-        all_sources(source.run) if push.revisions else []
-    )  # all or none: a damaged one is found before the first
+    # All or none: a damaged one is found before the first is published.
+    checkpoints = all_sources(source.run) if push.revisions else []
     if not push.dry_run:
         check_access(push.repo_id, push.private)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,36 +21,33 @@ from training.sampling import read_samples
 WRITTEN = "<!-- Written by push_to_hub.py, which writes it anew each time. Take out this line to keep your changes. -->"
 
 
-def model_card(
-    source: Source,
-    repo_id: str,
-    licence: str | None,
-    language: list[str],
-    branch: str | None,
-    has_code: bool,
-    has_twin: bool,
-    files: list[str],
-) -> str:
-    """Of a run: its report. Of a folder that has a README.md: that. `branch`: of the repository, that the card is for.
+@dataclass(frozen=True)
+class Edition:
+    """What a repository, or a branch of it, holds of a model: what its card has to tell."""
 
-    `has_code`: the weights come with our code; `has_twin`: a native GPT-2 lies in a subfolder. `files`: a paragraph for each
-    further file that comes with them.
-    """
+    repo_id: str
+    branch: str | None = None  # where it is not the main one
+    has_code: bool = True  # the weights come with ours
+    has_twin: bool = False  # a native GPT-2 lies in a subfolder
+    licence: str | None = None
+    language: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)  # a paragraph for each further file
+
+
+def model_card(source: Source, edition: Edition) -> str:
+    """Of a run: its report. Of a folder that has a README.md: that."""
     sections = _sections(source)
-    use = _use(source, repo_id, branch, has_code, has_twin) + "".join(f"\n\n{line}" for line in files)
+    use = "\n\n".join([*_ways_to_use(source, edition), *edition.files])
     title = sections.pop("")
     body = {"": _which_checkpoint(source, title), "Use": use} | {k: v for k, v in sections.items() if k != "Use"}
     if measured := table(source):
         body["Evaluations"] = measured
-    body["Licence"] = (
-        licence
-        or sections.get("Licence")
-        or "None was given: ask the author before you use the weights for more than looking."
-    )
-    body["Citation"] = _citation(repo_id)
+    no_licence = "None was given: ask the author before you use the weights for more than looking."
+    body["Licence"] = edition.licence or sections.get("Licence") or no_licence
+    body["Citation"] = _citation(edition.repo_id)
     text = "\n\n".join(f"## {heading}\n\n{content}" if heading else content for heading, content in body.items())
-    metadata = _metadata(source, repo_id, licence, language, has_code)
-    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{WRITTEN}\n\n# {repo_id}\n\n{text}\n"))
+    metadata = _metadata(source, edition).to_yaml()
+    return str(ModelCard(f"---\n{metadata}\n---\n\n{WRITTEN}\n\n# {edition.repo_id}\n\n{text}\n"))
 
 
 def is_kept(card: str) -> bool:
@@ -125,10 +123,11 @@ def _cut(text: str, tokens: int) -> str:
     return text.encode()[:tokens].decode(errors="ignore") or text[:1]
 
 
-def _use(source: Source, repo_id: str, revision: str | None, has_code: bool, has_twin: bool) -> str:
-    """Three ways, each of which works when it is pasted."""
-    more = [f'revision="{revision}"'] if revision else []
-    more += ["trust_remote_code=True"] if has_code else []
+def _ways_to_use(source: Source, edition: Edition) -> list[str]:
+    """Three, each of which works when it is pasted, and what to know of them."""
+    repo_id = edition.repo_id
+    more = [f'revision="{edition.branch}"'] if edition.branch else []
+    more += ["trust_remote_code=True"] if edition.has_code else []
     arguments = ", ".join([f'"{repo_id}"', *more])
     context = AutoConfig.from_pretrained(source.model).n_positions
     new_tokens = min(30, context // 2)
@@ -140,7 +139,7 @@ def _use(source: Source, repo_id: str, revision: str | None, has_code: bool, has
 from transformers import pipeline
 
 pipe = pipeline("text-generation", {", ".join([f'model="{repo_id}"', *more])})
-print(pipe({quoted}, max_new_tokens={new_tokens}, do_sample=True)[0]["generated_text"])
+{_one_line_of(source, quoted, new_tokens)}
 ```""",
         f"""By hand:
 
@@ -166,17 +165,24 @@ nats = model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
 print(nats / math.log(2) / len(text.encode()))
 ```""",
     ]
-    if has_code:
+    if edition.has_code:
         paragraphs.append(
             "The model's code comes with the weights and is short; `trust_remote_code=True` lets it run. Name a commit with "
             "`revision=` to run only what you have read."
         )
-    if has_twin:
+    if edition.has_twin:
         paragraphs.append(
             "The same weights as Transformers' own GPT-2, for tools that run no remote code (vLLM, llama.cpp, the harness "
             f'for evaluations ...): `AutoModelForCausalLM.from_pretrained("{repo_id}", subfolder="native")`.'
         )
-    return "\n\n".join(paragraphs)
+    return paragraphs
+
+
+def _one_line_of(source: Source, prompt: str, new_tokens: int) -> str:
+    """What a pipeline is asked: a model that was taught to chat, a question."""
+    if AutoTokenizer.from_pretrained(source.model).chat_template is None:
+        return f'print(pipe({prompt}, max_new_tokens={new_tokens}, do_sample=True)[0]["generated_text"])'
+    return f'print(pipe([{{"role": "user", "content": {prompt}}}])[0]["generated_text"][-1]["content"])'
 
 
 def _citation(repo_id: str) -> str:
@@ -194,18 +200,18 @@ def _citation(repo_id: str) -> str:
 The architecture is that of Radford et al., Language Models are Unsupervised Multitask Learners (2019)."""
 
 
-def _metadata(source: Source, repo_id: str, licence: str | None, language: list[str], has_code: bool) -> ModelCardData:
-    tags = ["gpt2scratch" if has_code else "gpt2", "from-scratch"] if source.run is not None else ["gpt2scratch"]
+def _metadata(source: Source, edition: Edition) -> ModelCardData:
+    tags = ["gpt2scratch" if edition.has_code else "gpt2"] + ["from-scratch"] * (source.run is not None)
     data = {} if source.run is None else {"datasets": _datasets(source.config) or None}
     results = evaluations(source) if source.run is not None else []
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        license=licence,
-        language=language or None,
+        license=edition.licence,
+        language=edition.language or None,
         tags=tags,
         **data,
-        **({"model_name": repo_id.split("/")[1], "eval_results": results} if results else {}),
+        **({"model_name": edition.repo_id.split("/")[1], "eval_results": results} if results else {}),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from errors import UserError
-from publishing.card import model_card
+from publishing.card import Edition, model_card
 from publishing.gguf_file import difference, write_gguf
 from publishing.native import write_native
 from publishing.source import Source
@@ -87,13 +87,10 @@ def assemble(
     if source.run is not None and source.run.plot.is_file():
         shutil.copy(source.run.plot, destination / source.run.plot.name)
     files = [_write_gguf(source, repo_id, arguments, kind, destination, ids) for kind in arguments.gguf]
-    licence, language, has_code, has_twin = (
-        arguments.license,
-        arguments.language,
-        arguments.has_code,
-        arguments.has_twin,
+    edition = Edition(
+        repo_id, branch, arguments.has_code, arguments.has_twin, arguments.license, arguments.language, files
     )
-    card = model_card(source, repo_id, licence, language, branch, has_code, has_twin, files)
+    card = model_card(source, edition)
     (destination / "README.md").write_text(card, encoding="utf-8")
     return destination
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import REPOSITORY, prose, trained
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
-from publishing.card import model_card
+from publishing.card import Edition, model_card
 from publishing.evaluations import table
 from publishing.source import find_source
 from tokenizer.corpus import CorpusArguments
@@ -157,7 +157,7 @@ def test_results_stand_in_the_card_of_the_weights_that_they_are_of(results, mode
     source = find_source(checkpoint, None)
     shutil.copytree(tasks / "checkpoint", source.run.evaluations)
     result, _ = results["checkpoint"]
-    card = ModelCard(model_card(source, "me/tiny", None, [], None, True, False, []))
+    card = ModelCard(model_card(source, Edition("me/tiny")))
     listed = {(entry.dataset_name, entry.metric_type): entry for entry in card.data.eval_results}
     assert set(listed) == {
         *(("held-out text of the training sources", metric) for metric in ("loss", "perplexity", "bits_per_byte")),

@@ -25,7 +25,7 @@ from conftest import REPOSITORY, trained
 from errors import UserError
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from publishing.card import WRITTEN, is_kept, model_card
+from publishing.card import WRITTEN, Edition, is_kept, model_card
 from publishing.hub_folder import OURS
 from publishing.native import write_native
 from publishing.revisions import in_short
@@ -276,7 +276,9 @@ def test_the_card_tells_the_run(run, monkeypatch):
 
 
 def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
-    card = model_card(find_source(run, "2"), "me/tiny", None, [], "step0000002-tokens128", True, True, ["A file."])
+    card = model_card(
+        find_source(run, "2"), Edition("me/tiny", "step0000002-tokens128", has_twin=True, files=["A file."])
+    )
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
     assert '("me/tiny", subfolder="native")' in card
     assert "\n\nA file.\n\n## Results" in card
@@ -289,14 +291,14 @@ def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
 def test_the_prompt_of_a_card_leaves_room_for_its_answer(a_copy, prompt, expected):
     config = a_copy / "config.yaml"
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [prompt]}))
-    card = model_card(find_source(a_copy, None), "me/tiny", None, [], None, True, False, [])
+    card = model_card(find_source(a_copy, None), Edition("me/tiny"))
     assert card.count(f"({json.dumps(expected, ensure_ascii=False)}, max_new_tokens=8") == 1
 
 
 def test_a_card_does_not_prompt_with_nothing(a_copy):
     config = a_copy / "config.yaml"
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [""]}))
-    card = model_card(find_source(a_copy, None), "me/tiny", None, [], None, True, False, [])
+    card = model_card(find_source(a_copy, None), Edition("me/tiny"))
     assert 'tokenizer("",' not in card
 
 
@@ -304,7 +306,7 @@ def test_a_card_made_from_a_card_loses_nothing_and_says_once_that_it_is_ours(run
     folder = as_a_folder(run, tmp_path / "again")
     theirs = "## Example\n\nOne.\n\n## Example\n\nTwo.\n\n## Licence\n\nMIT, by me."
     (folder / "README.md").write_text(f"---\ntags: [a]\n---\n\n{WRITTEN}\n\n# old\n\n{theirs}\n")
-    card = model_card(find_source(folder, None), "me/tiny", None, [], None, True, False, [])
+    card = model_card(find_source(folder, None), Edition("me/tiny"))
     assert card.count(WRITTEN) == 1
     assert "# old" not in card
     assert "## Example\n\nOne.\n\nTwo." in card
@@ -314,7 +316,7 @@ def test_a_card_made_from_a_card_loses_nothing_and_says_once_that_it_is_ours(run
 def test_a_card_speaks_in_the_characters_of_its_model(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "characters")
     build(VocabularyArguments(tokenizer_type="character"), None, lambda: iter(["日本語"])).save_pretrained(folder)
-    card = model_card(find_source(folder, None), "me/tiny", None, [], None, True, False, [])
+    card = model_card(find_source(folder, None), Edition("me/tiny"))
     assert 'text = "日本語"' in card
 
 
@@ -324,12 +326,12 @@ def test_what_the_harness_measured_on_files_of_this_machine_does_not_name_them(a
     task = {"dataset_path": "/home/me/secret", "test_split": "test"}
     measured = {"model_name": str(a_copy / "model"), "configs": {"mine": task}, "results": {"mine": {"acc,none": 0.5}}}
     results.write_text(json.dumps(measured | {"n-shot": {"mine": 0}, "lm_eval_version": "0.4"}))
-    card = model_card(find_source(a_copy, None), "me/tiny", None, [], None, True, False, [])
+    card = model_card(find_source(a_copy, None), Edition("me/tiny"))
     assert "| mine | acc | 0.5000 |" in card
     assert "secret" not in card
     results.write_text('{"model_name')
     with pytest.raises(UserError, match=r"results_1\.json is not whole; delete it"):
-        model_card(find_source(a_copy, None), "me/tiny", None, [], None, True, False, [])
+        model_card(find_source(a_copy, None), Edition("me/tiny"))
 
 
 def test_what_a_model_writes_cannot_break_out_of_the_report(tmp_path):
