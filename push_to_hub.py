@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from transformers.utils import logging as transformers_logging
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
@@ -64,12 +65,23 @@ def main(arguments: list[str]) -> None:
     if not push.dry_run:
         check_access(push.repo_id, push.private)
 
-    with _told_of_the_disk(source):
+    with _told_of_the_disk(source), _alone(source):
         url = publish(source, push, wanted)
         for checkpoint in checkpoints:
             publish(checkpoint, push, wanted, branch_of(checkpoint))
     if url is not None:
         print(f"Published: {url}")
+
+
+@contextmanager
+def _alone(source: Source) -> Iterator[None]:
+    """Two that publish the same would verify one folder and upload another."""
+    lock = FileLock(source.hub.with_name(f".{source.hub.name}.lock"), timeout=0)
+    try:
+        with lock:
+            yield
+    except Timeout as error:
+        raise UserError(f"{source.model} is being published by another process; wait for its end.") from error
 
 
 @contextmanager

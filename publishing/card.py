@@ -7,14 +7,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from publishing.evaluations import evaluations, table
 from publishing.source import Source
-from tokenizer.vocabulary import is_character
+from tokenizer import vocabulary
 from training.config import TrainConfig
 from training.data import find_store
-from training.report import hub_datasets
 from training.sampling import read_samples
 
 # In the card; the one on the Hub is kept as it is once this line is taken out of it.
@@ -58,7 +57,7 @@ def is_kept(card: str) -> bool:
 def _sections(source: Source) -> dict[str, str]:
     """The report by its headings, "" for what stands above the first."""
     path = source.model / "README.md" if source.run is None else source.run.report
-    text = path.read_text(encoding="utf-8") if path.is_file() else _about_the_shape(source.model)
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _about_the_shape(source.model)
     text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)  # metadata that it brings is made anew
     text = text.replace(WRITTEN, "").strip()
     head, *parts = _split_at_headings(text)
@@ -110,8 +109,8 @@ def _some_text(source: Source, context: int, new_tokens: int) -> tuple[str, str]
         samples = read_samples(source.run.samples)
         text = next((text for texts in reversed(samples.values()) for text in texts if text), text)
         prompts = [prompt for prompt in source.config.sampling.sample_prompts if prompt]
-    tokenizer = AutoTokenizer.from_pretrained(source.model)
-    if is_character(tokenizer):
+    tokenizer = vocabulary.load(source.model)
+    if vocabulary.is_character(tokenizer):
         known = tokenizer.get_vocab()
         text = "".join(character for character in text if character in known) or "".join(sorted(known)[:context])
     text = _cut(text, min(80, context))
@@ -180,7 +179,7 @@ print(nats / math.log(2) / len(text.encode()))
 
 def _one_line_of(source: Source, prompt: str, new_tokens: int) -> str:
     """What a pipeline is asked: a model that was taught to chat, a question."""
-    if AutoTokenizer.from_pretrained(source.model).chat_template is None:
+    if vocabulary.load(source.model).chat_template is None:
         return f'print(pipe({prompt}, max_new_tokens={new_tokens}, do_sample=True)[0]["generated_text"])'
     return f'print(pipe([{{"role": "user", "content": {prompt}}}])[0]["generated_text"][-1]["content"])'
 
@@ -217,4 +216,4 @@ def _metadata(source: Source, edition: Edition) -> ModelCardData:
 
 def _datasets(config: TrainConfig) -> list[str]:
     store = find_store(config.recipe)
-    return hub_datasets(store.metadata) if store is not None else []
+    return sorted(set(store.metadata.hub_datasets)) if store is not None else []

@@ -77,8 +77,8 @@ def assemble(
     _clear(destination)
     if arguments.has_code:
         destination.mkdir(parents=True)
-        for path in source.model.iterdir():
-            if path.is_file() and any(fnmatch(path.name, pattern) for pattern in ALLOWED):
+        for path in source.files():
+            if any(fnmatch(path.name, pattern) for pattern in ALLOWED):
                 shutil.copy(path, destination / path.name)
         if arguments.has_twin:
             write_native(source.model, destination / TWIN)

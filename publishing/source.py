@@ -30,6 +30,19 @@ class Source:
         """Where the folder for the Hub is assembled."""
         return self.run.hub if self.run is not None else self.model.resolve().with_name(f"{self.name}-hub")
 
+    def files(self) -> list[Path]:
+        """Those of the model: of a checkpoint, what was written with it; of a folder, what lies there.
+
+        Raises:
+            UserError: a link that leads out of the folder, to anything on this machine.
+        """
+        if self.run is not None:
+            return [self.model / name for name in checkpoints.listed_files(self.model) if "/" not in name]
+        found = [path for path in self.model.iterdir() if path.is_file()]
+        if away := [path.name for path in found if path.is_symlink() and not _in_a_cache(path)]:
+            raise UserError(f"{', '.join(away)} in {self.model} is a link to elsewhere; put the file itself there.")
+        return found
+
     @cached_property
     def config(self) -> TrainConfig | None:
         return read_config(["--config", str(self.run.config)]) if self.run is not None else None
@@ -87,6 +100,11 @@ def all_sources(run: RunFolder) -> list[Source]:
         UserError: one of them is damaged.
     """
     return [_whole(run, checkpoint) for checkpoint in complete_checkpoints(run.checkpoints)]
+
+
+def _in_a_cache(link: Path) -> bool:
+    """Whether it leads where the Hub's cache keeps the files of a snapshot."""
+    return link.parent.parent.name == "snapshots" and link.resolve().parent == (link.parents[2] / "blobs").resolve()
 
 
 def _choose(run: RunFolder, kept: list[Path], wanted: str) -> Path:

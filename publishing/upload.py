@@ -5,6 +5,7 @@ not sent again.
 """
 
 import filecmp
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -114,6 +115,7 @@ def upload(
     """
     hub = HfApi()
     with _told(f"upload to {repo_id}"), _progress():
+        _refuse_bad_metadata(folder / "README.md", repo_type)  # before anything is created
         if not hub.repo_exists(repo_id, repo_type=repo_type):
             _create(hub, repo_id, private, repo_type, space_sdk)
         if branch is not None:
@@ -149,6 +151,21 @@ def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None
     )
     if different:
         raise UserError(f"{repo_id} on the Hub is not what was uploaded ({', '.join(different[:5])}); run this again.")
+
+
+def _refuse_bad_metadata(card: Path, repo_type: str) -> None:
+    """
+    Raises:
+        UserError: the Hub says that it would not take it.
+    """
+    try:
+        RepoCard.load(card).validate(repo_type)
+    except ValueError as error:
+        try:
+            reasons = "; ".join(problem["message"] for problem in json.loads(str(error))["errors"])
+        except (ValueError, KeyError, TypeError):
+            reasons = " ".join(str(error).split())[:300]
+        raise UserError(f"The Hub does not take the metadata of {card}: {reasons}; mend what is named.") from error
 
 
 def _card(hub: HfApi, repo_id: str, repo_type: str, branch: str | None) -> str:

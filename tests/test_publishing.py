@@ -16,6 +16,7 @@ import huggingface_hub
 import pytest
 import torch
 import yaml
+from filelock import FileLock
 from huggingface_hub import HfApi, ModelCard, constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
@@ -164,6 +165,25 @@ def test_a_full_disk_is_one_sentence(run, form):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert "\n" not in str(told.value)
+
+
+def test_a_link_to_elsewhere_is_not_followed(run, tmp_path):
+    folder = as_a_folder(run, tmp_path / "linked")
+    (folder / "chat_template.jinja").symlink_to("/etc/hostname")
+    with pytest.raises(UserError, match=r"chat_template\.jinja in .*linked is a link to elsewhere"):
+        push(folder, "--dry_run")
+
+
+def test_a_file_that_was_put_into_a_checkpoint_is_not_published(a_copy):
+    (a_copy / "checkpoints" / "step_00000006" / "chat_template.jinja").write_text("secret")
+    names = [path.name for path in find_source(a_copy, None).files()]
+    assert "model.safetensors" in names
+    assert "chat_template.jinja" not in names
+
+
+def test_two_at_once_do_not_mix(a_copy):
+    with FileLock(a_copy / ".hub.lock"), pytest.raises(UserError, match="is being published by another process"):
+        push(a_copy, "--dry_run")
 
 
 def test_a_model_without_its_code_is_not_published(run, tmp_path):
@@ -575,7 +595,7 @@ def test_metadata_that_the_hub_does_not_know_is_one_sentence(folder, hub, tmp_pa
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "README.md").write_text("---\nlicense: my own\n---\n")
     with pytest.raises(
-        UserError, match=r"Could not upload to me/tiny: Invalid metadata.* \"license\" must be one of"
+        UserError, match=r"The Hub does not take the metadata of .*README\.md: \"license\" must be one of"
     ) as told:
         upload(copy, "me/tiny")
     assert "\n" not in str(told.value)

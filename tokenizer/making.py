@@ -366,6 +366,7 @@ class Making:
             tokenizer_type=encode.kind(self.rust),
             eos_token_id=self.settings.eos,
             sources=self.recipe.inputs,
+            hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
             settings=self.settings_of_user,
             counts=asdict(counts) | {"links": self.corpus.links},
             cleaning={rule: asdict(outcome) for rule, outcome in outcomes.items()},

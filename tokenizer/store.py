@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -60,6 +60,7 @@ class Metadata:
     cleaning: dict[str, Any]  # what each rule changed or dropped, with examples
     repeated_documents: int  # left out
     command: str
+    hub_datasets: list[str] = field(default_factory=list)  # those of the sources that are on the Hub, not on a disk
     format_version: int = FORMAT_VERSION
 
     @property

@@ -14,7 +14,6 @@ import numpy as np
 import yaml
 
 from modeling_gpt2scratch import GPT2ScratchConfig
-from tokenizer.hub import HubDataset
 from tokenizer.report import left_out
 from tokenizer.store import Metadata
 from training.cost import describe_cost
@@ -53,7 +52,7 @@ def write_report(folder: RunFolder, about: About) -> None:
         f"![Loss curve]({folder.plot.name})" if plot_loss(entries, folder.plot) else "",
         _samples(samples),
         _data(about.data),
-        _training(about.settings, about.hardware),
+        _training(about.settings, about.hardware, about.data),
         _speed(entries, about.model),
         describe_cost(hours_in_all, about.settings.get("hourly_price"), about.watts),
         _limitations(about),
@@ -157,7 +156,7 @@ def _samples(samples: dict[int, list[str]]) -> str:
 def _data(data: Metadata) -> str:
     bytes_a_token = (data.train.bytes + data.val.bytes) / (data.train.tokens + data.val.tokens)
     lines = [
-        f"- sources: {', '.join(public_name(source) for source in data.sources)}",
+        f"- sources: {', '.join(public_name(source, data) for source in data.sources)}",
         f"- tokenizer: {_kind(data)} of {data.vocab_size:,} tokens, {bytes_a_token:.2f} bytes a token, "
         f"SHA-256 `{data.tokenizer_sha256[:16]}`",
         f"- training tokens: SHA-256 `{data.train.sha256[:16]}`; validation tokens: `{data.val.sha256[:16]}`",
@@ -174,27 +173,22 @@ def _data(data: Metadata) -> str:
 {chr(10).join(lines)}"""
 
 
-def public_name(source: str) -> str:
+def public_name(source: str, data: Metadata) -> str:
     """A Hub dataset under its id; of a path, the last part."""
-    return source if HubDataset.parse(source) is not None else Path(source).name
+    return source if source.startswith(tuple(data.hub_datasets)) else Path(source).name
 
 
-def hub_datasets(data: Metadata) -> list[str]:
-    """The ids of the Hub datasets among the sources, without what pins them."""
-    return sorted({found.name for source in data.sources if (found := HubDataset.parse(source)) is not None})
-
-
-def _training(settings: dict[str, Any], hardware: str) -> str:
+def _training(settings: dict[str, Any], hardware: str, data: Metadata) -> str:
     told = {name: value for name, value in settings.items() if value is not None and not _is_private(name, value)}
     lines = yaml.safe_dump(told, sort_keys=False, allow_unicode=True)
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
-    data = public_name(str(settings.get("data", "my.txt")))
+    text = public_name(str(settings.get("data", "my.txt")), data)
     return f"""## Training
 
 {hardware}; {versions}.
 
 ```bash
-accelerate launch --quiet train_accelerate.py --config config.yaml --data {shlex.quote(data)}
+accelerate launch --quiet train_accelerate.py --config config.yaml --data {shlex.quote(text)}
 ```
 
 <details>
