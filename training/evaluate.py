@@ -1,7 +1,10 @@
 """Validation: loss, perplexity and bits per byte over the held-out text.
 
 python -m training.evaluate runs/x                                  # the whole validation split of the run's store
-python -m training.evaluate runs/x/checkpoints/step_00001000 --data data/other
+python -m training.evaluate runs/x --checkpoint best --data data/other
+python -m training.evaluate runs/x --compare                        # beside n-grams and compressors
+python -m training.evaluate runs/x --compare_with runs/y openai-community/gpt2
+python -m training.evaluate runs/x --memorization                   # what it writes that stands in its training text
 """
 
 import json
@@ -10,8 +13,9 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,9 +27,14 @@ from command_line import FlagParser, run
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.store import Split, TokenStore
+from tokenizer.vocabulary import token_bytes
+from training import findings, panel
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
-from training.loss import NextTokenLoss
-from training.run_folder import CONFIG_FILE, find_model, run_of
+from training.loss import token_nats
+from training.memorization import memorization
+from training.progress import track
+from training.ratio import Ratio, ratio, units
+from training.run_folder import CONFIG_FILE, find_checkpoint, find_model, run_of
 from training.sharding import keep_accelerate_from_sharding
 from training.tokens import IGNORED, Batch, Tokens
 
@@ -100,18 +109,25 @@ def eval_batches(
     tokens: Tokens, context: int, micro_batch: int, rank: int, processes: int, max_samples: int | None
 ) -> Iterator[Batch]:
     """This process's batches. Every process yields as many, of the same shape, if need be of ignored targets."""
-    count = -(-(len(tokens) - 1) // context)
+    mine = eval_starts(len(tokens), context, micro_batch, rank, processes, max_samples)
+    for now in range(len(mine)):
+        if tokens.file is not None:
+            tokens.file.announce(mine[now : now + 2].flatten(), context + 1)
+        yield tokens.batch(mine[now], context)
+
+
+def eval_starts(
+    n_tokens: int, context: int, micro_batch: int, rank: int, processes: int, max_samples: int | None
+) -> np.ndarray:
+    """(batches, micro_batch) int64: where the windows of this process begin."""
+    count = -(-(n_tokens - 1) // context)
     starts = np.arange(count, dtype=np.int64) * context
     if max_samples is not None and max_samples < count:
         starts = starts[np.linspace(0, count - 1, max_samples).astype(np.int64)]
     rounds = -(-len(starts) // (micro_batch * processes))
-    padded = np.full(rounds * processes * micro_batch, len(tokens), dtype=np.int64)  # beyond the end: nothing to score
+    padded = np.full(rounds * processes * micro_batch, n_tokens, dtype=np.int64)  # beyond the end: nothing to score
     padded[: len(starts)] = starts
-    mine = padded.reshape(rounds, processes, micro_batch)[:, rank]
-    for now in range(rounds):
-        if tokens.file is not None:
-            tokens.file.announce(mine[now : now + 2].flatten(), context + 1)
-        yield tokens.batch(mine[now], context)
+    return padded.reshape(rounds, processes, micro_batch)[:, rank]
 
 
 def eval_windows(store: TokenStore, context: int, number: int, mask_documents: bool) -> dict[str, torch.Tensor]:
@@ -121,6 +137,60 @@ def eval_windows(store: TokenStore, context: int, number: int, mask_documents: b
     batches = list(eval_batches(tokens, context, 1, 0, 1, number))
     names = ("inputs", "targets", "positions") if mask_documents else ("inputs", "targets")
     return {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+
+
+@dataclass(frozen=True)
+class Score:
+    """An evaluation with its standard errors."""
+
+    loss: Ratio
+    bits_per_byte: Ratio
+    tokens: int  # scored
+    units: str  # that the standard errors are over
+
+    def metrics(self) -> dict[str, float | str]:
+        metrics = Evaluation(self.loss.value, self.bits_per_byte.value, self.tokens).metrics()
+        return metrics | {
+            "eval_loss_stderr": self.loss.stderr,
+            "eval_perplexity_stderr": metrics["eval_perplexity"] * self.loss.stderr,
+            "eval_bits_per_byte_stderr": self.bits_per_byte.stderr,
+            "eval_stderr_over": self.units,
+        }
+
+
+@torch.no_grad()
+def score(
+    model: GPT2ScratchForCausalLM, store: TokenStore, tokens: Tokens, micro_batch: int, accelerator: Accelerator
+) -> Score:
+    """All of the validation split in windows as in `evaluate`. All processes take part and get the same result."""
+    context, rank, processes = model.config.n_positions, accelerator.process_index, accelerator.num_processes
+    edges, what = units(store.offsets("val"))
+    nats = np.zeros(len(edges) - 1)
+    starts = eval_starts(len(tokens), context, micro_batch, rank, processes, None)
+    batches = eval_batches(tokens, context, micro_batch, rank, processes, None)
+    for begin, (inputs, targets, positions) in zip(track(starts, "scoring", accelerator), batches, strict=True):
+        with accelerator.autocast():
+            outputs = model.transformer(input_ids=inputs, position_ids=positions, use_cache=False)
+            costs = token_nats(outputs.last_hidden_state.flatten(0, 1), model.lm_head.weight, targets.flatten())
+        is_target = (targets != IGNORED).cpu().numpy()
+        places = (begin[:, None] + np.arange(1, context + 1))[is_target]  # in the split
+        unit = np.searchsorted(edges, places, side="right") - 1
+        np.add.at(nats, unit, costs.view(targets.shape).double().cpu().numpy()[is_target])
+    everyones = torch.from_numpy(nats).to(_float64_device(accelerator.device))
+    nats = accelerator.reduce(everyones, reduction="sum").cpu().numpy()
+    counts = np.diff(edges)
+    counts[0] -= 1  # the first token is nobody's target
+    loss = ratio(nats, counts)
+    by_byte = ratio(nats, _bytes_of_units(store, edges))
+    bits = loss.value / math.log(2) * store.metadata.val.tokens / store.metadata.val.bytes
+    return Score(loss, Ratio(bits, bits * by_byte.stderr / by_byte.value), len(tokens) - 1, what)
+
+
+def _bytes_of_units(store: TokenStore, edges: np.ndarray) -> np.ndarray:
+    """(units,) int64: bytes of text of the validation split."""
+    lengths = np.array([len(text) for text in token_bytes(store.load_tokenizer())], dtype=np.int64)
+    tokens = store.memory_map("val")
+    return np.array([lengths[tokens[a:b]].sum() for a, b in pairwise(edges)])
 
 
 def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
@@ -149,18 +219,60 @@ class EvaluateDoor:
     model: str | None = field(
         default=None, metadata={"help": "A run folder or a model folder; may be given without flag."}
     )
+    checkpoint: str | None = field(
+        default=None,
+        metadata={"help": "Of a run: last, best (by validation loss) or a step; its model/ where left out."},
+    )
     data: str | None = field(default=None, metadata={"help": "Token store to score; the run's own where left out."})
     per_device_eval_batch_size: int = field(default=16, metadata={"help": "Sequences scored at once."})
+    compare: bool = field(
+        default=False, metadata={"help": "Bits a byte beside those of n-grams and compressors on the same text."}
+    )
+    compare_with: list[str] = field(
+        default_factory=list,
+        metadata={"help": "The same, and beside these: runs, checkpoints, model folders or Hub ids of causal models."},
+    )
+    compare_documents: int | None = field(
+        default=None, metadata={"help": "Compare on only this many documents, evenly spread; all where left out."}
+    )
+    memorization: bool = field(
+        default=False, metadata={"help": "Look up what the model writes in its training text, word for word."}
+    )
+    memorization_texts: int = field(
+        default=64, metadata={"help": "Texts that the model writes for it, of up to 256 tokens each."}
+    )
+    memorization_span: int = field(default=50, metadata={"help": "Tokens in a row that are looked up."})
+    seed: int = field(
+        default=1337, metadata={"help": "Decides what the model writes, and which held-out text is taken."}
+    )
+    json: bool = field(default=False, metadata={"help": "One line of JSON, as where the output is no terminal."})
+
+    def check(self) -> None:
+        problems = [
+            f"{name} is {value}; it must be at least {least}."
+            for name, least in (
+                ("per_device_eval_batch_size", 1),
+                ("compare_documents", 1),
+                ("memorization_texts", 2),
+                ("memorization_span", 1),
+                ("seed", 0),
+            )
+            if (value := getattr(self, name)) is not None and value < least
+        ]
+        if self.model is None:
+            problems.append("Name a run: python -m training.evaluate runs/x")
+        if len({self.model, *self.compare_with}) <= len(self.compare_with):
+            problems.append("compare_with names a model twice, or the one that is evaluated; name each once.")
+        if problems:
+            raise UserError("\n".join(problems))
 
 
 def main(arguments: list[str]) -> None:
     (door,), _ = FlagParser((EvaluateDoor,), __doc__.splitlines()[0], positional="model").parse(arguments)
-    if door.model is None:
-        raise UserError("Name a run: python -m training.evaluate runs/x")
-    if door.per_device_eval_batch_size < 1:
-        raise UserError(f"per_device_eval_batch_size is {door.per_device_eval_batch_size}; it must be at least 1.")
-    folder = find_model(door.model)
-    store, mask_documents = store_and_masking(door.model, door.data)
+    door.check()
+    chosen = door.model if door.checkpoint is None else str(find_checkpoint(Path(door.model), door.checkpoint))
+    folder, *_ = map(find_model, (chosen, *door.compare_with))
+    store, mask_documents = store_and_masking(chosen, door.data)
     model = GPT2ScratchForCausalLM.from_pretrained(folder, use_safetensors=True)
     if model.config.vocab_size != store.metadata.vocab_size:
         raise UserError(
@@ -169,17 +281,33 @@ def main(arguments: list[str]) -> None:
         )
     keep_accelerate_from_sharding()  # whatever the launcher was told: a model is scored whole
     accelerator = Accelerator()
+    model = model.to(accelerator.device).eval()
     local = processes_of_this_machine(accelerator)
     placement = choose_placement("auto", bytes_of(store, "val"), accelerator.device, local)
-    result = evaluate(
-        accelerator.prepare(NextTokenLoss(model)),
-        place_tokens(store, "val", placement.where, accelerator.device, mask_documents),
-        store.metadata.val,
-        model.config.n_positions,
-        door.per_device_eval_batch_size,
-        accelerator,
-    )
-    accelerator.print(json.dumps({"model": str(folder), "data": str(store.folder)} | result.metrics()))
+    tokens = place_tokens(store, "val", placement.where, accelerator.device, mask_documents)
+    scored = score(model, store, tokens, door.per_device_eval_batch_size, accelerator)
+    results: dict[str, Any] = {"model": str(folder), "data": str(store.folder)} | scored.metrics()
+    rows = []
+    if door.compare or door.compare_with:
+        compared = panel.compare(model, chosen, door.compare_with, store, door.compare_documents, accelerator)
+        if compared is not None:
+            rows, text = compared
+            results["panel"] = {
+                "rows": [row.described() for row in rows],
+                "how": panel.how_it_was_made(store, text),
+            }
+    if not accelerator.is_main_process:
+        return
+    if door.memorization:
+        found = memorization(model, store, door.memorization_texts, door.memorization_span, door.seed, accelerator)
+        results["memorization"] = found.described()
+    where = findings.keep(results, rows, Path(chosen), store) if {"panel", "memorization"} & results.keys() else None
+    if door.json or not sys.stdout.isatty():
+        print(json.dumps(results))
+    else:
+        findings.show(results)
+        if where is not None:
+            print(f"Kept in {where}.")
 
 
 if __name__ == "__main__":

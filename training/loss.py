@@ -48,6 +48,18 @@ def linear_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, targ
     return total
 
 
+@torch.no_grad()
+def token_nats(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """What `linear_cross_entropy` sums: (N,) in fp32, 0 where it is ignored."""
+    dtype, V = _dtype(weight), len(weight)
+    states, matrix = hidden_states.to(dtype), _padded(weight, dtype)
+    parts = []
+    for rows in _chunks(len(states)):
+        log_probabilities = _log_probabilities(states[rows], matrix, V)
+        parts.append(F.nll_loss(log_probabilities, targets[rows], reduction="none", ignore_index=IGNORED))
+    return torch.cat(parts)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients in the forward pass, chunk by chunk, while the logits are there, as in Liger Kernel (Hsu et al.
     2024): nothing of size (N, V) is kept, and nothing is computed twice."""

@@ -7,7 +7,7 @@ runs/x/
     samples.md       what the model wrote at each validation
     report.md        the run told in one page, with its loss.png
     profile/         where the time of a step went, see profile.py
-    lm_eval/         what lm-eval measured, where it was told so
+    evaluation/      what evaluate.py measured; lm_eval/: what lm-eval did, where it was told so
     checkpoints/     see checkpoint.py
     model/           the model to use: the newest checkpoint's, without its training state; hub/: what was published
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from errors import UserError
 from training import checkpoint as checkpoints
-from training.journal import forget_after
+from training.journal import forget_after, read_metrics
 from training.sampling import forget_samples_after
 
 CONFIG_FILE = "config.yaml"
@@ -54,13 +54,14 @@ class RunFolder:
         self.hub = self.path / "hub"
         self.plot = self.path / "loss.png"
         self.profile = self.path / "profile"
+        self.evaluation = self.path / "evaluation"
         self.evaluations = self.path / "lm_eval"
 
     @property
     def contents(self) -> tuple[Path, ...]:
         """All that a run leaves; nothing else in the folder is ever deleted."""
         files = (self.config, self.metrics, self.events, self.status, self.samples, self.report, self.plot)
-        return (*files, self.profile, self.evaluations, self.checkpoints, self.model, self.hub)
+        return (*files, self.profile, self.evaluation, self.evaluations, self.checkpoints, self.model, self.hub)
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
         """The newest complete checkpoint that is as it was written; damaged ones are named and passed over.
@@ -142,6 +143,29 @@ def run_of(path: Path) -> Path:
     if not path.exists() or not (run / CONFIG_FILE).is_file():
         raise UserError(f"{path} is not a run folder or a checkpoint in one: there is no {run / CONFIG_FILE}.")
     return run
+
+
+def find_checkpoint(path: Path, wanted: str) -> Path:
+    """The checkpoint of the run at `path` that `wanted` names: `last`, `best` (by validation loss) or a step.
+
+    Raises:
+        UserError: the run does not keep it.
+    """
+    run = RunFolder(run_of(path))
+    if is_checkpoint(path):
+        raise UserError(f"{path} is a checkpoint already; leave --checkpoint {wanted} out.")
+    kept = {checkpoints.step_of(found): found for found in checkpoints.complete_checkpoints(run.checkpoints)}
+    there = f"{run.path} keeps the checkpoints of steps {', '.join(map(str, kept)) or 'none'}"
+    if wanted == "last" and kept:
+        return kept[max(kept)]
+    if wanted == "best":
+        scored = [entry for entry in read_metrics(run.metrics) if "eval_loss" in entry and entry["step"] in kept]
+        if not scored:
+            raise UserError(f"{there}, and no validation at any of them; choose one with --checkpoint STEP.")
+        return kept[min(scored, key=lambda entry: entry["eval_loss"])["step"]]
+    if not wanted.isdecimal() or int(wanted) not in kept:
+        raise UserError(f"checkpoint is {wanted}, but {there}; name one of them, last or best.")
+    return kept[int(wanted)]
 
 
 def begin(folder: RunFolder, first_step: int, resume_from: Path | None) -> None:

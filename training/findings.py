@@ -1,0 +1,107 @@
+"""What an evaluation found: shown on a terminal, kept in the run folder.
+
+evaluation/evaluation.json   everything, also of earlier commands on the same weights and the same text
+evaluation/evaluation.md     the same to read, with panel.png where models were compared
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from errors import UserError
+from tokenizer.store import TokenStore, file_sha256, write_whole
+from training.panel import Row, plot
+from training.run_folder import RunFolder, run_of
+from training.sampling import fenced
+
+METRICS = {"loss": "loss (nats a token)", "perplexity": "perplexity", "bits_per_byte": "bits a byte"}
+
+
+def show(results: dict[str, Any]) -> None:
+    """Small tables."""
+    console = Console()
+    for title, header, lines, note in _tables(results):
+        table = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="bold")
+        for place, name in enumerate(header):
+            table.add_column(name, justify="right" if place else "left")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+        console.print(note, markup=False, highlight=False)
+        console.print()
+
+
+def keep(results: dict[str, Any], rows: list[Row], model: Path, store: TokenStore) -> Path | None:
+    """Writes the files into the run folder that `model` is of; returns where, or None where there is no run."""
+    try:
+        folder = RunFolder(run_of(model)).evaluation
+    except UserError:
+        return None
+    weights = sorted(Path(results["model"]).glob("*.safetensors"))
+    identity = {"weights_sha256": [file_sha256(path) for path in weights], "tokens_sha256": store.metadata.identity}
+    folder.mkdir(exist_ok=True)
+    path = folder / "evaluation.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if {name: before.get(name) for name in identity} == identity:
+        results = before | results
+    elif not rows:
+        (folder / "panel.png").unlink(missing_ok=True)  # of other weights
+    has_plot = plot(rows, folder / "panel.png") if rows else (folder / "panel.png").is_file()
+    write_whole(path, json.dumps(results | identity, indent=2, ensure_ascii=False) + "\n")
+    write_whole(folder / "evaluation.md", _markdown(results, has_plot))
+    return folder
+
+
+def _tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]], str]]:
+    """Title, header, lines and a note of each."""
+    metrics = [
+        [title, f"{results[f'eval_{name}']:.4f}", f"{results[f'eval_{name}_stderr']:.4f}"]
+        for name, title in METRICS.items()
+    ]
+    note = (
+        f"{results['eval_tokens']:,} tokens of {results['data']}. ±: standard error over {results['eval_stderr_over']}."
+    )
+    tables = [(f"Validation: {results['model']}", ["", "value", "±"], metrics, note)]
+    if "panel" in results:
+        lines = [
+            [row["name"], *(_number(row, name) for name in ("bits_per_byte", "difference"))]
+            for row in results["panel"]["rows"]
+        ]
+        tables.append(("Panel", ["", "bits a byte", "difference"], lines, results["panel"]["how"]))
+    if "memorization" in results:
+        found = results["memorization"]
+        lines = [
+            [title, f"{found[f'{name}spans']:,}", f"{found[f'{name}share']:.2%}", f"{found[f'{name}share_stderr']:.2%}"]
+            for title, name in (("written by the model", ""), ("held-out text", "held_out_"))
+        ]
+        note = (
+            f"Spans of {found['span_tokens']} tokens that stand in the training split word for word. ±: standard error over "
+            f"{found['texts']} texts."
+        )
+        if found["example"] is not None:
+            example = found["example"]
+            note += f" One stands in its document {example['document']:,}, at token {example['token']:,}:\n\n"
+            note += fenced(example["text"])
+        tables.append(("Memorization", ["", "spans", "found", "±"], lines, note))
+    return tables
+
+
+def _number(row: dict[str, Any], name: str) -> str:
+    if name not in row:
+        return ""
+    value = f"{row[name]:+.4f}" if name == "difference" else f"{row[name]:.4f}"
+    return f"{value} ± {row[f'{name}_stderr']:.4f}" if f"{name}_stderr" in row else value
+
+
+def _markdown(results: dict[str, Any], has_plot: bool) -> str:
+    sections = ["# Evaluation"]
+    for title, header, lines, note in _tables(results):
+        rows = [header, ["---", *["--:"] * (len(header) - 1)], *lines]
+        sections += [f"## {title}", "\n".join(f"| {' | '.join(row)} |" for row in rows), note]
+        if title == "Panel" and has_plot:
+            sections.append("![Bits a byte of each](panel.png)")
+    return "\n\n".join(sections) + "\n"

@@ -1,0 +1,273 @@
+"""Is it good? Models, n-grams and compressors beside one another, by bits a byte of the same text.
+
+A model scores documents one by one, as its own tokenizer cuts them, each after the token that begins a text (bos, or eos where
+there is no bos; without either, the first token costs as much as any of the vocabulary). Windows of its context overlap by
+half: all but the first tokens of a document are predicted from half a context or more. The token that ends a document is no
+text and is not scored.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  the name that everybody gives it
+from accelerate import Accelerator
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+import modeling_gpt2scratch  # noqa: F401  registers the architecture
+from errors import UserError
+from tokenizer import vocabulary
+from tokenizer.store import TokenStore
+from training.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
+from training.progress import track
+from training.ratio import Ratio, ratio, units
+from training.run_folder import find_model
+
+LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have room for more
+BYTES_OF_LOGITS = 1 << 27  # at once, in fp32
+ORDERS = {"unigram": 1, "trigram": 3}
+DOCUMENTS_AT_ONCE = 256
+COLORS = {"model": "#3d84c6", "n-gram": "#c98a1b", "compressor": "#8a8f98"}  # legible on white and on black
+GRAY = "#808690"
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    kind: str  # model, n-gram or compressor
+    bits_per_byte: Ratio  # a compressor's has no standard error: nan
+    difference: Ratio | None  # to the first model, unit by unit
+
+    def described(self) -> dict[str, Any]:
+        """For JSON, which knows no nan."""
+        told = {"name": self.name, "kind": self.kind, "bits_per_byte": self.bits_per_byte.value}
+        if not math.isnan(self.bits_per_byte.stderr):
+            told["bits_per_byte_stderr"] = self.bits_per_byte.stderr
+        if self.difference is not None:
+            told |= {"difference": self.difference.value, "difference_stderr": self.difference.stderr}
+        return told
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Documents of the validation split, as text."""
+
+    texts: list[str]
+    starts: np.ndarray  # (documents + 1,): where each begins, in characters
+    edges: np.ndarray  # (units + 1,): the same of the units of the standard error
+    units: str  # what those are
+    bytes: np.ndarray  # (units,)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The same by one tokenizer, document by document."""
+
+    ids: list[np.ndarray]
+    units: list[np.ndarray]  # that each token begins in
+
+
+def held_out(store: TokenStore, most: int | None) -> HeldOut:
+    """All of the split, or `most` of its documents, evenly spread."""
+    tokens, offsets, rust = store.memory_map("val"), store.offsets("val"), store.load_tokenizer().backend_tokenizer
+    chosen = np.arange(len(offsets) - 1)
+    if most is not None and most < len(chosen):
+        chosen = np.linspace(0, len(chosen) - 1, most).astype(np.int64)
+    ends = offsets[1:] - (store.metadata.eos_token_id is not None)
+    texts = [rust.decode(tokens[offsets[i] : ends[i]].tolist(), skip_special_tokens=False) for i in chosen]
+    starts = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+    edges, what = units(starts)
+    whole = "".join(texts)
+    sizes = [len(whole[a:b].encode()) for a, b in pairwise(edges)]
+    return HeldOut(texts, starts, edges, what, np.array(sizes, dtype=np.int64))
+
+
+def encoded(text: HeldOut, tokenizer: PreTrainedTokenizerBase, name: str) -> Encoded:
+    """
+    Raises:
+        UserError: the tokenizer does not know all of the text.
+    """
+    rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    rust.encode_special_tokens = True  # what reads like a control token stays text
+    rust.no_truncation()
+    rust.no_padding()
+    unknown = getattr(rust.model, "unk_token", None)
+    unknown = rust.token_to_id(unknown) if unknown else None
+    problem = f"{name} cannot be compared: its tokenizer does not know every character of the text; leave it out."
+    ids, places = [], []
+    for first in range(0, len(text.texts), DOCUMENTS_AT_ONCE):
+        try:
+            batch = rust.encode_batch(text.texts[first : first + DOCUMENTS_AT_ONCE], add_special_tokens=False)
+        except Exception as error:  # the Rust library raises nothing narrower
+            raise UserError(problem) from error
+        for document, encoding in enumerate(batch, first):
+            ids.append(np.array(encoding.ids, dtype=np.int64))
+            begins = text.starts[document] + np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+            places.append(np.searchsorted(text.edges, begins, side="right") - 1)
+            if unknown in encoding.ids:
+                raise UserError(problem)
+    return Encoded(ids, places)
+
+
+def windows(targets: int, context: int) -> Iterator[tuple[int, int]]:
+    """Where each window begins, and its first target that none before it scored, counted in the document."""
+    start = scored = 0
+    while scored < targets:
+        yield start, scored
+        scored = start + context
+        start += max(1, context // 2)
+
+
+@torch.no_grad()
+def nats_of_model(
+    model: PreTrainedModel, first: int | None, text: Encoded, n_units: int, accelerator: Accelerator, name: str
+) -> np.ndarray:
+    """(units,) float64: what the text costs the model, computed by all processes together. `first` begins each document."""
+    context = min(getattr(model.config, "max_position_embeddings", LONGEST_WINDOW), LONGEST_WINDOW)
+    sums = np.zeros(n_units)
+    streams, places = text.ids, text.units
+    if first is None:
+        if accelerator.is_main_process:
+            np.add.at(sums, [unit[0] for unit in places if len(unit)], math.log(model.config.vocab_size))
+        places = [unit[1:] for unit in places]
+    else:
+        streams = [np.concatenate([[first], ids]) for ids in streams]
+    cut = [(i, *window) for i, unit in enumerate(places) for window in windows(len(unit), context)]
+    cut.sort(key=lambda window: window[1] - len(streams[window[0]]))  # the longest first: less padding, and no surprise
+    rows = max(1, BYTES_OF_LOGITS // (context * model.config.vocab_size * 4))
+    batches = [cut[at : at + rows] for at in range(0, len(cut), rows)][
+        accelerator.process_index :: accelerator.num_processes
+    ]
+    for batch in track(batches, name, accelerator):
+        pieces = [torch.from_numpy(streams[i][start : start + context + 1]) for i, start, _ in batch]
+        padded = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(model.device)  # behind: nothing sees it
+        with accelerator.autocast():
+            logits = model(input_ids=padded[:, :-1], use_cache=False).logits
+        nats = F.cross_entropy(logits.float().transpose(1, 2), padded[:, 1:], reduction="none").double().cpu().numpy()
+        for row, (i, start, new) in enumerate(batch):
+            unit = places[i][new : start + context]
+            np.add.at(sums, unit, nats[row, new - start :][: len(unit)])
+    everyones = torch.from_numpy(sums)
+    if accelerator.num_processes > 1:
+        everyones = accelerator.reduce(everyones.to(accelerator.device), reduction="sum").cpu()
+    return everyones.numpy()
+
+
+def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Any causal language model that Transformers knows, in fp32, and its tokenizer.
+
+    Raises:
+        UserError: there is none.
+    """
+    source = find_model(name)
+    try:
+        AutoConfig.from_pretrained(source)
+        # Safetensors only: a pickle is never opened.
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    return model.eval(), vocabulary.load(source)
+
+
+def compare(
+    model: PreTrainedModel,
+    name: str,
+    others: list[str],
+    store: TokenStore,
+    most_documents: int | None,
+    accelerator: Accelerator,
+) -> tuple[list[Row], HeldOut] | None:
+    """All of them, best first; None on all processes but the main one, which does what is not for models.
+
+    Raises:
+        UserError: a model cannot be loaded, or its tokenizer does not know the text.
+    """
+    text = held_out(store, most_documents)
+    nats: dict[str, np.ndarray] = {}
+    theirs = store.load_tokenizer()
+    ours = encoded(text, theirs, name)
+    nats[name] = nats_of_model(model, begins(theirs), ours, len(text.bytes), accelerator, name)
+    for other in others:
+        another, tokenizer = load(other)
+        cut = encoded(text, tokenizer, other)
+        nats[other] = nats_of_model(
+            another.to(accelerator.device), begins(tokenizer), cut, len(text.bytes), accelerator, other
+        )
+        del another
+    if not accelerator.is_main_process:
+        return None
+    models = len(nats)
+    fitted = fitted_on(store)
+    eos = store.metadata.eos_token_id
+    for title, order in track(ORDERS.items(), "n-grams", accelerator, len(ORDERS)):
+        nats[title] = nats_of_ngram(NGram(fitted, store.metadata.vocab_size, order), eos, ours, len(text.bytes))
+    bits = {title: values / math.log(2) for title, values in nats.items()}
+    rows = []
+    for place, (title, values) in enumerate(bits.items()):
+        kind = "model" if place < models else "n-gram"
+        difference = ratio(values - bits[name], text.bytes) if place else None
+        rows.append(Row(title, kind, ratio(values, text.bytes), difference))
+    for title, value in compressed_bits("".join(text.texts).encode()).items():
+        rows.append(Row(title, "compressor", Ratio(value, math.nan), None))
+    return sorted(rows, key=lambda row: row.bits_per_byte.value), text
+
+
+def begins(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that begins a text."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def nats_of_ngram(ngram: NGram, eos: int | None, text: Encoded, n_units: int) -> np.ndarray:
+    """(units,) float64. Each document follows an end of text, as in the store."""
+    before = [] if eos is None else [eos]
+    stream = np.concatenate([part for ids in text.ids for part in (before, ids)]).astype(np.int64)
+    nats = -np.log(ngram.probabilities(stream))
+    is_text = np.concatenate([np.arange(len(before) + len(ids)) >= len(before) for ids in text.ids])
+    return np.bincount(np.concatenate(text.units), weights=nats[is_text], minlength=n_units)
+
+
+def how_it_was_made(store: TokenStore, text: HeldOut) -> str:
+    """What a reader has to know of the panel."""
+    split = store.metadata.train
+    fitted = f"the training split's {split.tokens:,} tokens"
+    if split.tokens > FITTED_TOKENS:
+        fitted = f"{FITTED_TOKENS:,} of the training split's {split.tokens:,} tokens, evenly spread"
+    return (
+        f"The same {text.bytes.sum():,} bytes of {len(text.texts):,} documents for all. Models score documents one by one, in windows "
+        f"of their context that overlap by half. ±: standard error over {text.units}; that of a difference is paired. N-grams "
+        f"(Kneser-Ney) are fitted on {fitted}; compressors see the documents on end."
+    )
+
+
+def plot(rows: list[Row], path: Path) -> bool:
+    """Bars, the best on top, legible on light and dark pages. False where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 1.1 + 0.42 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(rows))
+    values = [row.bits_per_byte.value for row in rows]
+    errors = [np.nan_to_num(row.bits_per_byte.stderr) for row in rows]
+    axes.barh(places, values, color=[COLORS[row.kind] for row in rows], height=0.66)
+    axes.errorbar(values, places, xerr=errors, fmt="none", ecolor=GRAY, capsize=3)
+    for place, value, error in zip(places, values, errors, strict=True):
+        axes.annotate(
+            f"{value:.3f}", (value + error, place), (6, 0), textcoords="offset points", va="center", color=GRAY
+        )
+    axes.set_yticks(places, [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel("bits a byte of held-out text (less is better)", color=GRAY)
+    axes.tick_params(colors=GRAY, left=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GRAY)
+    figure.savefig(path, dpi=120, transparent=True)
+    return True
