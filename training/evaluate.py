@@ -261,8 +261,6 @@ class EvaluateDoor:
         ]
         if self.model is None:
             problems.append("Name a run: python -m training.evaluate runs/x")
-        if len({self.model, *self.compare_with}) <= len(self.compare_with):
-            problems.append("compare_with names a model twice, or the one that is evaluated; name each once.")
         if problems:
             raise UserError("\n".join(problems))
 
@@ -271,7 +269,9 @@ def main(arguments: list[str]) -> None:
     (door,), _ = FlagParser((EvaluateDoor,), __doc__.splitlines()[0], positional="model").parse(arguments)
     door.check()
     chosen = door.model if door.checkpoint is None else str(find_checkpoint(Path(door.model), door.checkpoint))
-    folder, *_ = map(find_model, (chosen, *door.compare_with))
+    folder, *others = map(find_model, (chosen, *door.compare_with))
+    if len({folder, *others}) <= len(others):
+        raise UserError("compare_with names a model twice, or the one that is evaluated; name each once.")
     store, mask_documents = store_and_masking(chosen, door.data)
     model = GPT2ScratchForCausalLM.from_pretrained(folder, use_safetensors=True)
     if model.config.vocab_size != store.metadata.vocab_size:

@@ -27,7 +27,7 @@ def show(results: dict[str, Any]) -> None:
     for title, header, lines, note in _tables(results):
         table = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="bold")
         for place, name in enumerate(header):
-            table.add_column(name, justify="right" if place else "left")
+            table.add_column(name, justify="right" if place else "left", overflow="fold")
         for line in lines:
             table.add_row(*line)
         console.print(table)

@@ -149,7 +149,9 @@ def nats_of_model(
         padded = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(model.device)  # behind: nothing sees it
         with accelerator.autocast():
             logits = model(input_ids=padded[:, :-1], use_cache=False).logits
-        nats = F.cross_entropy(logits.float().transpose(1, 2), padded[:, 1:], reduction="none").double().cpu().numpy()
+        targets = padded[:, 1:]
+        nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view(targets.shape)
+        nats = nats.double().cpu().numpy()
         for row, (i, start, new) in enumerate(batch):
             unit = places[i][new : start + context]
             np.add.at(sums, unit, nats[row, new - start :][: len(unit)])
@@ -255,13 +257,11 @@ def plot(rows: list[Row], path: Path) -> bool:
     axes = figure.subplots()
     places = range(len(rows))
     values = [row.bits_per_byte.value for row in rows]
-    errors = [np.nan_to_num(row.bits_per_byte.stderr) for row in rows]
+    errors = [row.bits_per_byte.stderr for row in rows]
     axes.barh(places, values, color=[COLORS[row.kind] for row in rows], height=0.66)
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor=GRAY, capsize=3)
-    for place, value, error in zip(places, values, errors, strict=True):
-        axes.annotate(
-            f"{value:.3f}", (value + error, place), (6, 0), textcoords="offset points", va="center", color=GRAY
-        )
+    for place, value, end in zip(places, values, np.add(values, np.nan_to_num(errors)), strict=True):
+        axes.annotate(f"{value:.3f}", (end, place), (6, 0), textcoords="offset points", va="center", color=GRAY)
     axes.set_yticks(places, [row.name for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.1)

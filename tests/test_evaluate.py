@@ -1,0 +1,348 @@
+"""`python -m training.evaluate`: what is scored, how sure that is, what it is compared with, and what was memorized."""
+
+import json
+import math
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from conftest import REPOSITORY, prose
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from tokenizer.corpus import CorpusArguments
+from tokenizer.making import pretokenize
+from tokenizer.recipe import Recipe
+from tokenizer.vocabulary import VocabularyArguments
+from training import baselines, evaluate, memorization
+from training.baselines import NGram, compressed_bits
+from training.findings import show
+from training.memorization import find, hash_spans
+from training.ratio import ratio, units
+
+PAIR = (
+    "-m",
+    "accelerate.commands.launch",
+    "--quiet",
+    "--config_file",
+    REPOSITORY / "launch" / "two_cpu_processes.yaml",
+)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A store whose validation split has enough documents for them to be units."""
+    folder = tmp_path_factory.mktemp("many")
+    for i in range(120):
+        (folder / f"text{i}.txt").write_text(prose(i, 40 + 8 * (i % 7)), encoding="utf-8")
+    recipe = Recipe(
+        [str(folder)], CorpusArguments(validation_fraction=0.4), VocabularyArguments(vocab_size=300), seed=1
+    )
+    return pretokenize(recipe, folder / "store", say=lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    """A lone document of three characters, at random, 20,000 of them."""
+    folder = tmp_path_factory.mktemp("letters")
+    choice = random.Random(0).choice
+    (folder / "text.txt").write_text("".join(choice("ab\n") for _ in range(20_000)), encoding="utf-8")
+    recipe = Recipe(
+        [str(folder / "text.txt")],
+        CorpusArguments(validation_fraction=0.2),
+        VocabularyArguments(tokenizer_type="character"),
+        seed=1,
+    )
+    return pretokenize(recipe, folder / "store", say=lambda text: None)
+
+
+def saved(folder, store, knows_nothing: bool = False) -> GPT2ScratchForCausalLM:
+    """A model with random weights, or to which all tokens are alike, and the store's tokenizer beside it."""
+    torch.manual_seed(0)
+    size = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 16, "initializer_range": 0.3}
+    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=store.metadata.vocab_size, **size)).eval()
+    if knows_nothing:
+        torch.nn.init.zeros_(model.lm_head.weight)
+    model.save_pretrained(folder)
+    store.load_tokenizer().save_pretrained(folder)
+    return model
+
+
+def evaluated(capsys, *arguments) -> dict:
+    capsys.readouterr()
+    evaluate.main([str(argument) for argument in arguments])
+    return json.loads(capsys.readouterr().out)
+
+
+# ---- the loss, and how sure it is -------------------------------------------------------------------------------------
+
+
+def test_the_standard_error_of_a_ratio_by_hand():
+    """Deviations -0.5, -1 and 1.5 from 2.5 a unit of size: sqrt(3 / 2 * 3.5) / 6."""
+    result = ratio(np.array([2.0, 4.0, 9.0]), np.array([1, 2, 3]))
+    assert (result.value, result.stderr) == (2.5, pytest.approx(0.3818813))
+
+
+def test_units_are_documents_or_blocks_of_a_text_of_few():
+    starts = np.arange(31) * 7
+    assert units(starts) == (pytest.approx(starts), "30 documents")
+    edges, what = units(np.array([0, 10, 1000]))
+    assert (edges[:3].tolist(), edges[-1], len(edges), what) == ([0, 20, 40], 1000, 51, "50 blocks of the text")
+
+
+def test_a_model_that_knows_nothing_costs_the_logarithm_of_its_vocabulary(letters, tmp_path, capsys):
+    """Three characters of a byte each: log2(3) bits a byte, without any doubt."""
+    saved(tmp_path / "model", letters, knows_nothing=True)
+    result = evaluated(capsys, tmp_path / "model", "--data", letters.folder)
+    assert result["eval_bits_per_byte"] == pytest.approx(1.5849625)
+    assert result["eval_perplexity"] == pytest.approx(3)
+    assert result["eval_loss_stderr"] == pytest.approx(0, abs=1e-6)
+    assert result["eval_stderr_over"] == "50 blocks of the text"
+    assert result["eval_tokens"] == letters.metadata.val.tokens - 1
+
+
+@torch.no_grad()
+def test_the_loss_and_its_standard_error_are_those_of_documents(many, tmp_path, capsys):
+    """Token by token: each costs its document."""
+    model = saved(tmp_path / "model", many)
+    result = evaluated(capsys, tmp_path / "model", "--data", many.folder)
+    tokens = torch.from_numpy(many.in_memory("val").astype(np.int64))
+    costs = torch.zeros(len(tokens), dtype=torch.float64)
+    for start in range(0, len(tokens) - 1, 16):
+        window, after = tokens[start : start + 16][: len(tokens) - 1 - start], tokens[start + 1 : start + 17]
+        costs[start + 1 : start + 1 + len(after)] = (
+            -model(window[None]).logits[0].log_softmax(-1)[range(len(after)), after]
+        )
+    nats = [costs[a:b].sum().item() for a, b in pairwise(many.offsets("val"))]
+    sizes = np.diff(many.offsets("val"))
+    sizes[0] -= 1
+    mean = sum(nats) / (len(tokens) - 1)
+    spread = (
+        sum((cost - mean * size) ** 2 for cost, size in zip(nats, sizes, strict=True)) * len(sizes) / (len(sizes) - 1)
+    )
+    assert result["eval_loss"] == pytest.approx(mean, abs=1e-6)
+    assert result["eval_loss_stderr"] == pytest.approx(math.sqrt(spread) / (len(tokens) - 1), rel=1e-4)
+    assert result["eval_stderr_over"] == f"{len(sizes)} documents"
+    split = many.metadata.val
+    assert result["eval_bits_per_byte"] == pytest.approx(mean / math.log(2) * split.tokens / split.bytes, abs=1e-6)
+
+
+def test_two_processes_find_the_same(many, tmp_path, capsys, launch):
+    saved(tmp_path / "model", many)
+    arguments = (tmp_path / "model", "--data", many.folder, "--compare")
+    alone = evaluated(capsys, *arguments)
+    pair = launch(*PAIR, "-m", "training.evaluate", *arguments, ACCELERATE_USE_CPU="true")
+    assert pair.returncode == 0, pair.stderr
+    together = json.loads(pair.stdout)
+    numbers = [name for name, value in alone.items() if isinstance(value, float)]
+    assert len(numbers) == 6
+    assert [together[name] for name in numbers] == pytest.approx([alone[name] for name in numbers], abs=1e-6)
+    for ours, theirs in zip(alone["panel"]["rows"], together["panel"]["rows"], strict=True):
+        assert ours["name"] == theirs["name"]
+        assert ours["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], abs=1e-6)
+
+
+# ---- the panel --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def bits_of_documents(model, tokenizer, texts: list[str], context: int) -> list[float]:
+    """The definition: each token alone, from a window of its own."""
+    bits = []
+    for text in texts:
+        stream = torch.tensor([tokenizer.bos_token_id, *tokenizer(text)["input_ids"]])
+        nats = 0.0
+        for place in range(1, len(stream)):
+            start = max(0, -(-(place - context) // (context // 2))) * (context // 2)
+            logits = model(stream[None, start:place]).logits[0, -1]
+            nats -= logits.double().log_softmax(-1)[stream[place]].item()
+        bits.append(nats / math.log(2))
+    return bits
+
+
+def test_a_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(many, store, tmp_path, capsys):
+    model = saved(tmp_path / "model", many)
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=300, n_layer=1, n_head=2, n_embd=16, n_positions=12, initializer_range=0.3)
+    gpt2, theirs = GPT2LMHeadModel(config).eval(), store.load_tokenizer()
+    gpt2.save_pretrained(tmp_path / "gpt2")
+    theirs.save_pretrained(tmp_path / "gpt2")
+    arguments = (
+        tmp_path / "model",
+        "--data",
+        many.folder,
+        "--compare_documents",
+        31,
+        "--compare_with",
+        tmp_path / "gpt2",
+    )
+    panel = evaluated(capsys, *arguments)["panel"]
+    rows = {row["name"]: row for row in panel["rows"]}
+    tokens, offsets, ours = many.memory_map("val"), many.offsets("val"), many.load_tokenizer()
+    chosen = np.linspace(0, len(offsets) - 2, 31).astype(int)
+    texts = [ours.decode(tokens[offsets[i] : offsets[i + 1] - 1].tolist()) for i in chosen]
+    sizes = np.array([len(text.encode()) for text in texts])
+    bits = {"model": bits_of_documents(model, ours, texts, 16), "gpt2": bits_of_documents(gpt2, theirs, texts, 12)}
+    for name, values in bits.items():
+        expected = ratio(np.array(values), sizes)
+        row = rows[str(tmp_path / name)]
+        assert row["bits_per_byte"] == pytest.approx(expected.value, abs=1e-6)
+        assert row["bits_per_byte_stderr"] == pytest.approx(expected.stderr, abs=1e-6)
+    difference = ratio(np.subtract(bits["gpt2"], bits["model"]), sizes)
+    assert rows[str(tmp_path / "gpt2")]["difference"] == pytest.approx(difference.value, abs=1e-6)
+    assert rows[str(tmp_path / "gpt2")]["difference_stderr"] == pytest.approx(difference.stderr, abs=1e-6)
+    assert panel["how"].startswith(f"The same {sizes.sum():,} bytes of 31 documents")
+    assert [row["bits_per_byte"] for row in panel["rows"]] == sorted(row["bits_per_byte"] for row in panel["rows"])
+    assert set(rows) - {str(tmp_path / name) for name in bits} == {"unigram", "trigram", *baselines.COMPRESSORS}
+
+
+def test_without_a_token_that_begins_a_text_the_first_costs_as_any(letters, tmp_path, capsys):
+    saved(tmp_path / "model", letters, knows_nothing=True)
+    rows = evaluated(capsys, tmp_path / "model", "--data", letters.folder, "--compare")["panel"]["rows"]
+    assert {row["name"]: row for row in rows}[str(tmp_path / "model")]["bits_per_byte"] == pytest.approx(1.5849625)
+
+
+def test_a_unigram_by_hand():
+    """3, 1 and 0 of 4, a discount of 0.75 from two kinds: 1.5 / 4, shared by three."""
+    unigram = NGram(np.array([0, 0, 0, 1], dtype=np.uint16), 3, 1)
+    assert unigram.probabilities(np.array([0, 1, 2])) == pytest.approx([0.6875, 0.1875, 0.125])
+
+
+def test_a_bigram_by_hand():
+    """0 stands after one kind of token, 1 after two: 1/3 and 2/3, discounted and mended by 1/2 each."""
+    bigram = NGram(np.array([0, 1, 0, 1, 1]), 2, 2)
+    assert bigram.probabilities(np.array([0, 0]))[1] == pytest.approx(0.75 / 2 * (1 / 3))
+    assert bigram.probabilities(np.array([0, 1])) == pytest.approx([1 / 3, 1.25 / 2 + 0.75 / 2 * (2 / 3)])
+    assert bigram.probabilities(np.array([1, 0])) == pytest.approx([2 / 3, 0.25 / 2 + 0.75 * (1 / 3)])
+
+
+def test_probabilities_sum_to_one_after_any_two_tokens():
+    tokens = np.random.default_rng(0).integers(0, 6, 200)  # 6 is never seen
+    trigram = NGram(np.concatenate([[5, 4], tokens[tokens < 5], [5]]), 7, 3)
+    for first in range(7):
+        for second in range(7):
+            after = [trigram.probabilities(np.array([first, second, third]))[2] for third in range(7)]
+            assert sum(after) == pytest.approx(1)
+            assert min(after) > 0
+
+
+def test_a_larger_training_split_is_thinned(store, monkeypatch):
+    monkeypatch.setattr(baselines, "FITTED_TOKENS", 1000)
+    tokens = store.in_memory("train")
+    fitted = baselines.fitted_on(store)
+    assert len(fitted) == 1000
+    assert fitted[:50].tolist() == tokens[:50].tolist()
+    assert fitted[-50:].tolist() == tokens[-50:].tolist()
+
+
+def test_compressors():
+    bits = compressed_bits(b"a" * 100_000)
+    assert bits["bzip2 -9"] == 8 * 47 / 100_000  # as the commands of these names make of it
+    assert bits["xz -6"] == 8 * 148 / 100_000
+    assert bits["gzip -9"] == pytest.approx(8 * 133 / 100_000, rel=0.1)  # zlib has versions
+    noise = compressed_bits(random.Random(0).randbytes(100_000))
+    assert all(8 < value < 8.1 for value in noise.values())
+
+
+# ---- memorization -----------------------------------------------------------------------------------------------------
+
+
+def test_a_planted_span_is_found_where_it_stands_and_an_absent_one_is_not(monkeypatch):
+    monkeypatch.setattr(memorization, "BLOCK", 1000)
+    tokens = np.random.default_rng(0).integers(0, 50_000, 5000).astype(np.uint16)
+    planted, edge = tokens[1234:1284].copy(), tokens[980:1030].copy()  # within a block, and over its edge
+    changed = planted.copy()
+    changed[-1] += 1
+    again = np.concatenate([tokens, planted])
+    wanted = np.stack([planted, edge, changed, tokens[-50:], planted]).astype(np.int64)
+    assert find(again[:5000], wanted, Accelerator()).tolist() == [1234, 980, -1, 4950, 1234]
+    assert find(tokens[:40], wanted, Accelerator()).tolist() == [-1] * 5
+
+
+def test_the_hash_of_a_span_does_not_depend_on_where_it_stands():
+    tokens = np.random.default_rng(0).integers(0, 300, 1000)
+    hashes = hash_spans(tokens, 7)
+    assert len(hashes) == 994
+    assert len(set(hashes.tolist())) == 994
+    assert all(hash_spans(tokens[i : i + 7], 7)[0] == hashes[i] for i in range(0, 994, 50))
+
+
+def test_what_a_model_writes_is_looked_up(letters, tmp_path, capsys):
+    """All 27 spans of three of three characters stand in 16,000 at random, and none of 60."""
+    saved(tmp_path / "model", letters, knows_nothing=True)
+    arguments = (tmp_path / "model", "--data", letters.folder, "--memorization", "--memorization_texts", 4)
+    found = evaluated(capsys, *arguments, "--memorization_span", 3)["memorization"]
+    assert (found["share"], found["held_out_share"]) == (1.0, 1.0)
+    assert found["spans"] == found["held_out_spans"] == 4 * 254
+    place = found["example"]["token"]
+    text = letters.load_tokenizer().decode(letters.memory_map("train")[place : place + 3].tolist())
+    assert (found["example"]["text"], found["example"]["document"]) == (text, 0)
+    found = evaluated(capsys, *arguments, "--memorization_span", 60)["memorization"]
+    assert (found["share"], found["share_stderr"], found["example"]) == (0.0, 0.0, None)
+    assert evaluated(capsys, *arguments, "--memorization_span", 9) == evaluated(
+        capsys, *arguments, "--memorization_span", 9
+    )
+
+
+def test_spans_end_with_the_document(many, tmp_path, capsys):
+    saved(tmp_path / "model", many, knows_nothing=True)
+    arguments = (tmp_path / "model", "--data", many.folder, "--memorization", "--memorization_span", 3)
+    found = evaluated(capsys, *arguments)["memorization"]
+    assert found["share"] < 0.01 < 0.1 < found["held_out_share"]
+    assert 64 * 50 < found["spans"] < 64 * 254  # an end of text comes once in 300 tokens
+
+
+# ---- the door ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_what_was_found(train, tmp_path, capsys):
+    run = train(tmp_path / "run")
+    evaluated(capsys, run, "--compare", "--compare_with", run / "checkpoints" / "step_00000003")
+    folder = run / "evaluation"
+    assert (folder / "panel.png").read_bytes().startswith(b"\x89PNG")
+    results = evaluated(capsys, run, "--memorization", "--memorization_texts", 2, "--memorization_span", 4)
+    kept = json.loads((folder / "evaluation.json").read_text())
+    assert {"panel", "memorization", "eval_loss", "weights_sha256"} <= kept.keys()
+    page = (folder / "evaluation.md").read_text()
+    assert all(words in page for words in ("| trigram |", "![Bits a byte of each](panel.png)", "## Memorization"))
+    show(kept)
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("perplexity", "trigram", "held-out text", f"{results['eval_loss']:.4f}"))
+    evaluated(capsys, run, "--checkpoint", 3, "--memorization", "--memorization_texts", 2, "--memorization_span", 4)
+    assert "panel" not in json.loads((folder / "evaluation.json").read_text())  # that was of other weights
+    assert not (folder / "panel.png").exists()
+
+
+def test_a_checkpoint_of_a_run_is_chosen(train, tmp_path, capsys):
+    run = train(tmp_path / "run")
+    scored = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if "eval_loss" in line]
+    loss = {entry["step"]: entry["eval_loss"] for entry in scored}
+    for wanted, step in (("last", 6), ("3", 3), ("best", min((6, 3), key=loss.get))):
+        result = evaluated(capsys, run, "--checkpoint", wanted)
+        assert result["model"] == str(run / "checkpoints" / f"step_{step:08}")
+        assert result["eval_loss"] == pytest.approx(loss[step], abs=1e-5)
+    with pytest.raises(UserError, match=r"^checkpoint is 4, but .* steps 3, 6; name one of them, last or best\.$"):
+        evaluate.main([str(run), "--checkpoint", "4"])
+    with pytest.raises(UserError, match=r"is a checkpoint already; leave --checkpoint best out\.$"):
+        evaluate.main([str(run / "checkpoints" / "step_00000003"), "--checkpoint", "best"])
+
+
+def test_wrong_inputs_are_refused_in_a_sentence(many, letters, tmp_path):
+    saved(tmp_path / "model", many)
+    saved(tmp_path / "letters", letters)
+    here = [str(tmp_path / "model"), "--data", str(many.folder)]
+    for more, sentence in (
+        (["--per_device_eval_batch_size", "0"], r"per_device_eval_batch_size is 0; it must be at least 1\."),
+        (["--memorization_texts", "1"], r"memorization_texts is 1; it must be at least 2\."),
+        (["--compare_with", here[0]], r"compare_with names a model twice"),
+        (["--compare_with", "runs/none"], r"runs/none is neither a folder here nor a Hub id"),
+        (["--compare_with", str(tmp_path / "letters")], r"its tokenizer does not know every character of the text"),
+        (["--memorization", "--memorization_span", "300"], r"No document of .* has 300 tokens; give a smaller"),
+        (["--checkpoint", "best"], r"is not a run folder or a checkpoint in one"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            evaluate.main([*here, *more])
