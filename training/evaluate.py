@@ -30,6 +30,7 @@ from tokenizer.store import Split, TokenStore
 from tokenizer.vocabulary import token_bytes
 from training import findings, panel
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
+from training.device import keep_freed_memory
 from training.loss import token_nats
 from training.memorization import memorization
 from training.progress import track
@@ -281,6 +282,8 @@ def main(arguments: list[str]) -> None:
         )
     keep_accelerate_from_sharding()  # whatever the launcher was told: a model is scored whole
     accelerator = Accelerator()
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     model = model.to(accelerator.device).eval()
     local = processes_of_this_machine(accelerator)
     placement = choose_placement("auto", bytes_of(store, "val"), accelerator.device, local)

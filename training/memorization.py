@@ -122,7 +122,7 @@ def write(
 
 def parts(tokens: np.ndarray, eos: int | None) -> list[np.ndarray]:
     """The documents in a piece of text, without the token that ends them."""
-    ends = np.flatnonzero(tokens == eos) if eos is not None else np.empty(0, dtype=np.int64)
+    ends = np.flatnonzero(tokens == eos)  # no token is None
     return [part[part != eos] for part in np.split(tokens, ends)]
 
 
@@ -140,7 +140,7 @@ def find(tokens: np.ndarray, wanted: np.ndarray, accelerator: Accelerator) -> np
     """
     span = wanted.shape[1]
     distinct, inverse = np.unique(wanted, axis=0, return_inverse=True)
-    hashes = np.array([hash_spans(row, span)[0] for row in distinct])
+    hashes = hash_spans(distinct.ravel(), span)[::span]
     order = np.argsort(hashes)
     hashes, distinct = hashes[order], distinct[order]
     passes = np.zeros(1 << FILTER_BITS, dtype=bool)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name that everybody gives it
 from accelerate import Accelerator
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from errors import UserError
@@ -169,7 +169,6 @@ def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     source = find_model(name)
     try:
-        AutoConfig.from_pretrained(source)
         # Safetensors only: a pickle is never opened.
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
     except (OSError, ValueError) as error:
