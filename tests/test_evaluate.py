@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -315,6 +316,10 @@ def test_a_run_keeps_what_was_found(train, tmp_path, capsys):
     evaluated(capsys, run, "--checkpoint", 3, "--memorization", "--memorization_texts", 2, "--memorization_span", 4)
     assert "panel" not in json.loads((folder / "evaluation.json").read_text())  # that was of other weights
     assert not (folder / "panel.png").exists()
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    with pytest.raises(UserError, match=r"evaluation cannot be read or written"):
+        evaluate.main([str(run), "--compare"])
 
 
 def test_a_checkpoint_of_a_run_is_chosen(train, tmp_path, capsys):

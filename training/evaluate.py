@@ -304,13 +304,12 @@ def main(arguments: list[str]) -> None:
     if door.memorization:
         found = memorization(model, store, door.memorization_texts, door.memorization_span, door.seed, accelerator)
         results["memorization"] = found.described()
-    where = findings.keep(results, rows, Path(chosen), store) if {"panel", "memorization"} & results.keys() else None
     if door.json or not sys.stdout.isatty():
         print(json.dumps(results))
     else:
         findings.show(results)
-        if where is not None:
-            print(f"Kept in {where}.")
+    if door.compare or door.compare_with or door.memorization:
+        findings.keep(results, rows, Path(chosen), store)
 
 
 if __name__ == "__main__":

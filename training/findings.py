@@ -5,6 +5,7 @@ evaluation/evaluation.md     the same to read, with panel.png where models were 
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from errors import UserError
-from tokenizer.store import TokenStore, file_sha256, write_whole
+from tokenizer.store import TokenStore, disk_problem, file_sha256, write_whole
 from training.panel import Row, plot
 from training.run_folder import RunFolder, run_of
 from training.sampling import fenced
@@ -35,12 +36,24 @@ def show(results: dict[str, Any]) -> None:
         console.print()
 
 
-def keep(results: dict[str, Any], rows: list[Row], model: Path, store: TokenStore) -> Path | None:
-    """Writes the files into the run folder that `model` is of; returns where, or None where there is no run."""
+def keep(results: dict[str, Any], rows: list[Row], model: Path, store: TokenStore) -> None:
+    """Writes the files into the run folder that `model` is of; nothing where there is no run.
+
+    Raises:
+        UserError: they cannot be written.
+    """
     try:
         folder = RunFolder(run_of(model)).evaluation
     except UserError:
-        return None
+        return
+    try:
+        _write(results, rows, folder, store)
+    except OSError as error:
+        raise disk_problem(error, folder) from error
+    print(f"Kept in {folder}.", file=sys.stderr)
+
+
+def _write(results: dict[str, Any], rows: list[Row], folder: Path, store: TokenStore) -> None:
     weights = sorted(Path(results["model"]).glob("*.safetensors"))
     identity = {"weights_sha256": [file_sha256(path) for path in weights], "tokens_sha256": store.metadata.identity}
     folder.mkdir(exist_ok=True)
@@ -53,7 +66,6 @@ def keep(results: dict[str, Any], rows: list[Row], model: Path, store: TokenStor
     has_plot = plot(rows, folder / "panel.png") if rows else (folder / "panel.png").is_file()
     write_whole(path, json.dumps(results | identity, indent=2, ensure_ascii=False) + "\n")
     write_whole(folder / "evaluation.md", _markdown(results, has_plot))
-    return folder
 
 
 def _tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]], str]]:
