@@ -26,8 +26,8 @@ from transformers.utils import logging as transformers_logging
 from command_line import FlagParser, run
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from tokenizer import vocabulary
 from tokenizer.store import Split, TokenStore
-from tokenizer.vocabulary import token_bytes
 from training import findings, panel
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.device import keep_freed_memory
@@ -189,7 +189,7 @@ def score(
 
 def _bytes_of_units(store: TokenStore, edges: np.ndarray) -> np.ndarray:
     """(units,) int64: bytes of text of the validation split."""
-    lengths = np.array([len(text) for text in token_bytes(store.load_tokenizer())], dtype=np.int64)
+    lengths = np.array([len(text) for text in vocabulary.token_bytes(store.load_tokenizer())], dtype=np.int64)
     tokens = store.memory_map("val")
     return np.array([lengths[tokens[a:b]].sum() for a, b in pairwise(edges)])
 
@@ -273,6 +273,8 @@ def main(arguments: list[str]) -> None:
     folder, *others = map(find_model, (chosen, *door.compare_with))
     if len({folder, *others}) <= len(others):
         raise UserError("compare_with names a model twice, or the one that is evaluated; name each once.")
+    for other in others:
+        vocabulary.load(other)  # what is not there is said before minutes of scoring
     store, mask_documents = store_and_masking(chosen, door.data)
     model = GPT2ScratchForCausalLM.from_pretrained(folder, use_safetensors=True)
     if model.config.vocab_size != store.metadata.vocab_size:
