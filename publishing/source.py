@@ -9,10 +9,10 @@ from transformers import AutoConfig
 
 from errors import UserError
 from training import checkpoint as checkpoints
-from training.checkpoint import complete_checkpoints, folder_name, step_of
+from training.checkpoint import complete_checkpoints, step_of
 from training.config import TrainConfig, read_config
 from training.journal import read_metrics
-from training.run_folder import CONFIG_FILE, RunFolder, is_checkpoint, run_of
+from training.run_folder import CONFIG_FILE, RunFolder, find_checkpoint, is_checkpoint, run_of
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ class Source:
     @property
     def validation(self) -> dict[str, float] | None:
         """The metrics of the run's validation at this step."""
-        scored = [] if self.run is None else _scored(self.run)
-        return next((entry for entry in reversed(scored) if entry["step"] == self.step), None)
+        entries = [] if self.run is None else read_metrics(self.run.metrics)
+        scored = (entry for entry in reversed(entries) if "eval_loss" in entry)
+        return next((entry for entry in scored if entry["step"] == self.step), None)
 
 
 def find_source(path: Path, wanted: str | None) -> Source:
@@ -83,14 +84,10 @@ def find_source(path: Path, wanted: str | None) -> Source:
             )
         return Source(path)
     run = RunFolder(run_of(path))
-    if is_checkpoint(path):
-        if wanted is not None:
-            raise UserError(f"{path} is a checkpoint already; leave --checkpoint {wanted} out.")
-        return _whole(run, path)
-    kept = complete_checkpoints(run.checkpoints)
-    if not kept:
+    if not complete_checkpoints(run.checkpoints):
         raise UserError(f"{run.path} cannot be published: it has no checkpoint yet; train until there is one.")
-    return _whole(run, _choose(run, kept, wanted or "last"))
+    is_chosen = is_checkpoint(path) and wanted is None
+    return _whole(run, path if is_chosen else find_checkpoint(path, wanted or "last"))
 
 
 def all_sources(run: RunFolder) -> list[Source]:
@@ -107,27 +104,7 @@ def _in_a_cache(link: Path) -> bool:
     return link.parent.parent.name == "snapshots" and link.resolve().parent == (link.parents[2] / "blobs").resolve()
 
 
-def _choose(run: RunFolder, kept: list[Path], wanted: str) -> Path:
-    steps = [step_of(checkpoint) for checkpoint in kept]
-    there = f"{run.path} keeps the checkpoints of steps {', '.join(map(str, steps))}"
-    if wanted == "last":
-        return kept[-1]
-    if wanted == "best":
-        scored = [entry for entry in _scored(run) if entry["step"] in steps]
-        if not scored:
-            raise UserError(f"{there}, and no validation at any of them; choose one with --checkpoint STEP.")
-        best = min(scored, key=lambda entry: entry["eval_loss"])["step"]
-        return run.checkpoints / folder_name(best)
-    if not wanted.isdecimal() or int(wanted) not in steps:
-        raise UserError(f"checkpoint is {wanted}, but {there}; name one of them, last or best.")
-    return run.checkpoints / folder_name(int(wanted))
-
-
 def _whole(run: RunFolder, checkpoint: Path) -> Source:
     if (problem := checkpoints.damage(checkpoint)) is not None:
         raise UserError(f"{checkpoint} is damaged: {problem}. Publish another one with --checkpoint STEP.")
     return Source(checkpoint, run, step_of(checkpoint))
-
-
-def _scored(run: RunFolder) -> list[dict[str, float]]:
-    return [entry for entry in read_metrics(run.metrics) if "eval_loss" in entry]
