@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.results import REPOSITORY
+from tokenizer.documents import Counts
 from tokenizer.store import finish, index_file, tokens_file
 
 SPLITS = {"train": 4_000_000, "val": 20_000}  # tokens
@@ -78,8 +79,8 @@ def make_store(folder: Path, vocab_size: int) -> None:
         tokenizer_type="words",
         eos_token_id=None,
         sources=[],
-        settings={},
-        counts={},
+        settings={"cleaning": [], "dedup": "no"},
+        counts=asdict(Counts()) | {"links": 0},
         cleaning={},
         repeated_documents=0,
         command="",

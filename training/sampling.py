@@ -208,10 +208,11 @@ def read_samples(path: Path) -> dict[int, list[str]]:
 
 
 def forget_samples_after(path: Path, step: int) -> None:
-    """Takes out the sections of later steps."""
+    """Takes out the sections of later steps; what else someone wrote into the file stays."""
     if path.is_file():
-        sections = [_section(at, texts) for at, texts in read_samples(path).items() if at <= step]
-        write_whole(path, "".join(sections))
+        text = path.read_text(encoding="utf-8", errors="replace")
+        later = (found.start() for found in SECTION_OR_SAMPLE.finditer(text) if found[1] and int(found[1]) > step)
+        write_whole(path, text[: next(later, len(text))])
 
 
 def _section(step: int, texts: list[str]) -> str:
