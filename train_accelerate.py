@@ -36,6 +36,7 @@ from training.device import (
     stop_accelerator,
     wait_for_main,
 )
+from training.forecast import assumed_here, describe_forecast, forecast_of
 from training.journal import Journal, voice
 from training.keeper import Keeper
 from training.lock import RunLock
@@ -43,6 +44,7 @@ from training.loss import NextTokenLoss
 from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
 from training.plan import make_plan
+from training.planning import show_plan
 from training.profile import Profiler
 from training.report import About
 from training.run_folder import RunFolder
@@ -57,6 +59,9 @@ from training.watchdog import Watchdog
 
 def main(arguments: list[str]) -> None:
     config = read_config(arguments)
+    if config.cost.plan:
+        show_plan(config)
+        return
     setup = decide(config.device, config.model.n_positions)
     trackers, ddp_timeout = config.journal.trackers(), config.stopping.ddp_timeout
     accelerator = start_accelerator(setup, config.device, trackers, config.run.output_dir, ddp_timeout)
@@ -122,14 +127,18 @@ def train(
         validation = Validation(
             config, plan, folder, store.metadata.val, eval_tokens, tokenizer, prompts, model, loss, accelerator, about
         )
-        say(describe_run(start, folder, store.folder, hardware, setup.notes, about.parameters))
+        forecast = forecast_of(config, plan, assumed_here(plan, setup, accelerator), store)
+        outlook = describe_forecast(forecast, config, hardware, setup.notes, store.folder)
+        say(describe_run(start, folder, outlook))
 
         gc.freeze()  # all that was imported and built: looking through it for garbage would stop a step for half a second
 
         # Train: learn, look, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
         speed, compiled = Speed(batches, plan.model, accelerator), setup.torch_compile
         with (
-            Journal(folder.metrics, accelerator, plan.max_steps, start.step, compiled, speed) as journal,
+            Journal(
+                folder.metrics, accelerator, plan.max_steps, start.step, compiled, speed, config.cost.hourly_price
+            ) as journal,
             Profiler(config.profile, folder.profile, journal, accelerator, start.step) as profiler,
         ):
             journal.start_trackers(folder.path.name, config.flat())

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from errors import UserError
-from modeling_gpt2scratch import GPT2ScratchConfig
-from training.loss import CHUNKS
 from training.position import START, Position
 from training.tokens import Batch, Tokens
 
@@ -74,20 +72,6 @@ def plan_batches(
     if micro == "auto":
         micro = max(size for size in range(1, min(sequences, max(1, largest_micro_batch)) + 1) if sequences % size == 0)
     return BatchPlan(context, int(micro), sequences // int(micro), processes), []
-
-
-def largest_micro_batch(
-    config: GPT2ScratchConfig, free_bytes: int, trained_bytes: int, bytes_per_value: int, written_out: bool
-) -> int:
-    """Sequences that should fit beside weights, gradients and optimizer (`trained_bytes`); an estimate, on the safe side.
-
-    A block keeps about 18 values a token and unit of width for its backward pass, and 3 matrices of each head where
-    attention is `written_out`; the loss has the logits of a chunk, in the compute precision and twice in fp32.
-    """
-    kept = config.n_layer * config.n_embd * 18 * bytes_per_value + config.vocab_size * (bytes_per_value + 8) / CHUNKS
-    if written_out:
-        kept += config.n_layer * config.n_head * config.n_positions * 3 * bytes_per_value
-    return max(1, int(0.8 * (free_bytes - trained_bytes) // (kept * config.n_positions)))
 
 
 @dataclass

@@ -166,5 +166,6 @@ def _run_name(named: Path | None, config: TrainConfig) -> str:
 def write_config(config: TrainConfig, path: Path) -> None:
     """A file that `--config` reads back to the same run."""
     told_elsewhere = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
+    told_elsewhere |= {"plan", "plan_device", "plan_steps"}
     content = {name: value for name, value in config.flat().items() if value is not None and name not in told_elsewhere}
     write_whole(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

@@ -1,10 +1,11 @@
-"""What a run costs: hours, money, energy, and the carbon dioxide of it."""
+"""What a run costs: hours, money, energy, and the carbon dioxide of it; and whether to say so before it is begun."""
 
 from dataclasses import dataclass, field
 
 from accelerate import Accelerator
 
 from training.datasheet import watts
+from training.rentals import RENTALS
 
 GRAMS_OF_CO2_PER_KWH = 445  # the world's average in 2024 (IEA, Electricity 2025); a place has 30 to 800
 
@@ -13,13 +14,30 @@ GRAMS_OF_CO2_PER_KWH = 445  # the world's average in 2024 (IEA, Electricity 2025
 class CostArguments:
     hourly_price: float | None = field(
         default=None,
-        metadata={"help": "What an hour of all devices together costs, in dollars: for the report and the model card."},
+        metadata={"help": "What an hour of all devices together costs, in dollars: for plan, report and model card."},
+    )
+    plan: bool = field(
+        default=False, metadata={"help": "Say what the run will take, and what is wrong with it, without training."}
+    )
+    plan_device: str | None = field(
+        default=None,
+        metadata={
+            "help": f"With --plan: for one of these, by its datasheet, not for what is here: {', '.join(RENTALS)}."
+        },
+    )
+    plan_steps: int = field(
+        default=10, metadata={"help": "With --plan: steps that are really done, to measure; 0 for none."}
     )
 
     def problems(self) -> list[str]:
-        if self.hourly_price is None or self.hourly_price >= 0:
-            return []
-        return [f"hourly_price is {self.hourly_price}; it must be at least 0."]
+        found = []
+        if self.hourly_price is not None and not self.hourly_price >= 0:
+            found.append(f"hourly_price is {self.hourly_price}; it must be at least 0.")
+        if self.plan_device is not None and self.plan_device not in RENTALS:
+            found.append(f"plan_device is {self.plan_device!r}; it must be one of {', '.join(RENTALS)}.")
+        if self.plan_steps < 0:
+            found.append(f"plan_steps is {self.plan_steps}; it must be at least 0.")
+        return found
 
 
 def watts_of_all(accelerator: Accelerator) -> float | None:

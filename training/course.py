@@ -98,22 +98,11 @@ def begin_run(start: Start, config: TrainConfig, folder: RunFolder, backup: Back
     record(folder.events, "begun" if start.checkpoint is None else "resumed", start.step, **details)
 
 
-def describe_run(
-    start: Start, folder: RunFolder, store: Path, hardware: str, notes: tuple[str, ...], parameters: int
-) -> str:
-    """What the user reads before the first step."""
-    plan, going_on = start.plan, f", going on after {start.checkpoint.name}" if start.checkpoint else ""
-    return "\n".join(
-        [
-            f"Device:  {hardware}",
-            *(f"         {note}" for note in notes),
-            f"Model:   {plan.describe_model()}, {parameters:,} parameters",
-            f"Data:    {store}, {plan.placement}: {plan.describe_data()}",
-            f"Length:  {plan.describe_length()}",
-            f"Run:     {folder.path}{going_on}",
-            *(f"Changed: {change}" for change in start.changes),
-        ]
-    )
+def describe_run(start: Start, folder: RunFolder, outlook: str) -> str:
+    """What the user reads before the first step. `outlook`: what the run will take, see forecast.py."""
+    going_on = f", going on after {start.checkpoint.name}" if start.checkpoint else ""
+    run = f"Run:     {folder.path}{going_on}"
+    return "\n".join([outlook, run, *(f"Changed: {change}" for change in start.changes)])
 
 
 def describe_end(folder: RunFolder, plan: Plan, step: int, reason: str | None, prompt: str) -> str:

@@ -7,7 +7,7 @@ import torch
 # TFLOP/s of matrix products, dense: vendors like to print the sparse number, twice as much. First in bf16 and fp16,
 # accumulated in fp32; then in fp32, which is TF32 where tensor cores have it (device.py asks for it). None: not known.
 # Last, the watts that the board takes at most.
-# The keys are what `_model_of` leaves of a device's name. A device belongs here only if its vendor gives its number.
+# The keys are what `model_of` leaves of a device's name. A device belongs here only if its vendor gives its number.
 TERAFLOPS_AND_WATTS = {
     # NVIDIA Blackwell: datasheets of HGX B200 and GB200 NVL72, divided by their devices
     "GB200": (2500, 1250, 1200),
@@ -71,7 +71,7 @@ def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
 
 def peak_of(name: str, mixed_precision: str) -> float | None:
     """The same for a device's name."""
-    half, single, _ = TERAFLOPS_AND_WATTS.get(_model_of(name), (None, None, None))
+    half, single, _ = TERAFLOPS_AND_WATTS.get(model_of(name), (None, None, None))
     teraflops = single if mixed_precision == "no" else half
     return None if teraflops is None else teraflops * 1e12
 
@@ -83,9 +83,9 @@ def watts(device: torch.device) -> float | None:
 
 def watts_of(name: str) -> float | None:
     """The same for a device's name."""
-    return TERAFLOPS_AND_WATTS.get(_model_of(name), (None, None, None))[2]
+    return TERAFLOPS_AND_WATTS.get(model_of(name), (None, None, None))[2]
 
 
-def _model_of(name: str) -> str:
+def model_of(name: str) -> str:
     """NVIDIA A100-SXM4-80GB -> A100"""
     return " ".join(word for word in re.split("[ -]", name.upper()) if not NOT_THE_MODEL.fullmatch(word))

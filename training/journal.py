@@ -58,13 +58,21 @@ class Journal:
     """Used by every process; only the main one writes."""
 
     def __init__(
-        self, metrics: Path, accelerator: Accelerator, max_steps: int, first_step: int, compiled: bool, speed: Speed
+        self,
+        metrics: Path,
+        accelerator: Accelerator,
+        max_steps: int,
+        first_step: int,
+        compiled: bool,
+        speed: Speed,
+        hourly_price: float | None = None,
     ):
         self.metrics = metrics
         self.accelerator = accelerator
         self.max_steps = max_steps
         self.compiled = compiled
         self.speed = speed
+        self.hourly_price = hourly_price
         self.first_step_is_done = False
         self.unlogged: dict[str, float] = {}  # what the next log line tells besides
         self.tenths_shown = first_step * 10 // max_steps
@@ -132,7 +140,10 @@ class Journal:
             del measured["peak_memory_gb"]
         line += f"  {in_words(measured)}"
         if self.speed.steps:
-            line += f"  ETA {clock((self.max_steps - step) * self.speed.seconds / self.speed.steps)}"
+            left = (self.max_steps - step) * self.speed.seconds / self.speed.steps
+            line += f"  ETA {clock(left)}"
+            if self.hourly_price is not None:
+                line += f", {left / 3600 * self.hourly_price:,.2f} $"
         self._write(entry, step)
         self._show(step, line, f"lr {learning_rate:.2e}")
         self.speed.restart()

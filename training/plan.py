@@ -12,18 +12,16 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store import SPLITS, TokenStore
 from training import restart
-from training.batches import BatchPlan, WindowOrder, largest_micro_batch, plan_batches
+from training.batches import BatchPlan, WindowOrder, plan_batches
 from training.changes import NOT_THE_RUN
 from training.config import ABOUT_TEXT, TrainConfig
 from training.data import Placement, bytes_of, choose_placement, processes_of_this_machine
 from training.device import Setup
 from training.length import steps_of
+from training.memory import Memory
 from training.model import ModelArguments, model_config
 from training.position import Position
-from training.sharding import bytes_of_one
-
-BYTES_PER_PARAMETER = 16  # fp32 weight and gradient, and AdamW's two moments
-BYTES_OF_THE_COPY = 12  # that is saved while training goes on; it lies in the memory of the machine
+from training.rentals import RENTALS
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,8 @@ class Plan:
     order: WindowOrder
     max_steps: int
     placement: Placement
+    memory: Memory
+    available: int  # bytes for each process, beside what lies there already
     settings: dict[str, Any]  # by which a checkpoint knows its run
     position: Position  # that the run goes on from
 
@@ -109,15 +109,19 @@ def make_plan(
             f"mask_documents needs attn_implementation sdpa, eager or flex_attention: {attention}, as Transformers calls "
             f"it, would see documents only in a batch of one row."
         )
-    placement = batches = order = steps = None
+    placement = batches = order = steps = memory = None
     restarted = restart.restarted()
     try:
         local = processes_of_this_machine(accelerator)
         placement = choose_placement(config.data.data_placement, bytes_of(store, *SPLITS), accelerator.device, local)
     except UserError as error:
         problems.append(str(error))
+    reserved = placement.reserved if placement is not None else 0
+    available = _available(accelerator, config.cost.plan_device, reserved)
     if model is not None:
-        largest = _largest_micro_batch(model, placement.reserved if placement is not None else 0, accelerator, setup)
+        memory = _memory(model, config, accelerator, setup)
+        largest = torch.tensor([memory.largest_micro_batch(available)], device=accelerator.device)
+        largest = int(accelerator.gather(largest).min())
         largest = min(largest, restarted.get("micro_batch", largest))
         batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
         problems += batch_problems
@@ -132,7 +136,7 @@ def make_plan(
         raise UserError("\n".join(problems))
     position = Position(passed_over=tuple(map(tuple, restarted.get("passed_over", ()))))
     settings = _settings(config, store, steps, accelerator.mixed_precision)
-    return Plan(model, batches, order, steps, placement, settings, position)
+    return Plan(model, batches, order, steps, placement, memory, available, settings, position)
 
 
 def _settings(config: TrainConfig, store: TokenStore, max_steps: int, mixed_precision: str) -> dict[str, Any]:
@@ -147,21 +151,21 @@ def _settings(config: TrainConfig, store: TokenStore, max_steps: int, mixed_prec
     return settings | data | {"max_steps": max_steps, "mixed_precision": mixed_precision}
 
 
-def _largest_micro_batch(model: GPT2ScratchConfig, reserved: int, accelerator: Accelerator, setup: Setup) -> int:
-    """Sequences that fit every process, beside `reserved` bytes of tokens."""
+def _available(accelerator: Accelerator, plan_device: str | None, reserved: int) -> int:
+    """Bytes that a process may take, beside `reserved` ones of tokens."""
+    if plan_device in RENTALS:
+        return int(RENTALS[plan_device].gigabytes * 1e9) - reserved
     if accelerator.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(accelerator.device)
-    else:
-        free = psutil.virtual_memory().available // processes_of_this_machine(accelerator)
-    width, inner = model.n_embd, model.n_inner or 4 * model.n_embd
-    blocks = model.n_layer * (4 * width**2 + 2 * width * inner)
-    embeddings = (model.vocab_size * (1 if model.tie_word_embeddings else 2) + model.n_positions) * width
-    bytes_per_value = 4 if accelerator.mixed_precision == "no" else 2
-    trained_bytes = BYTES_PER_PARAMETER * (blocks + embeddings)
-    if accelerator.device.type != "cuda":
-        trained_bytes += BYTES_OF_THE_COPY * (blocks + embeddings)
-    if setup.shards(accelerator):
-        trained_bytes = bytes_of_one(trained_bytes, blocks + embeddings, accelerator.num_processes)
-    written_out = setup.attn_implementation == "eager"
-    largest = largest_micro_batch(model, free - reserved, trained_bytes, bytes_per_value, written_out)
-    return int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
+        return torch.cuda.mem_get_info(accelerator.device)[0] - reserved
+    return psutil.virtual_memory().available // processes_of_this_machine(accelerator) - reserved
+
+
+def _memory(model: GPT2ScratchConfig, config: TrainConfig, accelerator: Accelerator, setup: Setup) -> Memory:
+    return Memory(
+        model,
+        in_half=setup.mixed_precision != "no",
+        written_out=setup.attn_implementation == "eager",
+        checkpointing=config.device.gradient_checkpointing,
+        sharded_by=accelerator.num_processes if setup.shards(accelerator) else 1,
+        copies_to_host=accelerator.device.type != "cuda" and config.cost.plan_device is None,
+    )

@@ -31,7 +31,6 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.loss import NextTokenLoss
 
 ASKED = "ACCELERATE_USE_FSDP"
-BYTES_KEPT_WHOLE = 4  # a parameter: its gradient, while micro-batches add up
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,6 @@ class ShardedLoss(nn.Module):
             yield
         finally:
             self.loss.model.set_requires_gradient_sync(True)
-
-
-def bytes_of_one(trained_bytes: int, parameters: int, processes: int) -> int:
-    """What one of `processes` holds of `trained_bytes`, the weights, gradients and moments of `parameters`."""
-    return trained_bytes // processes + BYTES_KEPT_WHOLE * parameters
 
 
 def shard(loss: NextTokenLoss, accelerator: Accelerator, sharding: Sharding) -> ShardedLoss:

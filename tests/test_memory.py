@@ -1,0 +1,79 @@
+"""What training keeps in memory, against what it is said to keep."""
+
+import pytest
+import torch
+
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.loss import NextTokenLoss
+from training.memory import Memory
+
+
+def kept_for_backward(config: GPT2ScratchConfig, attention: str, in_half: bool, compiled: bool, rows: int) -> int:
+    """Bytes that the forward pass of `rows` sequences leaves for the backward pass, parameters aside."""
+    torch._dynamo.reset()
+    model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=attention)
+    loss = NextTokenLoss(model).train()
+    loss = torch.compile(loss) if compiled else loss
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.randint(0, config.vocab_size, (rows, config.n_positions))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=in_half),
+    ):
+        loss(ids, ids, ids.numel(), None)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager mode", "compiled"])
+@pytest.mark.parametrize("in_half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_activations_are_what_is_kept_for_the_backward_pass(attention, in_half, compiled):
+    config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=4, n_head=2)
+    counted = [kept_for_backward(config, attention, in_half, compiled, rows) for rows in (4, 12)]
+    memory = Memory(config, in_half, written_out=attention == "eager", checkpointing=False)
+    said = [memory.parts(rows)["activations"] for rows in (4, 12)]
+    assert said[1] - said[0] == pytest.approx(counted[1] - counted[0], rel=0.1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_counted_exactly(tied):
+    config = GPT2ScratchConfig(n_layer=3, n_inner=100, n_embd=48, n_head=4, vocab_size=333, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = GPT2ScratchForCausalLM(config)
+    assert Memory(config, True, False, False).parameters == model.num_parameters()
+
+
+def test_the_parts_of_the_run_of_the_seeds():
+    """134,601,216 parameters in bf16, 64 sequences of 512: in megabytes."""
+    parts = Memory(GPT2ScratchConfig(), True, False, False).parts(64)
+    assert {name: round(size / 1e6) for name, size in parts.items()} == {
+        "weights": 538,
+        "gradients": 538,
+        "optimizer": 1077,
+        "weights in half precision": 269,
+        "activations": 11194,
+        "logits": 1409,
+    }
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not():
+    memory = Memory(GPT2ScratchConfig(), True, False, False)
+    free = int(24e9)
+    largest = memory.largest_micro_batch(free)
+    fixed = sum(memory.fixed().values())
+    assert memory.total(largest) - fixed <= 0.8 * (free - fixed) < memory.total(largest + 1) - fixed
+    assert memory.largest_micro_batch(0) == 1  # which is tried then
+
+
+def test_a_sharded_model_keeps_its_share_and_whole_gradients():
+    alone, eighth = (Memory(GPT2ScratchConfig(), True, False, False, sharded_by=n).fixed() for n in (1, 8))
+    assert eighth["optimizer"] == alone["optimizer"] // 8
+    assert eighth["gradients"] == alone["gradients"] // 8 + alone["gradients"]

@@ -1,0 +1,104 @@
+"""--plan: what a run will take, before it is begun."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+
+import train_accelerate
+from conftest import TINY, flags, trained
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig
+from training.advice import usual_learning_rate
+from training.device import Setup
+from training.forecast import assumed_speed
+
+
+def planned(store, tmp_path, capsys, *more: str, **settings) -> str:
+    settings = {"data": store.folder, "output_dir": tmp_path / "run", **TINY, **settings}
+    train_accelerate.main([*flags(**settings), "--plan", *more])
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def test_a_plan_says_what_the_run_will_take_and_leaves_nothing(store, tmp_path, capsys):
+    said = planned(store, tmp_path, capsys, hourly_price=2.0, plan_steps=2, learning_rate=2e-3)
+    lines = {line.split(":")[0]: line for line in said.splitlines() if re.match(r"\w+: ", line)}
+    assert list(lines) == ["Device", "Model", "Data", "Length", "Memory", "Time", "Money", "Disk", "Better"]
+    assert "11,648 parameters" in lines["Model"]
+    assert "weights 0.00, gradients 0.00" in lines["Memory"]
+    assert "measured: a peak of" in lines["Memory"]
+    assert re.search(r"at [\d,]+ tokens/s \(measured in \d+ steps; the first came after [\d.]+ s\)", lines["Time"])
+    assert "0.00 dollars at 2.00 an hour" in lines["Money"]
+    assert "for 2 checkpoints and the model" in lines["Disk"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_plan_of_the_seeds_run_is_what_the_seeds_measured():
+    """145,000 tokens/s at 32 x 512 on an A100."""
+    setup = Setup("bf16", True, "sdpa", ())
+    speed = assumed_speed("A100", SimpleNamespace(model=GPT2ScratchConfig()), setup, 1)
+    assert speed.tokens_per_second == pytest.approx(145_000, rel=0.01)
+    assert "which would be 132,015 to 254,926 tokens/s" in speed.known
+
+
+def test_a_rented_device_is_planned_for_by_its_datasheet(store, tmp_path, capsys):
+    shape = {
+        "n_layer": 12,
+        "n_head": 12,
+        "n_embd": 768,
+        "n_positions": 512,
+        "tokens_per_step": 32768,
+        "max_steps": 1000,
+    }
+    more = {"plan_device": "a100-80gb", "mixed_precision": "auto", "torch_compile": "auto"}
+    said = planned(store, tmp_path, capsys, **shape, **more)
+    assert "A100 80 GB, bf16, compiled: by its datasheet" in said
+    assert "of 80.0 a device" in said
+    rows = [line.split(" | ")[0] for line in said.splitlines() if line.startswith("| ")]
+    assert rows[1:4] == ["| A100 40 GB", "| A100 80 GB", "| H100 80 GB"]
+    assert "Prices: on-demand offers of May 2026" in said
+
+
+def test_what_is_measured_is_what_the_run_then_reaches(store, tmp_path, capsys):
+    shape = {"n_layer": 4, "n_embd": 64, "n_positions": 16, "tokens_per_step": 1024}
+    said = planned(store, tmp_path, capsys, plan_steps=10, **shape)
+    memory = float(re.search(r"a peak of ([\d.]+) GB", said)[1])
+    run = trained(store, tmp_path / "run", **TINY | shape | {"max_steps": 40, "logging_steps": 10})
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(entry.get("peak_memory_gb", 0) for entry in entries) == pytest.approx(memory, rel=0.1)
+
+
+def test_all_problems_come_at_once(store, tmp_path, capsys):
+    with pytest.raises(UserError) as told:
+        planned(store, tmp_path, capsys, mixed_precision="fp16", learning_rate=-1, n_head=3, plan_steps=-1)
+    assert str(told.value).splitlines() == [
+        "mixed_precision is fp16, but there is no GPU here and CPUs train in bf16 or no; use auto.",
+        "learning_rate is -1.0; it must be above 0 and finite.",
+        "plan_steps is -1; it must be at least 0.",
+        "n_embd 16 is not divisible by n_head 3.",
+    ]
+
+
+def test_an_unknown_device_is_told_the_known_ones(store, tmp_path, capsys):
+    with pytest.raises(UserError, match="plan_device is 'a1000'; it must be one of a100-40gb, a100-80gb, h100-80gb"):
+        planned(store, tmp_path, capsys, plan_device="a1000")
+
+
+def test_it_says_what_would_be_better(store, tmp_path, capsys):
+    said = planned(store, tmp_path, capsys, data_placement="mmap", learning_rate=0.5, plan_steps=0, max_steps=3)
+    better = [line for line in said.splitlines() if line.startswith("Better:")]
+    about = [line.split()[1] for line in better]
+    assert about == ["data_placement", "torch_compile", "learning_rate", "warmup_steps", "0.0", "Validation"]
+    assert "Time:    the log lines will tell; --plan measures it before." in said
+
+
+def test_the_usual_learning_rate():
+    assert usual_learning_rate(124e6) == pytest.approx(6.4e-4, rel=0.02)

@@ -1,0 +1,70 @@
+"""What would be better about a configuration, and why: what its plan shows, and what others had to learn the hard way."""
+
+import math
+import shutil
+
+import psutil
+import torch
+
+from training.config import TrainConfig
+from training.device import Setup
+from training.forecast import TOKENS_A_PARAMETER, Forecast
+
+FEW_TOKENS = 8192  # of a micro-batch, which leave a GPU idle between its kernels
+MANY_EPOCHS = 4  # from which on repeated text teaches less and less (Muennighoff et al. 2023)
+RATE_FACTOR = 6  # from the usual rate, either way
+MUCH = 0.1  # of the time, spent on validation
+
+
+def usual_learning_rate(parameters: int) -> float:
+    """Of the peak, for Adam (Kaplan et al. 2020, appendix D.6): 6.4e-4 for 124M parameters."""
+    return 0.003239 - 0.0001395 * math.log(parameters)
+
+
+def advice(config: TrainConfig, forecast: Forecast, setup: Setup, on_gpu: bool) -> list[str]:
+    """A sentence for each thing."""
+    plan, N = forecast.plan, forecast.plan.memory.parameters
+    batches, told = plan.batches, []
+    if config.data.data_placement == "mmap" and forecast.store_bytes < psutil.virtual_memory().available / 2:
+        told.append(
+            f"data_placement is mmap, but the store's {forecast.store_bytes / 1e9:.2f} GB fit in RAM, where no batch waits for a "
+            f"disk; leave it at auto."
+        )
+    if not setup.torch_compile and (on_gpu or shutil.which("g++")):
+        told.append("torch_compile is off; compiled, a step is faster, on a GPU by far.")
+    if on_gpu and setup.mixed_precision == "no":
+        told.append("mixed_precision is no, so tensor cores compute in TF32 at best; bf16 is about twice as fast.")
+    usual = usual_learning_rate(N)
+    if not usual / RATE_FACTOR <= config.optim.learning_rate <= usual * RATE_FACTOR:
+        told.append(
+            f"learning_rate is {config.optim.learning_rate:.1e}; models of {N / 1e6:,.1f}M parameters usually take about "
+            f"{usual:.1e} (Kaplan et al. 2020)."
+        )
+    if config.optim.warmup_steps > plan.max_steps / 4:
+        told.append(
+            f"warmup_steps is {config.optim.warmup_steps:,} of {plan.max_steps:,} steps; a tenth or less is usual."
+        )
+    largest = plan.memory.largest_micro_batch(plan.available)
+    if on_gpu and batches.micro_batch * batches.context < FEW_TOKENS and largest > batches.micro_batch:
+        told.append(
+            f"A micro-batch is {batches.micro_batch * batches.context:,} tokens, too few to fill a GPU; {largest:,} sequences would "
+            f"fit: raise tokens_per_step, or per_device_train_batch_size."
+        )
+    epochs = plan.epoch(plan.max_steps)
+    if epochs > MANY_EPOCHS:
+        told.append(
+            f"The text is read {epochs:.1f} times; from about {MANY_EPOCHS} on, more text helps more than more reading."
+        )
+    if forecast.tokens < N * TOKENS_A_PARAMETER / 10:
+        told.append(
+            f"{forecast.tokens / N:.1f} tokens a parameter are few: a smaller model would reach a lower loss in the same time."
+        )
+    if forecast.evaluation_share > MUCH:
+        told.append(
+            f"Validation takes about {forecast.evaluation_share:.0%} of the time; raise eval_steps or set max_eval_samples."
+        )
+    return told
+
+
+def is_gpu(device: torch.device, config: TrainConfig) -> bool:
+    return device.type == "cuda" or config.cost.plan_device is not None

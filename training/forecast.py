@@ -1,0 +1,211 @@
+"""What a run will take, said before it is begun: memory, time, money, disk; and what would be better.
+
+accelerate launch --quiet train_accelerate.py --config presets/gpt2.yaml --data data/my --plan
+accelerate launch --quiet train_accelerate.py --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb
+"""
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from tokenizer.store import TokenStore
+from training.config import TrainConfig
+from training.data import bytes_of
+from training.datasheet import model_of, peak_of
+from training.device import Setup
+from training.flops import flops_per_token
+from training.journal import clock
+from training.plan import Plan
+from training.rentals import DOLLARS_A_COLAB_UNIT, PRICES_OF, RENTALS, reported_mfu
+
+TOKENS_A_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
+EVALUATION_COST = 1 / 3  # of a token trained on: the forward pass alone
+SAVED_BYTES = 12  # a parameter, in a checkpoint
+FILLS_A_GPU = 30e6  # parameters: what others report of MFU says nothing about smaller models
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Tokens a second of all processes together, and how that is known."""
+
+    tokens_per_second: float
+    known: str  # measured in 10 steps; assumed ...
+    mfu: float | None = None
+    peak_bytes: int | None = None  # of memory, where steps were really done
+    first_step: float = 0.0  # seconds, until it is done
+
+
+@dataclass(frozen=True)
+class Forecast:
+    plan: Plan
+    speed: Throughput | None  # None where only steps would tell
+    eval_tokens: int  # in all validations together
+    checkpoints: int  # kept
+    store_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.plan.max_steps * self.plan.tokens_per_step
+
+    @property
+    def hours(self) -> float | None:
+        if self.speed is None:
+            return None
+        return self.hours_at(self.speed.tokens_per_second) + self.speed.first_step / 3600
+
+    def hours_at(self, tokens_per_second: float) -> float:
+        return (self.tokens + EVALUATION_COST * self.eval_tokens) / tokens_per_second / 3600
+
+    @property
+    def evaluation_share(self) -> float:
+        """Of the time."""
+        evaluation = EVALUATION_COST * self.eval_tokens
+        return evaluation / (evaluation + self.tokens)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Checkpoints, one more while it is written, and the model to use."""
+        return (self.checkpoints + 1) * SAVED_BYTES * self.plan.memory.parameters + 4 * self.plan.memory.parameters
+
+
+def assumed_here(plan: Plan, setup: Setup, accelerator: Accelerator) -> Throughput | None:
+    """On the devices that are here; None where no one reports what they reach with a model of this size."""
+    if accelerator.device.type != "cuda" or plan.memory.parameters < FILLS_A_GPU:
+        return None
+    return assumed_speed(torch.cuda.get_device_name(accelerator.device), plan, setup, accelerator.num_processes)
+
+
+def assumed_speed(datasheet: str, plan: Plan, setup: Setup, devices: int) -> Throughput | None:
+    """By what others reach on such a device; None where its peak is not known."""
+    peak = peak_of(datasheet, setup.mixed_precision)
+    if peak is None:
+        return None
+    at_peak = peak * devices / flops_per_token(plan.model)
+    least, usual, most = reported_mfu(model_of(datasheet))
+    known = (
+        f"assumed: {usual:.0%} of its peak; others report {least:.0%} to {most:.0%}, which would be "
+        f"{least * at_peak:,.0f} to {most * at_peak:,.0f} tokens/s"
+    )
+    return Throughput(usual * at_peak, known, usual)
+
+
+def forecast_of(config: TrainConfig, plan: Plan, speed: Throughput | None, store: TokenStore) -> Forecast:
+    val_tokens = store.metadata.val.tokens
+    validations = sum(
+        plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, step)
+        for step in _checked_steps(plan, config.evaluation.eval_strategy, config.evaluation.eval_steps)
+    )
+    on_the_way = val_tokens
+    if config.evaluation.max_eval_samples is not None:
+        on_the_way = min(val_tokens, config.evaluation.max_eval_samples * plan.batches.context)
+    eval_tokens = max(0, validations - 1) * on_the_way + val_tokens
+    saves = sum(
+        plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, step)
+        for step in _checked_steps(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
+    )
+    kept = saves if config.checkpoints_kept is None else min(saves, config.checkpoints_kept + 1)  # and the best
+    return Forecast(plan, speed, eval_tokens, kept, bytes_of(store, "train", "val"))
+
+
+def _checked_steps(plan: Plan, strategy: str, every: int) -> Iterator[int]:
+    """Those that can be due."""
+    if strategy == "steps":
+        yield from range(every, plan.max_steps, every)
+    if strategy == "epoch":
+        an_epoch = plan.order.windows / plan.batches.sequences
+        yield from {math.ceil(number * an_epoch) for number in range(1, int(plan.max_steps / an_epoch) + 1)} - {
+            plan.max_steps
+        }
+    yield plan.max_steps
+
+
+def describe_forecast(
+    forecast: Forecast, config: TrainConfig, hardware: str, notes: tuple[str, ...], store: Path
+) -> str:
+    """What the user reads before the first step."""
+    plan = forecast.plan
+    lines = [
+        f"Device:  {hardware}",
+        *(f"         {note}" for note in notes),
+        f"Model:   {plan.describe_model()}, {plan.memory.parameters:,} parameters",
+        f"Data:    {store}, {plan.placement}: {plan.describe_data()}",
+        f"Length:  {plan.describe_length()}",
+        f"         {_tokens(forecast)}",
+        f"Memory:  {_memory(forecast)}",
+        f"Time:    {_time(forecast)}",
+    ]
+    if money := _money(forecast, config.cost.hourly_price):
+        lines.append(f"Money:   {money}")
+    lines.append(f"Disk:    {_disk(forecast, Path(config.run.output_dir))}")
+    return "\n".join(lines)
+
+
+def _tokens(forecast: Forecast) -> str:
+    N = forecast.plan.memory.parameters
+    return (
+        f"{forecast.tokens / N:.1f} tokens a parameter ({TOKENS_A_PARAMETER} make the best of a budget of compute: "
+        f"{TOKENS_A_PARAMETER * N / 1e6:,.0f}M tokens)"
+    )
+
+
+def _memory(forecast: Forecast) -> str:
+    micro = forecast.plan.batches.micro_batch
+    parts = forecast.plan.memory.parts(micro)
+    told = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+    line = (
+        f"{sum(parts.values()) / 1e9:.2f} GB of {forecast.plan.available / 1e9:.1f} a device ({told}); up to "
+        f"{forecast.plan.memory.largest_micro_batch(forecast.plan.available):,} sequences at once should fit, {micro:,} are taken"
+    )
+    if forecast.speed is not None and forecast.speed.peak_bytes is not None:
+        line += f"; measured: a peak of {forecast.speed.peak_bytes / 1e9:.2f} GB"
+    return line
+
+
+def _time(forecast: Forecast) -> str:
+    if forecast.speed is None:
+        return "the log lines will tell; --plan measures it before."
+    mfu = f", MFU {forecast.speed.mfu:.0%}" if forecast.speed.mfu is not None else ""
+    return f"{clock(forecast.hours * 3600)} at {forecast.speed.tokens_per_second:,.0f} tokens/s{mfu} ({forecast.speed.known})"
+
+
+def _money(forecast: Forecast, hourly_price: float | None) -> str:
+    if forecast.hours is None or hourly_price is None:
+        return ""
+    return f"{forecast.hours * hourly_price:,.2f} dollars at {hourly_price:.2f} an hour"
+
+
+def _disk(forecast: Forecast, folder: Path) -> str:
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    short = " NOT ENOUGH: lower --save_total_limit." if forecast.disk_bytes > free else ""
+    return (
+        f"{forecast.disk_bytes / 1e9:.2f} GB for {forecast.checkpoints} checkpoint{'s' * (forecast.checkpoints > 1)} and the "
+        f"model, {forecast.store_bytes / 1e9:.2f} GB the token store; {free / 1e9:.1f} GB are free.{short}"
+    )
+
+
+def rentals(forecast: Forecast) -> str:
+    """A table of what the run would take on devices that can be rented, one each; empty for a model that fills none."""
+    if forecast.plan.memory.parameters < FILLS_A_GPU:
+        return ""
+    rows = ["| one device | tokens/s, assumed | hours | dollars | Colab units |", "|---|--:|--:|--:|--:|"]
+    for rental in RENTALS.values():
+        peak = peak_of(rental.datasheet, "bf16")
+        fits = sum(forecast.plan.memory.parts(1).values()) < rental.gigabytes * 1e9
+        if not fits:
+            continue
+        speed = reported_mfu(rental.datasheet)[1] * peak / flops_per_token(forecast.plan.model)
+        hours = forecast.hours_at(speed)
+        dollars = "" if rental.dollars is None else " to ".join(f"{hours * price:,.2f}" for price in rental.dollars)
+        units = (
+            ""
+            if rental.colab_units is None
+            else f"{hours * rental.colab_units:,.0f} ({hours * rental.colab_units * DOLLARS_A_COLAB_UNIT:,.2f} $)"
+        )
+        rows.append(f"| {rental.name} | {speed:,.0f} | {hours:,.1f} | {dollars} | {units} |")
+    return "\n".join([*rows, "", f"Prices: on-demand offers of {PRICES_OF}; --hourly_price knows yours."])

@@ -1,0 +1,80 @@
+"""What a process needs to keep in memory while it trains, part by part."""
+
+from dataclasses import dataclass
+
+from modeling_gpt2scratch import GPT2ScratchConfig
+from training.loss import CHUNKS, ENOUGH_ROWS
+
+USABLE = 0.8  # of what is free: the rest is for workspaces, fragments and what compilation keeps besides
+BYTES_KEPT_WHOLE = 4  # of each parameter's gradient, on every process of a sharded model, while micro-batches add up
+# Bytes that a block keeps for its backward pass, for each token and unit of width (test_memory.py counts them).
+KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
+# The same for each token, head and position that it looks at, where attention is written out.
+SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one process, in bytes. `parts(micro_batch)` adds up to what it needs."""
+
+    model: GPT2ScratchConfig
+    in_half: bool  # whether matrices are multiplied in bf16 or fp16
+    written_out: bool  # attention
+    checkpointing: bool  # gradient_checkpointing
+    sharded_by: int = 1  # processes that the model is divided among
+    copies_to_host: bool = False  # the copy that is saved lies in the memory that is trained in: on a CPU
+
+    @property
+    def parameters(self) -> int:
+        model, width = self.model, self.model.n_embd
+        inner = model.n_inner or 4 * width
+        block = 4 * width**2 + 2 * width * inner + 9 * width + inner  # with biases and LayerNorms
+        heads = 1 if model.tie_word_embeddings else 2
+        return model.n_layer * block + (heads * model.vocab_size + model.n_positions + 2) * width
+
+    def fixed(self) -> dict[str, int]:
+        """Whatever the micro-batch."""
+        N, P = self.parameters, self.sharded_by
+        parts = {"weights": 4 * N // P, "gradients": 4 * N // P, "optimizer": 8 * N // P}
+        if P > 1:
+            parts["gradients"] += BYTES_KEPT_WHOLE * N
+        if self.in_half:
+            parts["weights in half precision"] = 2 * N // P
+        if self.copies_to_host:
+            parts["copy that is saved"] = 12 * N
+        return parts
+
+    def parts(self, micro_batch: int) -> dict[str, int]:
+        return self.fixed() | {"activations": self._activations(micro_batch), "logits": self._logits(micro_batch)}
+
+    def total(self, micro_batch: int) -> int:
+        return sum(self.parts(micro_batch).values())
+
+    def largest_micro_batch(self, free: int) -> int:
+        """Sequences that should fit `free` bytes; 1 at least, which is tried then."""
+        left = USABLE * (free - sum(self.fixed().values()))
+        fits, too_many = 1, 2
+        while self._activations(too_many) + self._logits(too_many) <= left:
+            fits, too_many = too_many, 2 * too_many
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            needed = self._activations(middle) + self._logits(middle)
+            fits, too_many = (middle, too_many) if needed <= left else (fits, middle)
+        return fits
+
+    def _activations(self, micro_batch: int) -> int:
+        model, tokens = self.model, micro_batch * self.model.n_positions
+        block = tokens * model.n_embd * (KEPT_IN_HALF if self.in_half else KEPT_IN_FP32)
+        if self.written_out:
+            scores = tokens * model.n_head * model.n_positions
+            block += scores * (SCORES_IN_HALF if self.in_half else SCORES_IN_FP32)
+        stream = 4 * tokens * model.n_embd  # between blocks
+        blocks = block + model.n_layer * stream if self.checkpointing else model.n_layer * block
+        return int(blocks + 2 * stream)  # and around the last LayerNorm
+
+    def _logits(self, micro_batch: int) -> int:
+        """Of one chunk: as computed, and twice in fp32; their gradient in the head's; the sum of it."""
+        rows = micro_batch * self.model.n_positions
+        rows = min(rows, max(ENOUGH_ROWS, -(-rows // CHUNKS)))
+        V, C = self.model.vocab_size, self.model.n_embd
+        return rows * V * ((2 if self.in_half else 4) + 8) + 4 * V * C
