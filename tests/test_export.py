@@ -68,8 +68,9 @@ def test_long_documents_and_many_go_into_several_rows_and_files(made, monkeypatc
 def test_datasets_loads_both_splits_by_the_card(made):
     folder = export.to_parquet(made)
     program = (
-        "import sys, datasets; loaded = datasets.load_dataset(sys.argv[1], streaming=True); "
-        "print({split: sum(len(row['input_ids']) for row in rows) for split, rows in loaded.items()})"
+        "import os, sys, datasets; loaded = datasets.load_dataset(sys.argv[1], streaming=True); "
+        "print({split: sum(len(row['input_ids']) for row in rows) for split, rows in loaded.items()}, flush=True); "
+        "os._exit(0)"  # threads of pyarrow, still reading ahead, abort an interpreter that ends by itself
     )
     done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -33,8 +33,8 @@ def test_a_plan_says_what_the_run_will_take_and_leaves_nothing(store, tmp_path, 
     lines = {line.split(":")[0]: line for line in said.splitlines() if re.match(r"\w+: ", line)}
     assert list(lines) == ["Device", "Model", "Data", "Length", "Memory", "Time", "Money", "Disk", "Better"]
     assert "11,648 parameters" in lines["Model"]
-    assert "weights 0.00, gradients 0.00" in lines["Memory"]
-    assert "measured: a peak of" in lines["Memory"]
+    assert "\n         (weights 0.00, gradients 0.00, optimizer 0.00" in said
+    assert "measured, the program itself included: a peak of" in lines["Memory"]
     assert re.search(r"at [\d,]+ tokens/s \(measured in \d+ steps; the first came after [\d.]+ s\)", lines["Time"])
     assert "0.00 dollars at 2.00 an hour" in lines["Money"]
     assert "for 2 checkpoints and the model" in lines["Disk"]

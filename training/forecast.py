@@ -154,16 +154,15 @@ def _tokens(forecast: Forecast) -> str:
 
 
 def _memory(forecast: Forecast) -> str:
-    micro = forecast.plan.batches.micro_batch
-    parts = forecast.plan.memory.parts(micro)
+    plan = forecast.plan
+    micro, parts = plan.batches.micro_batch, plan.memory.parts(plan.batches.micro_batch)
+    measured = forecast.speed.peak_bytes if forecast.speed is not None else None
+    peak = "" if measured is None else f"; measured, the program itself included: a peak of {measured / 1e9:.2f} GB"
     told = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-    line = (
-        f"{sum(parts.values()) / 1e9:.2f} GB of {forecast.plan.available / 1e9:.1f} a device ({told}); up to "
-        f"{forecast.plan.memory.largest_micro_batch(forecast.plan.available):,} sequences at once should fit, {micro:,} are taken"
+    return (
+        f"{sum(parts.values()) / 1e9:.2f} GB of {plan.available / 1e9:.1f} a device, for {micro:,} sequences at once; "
+        f"{plan.memory.largest_micro_batch(plan.available):,} should fit{peak}\n         ({told})"
     )
-    if forecast.speed is not None and forecast.speed.peak_bytes is not None:
-        line += f"; measured: a peak of {forecast.speed.peak_bytes / 1e9:.2f} GB"
-    return line
 
 
 def _time(forecast: Forecast) -> str:

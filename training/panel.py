@@ -34,6 +34,7 @@ BYTES_OF_LOGITS = 1 << 27  # at once, in fp32
 ORDERS = {"unigram": 1, "trigram": 3}
 DOCUMENTS_AT_ONCE = 256
 COLORS = {"model": "#3d84c6", "n-gram": "#c98a1b", "compressor": "#8a8f98"}  # legible on white and on black
+LONGEST_NAME = 40  # characters, in the picture
 GRAY = "#808690"
 
 
@@ -246,6 +247,11 @@ def how_it_was_made(store: TokenStore, text: HeldOut) -> str:
     )
 
 
+def _short(name: str) -> str:
+    """The end of a long path: the rest would leave no room for the bars."""
+    return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
+
+
 def plot(rows: list[Row], path: Path) -> bool:
     """Bars, the best on top, legible on light and dark pages. False where matplotlib is not installed."""
     try:
@@ -261,7 +267,7 @@ def plot(rows: list[Row], path: Path) -> bool:
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor=GRAY, capsize=3)
     for place, value, end in zip(places, values, np.add(values, np.nan_to_num(errors)), strict=True):
         axes.annotate(f"{value:.3f}", (end, place), (6, 0), textcoords="offset points", va="center", color=GRAY)
-    axes.set_yticks(places, [row.name for row in rows])
+    axes.set_yticks(places, [_short(row.name) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.set_xlabel("bits a byte of held-out text (less is better)", color=GRAY)
