@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # EXTRAS=test,everything also installs what takes long: browser, harness, fine-tuning ... (see setup.cfg)
 EXTRAS ?= test
+INSTALLED := $(VENV)/installed-$(EXTRAS)
 # On a terminal the launcher's own chatter hides ours; these are its defaults, said aloud.
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
@@ -18,9 +19,9 @@ lint: install
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-install: $(VENV)/installed
+install: $(INSTALLED)
 
-$(VENV)/installed: setup.cfg pyproject.toml constraints.txt
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or later is needed, this is {sys.version.split()[0]}; make PYTHON=python3.11")'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
