@@ -12,8 +12,11 @@ from conftest import TINY, flags, trained
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.advice import usual_learning_rate
+from training.batches import BatchPlan, WindowOrder
 from training.device import Setup
-from training.forecast import assumed_speed
+from training.forecast import _times, assumed_speed
+from training.plan import Plan
+from training.position import Position
 
 
 def planned(store, tmp_path, capsys, *more: str, **settings) -> str:
@@ -98,6 +101,18 @@ def test_it_says_what_would_be_better(store, tmp_path, capsys):
     about = [line.split()[1] for line in better]
     assert about == ["data_placement", "torch_compile", "learning_rate", "warmup_steps", "0.0", "Validation"]
     assert "Time:    the log lines will tell; --plan measures it before." in said
+
+
+@pytest.mark.parametrize(
+    ("strategy", "every", "times"), [("steps", 3, 4), ("steps", 5, 2), ("steps", 100, 1), ("epoch", 1, 3), ("no", 1, 1)]
+)
+def test_what_is_due_is_counted_as_the_run_does(strategy, every, times):
+    """10 steps of 2 sequences over 8 windows: two and a half epochs."""
+    batches, order = BatchPlan(16, 2, 1, 1), WindowOrder(16 * 9 + 1, 16, seed=0)
+    plan = Plan(None, batches, order, 10, None, None, 0, {}, Position())
+    assert order.windows == 8
+    assert sum(plan.is_due(strategy, every, step) for step in range(1, 11)) == times
+    assert _times(plan, strategy, every) == times
 
 
 def test_the_usual_learning_rate():

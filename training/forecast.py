@@ -6,7 +6,6 @@ accelerate launch --quiet train_accelerate.py --config presets/gpt2.yaml --data 
 
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,33 +94,20 @@ def assumed_speed(datasheet: str, plan: Plan, setup: Setup, devices: int) -> Thr
 
 
 def forecast_of(config: TrainConfig, plan: Plan, speed: Throughput | None, store: TokenStore) -> Forecast:
-    val_tokens = store.metadata.val.tokens
-    validations = sum(
-        plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, step)
-        for step in _checked_steps(plan, config.evaluation.eval_strategy, config.evaluation.eval_steps)
-    )
-    on_the_way = val_tokens
-    if config.evaluation.max_eval_samples is not None:
-        on_the_way = min(val_tokens, config.evaluation.max_eval_samples * plan.batches.context)
-    eval_tokens = max(0, validations - 1) * on_the_way + val_tokens
-    saves = sum(
-        plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, step)
-        for step in _checked_steps(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
-    )
+    evaluation, saving = config.evaluation, config.checkpoint
+    on_the_way = whole = store.metadata.val.tokens
+    if evaluation.max_eval_samples is not None:
+        on_the_way = min(whole, evaluation.max_eval_samples * plan.batches.context)
+    eval_tokens = (_times(plan, evaluation.eval_strategy, evaluation.eval_steps) - 1) * on_the_way + whole
+    saves = _times(plan, saving.save_strategy, saving.save_steps)
     kept = saves if config.checkpoints_kept is None else min(saves, config.checkpoints_kept + 1)  # and the best
     return Forecast(plan, speed, eval_tokens, kept, bytes_of(store, "train", "val"))
 
 
-def _checked_steps(plan: Plan, strategy: str, every: int) -> Iterator[int]:
-    """Those that can be due."""
-    if strategy == "steps":
-        yield from range(every, plan.max_steps, every)
-    if strategy == "epoch":
-        an_epoch = plan.order.windows / plan.batches.sequences
-        yield from {math.ceil(number * an_epoch) for number in range(1, int(plan.max_steps / an_epoch) + 1)} - {
-            plan.max_steps
-        }
-    yield plan.max_steps
+def _times(plan: Plan, strategy: str, every: int) -> int:
+    """How often in a run what happens by `strategy` happens; at its end it always does."""
+    times = {"steps": plan.max_steps / every, "epoch": plan.epoch(plan.max_steps), "no": 1}[strategy]
+    return max(1, math.ceil(times))
 
 
 def describe_forecast(
