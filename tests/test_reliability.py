@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -250,31 +251,33 @@ STARVED = """
 import resource, sys, psutil, train_accelerate
 from command_line import run
 if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-    limit = psutil.Process().memory_info().vms + (500 << 20)
+    limit = psutil.Process().memory_info().vms + (920 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 run(train_accelerate.main_or_restart)
 """
-LARGE = {"tokens_per_step": 131072, "max_steps": 2, "save_steps": 1, "eval_strategy": "no", "sample_tokens": 0}
+LARGE = {"tokens_per_step": 262144, "max_steps": 2, "save_steps": 1, "eval_strategy": "no", "sample_tokens": 0}
 
 
 def test_out_of_memory_halves_the_micro_batch_in_a_fresh_process(launch, store, train, tmp_path):
     run = tmp_path / "run"
     settings = TINY | LARGE
-    result = launch("-c", STARVED, *flags(data=store.folder, output_dir=run, **settings))
+    # One arena: each more would take 64 MB of the address space. Half of the micro-batch fits with 100 MB to spare for what
+    # happens beside it (saving, the plot), and the whole of it does not, by as much.
+    starved = partial(launch, "-c", STARVED, MALLOC_ARENA_MAX="1")
+    result = starved(*flags(data=store.folder, output_dir=run, **settings))
     assert result.returncode == 0, result.stderr
-    assert "Out of memory with a micro-batch of 8192" in result.stdout
+    assert "Out of memory with a micro-batch of 16384" in result.stdout
     batches = [event["batches"] for event in lines(run / "events.jsonl") if event["event"] in ("begun", "resumed")]
-    assert batches[-1]["micro_batch"] * batches[-1]["accumulation"] == 8192
-    assert batches[-1]["micro_batch"] < 8192
-    plenty = train(tmp_path / "plenty", **settings | {"per_device_train_batch_size": 8192})
+    assert batches[-1]["micro_batch"] * batches[-1]["accumulation"] == 16384
+    assert batches[-1]["micro_batch"] < 16384
+    plenty = train(tmp_path / "plenty", **settings | {"per_device_train_batch_size": 16384})
     ours, theirs = ([entry["loss"] for entry in untimed(path) if "loss" in entry] for path in (run, plenty))
     assert ours == pytest.approx(theirs, abs=1e-6)
-    refused = launch(
-        *("-c", STARVED),
-        *flags(data=store.folder, output_dir=tmp_path / "other", **settings, per_device_train_batch_size=8192),
+    refused = starved(
+        *flags(data=store.folder, output_dir=tmp_path / "other", **settings, per_device_train_batch_size=16384)
     )
     assert refused.returncode == 1
-    assert "Resume with --per_device_train_batch_size 4096, or auto" in refused.stderr
+    assert "Resume with --per_device_train_batch_size 8192, or auto" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
