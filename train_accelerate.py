@@ -37,7 +37,7 @@ from training.device import (
     wait_for_main,
 )
 from training.forecast import assumed_here, describe_forecast, forecast_of
-from training.journal import Journal, voice
+from training.journal import Journal
 from training.keeper import Keeper
 from training.lock import RunLock
 from training.loss import NextTokenLoss
@@ -49,6 +49,7 @@ from training.profile import Profiler
 from training.report import About
 from training.run_folder import RunFolder
 from training.sampling import prompts_of
+from training.screen import voice
 from training.sharding import shard
 from training.speed import Speed
 from training.step import Trainer
@@ -96,6 +97,7 @@ def train(
     )
     prompts = prompts_of(config.sampling, store, tokenizer)
     backup_dir = config.backup.backup_dir
+    forecast = forecast_of(config, plan, assumed_here(plan, setup, accelerator), store)
     backup = Backup(backup_dir, folder, config.checkpoints_kept, say) if backup_dir is not None else None
     start = find_start(config, plan, folder, backup, accelerator)
     plan = start.plan  # which knows where to start
@@ -127,7 +129,6 @@ def train(
         validation = Validation(
             config, plan, folder, store.metadata.val, eval_tokens, tokenizer, prompts, model, loss, accelerator, about
         )
-        forecast = forecast_of(config, plan, assumed_here(plan, setup, accelerator), store)
         outlook = describe_forecast(forecast, config, hardware, setup.notes, store.folder)
         say(describe_run(start, folder, outlook))
 
@@ -136,9 +137,7 @@ def train(
         # Train: learn, look, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
         speed, compiled = Speed(batches, plan.model, accelerator), setup.torch_compile
         with (
-            Journal(
-                folder.metrics, accelerator, plan.max_steps, start.step, compiled, speed, config.cost.hourly_price
-            ) as journal,
+            Journal(folder, forecast, accelerator, start.step, compiled, speed, config.cost.hourly_price) as journal,
             Profiler(config.profile, folder.profile, journal, accelerator, start.step) as profiler,
         ):
             journal.start_trackers(folder.path.name, config.flat())
@@ -158,7 +157,8 @@ def train(
                 validates = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, done)
                 profiler.after(done, saves or validates)
                 if logs or saves or validates:
-                    keeper.read(done)  # the only place that waits for the device
+                    with speed.waiting():  # nothing else waits for the device
+                        keeper.read(done)
                 if logs:
                     journal.log(done, plan.epoch(done), learning_rate, keeper.take_reading(), plan.after(done).tokens)
                 with journal.pause():

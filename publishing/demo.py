@@ -17,7 +17,7 @@ from errors import UserError
 from publishing.space import assemble_space
 from publishing.upload import check_access, check_models, check_repo_id, upload
 from training.checkpoint import step_of
-from training.journal import read_metrics
+from training.metrics import read_metrics
 from training.run_folder import RunFolder, find_model, is_checkpoint, run_of
 
 AT_MOST = 4  # cards that fit beside each other

@@ -11,7 +11,7 @@ from errors import UserError
 from training import checkpoint as checkpoints
 from training.checkpoint import complete_checkpoints, step_of
 from training.config import TrainConfig, read_config
-from training.journal import read_metrics
+from training.metrics import read_metrics
 from training.run_folder import CONFIG_FILE, RunFolder, find_checkpoint, is_checkpoint, run_of
 
 

@@ -11,7 +11,7 @@ import torch
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.device import Setup, describe
-from training.journal import read_metrics
+from training.metrics import read_metrics
 from training.report import About, hours, write_report
 from training.run_folder import RunFolder
 from training.speed import Speed, in_words, peak_memory

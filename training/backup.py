@@ -32,8 +32,9 @@ from training.checkpoint import (
     step_of,
     sweep,
 )
-from training.journal import best_step, clock, read_metrics
+from training.metrics import best_step, read_metrics
 from training.run_folder import RunFolder
+from training.screen import clock
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between attempts
 PIECE_BYTES = 1 << 20

@@ -25,7 +25,6 @@ from training.data import DataArguments, is_store, name_of
 from training.device import DeviceArguments
 from training.evaluate import EvaluationArguments
 from training.health import HealthArguments
-from training.journal import JournalArguments
 from training.length import LengthArguments
 from training.model import ModelArguments
 from training.optim import OptimArguments
@@ -33,6 +32,7 @@ from training.profile import ProfileArguments
 from training.run_folder import CONFIG_FILE, RunArguments, resume_source
 from training.sampling import SamplingArguments
 from training.stopping import StoppingArguments
+from training.trackers import JournalArguments
 
 ABOUT = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
 ABOUT_TEXT = {part.name for kind in ABOUT for part in fields(kind)}

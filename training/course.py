@@ -15,10 +15,11 @@ from training.changes import compare
 from training.checkpoint import TrainState
 from training.config import TrainConfig, write_config
 from training.device import on_main
-from training.journal import has_evaluation, say
+from training.metrics import has_evaluation
 from training.plan import Plan
 from training.resume import choose_checkpoint
 from training.run_folder import RunFolder, begin, is_checkpoint
+from training.screen import say
 from training.status import record, write_status
 
 

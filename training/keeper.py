@@ -20,11 +20,11 @@ from training.course import Start
 from training.device import on_main, waits_for_main
 from training.faults import made_of
 from training.health import DivergenceError, Health, Reading
-from training.journal import voice
 from training.restart import Restart
 from training.rollback import forget_checkpoints_from, go_back
 from training.run_folder import RunFolder
 from training.saver import Saver
+from training.screen import voice
 from training.status import record, write_status
 from training.stopping import NOT_SAVED, Stopper
 from training.watchdog import Watchdog, is_of_the_group

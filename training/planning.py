@@ -8,10 +8,10 @@ from training.config import TrainConfig
 from training.data import open_store, place_tokens
 from training.device import Setup, decide, describe, start_accelerator
 from training.forecast import Throughput, assumed_speed, describe_forecast, forecast_of, rentals
-from training.journal import voice
 from training.plan import Plan, make_plan
 from training.probe import measure
 from training.rentals import RENTALS
+from training.screen import voice
 
 
 def show_plan(config: TrainConfig) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +17,8 @@ from torch._inductor import config as inductor
 from torch.autograd import DeviceType
 from torch.profiler import profile, record_function
 
-from training.journal import Journal
+if TYPE_CHECKING:  # it knows the plan, which knows this module's arguments
+    from training.journal import Journal
 
 WARM_UP = 3  # steps: compilation, first allocations, and one under the profiler
 STEPS = 3
@@ -67,7 +68,7 @@ class Profiler:
     """Used by every process: each records, so that none waits for another more than in other steps; the main one tells."""
 
     def __init__(
-        self, arguments: ProfileArguments, folder: Path, journal: Journal, accelerator: Accelerator, first_step: int
+        self, arguments: ProfileArguments, folder: Path, journal: "Journal", accelerator: Accelerator, first_step: int
     ):
         self.first = first_step + WARM_UP if arguments.profile else None  # step to record, until that is done
         self.folder, self.journal, self.accelerator = folder, journal, accelerator

@@ -6,7 +6,6 @@ import shlex
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,9 +17,11 @@ from tokenizer.report import left_out
 from tokenizer.store import Metadata
 from training.cost import describe_cost
 from training.flops import flops_per_token
-from training.journal import clock, read_metrics
+from training.metrics import read_metrics
 from training.run_folder import RunFolder
 from training.sampling import fenced, read_samples
+from training.screen import clock
+from training.status import hours
 
 MOST_ROWS = 16  # of the table of results; metrics.jsonl has them all
 MOMENTS = 5  # at which the report shows what the model wrote
@@ -244,14 +245,6 @@ A base model: it continues text, and was not taught to answer, to be right or to
 {seen:,} tokens named above; it repeats their errors, their bias and, at times, their words. It reads and writes at most
 {about.model.n_positions:,} tokens at once. Nothing but the loss on held-out text of the same sources was measured, unless
 said above."""
-
-
-def hours(events: list[dict[str, Any]], now: datetime) -> float:
-    """That the run has taken until now, by its events.jsonl. The time between the last event before a stop or a kill and
-    the next start does not count."""
-    moments = [(event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"])) for event in events]
-    spans = [later - before for (_, before), (starts, later) in pairwise([*moments, (False, now)]) if not starts]
-    return sum(span.total_seconds() for span in spans) / 3600
 
 
 def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from errors import UserError
 from training import checkpoint as checkpoints
-from training.journal import forget_after, read_metrics
+from training.metrics import forget_after, read_metrics
 from training.sampling import forget_samples_after
 
 CONFIG_FILE = "config.yaml"

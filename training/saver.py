@@ -25,7 +25,7 @@ from training.backup import Backup
 from training.checkpoint import Snapshot, TrainState
 from training.device import on_main
 from training.health import DivergenceError
-from training.journal import best_step
+from training.metrics import best_step
 from training.run_folder import RunFolder
 from training.sharding import whole
 from training.status import record, write_status

@@ -34,7 +34,7 @@ class Speed:
         self.restart()
 
     def restart(self) -> None:
-        self.steps, self.tokens, self.paused = 0, 0, 0.0
+        self.steps, self.tokens, self.paused, self.waited = 0, 0, 0.0, 0.0
         self.batches.seconds = 0.0
         self.since = time.perf_counter()
 
@@ -49,6 +49,18 @@ class Speed:
         before = time.perf_counter()
         yield
         self.paused += time.perf_counter() - before
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What happens inside is nothing but waiting for the device."""
+        before = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - before
+
+    @property
+    def waited_share(self) -> float:
+        """Of the time: that the device was behind. Near 0, it has run out of work before it was asked."""
+        return self.waited / self.seconds
 
     @property
     def seconds(self) -> float:

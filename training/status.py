@@ -2,7 +2,7 @@
 
 status.json    how it stands: running, finished, stopped or failed; why; the step of its newest checkpoint
 events.jsonl   what happened to it, and when, one object a line: begun, resumed (with what was changed, and why it restarted),
-               saving, saved, spike, finished, stopped, failed
+               saving, saved, spike, advice, finished, stopped, failed
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import socket
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,3 +35,11 @@ def record(path: Path, event: str, step: int, **details: Any) -> None:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def hours(events: list[dict[str, Any]], now: datetime) -> float:
+    """That the run has taken until now, by its events.jsonl. The time between the last event before a stop or a kill and
+    the next start does not count."""
+    moments = [(event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"])) for event in events]
+    spans = [later - before for (_, before), (starts, later) in pairwise([*moments, (False, now)]) if not starts]
+    return sum(span.total_seconds() for span in spans) / 3600

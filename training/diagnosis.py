@@ -1,0 +1,147 @@
+"""What a run's own log says is wrong with it, and what would help: each thing once, while there is still time.
+
+docs/plan.md tells the limits below in words.
+"""
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from training.metrics import read_metrics
+from training.plan import Plan
+from training.run_folder import RunFolder
+
+IN_A_ROW = 5  # log lines, before something is taken for a habit
+IDLE = 0.1  # of the time, spent on nothing but data
+ROOM = 0.8  # of a device's memory, to be filled without fear
+LONG = 40  # log lines at least, or a fifth of them all, over which the loss is looked at
+OFTEN = 20  # log lines between two such looks
+RISE = 0.01  # of the loss, beyond three standard errors
+FALL = 0.003  # of the loss, two standard errors included: less is flat
+VALIDATION_RISE = 0.005  # of the lowest validation loss, twice in a row
+EXPLODES = 5  # times the median of the gradient's norm, twice in a row
+NORMS = 100  # log lines that the median is of
+
+
+@dataclass(frozen=True)
+class Advice:
+    about: str  # data, micro_batch, gradient, rising, flat, overfitting
+    text: str
+
+
+class Diagnosis:
+    """Looks at each line of metrics.jsonl as it is written."""
+
+    def __init__(self, folder: RunFolder, plan: Plan, on_gpu: bool):
+        self.plan, self.on_gpu = plan, on_gpu
+        self.told = {event["about"] for event in read_metrics(folder.events) if event["event"] == "advice"}
+        self.lines: list[tuple[int, float]] = []  # step and loss
+        self.norms: deque[float] = deque(maxlen=NORMS)
+        self.idle: deque[float] = deque(maxlen=IN_A_ROW)
+        self.evaluations: list[tuple[int, float]] = []  # step and loss
+        for entry in read_metrics(folder.metrics):
+            self._take(entry)
+
+    def look(self, entry: dict[str, Any], waited: float = 0.0) -> list[Advice]:
+        """`waited`: the share of the time in which the program waited for the device."""
+        self._take(entry)
+        if "eval_loss" in entry:
+            found = [self._overfitting()]
+        else:
+            self.idle.append(max(0.0, entry.get("data_share", 0.0) - waited))
+            found = [self._data(), self._micro_batch(entry), self._gradient(), *self._course()]
+        new = [advice for advice in found if advice is not None and advice.about not in self.told]
+        self.told |= {advice.about for advice in new}
+        return new
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        if "eval_loss" in entry:
+            self.evaluations.append((entry["step"], entry["eval_loss"]))
+        if "loss" in entry:
+            self.lines.append((entry["step"], entry["loss"]))
+        if "grad_norm" in entry:
+            self.norms.append(entry["grad_norm"])
+
+    def _data(self) -> Advice | None:
+        if len(self.idle) < IN_A_ROW or min(self.idle) < IDLE:
+            return None
+        where, share = self.plan.placement.where, statistics.median(self.idle)
+        remedy = {
+            "mmap": "they are read from a disk: --data_placement ram, where they fit, or a faster disk",
+            "ram": "something else takes the processor: end it, or give the run more cores",
+            "device": "its work is too small: a larger micro-batch gives it more at a time",
+        }[where]
+        return Advice("data", f"The device waits for its batches {share:.0%} of the time; {remedy}.")
+
+    def _micro_batch(self, entry: dict[str, Any]) -> Advice | None:
+        batches, peak = self.plan.batches, entry["peak_memory_gb"] * 1e9
+        if not self.on_gpu or len(self.idle) < IN_A_ROW:
+            return None
+        fits = [times for times in _divisors(batches.accumulation) if times * peak < ROOM * self.plan.available]
+        if not fits or fits[-1] == 1:
+            return None
+        return Advice(
+            "micro_batch",
+            f"A micro-batch of {batches.micro_batch:,} sequences takes {peak / 1e9:.1f} of {self.plan.available / 1e9:.1f} GB, and "
+            f"{batches.accumulation:,} are done one after the other; --per_device_train_batch_size "
+            f"{fits[-1] * batches.micro_batch} fills the device better, for the same steps.",
+        )
+
+    def _gradient(self) -> Advice | None:
+        if len(self.norms) < LONG:
+            return None
+        *before, last, this = self.norms
+        usual = statistics.median(before)
+        if min(last, this) < EXPLODES * usual:
+            return None
+        return Advice(
+            "gradient",
+            f"The gradient's norm is {this:.2f}, {this / usual:.0f} times what it was; if it stays so, lower learning_rate or raise "
+            f"warmup_steps, and resume from a checkpoint before.",
+        )
+
+    def _course(self) -> list[Advice]:
+        recent = self.lines[-max(LONG, len(self.lines) // 5) :]
+        if len(recent) < LONG or len(self.lines) % OFTEN or recent[-1][0] > 0.9 * self.plan.max_steps:
+            return []
+        before, after = np.array_split(np.array([loss for _, loss in recent]), 2)
+        fall = before.mean() - after.mean()
+        error = math.sqrt(before.var(ddof=1) / len(before) + after.var(ddof=1) / len(after))
+        steps = recent[-1][0] - recent[0][0]
+        if -fall > max(RISE * before.mean(), 3 * error):
+            return [
+                Advice(
+                    "rising",
+                    f"The loss rises: {before.mean():.3f}, then {after.mean():.3f} over the last {steps:,} steps; lower learning_rate, "
+                    f"and resume from a checkpoint before.",
+                )
+            ]
+        if fall + 2 * error < FALL * before.mean():
+            return [
+                Advice(
+                    "flat",
+                    f"The loss is flat: {after.mean():.3f}, {fall:.3f} less than before (± {error:.3f}), over the last {steps:,} steps. "
+                    f"More steps of this kind will not help: a lower rate, more text or a larger model might.",
+                )
+            ]
+        return []
+
+    def _overfitting(self) -> Advice | None:
+        if len(self.evaluations) < 3:
+            return None
+        (step, best), (_, before), (_, now) = min(self.evaluations, key=lambda pair: pair[1]), *self.evaluations[-2:]
+        if not now > before > (1 + VALIDATION_RISE) * best:
+            return None
+        return Advice(
+            "overfitting",
+            f"The validation loss rises, from {best:.4f} at step {step:,} to {now:.4f}: the model learns its text by heart. That "
+            f"checkpoint is kept as the best; more text or a smaller model helps, or dropout (resid_pdrop, attn_pdrop, embd_pdrop).",
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]

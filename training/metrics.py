@@ -1,0 +1,39 @@
+"""metrics.jsonl: one object a log line, by the names of Transformers' Trainer; and events.jsonl, read the same way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizer.store import write_whole
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The entries of a metrics.jsonl, up to a line that is none, such as a last one cut off by a crash."""
+    if not path.is_file():
+        return []
+    entries = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+            break
+        entries.append(entry)
+    return entries
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Takes out what was logged after the checkpoint that a run resumes from, so that the file reads as one run."""
+    entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
+    write_whole(path, "".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def has_evaluation(path: Path, step: int) -> bool:
+    return any(entry["step"] == step and "eval_loss" in entry for entry in read_metrics(path))
+
+
+def best_step(path: Path) -> int | None:
+    """The step with the lowest validation loss."""
+    scored = [entry for entry in read_metrics(path) if "eval_loss" in entry]
+    return min(scored, key=lambda entry: entry["eval_loss"])["step"] if scored else None

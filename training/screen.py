@@ -1,0 +1,172 @@
+"""What a user sees of a run: on a terminal a few lines that stay in place, elsewhere one line for each log line."""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from training.speed import in_words
+
+# A notebook gives its commands a terminal, but keeps all that they ever wrote to it: lines, not four pictures a second.
+IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # as Jupyter tells its kernels
+PICTURES_A_SECOND = 4
+BARS = "▁▂▃▄▅▆▇█"
+CURVE = 24  # bars of the loss curve
+
+
+@dataclass(frozen=True)
+class View:
+    """A run at a log line."""
+
+    entry: dict[str, Any]  # of metrics.jsonl
+    seconds: float  # that the run has taken so far, validation and stops of the clock included
+    left: float | None  # seconds that it will still take
+    hourly_price: float | None
+
+    def loss(self) -> str:
+        skipped = self.entry.get("skipped_steps")
+        note = f"  ({skipped} skipped: not finite)" if skipped else ""
+        return (f"loss {self.entry['loss']:.3f}" if "loss" in self.entry else "no finite loss") + note
+
+    def speed(self) -> str:
+        return in_words(self.entry)
+
+    def dollars(self) -> str:
+        """So far, and in all."""
+        if self.hourly_price is None:
+            return ""
+        so_far = self.seconds / 3600 * self.hourly_price
+        if self.left is None:
+            return f"{so_far:,.2f} $"
+        return f"{so_far:,.2f} of {so_far + self.left / 3600 * self.hourly_price:,.2f} $"
+
+    def line(self) -> str:
+        parts = [self.loss()]
+        if "grad_norm" in self.entry:
+            parts.append(f"norm {self.entry['grad_norm']:.2f}")
+        parts += [f"lr {self.entry['learning_rate']:.2e}", self.speed()]
+        if self.left is not None:
+            parts.append(f"ETA {clock(self.left)}")
+        return "  ".join(filter(None, [*parts, self.dollars()]))
+
+
+class Screen:
+    """Used by the main process."""
+
+    def __init__(self, max_steps: int, first_step: int, losses: list[float]):
+        self.max_steps = max_steps
+        self.losses = losses  # of the log lines
+        self.tenths_shown = first_step * 10 // max_steps
+        self.console = Console(highlight=False, soft_wrap=True, markup=False)
+        self.live = None
+        if self.console.is_terminal and not IN_NOTEBOOK:
+            self._go_live(first_step)
+
+    def _go_live(self, first_step: int) -> None:
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),  # in a narrow terminal, the bar yields first
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[left]}"),
+        )
+        self.bar = Progress(*columns, console=self.console, expand=True)
+        self.task = self.bar.add_task("train", total=self.max_steps, completed=first_step, left="first step ...")
+        self.rows: dict[str, str] = {}  # below the bar
+        self.live = Live(self._picture(), console=self.console, refresh_per_second=PICTURES_A_SECOND)
+        self.live.start()
+
+    def _picture(self) -> Group:
+        table = Table.grid(
+            Column(style="dim", no_wrap=True), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 2, 0, 0)
+        )
+        for name in filter(self.rows.get, ("train", "validate", "speed", "time")):
+            table.add_row(name, Text(self.rows[name]))
+        return Group(self.bar, table)
+
+    def step(self) -> None:
+        if self.live is not None:
+            self.bar.advance(self.task)
+
+    def first_step_done(self) -> None:
+        if self.live is not None:
+            self.bar.update(self.task, left="")
+
+    def show(self, step: int, view: View) -> None:
+        if "loss" in view.entry:
+            self.losses.append(view.entry["loss"])
+        line = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {view.line()}"
+        if self.live is None:
+            self.say(line)
+            return
+        if step * 10 // self.max_steps > self.tenths_shown:  # the picture forgets; these lines stay
+            self.tenths_shown = step * 10 // self.max_steps
+            self.say(line)
+        self._redraw(step, view)
+
+    def _redraw(self, step: int, view: View) -> None:
+        entry, curve = view.entry, f"  {sparkline(self.losses, CURVE)}" if self._draws() else ""
+        norm = f"  gradient norm {entry['grad_norm']:.2f}" if "grad_norm" in entry else ""
+        self.rows["train"] = f"{view.loss()}{curve}{norm}  learning rate {entry['learning_rate']:.2e}"
+        self.rows["speed"] = view.speed().strip()
+        self.rows["time"] = "  ".join(filter(None, [f"{clock(view.seconds)} so far", view.dollars()]))
+        left = "" if view.left is None else f"ETA {clock(view.left)}"
+        self.bar.update(self.task, completed=step, left=left)
+        self.live.update(self._picture())
+
+    def _draws(self) -> bool:
+        return self.console.encoding.startswith("utf") and len(self.losses) > 1
+
+    def validated(self, step: int, metrics: dict[str, float], best: int) -> None:
+        told = f"loss {metrics['eval_loss']:.4f}, perplexity {metrics['eval_perplexity']:.2f}, "
+        told += f"{metrics['eval_bits_per_byte']:.3f} bits per byte"
+        self.say(f"step {step}: validation {told}")
+        if self.live is not None:
+            note = "the best so far" if best == step else f"the best was at step {best:,}"
+            self.rows["validate"] = f"{told}, at step {step:,} ({note})"
+            self.live.update(self._picture())
+
+    def say(self, text: str) -> None:
+        say(text, self.console.print if self.live is not None else print)
+
+    def close(self) -> None:
+        if self.live is not None:
+            with suppress(OSError, SystemExit):
+                self.live.stop()  # gives the terminal its cursor back, whatever happened
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """`values` as bars of eight heights, from left to right; neighbours share one where there are more than `width`."""
+    means = [part.mean() for part in np.array_split(np.asarray(values), min(width, len(values)))]
+    low, span = min(means), max(means) - min(means)
+    return "".join(BARS[round((len(BARS) - 1) * (mean - low) / span) if span else 0] for mean in means)
+
+
+def voice(accelerator: Accelerator) -> Callable[[str], None]:
+    """Through which the main process speaks, and the others are silent."""
+    return say if accelerator.is_main_process else lambda text: None
+
+
+def say(text: str, through: Callable[[str], object] = print) -> None:
+    """Whoever read the output (a terminal, a pipe into `tee`) may be gone: that is no reason to lose a run."""
+    try:
+        through(text)
+        sys.stdout.flush()
+    except (OSError, SystemExit):  # the latter from rich
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def clock(seconds: float) -> str:
+    """3661 -> 1:01:01; 61 -> 1:01"""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
