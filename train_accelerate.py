@@ -105,7 +105,7 @@ def train(
         say(on_main(accelerator, lambda: finish_again(start, folder, backup)))
         return None
     accelerator.wait_for_everyone()  # all have read the run folder before it changes
-    on_main(accelerator, lambda: begin_run(start, config, folder, backup))
+    on_main(accelerator, lambda: begin_run(start, config, folder, backup, forecast.described()))
 
     # Whatever goes wrong from here on, the keeper leaves the run in order.
     with Keeper(config, start, folder, backup, accelerator, watchdog) as keeper:

@@ -13,6 +13,7 @@ from publishing.card import Edition, model_card
 from publishing.gguf_file import difference, write_gguf
 from publishing.native import write_native
 from publishing.source import Source
+from training.run_folder import PLOTS
 
 # Nothing else is ever copied: no optimizer state, no logs with paths, no file that merely lies there.
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
@@ -22,7 +23,7 @@ ALLOWED = (*WEIGHTS, "config.json", "generation_config.json", *TOKENIZER, *CODE)
 NEEDED = ("config.json", "tokenizer.json", *CODE)
 TWIN = "native"  # the subfolder of the native twin
 # What we may have put into a repository; what of it is no longer in the folder is taken out of the repository.
-OURS = (*ALLOWED, f"{TWIN}/*", "*-F16.gguf", "*-Q8_0.gguf", "loss.png")
+OURS = (*ALLOWED, f"{TWIN}/*", "*-F16.gguf", "*-Q8_0.gguf", *(f"{name}.png" for name in PLOTS))
 
 
 @dataclass
@@ -84,8 +85,9 @@ def assemble(
             write_native(source.model, destination / TWIN)
     else:
         write_native(source.model, destination)
-    if source.run is not None and source.run.plot.is_file():
-        shutil.copy(source.run.plot, destination / source.run.plot.name)
+    for plot in source.run.plots.values() if source.run is not None else ():
+        if plot.is_file():
+            shutil.copy(plot, destination / plot.name)
     files = [_write_gguf(source, repo_id, arguments, kind, destination, ids) for kind in arguments.gguf]
     edition = Edition(
         repo_id, branch, arguments.has_code, arguments.has_twin, arguments.license, arguments.language, files

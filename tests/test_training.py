@@ -8,12 +8,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from conftest import TINY, flags, prose, untimed
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.data import name_of
 from training.run_folder import RunFolder
+from training.status import now
 
 
 def weights(run) -> dict[str, torch.Tensor]:
@@ -34,7 +36,7 @@ def test_a_run_leaves_what_the_readme_says(train, tmp_path, capsys):
     run = train(tmp_path / "run")
     assert {path.name for path in run.iterdir()} == {
         *("config.yaml", "metrics.jsonl", "events.jsonl", "status.json", "samples.md", "report.md", "loss.png"),
-        *("checkpoints", "model"),
+        *("course.png", "checkpoints", "model"),
     }
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
     assert {path.name for path in (run / "model").iterdir()} == {
@@ -68,7 +70,7 @@ def test_the_report_tells_the_speed_and_the_settings(train, tmp_path, monkeypatc
     # 6 * (12 * 16^2 + 300 * 16) + 6 * 16 * 16 operations a token
     assert logged[-1]["mfu"] == pytest.approx(logged[-1]["tokens_per_second"] * 48768 / 1e12, abs=1e-4)
     assert re.search(
-        r"step 6/6  loss [\d.]+ +[\d,]+ tok/s  MFU \d+%  data [\d.]+%  peak [\d.]+ GB  ETA 0:00",
+        r"step 6/6  loss [\d.]+  norm [\d.]+  lr 0.00e\+00 +[\d,]+ tok/s  MFU \d+%  data [\d.]+%  peak [\d.]+ GB  ETA 0:00\n",
         capsys.readouterr().out,
     )
     report = (run / "report.md").read_text()
@@ -76,13 +78,35 @@ def test_the_report_tells_the_speed_and_the_settings(train, tmp_path, monkeypatc
     settings = yaml.safe_load(report.split("```yaml\n")[1].split("```")[0])
     assert settings["sample_prompts"] == ["the"]
     assert str(tmp_path) not in str(settings)
-    rows = [row.split(" | ")[0] for row in report.split("## Speed")[1].splitlines() if row.startswith("| ")][1:]
+    rows = [
+        row.split(" | ")[0] for row in report.split("## Speed")[1].split("## ")[0].splitlines() if row.startswith("| ")
+    ][1:]
     assert rows == [
         "| tokens a second",
         "| model FLOPs utilisation (MFU)",
         "| share of the time in which batches were made",
     ]
     assert "Over 5 log lines." in report
+
+
+def test_the_report_tells_what_was_planned_and_what_was_noticed(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=4, hourly_price=3600.0)
+    with (run / "events.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"time": now(), "event": "advice", "step": 4, "about": "flat", "text": "It is flat."}) + "\n"
+        )
+    train(run, "--resume_from_checkpoint", str(run), max_steps=8, hourly_price=3600.0)
+    report = (run / "report.md").read_text()
+    assert "![Throughput, learning rate and gradient norm](course.png)" in report
+    table = report.split("## Plan and reality\n\n")[1].split("\n\n")[0].splitlines()
+    assert table[2] == "| steps | 8 | 8 |"
+    rows = {row.split(" | ")[0]: [cell.strip(" |") for cell in row.split(" | ")[1:]] for row in table[3:]}
+    assert list(rows) == ["| tokens a second", "| time", "| memory at most", "| dollars"]
+    planned, came = (float(cell.split()[0]) for cell in rows["| memory at most"])
+    assert came == pytest.approx(planned, rel=0.3)  # within the program that runs all other tests
+    assert 0 < float(rows["| dollars"][0]) < float(rows["| dollars"][1])
+    assert "as the first log line let expect them" in report
+    assert "## Noticed\n\n- step 4: It is flat.\n- step 4: went on from step_00000004\n" in report
 
 
 def test_evaluation_scores_every_token_of_the_split_once(train, store, tmp_path):
@@ -329,7 +353,9 @@ def test_a_diverged_loss_stops_the_run_and_keeps_what_was_saved(train, tmp_path)
 
 def test_tensorboard_gets_the_numbers(train, tmp_path):
     run = train(tmp_path / "run", max_steps=1, report_to="tensorboard")
-    assert list(run.rglob("events.out.tfevents*"))
+    files = run.rglob("events.out.tfevents*")
+    told = [tag for file in files for tag in EventAccumulator(str(file)).Reload().Tags()["scalars"]]
+    assert {"train/loss", "train/learning_rate", "train/grad_norm", "eval/loss", "eval/bits_per_byte"} <= set(told)
 
 
 def test_gradient_checkpointing_changes_nothing(train, tmp_path):

@@ -70,8 +70,10 @@ def find_start(
     return replace(start, owes_validation=is_due and start.is_own(folder) and not has_it)
 
 
-def begin_run(start: Start, config: TrainConfig, folder: RunFolder, backup: Backup | None) -> None:
-    """Makes the folder ready and notes how the run began. Called by the main process, once all have read the folder.
+def begin_run(
+    start: Start, config: TrainConfig, folder: RunFolder, backup: Backup | None, planned: dict[str, float | None]
+) -> None:
+    """Makes the folder ready and notes how the run began, and what was `planned`. Called by the main process, once all have read the folder.
 
     Raises:
         UserError: the folder cannot be written.
@@ -91,7 +93,7 @@ def begin_run(start: Start, config: TrainConfig, folder: RunFolder, backup: Back
         if start.is_own(folder):
             backup.submit(start.checkpoint)
     write_status(folder.status, "running", start.step)
-    details: dict[str, Any] = {"batches": asdict(start.plan.batches)}
+    details: dict[str, Any] = {"batches": asdict(start.plan.batches), "planned": planned}
     if start.checkpoint is not None:
         details |= {"checkpoint": start.checkpoint.name, "changes": start.changes}
     if restarted := restart.restarted():

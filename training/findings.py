@@ -15,7 +15,8 @@ from rich.table import Table
 
 from errors import UserError
 from tokenizer.store import TokenStore, disk_problem, file_sha256, write_whole
-from training.panel import Row, plot
+from training.panel import Row
+from training.plots import plot_panel
 from training.run_folder import RunFolder, run_of
 from training.sampling import fenced
 
@@ -63,7 +64,7 @@ def _write(results: dict[str, Any], rows: list[Row], folder: Path, store: TokenS
         results = before | results
     elif not rows:
         (folder / "panel.png").unlink(missing_ok=True)  # of other weights
-    has_plot = plot(rows, folder / "panel.png") if rows else (folder / "panel.png").is_file()
+    has_plot = plot_panel(rows, folder / "panel.png") if rows else (folder / "panel.png").is_file()
     write_whole(path, json.dumps(results | identity, indent=2, ensure_ascii=False) + "\n")
     write_whole(folder / "evaluation.md", _markdown(results, has_plot))
 

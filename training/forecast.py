@@ -66,6 +66,16 @@ class Forecast:
         evaluation = EVALUATION_COST * self.eval_tokens
         return evaluation / (evaluation + self.tokens)
 
+    def described(self) -> dict[str, float | None]:
+        """For events.jsonl, to be compared with what came."""
+        return {
+            "steps": self.plan.max_steps,
+            "tokens_per_second": None if self.speed is None else self.speed.tokens_per_second,
+            "hours": self.hours,
+            "evaluation_share": self.evaluation_share,
+            "memory_bytes": self.plan.memory.total(self.plan.batches.micro_batch),
+        }
+
     @property
     def disk_bytes(self) -> int:
         """Checkpoints, one more while it is written, and the model to use."""

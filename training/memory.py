@@ -22,7 +22,9 @@ class Memory:
     written_out: bool  # attention
     checkpointing: bool  # gradient_checkpointing
     sharded_by: int = 1  # processes that the model is divided among
-    copies_to_host: bool = False  # the copy that is saved lies in the memory that is trained in: on a CPU
+    # On a CPU, the copy that is saved and the program itself lie in the memory that is trained in.
+    copies_to_host: bool = False
+    program: int = 0  # bytes
 
     @property
     def parameters(self) -> int:
@@ -45,7 +47,8 @@ class Memory:
         return parts
 
     def parts(self, micro_batch: int) -> dict[str, int]:
-        return self.fixed() | {"activations": self._activations(micro_batch), "logits": self._logits(micro_batch)}
+        parts = self.fixed() | {"activations": self._activations(micro_batch), "logits": self._logits(micro_batch)}
+        return parts | ({"Python and PyTorch": self.program} if self.program else {})
 
     def total(self, micro_batch: int) -> int:
         return sum(self.parts(micro_batch).values())

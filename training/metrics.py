@@ -37,3 +37,14 @@ def best_step(path: Path) -> int | None:
     """The step with the lowest validation loss."""
     scored = [entry for entry in read_metrics(path) if "eval_loss" in entry]
     return min(scored, key=lambda entry: entry["eval_loss"])["step"] if scored else None
+
+
+def seconds_until(entries: list[dict[str, Any]]) -> dict[int, float]:
+    """How long the steps took until each logged step, by the tokens and the speed of each log line."""
+    seconds, tokens, until = 0.0, 0, {}
+    for entry in entries:
+        if "tokens_per_second" in entry:
+            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
+        tokens = entry.get("tokens", tokens)
+        until[entry["step"]] = seconds
+    return until

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,6 @@ LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have
 BYTES_OF_LOGITS = 1 << 27  # at once, in fp32
 ORDERS = {"unigram": 1, "trigram": 3}
 DOCUMENTS_AT_ONCE = 256
-COLORS = {"model": "#3d84c6", "n-gram": "#c98a1b", "compressor": "#8a8f98"}  # legible on white and on black
-LONGEST_NAME = 40  # characters, in the picture
-GRAY = "#808690"
 
 
 @dataclass(frozen=True)
@@ -245,34 +241,3 @@ def how_it_was_made(store: TokenStore, text: HeldOut) -> str:
         f"of their context that overlap by half. ±: standard error over {text.units}; that of a difference is paired. N-grams "
         f"(Kneser-Ney) are fitted on {fitted}; compressors see the documents on end."
     )
-
-
-def _short(name: str) -> str:
-    """The end of a long path: the rest would leave no room for the bars."""
-    return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
-
-
-def plot(rows: list[Row], path: Path) -> bool:
-    """Bars, the best on top, legible on light and dark pages. False where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(8, 1.1 + 0.42 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    places = range(len(rows))
-    values = [row.bits_per_byte.value for row in rows]
-    errors = [row.bits_per_byte.stderr for row in rows]
-    axes.barh(places, values, color=[COLORS[row.kind] for row in rows], height=0.66)
-    axes.errorbar(values, places, xerr=errors, fmt="none", ecolor=GRAY, capsize=3)
-    for place, value, end in zip(places, values, np.add(values, np.nan_to_num(errors)), strict=True):
-        axes.annotate(f"{value:.3f}", (end, place), (6, 0), textcoords="offset points", va="center", color=GRAY)
-    axes.set_yticks(places, [_short(row.name) for row in rows])
-    axes.invert_yaxis()
-    axes.margins(x=0.1)
-    axes.set_xlabel("bits a byte of held-out text (less is better)", color=GRAY)
-    axes.tick_params(colors=GRAY, left=False)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GRAY)
-    figure.savefig(path, dpi=120, transparent=True)
-    return True

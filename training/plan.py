@@ -23,6 +23,8 @@ from training.model import ModelArguments, model_config
 from training.position import Position
 from training.rentals import RENTALS
 
+PROGRAM_GROWS = 120_000_000  # bytes: of code that is loaded, and compiled, from the first step on
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -161,11 +163,13 @@ def _available(accelerator: Accelerator, plan_device: str | None, reserved: int)
 
 
 def _memory(model: GPT2ScratchConfig, config: TrainConfig, accelerator: Accelerator, setup: Setup) -> Memory:
+    on_host = accelerator.device.type != "cuda" and config.cost.plan_device is None
     return Memory(
         model,
         in_half=setup.mixed_precision != "no",
         written_out=setup.attn_implementation == "eager",
         checkpointing=config.device.gradient_checkpointing,
         sharded_by=accelerator.num_processes if setup.shards(accelerator) else 1,
-        copies_to_host=accelerator.device.type != "cuda" and config.cost.plan_device is None,
+        copies_to_host=on_host,
+        program=psutil.Process().memory_info().rss + PROGRAM_GROWS if on_host else 0,
     )

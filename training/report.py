@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -17,7 +18,8 @@ from tokenizer.report import left_out
 from tokenizer.store import Metadata
 from training.cost import describe_cost
 from training.flops import flops_per_token
-from training.metrics import read_metrics
+from training.metrics import read_metrics, seconds_until
+from training.plots import plot_course, plot_loss
 from training.run_folder import RunFolder
 from training.sampling import fenced, read_samples
 from training.screen import clock
@@ -42,20 +44,23 @@ class About:
 
 
 def write_report(folder: RunFolder, about: About) -> None:
-    """Writes report.md and, where matplotlib is installed, loss.png from what the run has logged so far."""
-    entries, samples = read_metrics(folder.metrics), read_samples(folder.samples)
-    hours_in_all = hours(read_metrics(folder.events), datetime.now(UTC))
+    """Writes report.md and, where matplotlib is installed, its plots from what the run has logged so far."""
+    entries, events, samples = read_metrics(folder.metrics), read_metrics(folder.events), read_samples(folder.samples)
+    hours_in_all, hourly_price = hours(events, datetime.now(UTC)), about.settings.get("hourly_price")
     sections = [
         f"# {folder.path.name}",
         _what_it_is(about.model, about.parameters, about.data),
         _how_to_use(folder.model, about),
         _results(entries, samples),
-        f"![Loss curve]({folder.plot.name})" if plot_loss(entries, folder.plot) else "",
+        _picture("Loss of training and validation, by tokens and by time", plot_loss, entries, folder.plots["loss"]),
         _samples(samples),
         _data(about.data),
         _training(about.settings, about.hardware, about.data),
         _speed(entries, about.model),
-        describe_cost(hours_in_all, about.settings.get("hourly_price"), about.watts),
+        _picture("Throughput, learning rate and gradient norm", plot_course, entries, folder.plots["course"]),
+        _plan_and_reality(entries, events, hours_in_all, hourly_price),
+        _noticed(events),
+        describe_cost(hours_in_all, hourly_price, about.watts),
         _limitations(about),
     ]
     folder.report.write_text("\n\n".join(section for section in sections if section) + "\n", encoding="utf-8")
@@ -97,7 +102,7 @@ def _results(entries: list[dict[str, Any]], samples: dict[int, list[str]]) -> st
     if not scored:
         return ""
     logged = {entry["step"]: entry for entry in entries if "loss" in entry}
-    seconds = _seconds_until(entries)
+    seconds = seconds_until(entries)
     rows = [
         "| step | epoch | training loss | validation loss | perplexity | bits per byte | tokens/s | time | what it wrote |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|---|",
@@ -117,17 +122,6 @@ def _results(entries: list[dict[str, Any]], samples: dict[int, list[str]]) -> st
         "## Results\n\n" + "\n".join(rows) + "\n\nLoss in nats a token; bits per byte compare models of any tokenizer. "
         f"Time is that of the steps alone.{note}"
     )
-
-
-def _seconds_until(entries: list[dict[str, Any]]) -> dict[int, float]:
-    """How long the steps took until each logged step, by the tokens and the speed of each log line."""
-    seconds, tokens, until = 0.0, 0, {}
-    for entry in entries:
-        if "tokens_per_second" in entry:
-            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
-        tokens = entry.get("tokens", tokens)
-        until[entry["step"]] = seconds
-    return until
 
 
 def evenly(items: list[Any], most: int) -> list[Any]:
@@ -220,7 +214,7 @@ def _speed(entries: list[dict[str, Any]], model: GPT2ScratchConfig) -> str:
         if values := [entry[name] for entry in timed if name in entry]:
             low, median, high = np.percentile(values, [10, 50, 90])
             rows.append(f"| {title} | {median:{form}} | {low:{form}} to {high:{form}} |")
-    first = next(entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry)
+    first = _seconds_to_first_step(entries)
     paragraphs = [
         "\n".join(rows),
         f"Over {len(timed):,} log lines. Peak memory {max(entry['peak_memory_gb'] for entry in timed):.1f} GB; "
@@ -236,6 +230,60 @@ def _speed(entries: list[dict[str, Any]], model: GPT2ScratchConfig) -> str:
     return "## Speed\n\n" + "\n\n".join(paragraphs)
 
 
+def _picture(
+    title: str, plot: Callable[[list[dict[str, Any]], Path], bool], entries: list[dict[str, Any]], path: Path
+) -> str:
+    return f"![{title}]({path.name})" if plot(entries, path) else ""
+
+
+def _plan_and_reality(
+    entries: list[dict[str, Any]], events: list[dict[str, Any]], hours_in_all: float, hourly_price: float | None
+) -> str:
+    """What the run was thought to take when it last began, and what it has taken."""
+    planned = next((event["planned"] for event in reversed(events) if "planned" in event), None)
+    timed = [entry for entry in entries if "tokens_per_second" in entry]
+    if planned is None or not timed:
+        return ""
+    first, last, note = timed[0], timed[-1], ""
+    speed, time = planned["tokens_per_second"], planned["hours"]
+    if speed is None:
+        speed = first["tokens_per_second"]
+        tokens = planned["steps"] * last["tokens"] / last["step"]
+        time = (_seconds_to_first_step(entries) + tokens / speed / (1 - planned["evaluation_share"])) / 3600
+        note = (
+            "\n\nSpeed and time as the first log line let expect them: before that, nothing was known of this device."
+        )
+    reached = float(np.median([entry["tokens_per_second"] for entry in timed]))
+    memory = max(entry["peak_memory_gb"] for entry in timed)
+    rows = [
+        "| | planned | came |\n|---|--:|--:|",
+        f"| steps | {planned['steps']:,} | {last['step']:,} |",
+        f"| tokens a second | {speed:,.0f} | {reached:,.0f} |",
+        f"| time | {clock(time * 3600)} | {clock(hours_in_all * 3600)} |",
+        f"| memory at most | {planned['memory_bytes'] / 1e9:.2f} GB | {memory:.2f} GB |",
+    ]
+    if hourly_price is not None:
+        rows.append(f"| dollars | {time * hourly_price:,.2f} | {hours_in_all * hourly_price:,.2f} |")
+    return "## Plan and reality\n\n" + "\n".join(rows) + note
+
+
+def _noticed(events: list[dict[str, Any]]) -> str:
+    """What a reader of the curves should know of."""
+    told = {
+        "resumed": lambda event: f"went on from {event.get('checkpoint', 'its beginning')}",
+        "spike": lambda event: (
+            f"the loss leapt to {event['loss']:.3f}, {event['z_score']:.1f} standard deviations above its mean"
+        ),
+        "advice": lambda event: event["text"],
+    }
+    lines = [f"- step {event['step']:,}: {told[event['event']](event)}" for event in events if event["event"] in told]
+    return "## Noticed\n\n" + "\n".join(lines) if lines else ""
+
+
+def _seconds_to_first_step(entries: list[dict[str, Any]]) -> float:
+    return next(entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry)
+
+
 def _limitations(about: About) -> str:
     """What anyone who uses the model should know, as far as the run itself can tell."""
     seen = about.data.train.tokens
@@ -245,28 +293,3 @@ A base model: it continues text, and was not taught to answer, to be right or to
 {seen:,} tokens named above; it repeats their errors, their bias and, at times, their words. It reads and writes at most
 {about.model.n_positions:,} tokens at once. Nothing but the loss on held-out text of the same sources was measured, unless
 said above."""
-
-
-def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
-    """Training and validation loss by tokens. False where there is nothing to plot or nothing to plot with."""
-    train = [(entry["tokens"], entry["loss"]) for entry in entries if "loss" in entry]
-    if not train:
-        return False
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter
-    except ImportError:
-        return False
-    tokens_at = {entry["step"]: entry["tokens"] for entry in entries if "loss" in entry}
-    scored = [(tokens_at[e["step"]], e["eval_loss"]) for e in entries if "eval_loss" in e and e["step"] in tokens_at]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(*zip(*train, strict=True), color="#7f9fbf", linewidth=1, label="train")
-    if scored:
-        axes.plot(*zip(*scored, strict=True), color="#d1495b", marker="o", label="validation")
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1.5M
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    return True

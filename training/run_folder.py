@@ -5,7 +5,7 @@ runs/x/
     metrics.jsonl    one object a log line
     events.jsonl     what happened to the run, and when; status.json: how it stands
     samples.md       what the model wrote at each validation
-    report.md        the run told in one page, with its loss.png
+    report.md        the run told in one page, with its loss.png and course.png
     profile/         where the time of a step went, see profile.py
     evaluation/      what evaluate.py measured; lm_eval/: what lm-eval did, where it was told so
     checkpoints/     see checkpoint.py
@@ -23,6 +23,7 @@ from training.metrics import forget_after, read_metrics
 from training.sampling import forget_samples_after
 
 CONFIG_FILE = "config.yaml"
+PLOTS = ("loss", "course")
 
 
 @dataclass
@@ -52,7 +53,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.hub = self.path / "hub"
-        self.plot = self.path / "loss.png"
+        self.plots = {name: self.path / f"{name}.png" for name in PLOTS}
         self.profile = self.path / "profile"
         self.evaluation = self.path / "evaluation"
         self.evaluations = self.path / "lm_eval"
@@ -60,8 +61,17 @@ class RunFolder:
     @property
     def contents(self) -> tuple[Path, ...]:
         """All that a run leaves; nothing else in the folder is ever deleted."""
-        files = (self.config, self.metrics, self.events, self.status, self.samples, self.report, self.plot)
-        return (*files, self.profile, self.evaluation, self.evaluations, self.checkpoints, self.model, self.hub)
+        files = (self.config, self.metrics, self.events, self.status, self.samples, self.report)
+        return (
+            *files,
+            *self.plots.values(),
+            self.profile,
+            self.evaluation,
+            self.evaluations,
+            self.checkpoints,
+            self.model,
+            self.hub,
+        )
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
         """The newest complete checkpoint that is as it was written; damaged ones are named and passed over.

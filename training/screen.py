@@ -86,9 +86,7 @@ class Screen:
         self.live.start()
 
     def _picture(self) -> Group:
-        table = Table.grid(
-            Column(style="dim", no_wrap=True), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 2, 0, 0)
-        )
+        table = Table.grid(Column(style="dim", min_width=8), Column(overflow="fold"), padding=(0, 2, 0, 0))
         for name in filter(self.rows.get, ("train", "validate", "speed", "time")):
             table.add_row(name, Text(self.rows[name]))
         return Group(self.bar, table)
@@ -104,13 +102,13 @@ class Screen:
     def show(self, step: int, view: View) -> None:
         if "loss" in view.entry:
             self.losses.append(view.entry["loss"])
-        line = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}  {view.line()}"
+        numbered = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
         if self.live is None:
-            self.say(line)
+            self.say(f"{numbered}  {view.line()}")
             return
         if step * 10 // self.max_steps > self.tenths_shown:  # the picture forgets; these lines stay
             self.tenths_shown = step * 10 // self.max_steps
-            self.say(line)
+            self.say(f"{numbered}  {view.loss()}  {view.speed().strip()}")
         self._redraw(step, view)
 
     def _redraw(self, step: int, view: View) -> None:

@@ -1,0 +1,115 @@
+"""What is said of a run that does not go well, by log lines that the test writes."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from training.diagnosis import Diagnosis
+from training.run_folder import RunFolder
+
+HEALTHY = {"data_share": 0.01, "peak_memory_gb": 30.0, "grad_norm": 0.5}
+
+
+def diagnosis(folder, on_gpu=True, where="ram", accumulation=1) -> Diagnosis:
+    plan = SimpleNamespace(
+        placement=SimpleNamespace(where=where),
+        batches=SimpleNamespace(micro_batch=8, accumulation=accumulation),
+        available=int(80e9),
+        max_steps=100_000,
+    )
+    return Diagnosis(RunFolder(folder), plan, on_gpu)
+
+
+def told(it: Diagnosis, entries, waited=0.5) -> list[str]:
+    return [advice.text for entry in entries for advice in it.look(entry, waited)]
+
+
+def lines(losses, first=10, **more) -> list[dict]:
+    return [HEALTHY | {"step": first + 10 * i, "loss": loss} | more for i, loss in enumerate(losses)]
+
+
+def noisy(loss, number, fall=0.0, noise=0.002):
+    """So many losses that fall by `fall` from the first to the last."""
+    draw = random.Random(1).gauss
+    return [loss - fall * i / number + draw(0, noise) for i in range(number)]
+
+
+def test_nothing_is_said_of_a_healthy_run(tmp_path):
+    losses = [3 + 7 / (1 + i / 20) for i in range(400)]
+    assert told(diagnosis(tmp_path), lines(losses)) == []
+
+
+def test_a_device_that_waits_for_data(tmp_path):
+    five = lines([3.0] * 5, data_share=0.35)
+    assert told(diagnosis(tmp_path, where="mmap"), five, waited=0.05) == [
+        "The device waits for its batches 30% of the time; they are read from a disk: --data_placement ram, where they fit, or a "
+        "faster disk."
+    ]
+    assert told(diagnosis(tmp_path), five, waited=0.3) == []  # the device was behind all the same
+    assert told(diagnosis(tmp_path), five[:4], waited=0.0) == []  # not yet a habit
+    assert "end it, or give the run more cores." in told(diagnosis(tmp_path), five, waited=0.0)[0]
+
+
+def test_a_micro_batch_that_leaves_a_device_empty(tmp_path):
+    five = lines([3.0] * 5, peak_memory_gb=9.0)
+    assert told(diagnosis(tmp_path, accumulation=12), five) == [
+        "A micro-batch of 8 sequences takes 9.0 of 80.0 GB, and 12 are done one after the other; --per_device_train_batch_size 48 "
+        "fills the device better, for the same steps."
+    ]
+    assert told(diagnosis(tmp_path, accumulation=1), five) == []
+    assert told(diagnosis(tmp_path, accumulation=12, on_gpu=False), five) == []
+    assert told(diagnosis(tmp_path, accumulation=2), lines([3.0] * 5, peak_memory_gb=33.0)) == []
+
+
+def test_a_gradient_that_explodes(tmp_path):
+    usual = lines(noisy(3.0, 60, fall=1))
+    one, two = (HEALTHY | {"step": 610 + 10 * i, "loss": 2.0, "grad_norm": norm} for i, norm in enumerate((6.0, 8.0)))
+    assert told(diagnosis(tmp_path), [*usual, one, HEALTHY | {"step": 620, "loss": 2.0}]) == []
+    assert told(diagnosis(tmp_path), [*usual, one, two]) == [
+        "The gradient's norm is 8.00, 16 times what it was; if it stays so, lower learning_rate or raise warmup_steps, and resume "
+        "from a checkpoint before."
+    ]
+
+
+def test_a_loss_that_is_flat_or_rises(tmp_path):
+    falling = noisy(5.0, 200, fall=2)
+    [flat] = told(diagnosis(tmp_path), lines(falling + noisy(3.0, 80)))
+    assert flat.startswith("The loss is flat: 3.000, ")
+    assert "over the last 510 steps" in flat
+    [rising] = told(diagnosis(tmp_path), lines(falling + noisy(3.0, 60, fall=-0.3)))
+    assert rising.startswith("The loss rises: 3.0")
+
+
+def test_a_loss_whose_noise_hides_its_course_is_left_alone(tmp_path):
+    assert told(diagnosis(tmp_path), lines(noisy(3.0, 300, noise=0.2))) == []
+
+
+def test_the_end_of_a_run_may_be_flat(tmp_path):
+    assert told(diagnosis(tmp_path), lines(noisy(3.0, 200), first=95_000)) == []
+
+
+def evaluations(*losses) -> list[dict]:
+    return [{"step": 100 * (i + 1), "eval_loss": loss} for i, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize("losses", [(3.0, 2.0, 2.005, 2.009), (3.0, 2.0, 2.1, 2.05), (3.0, 2.0, 2.1), (2.0, 2.1)])
+def test_a_validation_loss_that_wavers(tmp_path, losses):
+    assert told(diagnosis(tmp_path), evaluations(*losses)) == []
+
+
+def test_a_validation_loss_that_rises(tmp_path):
+    [text] = told(diagnosis(tmp_path), evaluations(3.0, 2.0, 2.05, 2.2))
+    assert text.startswith(
+        "The validation loss rises, from 2.0000 at step 200 to 2.2000: the model learns its text by heart."
+    )
+
+
+def test_it_is_said_once_also_across_a_resume(tmp_path):
+    it, rising = diagnosis(tmp_path), evaluations(3.0, 2.0, 2.05, 2.2, 2.3)
+    assert len(told(it, rising)) == 1
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rising[:3]))
+    assert len(told(diagnosis(tmp_path), rising[3:])) == 1  # it knows what was logged before
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "advice", "step": 400, "about": "overfitting"}) + "\n")
+    assert told(diagnosis(tmp_path), rising[3:]) == []

@@ -1,0 +1,91 @@
+"""What a user sees of a run."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from conftest import REPOSITORY, TINY, flags
+from training.screen import View, clock, sparkline
+
+ENTRY = {
+    "step": 100,
+    "loss": 3.2141,
+    "learning_rate": 6e-4,
+    "grad_norm": 0.4237,
+    "tokens_per_second": 683_000.0,
+    "mfu": 0.47,
+    "data_share": 0.0004,
+    "peak_memory_gb": 11.2,
+}
+
+
+def test_a_log_line():
+    assert View(ENTRY, 120.0, 62.0, None).line() == (
+        "loss 3.214  norm 0.42  lr 6.00e-04  683,000 tok/s  MFU 47%  data 0.0%  peak 11.2 GB  ETA 1:02"
+    )
+
+
+def test_a_log_line_tells_what_was_spent_of_what():
+    assert View(ENTRY, 1800.0, 5400.0, 2.0).line().endswith("  ETA 1:30:00  1.00 of 4.00 $")
+    assert View(ENTRY, 1800.0, None, 2.0).line().endswith("  peak 11.2 GB  1.00 $")
+
+
+def test_a_log_line_of_steps_that_were_not_finite():
+    entry = {"learning_rate": 6e-4, "skipped_steps": 10, "peak_memory_gb": 1.0}
+    assert (
+        View(entry, 1.0, 1.0, None).line()
+        == "no finite loss  (10 skipped: not finite)  lr 6.00e-04  peak 1.0 GB  ETA 0:01"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "drawn"),
+    [
+        ([7, 6, 5, 4, 3, 2, 1, 0], 8, "█▇▆▅▄▃▂▁"),
+        ([4.0, 2.0, 1.0, 1.0], 2, "█▁"),
+        ([2.0], 8, "▁"),
+        ([3.0, 3.0], 8, "▁▁"),
+    ],
+)
+def test_a_curve_in_a_line(values, width, drawn):
+    assert sparkline(values, width) == drawn
+
+
+def test_a_clock():
+    assert [clock(seconds) for seconds in (0, 61, 3661.9, 360_000)] == ["0:00", "1:01", "1:01:01", "100:00:00"]
+
+
+def test_on_a_terminal_a_few_lines_stay_in_place(store, tmp_path):
+    ours, theirs = os.openpty()
+    settings = TINY | {"max_steps": 40, "eval_steps": 20, "hourly_price": 2.0}
+    process = subprocess.Popen(
+        [sys.executable, "train_accelerate.py", *flags(data=store.folder, output_dir=tmp_path / "run", **settings)],
+        cwd=REPOSITORY,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40", "OMP_NUM_THREADS": "1"},
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            said += os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+    os.close(ours)
+    assert process.wait() == 0
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", said.decode())
+    stays = r"\rstep 40/40  loss [\d.]+  [\d,]+ tok/s  data [\d.]+%  peak [\d.]+ GB *\r"
+    assert re.search(stays, text)
+    last = text[text.rindex("step 40/40 ━") :]
+    assert re.search(r"\ntrain +loss [\d.]+  █[▁-█]+  gradient norm [\d.]+  learning rate 0.00e\+00", last)
+    assert re.search(
+        r"\nvalidate +loss [\d.]+, perplexity [\d.]+, [\d.]+ bits per byte, at step 40 \(the best so far\)", last
+    )
+    assert re.search(r"\nspeed +[\d,]+ tok/s  data [\d.]+%  peak [\d.]+ GB", last)
+    assert re.search(r"\ntime +0:\d\d so far  0.\d\d of 0.\d\d \$", last)
+    assert said.endswith(b"\n")
+    assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l")  # the cursor is back
