@@ -14,6 +14,8 @@ from publishing.source import Source
 from tokenizer import vocabulary
 from training.config import TrainConfig
 from training.data import find_store
+from training.findings import found_of
+from training.report import split_at_headings
 from training.sampling import read_samples
 
 # In the card; the one on the Hub is kept as it is once this line is taken out of it.
@@ -38,13 +40,17 @@ def model_card(source: Source, edition: Edition) -> str:
     sections = _sections(source)
     use = "\n\n".join([*_ways_to_use(source, edition), *edition.files])
     title = sections.pop("")
-    body = {"": _which_checkpoint(source, title), "Use": use} | {k: v for k, v in sections.items() if k != "Use"}
-    if measured := table(source):
-        body["Evaluations"] = measured
+    body = {"": _which_checkpoint(source, title), "Use": use, "Results": sections.pop("Results", "")}
+    # The report may tell of other weights than those that are published.
+    found = found_of(source.run, source.model) if source.run is not None else sections.pop("Evaluation", "")
+    body["Evaluation"] = "\n\n".join(filter(None, [found, table(source)]))
+    body |= {k: v for k, v in sections.items() if k not in ("Use", "Evaluation")}
     no_licence = "None was given: ask the author before you use the weights for more than looking."
     body["Licence"] = edition.licence or sections.get("Licence") or no_licence
     body["Citation"] = _citation(edition.repo_id)
-    text = "\n\n".join(f"## {heading}\n\n{content}" if heading else content for heading, content in body.items())
+    text = "\n\n".join(
+        f"## {heading}\n\n{content}" if heading else content for heading, content in body.items() if content
+    )
     metadata = _metadata(source, edition).to_yaml()
     return str(ModelCard(f"---\n{metadata}\n---\n\n{WRITTEN}\n\n# {edition.repo_id}\n\n{text}\n"))
 
@@ -60,7 +66,7 @@ def _sections(source: Source) -> dict[str, str]:
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _about_the_shape(source.model)
     text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)  # metadata that it brings is made anew
     text = text.replace(WRITTEN, "").strip()
-    head, *parts = _split_at_headings(text)
+    head, *parts = split_at_headings(text)
     sections = {"": re.sub(r"\A# .*\n*", "", head).strip()}
     for part in parts:
         heading, _, content = part.partition("\n")
@@ -68,21 +74,6 @@ def _sections(source: Source) -> dict[str, str]:
         before = f"{sections[heading]}\n\n" if heading in sections else ""
         sections[heading] = before + content.strip()
     return sections
-
-
-def _split_at_headings(text: str) -> list[str]:
-    """At each `## ` that is not inside a code block: what a model wrote may hold anything."""
-    parts, fence = [[]], None
-    for line in text.split("\n"):
-        mark = re.match(r"`{3,}", line)
-        if fence is None and line.startswith("## "):
-            parts.append([])
-        elif mark and fence is None:
-            fence = mark[0]
-        elif fence is not None and line.strip() == fence:
-            fence = None
-        parts[-1].append(line)
-    return ["\n".join(lines) for lines in parts]
 
 
 def _about_the_shape(model: Path) -> str:

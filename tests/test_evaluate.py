@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 from itertools import pairwise
 
@@ -21,9 +22,10 @@ from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
 from training import baselines, evaluate, memorization
 from training.baselines import NGram, compressed_bits
-from training.findings import show
+from training.findings import found_of, show
 from training.memorization import find, hash_spans
 from training.ratio import ratio, units
+from training.run_folder import RunFolder
 
 PAIR = (
     "-m",
@@ -310,12 +312,21 @@ def test_a_run_keeps_what_was_found(train, tmp_path, capsys):
     assert {"panel", "memorization", "eval_loss", "weights_sha256"} <= kept.keys()
     page = (folder / "evaluation.md").read_text()
     assert all(words in page for words in ("| trigram |", "![Bits a byte of each](panel.png)", "## Memorization"))
+    report = (run / "report.md").read_text()
+    headings = re.findall(r"^## (.*)", report, re.MULTILINE)
+    assert headings[:3] == ["Use", "Results", "Evaluation"]
+    assert headings.count("Evaluation") == 1
+    assert "| step_00000003 | " in report
+    assert "![Bits a byte of each](evaluation/panel.png)" in report
+    assert str(run) not in found_of(RunFolder(run), run / "model")
+    assert found_of(RunFolder(run), run / "checkpoints" / "step_00000003") == ""
     show(kept)
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("perplexity", "trigram", "held-out text", f"{results['eval_loss']:.4f}"))
     evaluated(capsys, run, "--checkpoint", 3, "--memorization", "--memorization_texts", 2, "--memorization_span", 4)
     assert "panel" not in json.loads((folder / "evaluation.json").read_text())  # that was of other weights
     assert not (folder / "panel.png").exists()
+    assert "## Evaluation" not in (run / "report.md").read_text()
     shutil.rmtree(folder)
     folder.write_text("in the way")
     with pytest.raises(UserError, match=r"evaluation cannot be read or written"):

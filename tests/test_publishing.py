@@ -33,12 +33,13 @@ from publishing.revisions import in_short
 from publishing.source import find_source
 from publishing.upload import upload
 from tokenizer.vocabulary import VocabularyArguments, build
+from training import evaluate
 from training.checkpoint import WEIGHTS
-from training.report import evenly
+from training.report import evenly, split_at_headings
 from training.sampling import fenced, read_samples, write_samples
 
 ALWAYS = {
-    *("README.md", "loss.png", "model.safetensors", "config.json", "generation_config.json"),
+    *("README.md", "loss.png", "course.png", "model.safetensors", "config.json", "generation_config.json"),
     *("modeling_gpt2scratch.py", "configuration_gpt2scratch.py", "tokenizer.json", "tokenizer_config.json"),
 }
 
@@ -286,13 +287,27 @@ def test_the_card_tells_the_run(run, monkeypatch):
     assert f"These are the weights after step 4 (256 tokens, validation loss {scored['eval_loss']:.4f})." in card.text
     headings = re.findall(r"^## (.*)$", re.sub(r"```.*?```", "", card.text, flags=re.DOTALL), flags=re.MULTILINE)
     assert headings == [
-        *("Use", "Results", "What it writes", "Data", "Training", "Speed", "Cost", "Limitations", "Licence", "Citation")
+        *("Use", "Results", "What it writes", "Data", "Training", "Speed", "Plan and reality", "Cost", "Limitations"),
+        *("Licence", "Citation"),
     ]
     rows = [row for row in card.text.splitlines() if re.match(r"\| [246] \|", row)]
     assert len(rows) == 3
     assert "`the" in rows[0]
     assert str(run) not in card.text
     assert str(run.parent) not in card.text
+
+
+def test_the_card_tells_what_was_evaluated_of_just_these_weights(run, tmp_path, capsys):
+    mine = shutil.copytree(run, tmp_path / "run")
+    evaluate.main([str(mine), "--compare_with", str(mine / "checkpoints" / "step_00000004")])
+    sections = split_at_headings(model_card(find_source(mine, "last"), Edition("me/tiny")))
+    [found] = [text for text in sections if text.startswith("## Evaluation\n")]
+    assert re.search(r"\n\| run \| \d\.\d{4} ± ", found)
+    assert "\n| step_00000004 | " in found
+    assert "\n| trigram | " in found
+    assert str(tmp_path) not in found
+    assert sections[sections.index(found) - 1].startswith("## Results\n")
+    assert "## Evaluation" not in model_card(find_source(mine, "4"), Edition("me/tiny"))
 
 
 def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
@@ -449,7 +464,7 @@ def folder(run):
 def test_a_second_time_nothing_is_sent(folder, hub):
     first = upload(folder, "me/tiny")
     commits, uploads = len(hub["me/tiny"].commits), hub.uploads()
-    assert uploads == 2  # the weights and the plot
+    assert uploads == 3  # the weights and the plots
     assert upload(folder, "me/tiny").commit == first.commit
     assert (len(hub["me/tiny"].commits), hub.uploads()) == (commits, uploads)
 
@@ -487,7 +502,7 @@ def test_cut_off_it_changes_nothing_and_goes_on_where_it_stopped(folder, hub, mo
     hub.large[hashlib.sha256(shown.read_bytes()).hexdigest()] = shown.read_bytes()  # it had arrived
     before = hub.uploads()
     upload(folder, "me/tiny")
-    assert hub.uploads() - before == 1
+    assert hub.uploads() - before == 2
     assert hub["me/tiny"].files().keys() == ALWAYS | {".gitattributes"}
 
 

@@ -5,6 +5,7 @@ evaluation/evaluation.md     the same to read, with panel.png where models were 
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from errors import UserError
 from tokenizer.store import TokenStore, disk_problem, file_sha256, write_whole
 from training.panel import Row
 from training.plots import plot_panel
+from training.report import gather
 from training.run_folder import RunFolder, run_of
 from training.sampling import fenced
 
@@ -44,19 +46,46 @@ def keep(results: dict[str, Any], rows: list[Row], model: Path, store: TokenStor
         UserError: they cannot be written.
     """
     try:
-        folder = RunFolder(run_of(model)).evaluation
+        run = RunFolder(run_of(model))
     except UserError:
         return
     try:
-        _write(results, rows, folder, store)
+        _write(results, rows, run.evaluation, store)
+        found, picture = found_of(run, run.model), run.evaluation / "panel.png"
+        if found and picture.is_file():
+            found += f"\n\n![Bits a byte of each]({run.evaluation.name}/{picture.name})"
+        gather(run.report, "Evaluation", found)
     except OSError as error:
-        raise disk_problem(error, folder) from error
-    print(f"Kept in {folder}.", file=sys.stderr)
+        raise disk_problem(error, run.evaluation) from error
+    print(f"Kept in {run.evaluation}.", file=sys.stderr)
+
+
+def found_of(run: RunFolder, model: Path) -> str:
+    """What was found of just these weights, in Markdown for a page that others read: without paths of this machine and without
+    text that was trained on. Empty where nothing was."""
+    path = run.evaluation / "evaluation.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if results.get("weights_sha256") != _hashes(model):
+        return ""
+    for row in results.get("panel", {}).get("rows", []):
+        row["name"] = _public(row["name"])
+    results |= {"model": "this model", "data": "held-out text of the sources below"}
+    if "memorization" in results:
+        results["memorization"]["example"] = None
+    return "\n\n".join(_sections(results, "###"))
+
+
+def _public(name: str) -> str:
+    """An id of the Hub as it is; of a path, the last part."""
+    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() else Path(name).name
+
+
+def _hashes(model: Path) -> list[str]:
+    return [file_sha256(path) for path in sorted(model.glob("*.safetensors"))]
 
 
 def _write(results: dict[str, Any], rows: list[Row], folder: Path, store: TokenStore) -> None:
-    weights = sorted(Path(results["model"]).glob("*.safetensors"))
-    identity = {"weights_sha256": [file_sha256(path) for path in weights], "tokens_sha256": store.metadata.identity}
+    identity = {"weights_sha256": _hashes(Path(results["model"])), "tokens_sha256": store.metadata.identity}
     folder.mkdir(exist_ok=True)
     path = folder / "evaluation.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -66,7 +95,8 @@ def _write(results: dict[str, Any], rows: list[Row], folder: Path, store: TokenS
         (folder / "panel.png").unlink(missing_ok=True)  # of other weights
     has_plot = plot_panel(rows, folder / "panel.png") if rows else (folder / "panel.png").is_file()
     write_whole(path, json.dumps(results | identity, indent=2, ensure_ascii=False) + "\n")
-    write_whole(folder / "evaluation.md", _markdown(results, has_plot))
+    shown = ["![Bits a byte of each](panel.png)"] if has_plot else []
+    write_whole(folder / "evaluation.md", "\n\n".join(["# Evaluation", *_sections(results, "##"), *shown]) + "\n")
 
 
 def _tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]], str]]:
@@ -110,11 +140,10 @@ def _number(row: dict[str, Any], name: str) -> str:
     return f"{value} ± {row[f'{name}_stderr']:.4f}" if f"{name}_stderr" in row else value
 
 
-def _markdown(results: dict[str, Any], has_plot: bool) -> str:
-    sections = ["# Evaluation"]
+def _sections(results: dict[str, Any], mark: str) -> list[str]:
+    """In Markdown, under headings of `mark`."""
+    sections = []
     for title, header, lines, note in _tables(results):
         rows = [header, ["---", *["--:"] * (len(header) - 1)], *lines]
-        sections += [f"## {title}", "\n".join(f"| {' | '.join(row)} |" for row in rows), note]
-        if title == "Panel" and has_plot:
-            sections.append("![Bits a byte of each](panel.png)")
-    return "\n\n".join(sections) + "\n"
+        sections += [f"{mark} {title}", "\n".join(f"| {' | '.join(row)} |" for row in rows), note]
+    return sections

@@ -15,7 +15,7 @@ import yaml
 
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.report import left_out
-from tokenizer.store import Metadata
+from tokenizer.store import Metadata, write_whole
 from training.cost import describe_cost
 from training.flops import flops_per_token
 from training.metrics import read_metrics, seconds_until
@@ -64,6 +64,32 @@ def write_report(folder: RunFolder, about: About) -> None:
         _limitations(about),
     ]
     folder.report.write_text("\n\n".join(section for section in sections if section) + "\n", encoding="utf-8")
+
+
+def gather(report: Path, heading: str, content: str) -> None:
+    """Puts a section into a report.md, after its results and in place of the one that it had; an empty one only goes."""
+    if not report.is_file():
+        return
+    parts = split_at_headings(report.read_text(encoding="utf-8"))
+    parts = [part.strip() for part in parts if not part.startswith(f"## {heading}\n")]
+    place = next((i + 1 for i, part in enumerate(parts) if part.startswith("## Results\n")), len(parts))
+    parts[place:place] = [f"## {heading}\n\n{content}"] if content else []
+    write_whole(report, "\n\n".join(parts) + "\n")
+
+
+def split_at_headings(text: str) -> list[str]:
+    """At each `## ` that is not inside a code block: what a model wrote may hold anything."""
+    parts, fence = [[]], None
+    for line in text.split("\n"):
+        mark = re.match(r"`{3,}", line)
+        if fence is None and line.startswith("## "):
+            parts.append([])
+        elif mark and fence is None:
+            fence = mark[0]
+        elif fence is not None and line.strip() == fence:
+            fence = None
+        parts[-1].append(line)
+    return ["\n".join(lines) for lines in parts]
 
 
 def _what_it_is(model: GPT2ScratchConfig, parameters: int, data: Metadata) -> str:
