@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import io
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -76,7 +77,20 @@ def text(path: str) -> TextIO:
     return io.TextIOWrapper(opened(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
-def _inflated(path: str) -> Iterator[bytes]:
+def inflated_head(path: str, n_bytes: int) -> Iterator[bytes]:
+    """What the first `n_bytes` of a file hold, about, decompressed where its name says so.
+
+    Raises:
+        UserError, when read: as `opened`.
+    """
+    if is_compressed(path):
+        return _inflated(path, n_bytes)
+    with open(path, "rb") as file:
+        return iter([file.read(n_bytes)])
+
+
+def _inflated(path: str, most: float = math.inf) -> Iterator[bytes]:
+    """All of it, or what the first `most` bytes become, up to the block for which more had to be read."""
     inflated = 0
     with open(path, "rb") as file:
         try:
@@ -90,6 +104,8 @@ def _inflated(path: str) -> Iterator[bytes]:
                         f"the same, decompress it first."
                     )
                 yield block
+                if file.tell() > most:
+                    return
         except (EOFError, OSError, ValueError, zlib.error) as error:
             raise UserError(f"{path} is truncated or damaged ({error}); fetch it again or leave it out.") from error
 

@@ -63,7 +63,7 @@ def pretokenize(
     folder = folder if folder.name else folder.absolute()
     try:
         with Workers() as workers:
-            making = Making(recipe, folder, say, workers, num_proc or _cores())
+            making = Making(recipe, folder, say, workers, num_proc or cores())
             with _locked(folder, "", wait=is_cache or shard is not None):
                 if TokenStore.is_store(folder):
                     return making.open_finished(is_cache)
@@ -81,7 +81,7 @@ def pretokenize(
     return None
 
 
-def _cores() -> int:
+def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import psutil
@@ -17,6 +17,9 @@ from errors import UserError
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from training.tokens import Documents, MemoryMap, Tokens
+
+if TYPE_CHECKING:
+    from tokenizer.estimate import Estimate
 
 CACHE = Path(__file__).parent.parent / "data"  # raw text, tokenized: one folder for each text and its settings
 # The micro-batch gets what the tokens leave free. Tokens on the device save no more than the copy of each batch, which
@@ -68,10 +71,26 @@ def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
 
 def find_store(recipe: Recipe) -> TokenStore | None:
     """The same where it is there, whole; nothing is made."""
+    [data] = recipe.inputs
+    if not is_store(data) and not any(CACHE.glob(f"{name_of(data)}-*/metadata.json")):
+        return None  # said without reading the text
     try:
         return TokenStore(_folder_of(recipe))
     except UserError:
         return None
+
+
+def estimate_store(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> "Estimate | None":
+    """What the store would be, by a sample in `folder`; None where it is there already, or made in seconds.
+
+    Raises:
+        UserError: see `estimate`.
+    """
+    if is_store(recipe.inputs[0]) or recipe.problems() or find_store(recipe) is not None:
+        return None
+    from tokenizer.estimate import estimate
+
+    return estimate(recipe, folder, say)
 
 
 def _folder_of(recipe: Recipe) -> Path:

@@ -121,15 +121,20 @@ def _times(plan: Plan, strategy: str, every: int) -> int:
 
 
 def describe_forecast(
-    forecast: Forecast, config: TrainConfig, hardware: str, notes: tuple[str, ...], store: Path
+    forecast: Forecast,
+    config: TrainConfig,
+    hardware: str,
+    notes: tuple[str, ...],
+    store: Path,
+    estimated: str | None = None,
 ) -> str:
-    """What the user reads before the first step."""
+    """What the user reads before the first step. `estimated`: what is said of data that are not counted yet."""
     plan = forecast.plan
     lines = [
         f"Device:  {hardware}",
         *(f"         {note}" for note in notes),
         f"Model:   {plan.describe_model()}, {plan.memory.parameters:,} parameters",
-        f"Data:    {store}, {plan.placement}: {plan.describe_data()}",
+        f"Data:    {store}, {plan.placement}: {estimated or plan.describe_data()}",
         f"Length:  {plan.describe_length()}",
         f"         {_tokens(forecast)}",
         f"Memory:  {_memory(forecast)}",

@@ -1,17 +1,26 @@
 """--plan: all that a run will take and all that is wrong with it, without running it."""
 
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
 from accelerate import Accelerator
 
 from errors import UserError
 from training.advice import advice, is_gpu
+from training.batches import WindowOrder
 from training.config import TrainConfig
-from training.data import open_store, place_tokens
+from training.data import estimate_store, open_store, place_tokens
 from training.device import Setup, decide, describe, start_accelerator
 from training.forecast import Throughput, assumed_speed, describe_forecast, forecast_of, rentals
 from training.plan import Plan, make_plan
 from training.probe import measure
 from training.rentals import RENTALS
-from training.screen import voice
+from training.screen import clock, voice
+
+if TYPE_CHECKING:
+    from tokenizer.estimate import Estimate
 
 
 def show_plan(config: TrainConfig) -> None:
@@ -19,6 +28,12 @@ def show_plan(config: TrainConfig) -> None:
     Raises:
         UserError: everything about the configuration that cannot be, one problem a line.
     """
+    with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
+        _show_plan(config, Path(folder))
+
+
+def _show_plan(config: TrainConfig, folder: Path) -> None:
+    """`folder` is for a sample, where the text is large and not tokenized yet."""
     problems = []
     try:
         setup = decide(config.device, config.model.n_positions) if config.cost.plan_device is None else _rented(config)
@@ -27,7 +42,9 @@ def show_plan(config: TrainConfig) -> None:
         setup = Setup("no", False, "sdpa", ())
     accelerator = start_accelerator(setup, config.device, None, config.run.output_dir, config.stopping.ddp_timeout)
     say = voice(accelerator)
-    store = open_store(config.recipe, say)
+    estimate = estimate_store(config.recipe, folder, say)
+    sample = open_store(config.recipe, say) if estimate is None else estimate.sample
+    store = sample if estimate is None else estimate.whole
     try:
         plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
     except UserError as error:
@@ -35,16 +52,19 @@ def show_plan(config: TrainConfig) -> None:
     if problems:
         raise UserError("\n".join(problems))
 
-    throughput = _throughput(config, plan, setup, accelerator, store)
+    throughput = _throughput(config, plan, setup, accelerator, sample)
     forecast = forecast_of(config, plan, throughput, store)
     if config.cost.plan_device is None:
         hardware = describe(accelerator, setup, plan.model, config.batch.mask_documents)
     else:
         hardware = f"{RENTALS[config.cost.plan_device].name}, {setup.mixed_precision}, compiled: by its datasheet"
+    where, estimated = store.folder, None
+    if estimate is not None:
+        where, estimated = config.data.data, _estimated(plan, estimate)
     say(
         "\n".join(
             [
-                describe_forecast(forecast, config, hardware, setup.notes, store.folder),
+                describe_forecast(forecast, config, hardware, setup.notes, where, estimated),
                 *(
                     f"Better:  {sentence}"
                     for sentence in advice(config, forecast, setup, is_gpu(accelerator.device, config))
@@ -52,6 +72,15 @@ def show_plan(config: TrainConfig) -> None:
                 rentals(forecast),
             ]
         ).rstrip()
+    )
+
+
+def _estimated(plan: Plan, estimate: "Estimate") -> str:
+    tokens = plan.order.n_tokens
+    return (
+        f"about {round(tokens, 3 - len(str(tokens))):,} tokens, estimated from {estimate.read}, and so is all that follows "
+        f"from them;\n         tokenizing it all, which comes before the first step, should take about "
+        f"{clock(estimate.seconds)}"
     )
 
 
@@ -70,4 +99,5 @@ def _throughput(config: TrainConfig, plan: Plan, setup: Setup, accelerator: Acce
     if config.cost.plan_steps == 0:
         return None
     tokens = place_tokens(store, "train", plan.placement.where, accelerator.device, config.batch.mask_documents)
-    return measure(config, plan, setup, accelerator, tokens, config.cost.plan_steps)
+    order = WindowOrder(store.metadata.train.tokens, plan.batches.context, config.seed)
+    return measure(config, replace(plan, order=order), setup, accelerator, tokens, config.cost.plan_steps)

@@ -1,0 +1,202 @@
+"""What the store of a large text will be, without reading all of it: a small text is copied from everywhere in the large
+one and made into a store with the same settings, and what that has is scaled by bytes."""
+
+import copy
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from errors import UserError
+from tokenizer import documents, files
+from tokenizer.corpus import UNIT_BYTES, Corpus, TextFile, kind_of
+from tokenizer.documents import Stretch
+from tokenizer.hub import HubDataset
+from tokenizer.making import Making, cores
+from tokenizer.recipe import Recipe
+from tokenizer.store import SPLITS, TokenStore, disk_problem
+from tokenizer.work import Workers
+
+LARGE_BYTES = 50_000_000  # of text: less is tokenized in seconds
+SAMPLE_BYTES = 32_000_000  # of text, about: twice as much took half as long again and came no nearer
+CHUNK_BYTES = 1 << 20  # of a file, taken at a time from wherever in it
+PACKED_BYTES = 4 << 20  # the same of files that are only read from their beginning
+HEAD_CHUNKS = 2  # come first: the head of a document decides whether it is for validation
+ROWS = 256  # of parquet, copied at a time
+HUB_SHARDS = 8  # at most, are read from
+
+
+@dataclass(frozen=True)
+class Estimate:
+    sample: TokenStore
+    factor: float  # how much more there is of the whole
+    read: str  # 32 of 9,800 MB
+    seconds: float  # that tokenizing the whole should take
+
+    @property
+    def whole(self) -> TokenStore:
+        """The sample's store with the numbers of the whole; its tokens are still those of the sample."""
+        store = copy.copy(self.sample)
+        splits = {name: self._scaled(getattr(store.metadata, name)) for name in SPLITS}
+        store.metadata = replace(store.metadata, **splits)
+        return store
+
+    def _scaled(self, split):
+        numbers = {name: round(getattr(split, name) * self.factor) for name in ("tokens", "documents", "bytes")}
+        return replace(split, **numbers)
+
+
+def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estimate | None:
+    """Of the recipe's one input, by a sample and its store in `folder`, an empty one; None where there is little text.
+
+    Raises:
+        UserError: there is no text, it is bad, or nobody knows how much there is.
+    """
+    [data] = recipe.inputs
+    corpus, text = Corpus([data], recipe.corpus), folder / "text"
+    if not any(corpus.hub) and corpus.text_size <= LARGE_BYTES:
+        return None
+    say(f"Reading a sample of {data} ...")
+    try:
+        text.mkdir()
+        sampled = _sample_files(corpus, text) if corpus.all_files else _sample_hub(corpus.hub[0], text)
+        if sampled is None:
+            return None
+        factor, read = sampled
+        try:
+            store, seconds = _make(replace(recipe, inputs=[str(text)]), folder / "store", factor)
+        except UserError as error:
+            raise UserError(f"In a sample of {data}: {error}") from error
+    except OSError as error:
+        raise disk_problem(error, folder) from error
+    return Estimate(store, factor, read, seconds)
+
+
+def _make(recipe: Recipe, folder: Path, factor: float) -> tuple[TokenStore, float]:
+    """The store, and the seconds that one of `factor` times as much text would take on this machine."""
+    with Workers() as workers:
+        making = Making(recipe, folder, lambda line: None, workers, cores())
+        times = [time.perf_counter()]
+        for work in (lambda: making.plan(is_cache=True), lambda: making.do_shard(0, 1)):
+            work()
+            times.append(time.perf_counter())
+        store = making.finish(merge_only=True)
+        times.append(time.perf_counter())
+    tokenizer, encoding, merging = (after - before for before, after in itertools.pairwise(times))
+    busy = min(cores(), len(making.units))
+    of_whole = min(cores(), max(busy, int(making.corpus.text_size * factor) // UNIT_BYTES))
+    return store, tokenizer + factor * (encoding * busy / of_whole + merging)
+
+
+# ---- files --------------------------------------------------------------------------------------------------------------
+
+
+def _sample_files(corpus: Corpus, folder: Path) -> tuple[float, str]:
+    """Copies a sample to `folder`; returns how many times as much there is in all, and how much was read."""
+    share, sample_by = SAMPLE_BYTES / corpus.text_size, corpus.arguments.sample_by
+    passed = taken = read = 0
+    for number, file in enumerate(corpus.all_files):
+        kind = kind_of(file.path, corpus.arguments.text_column)
+        n_bytes = _taken_at_a_time(file, kind)
+        chosen = []
+        for chunk, start in enumerate(range(0, file.size, n_bytes)):
+            size = min(n_bytes, file.size - start)
+            if taken <= passed * share:
+                chosen.append(chunk)
+                taken += size
+            passed += size
+        if not chosen:
+            continue
+        name = Path(file.path).name
+        name = os.path.splitext(name)[0] if files.is_compressed(name) else name
+        to = folder / f"{number:08}-{name[-100:]}"
+        with documents.readable(file.path):
+            if n_bytes == CHUNK_BYTES:
+                read += _copy_chunks(file, kind, chosen, sample_by, to)
+            elif kind == "parquet":
+                read += _copy_rows(file, len(chosen) * n_bytes, to)
+            else:
+                read += _copy_head(file, len(chosen) * n_bytes, to)
+    return corpus.size / read, f"{read / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
+
+
+def _taken_at_a_time(file: TextFile, kind: str) -> int:
+    """Bytes of a file on the disk."""
+    if kind == "json":  # one list, which has no parts
+        return file.size
+    return CHUNK_BYTES if kind in ("text", "jsonl") and not files.is_compressed(file.path) else PACKED_BYTES
+
+
+def _copy_chunks(file: TextFile, kind: str, chosen: list[int], sample_by: str, to: Path) -> int:
+    """The chunks, cut where documents may be; returns their bytes."""
+    read = 0
+    with open(file.path, "rb") as whole, to.open("wb") as part:
+        for chunk in [*range(HEAD_CHUNKS), *chosen[HEAD_CHUNKS:]][: len(chosen)]:
+            start, stop = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES
+            stretch = Stretch(file.path, kind, start, stop if stop < file.size else None)
+            start, stop, _ = documents.bounds(stretch, sample_by)
+            whole.seek(start)
+            read += part.write(whole.read(-1 if stop is None else stop - start))
+    return read
+
+
+def _copy_head(file: TextFile, n_bytes: int, to: Path) -> int:
+    """What the first `n_bytes` hold, decompressed, up to the end of a line; returns how many they are."""
+    head = b"".join(files.inflated_head(file.path, n_bytes))
+    if n_bytes < file.size:
+        head = head[: head.rfind(b"\n") + 1] or head
+    to.write_bytes(head)
+    return min(n_bytes, file.size)
+
+
+def _copy_rows(file: TextFile, n_bytes: int, to: Path) -> int:
+    """The first rows, as many as have about `n_bytes` of the file; returns the bytes."""
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(file.path) as whole, parquet.ParquetWriter(to, whole.schema_arrow) as part:
+        rows, wanted = 0, whole.metadata.num_rows * n_bytes / file.size
+        for batch in whole.iter_batches(ROWS):
+            part.write_batch(batch)
+            rows += len(batch)
+            if rows >= wanted:
+                break
+        return round(file.size * rows / max(1, whole.metadata.num_rows))
+
+
+# ---- the Hub ------------------------------------------------------------------------------------------------------------
+
+
+def _sample_hub(dataset: HubDataset, folder: Path) -> tuple[float, str] | None:
+    """The same with the first records of some shards; None where these are all records.
+
+    Raises:
+        UserError: the dataset does not say how many records it has.
+    """
+    pinned = dataset.pinned()
+    shards = pinned.stream.num_shards
+    chosen = range(0, shards, math.ceil(shards / HUB_SHARDS))
+    records = ended = 0
+    for shard in chosen:
+        size = 0
+        with (folder / f"{shard:08}.jsonl").open("w", encoding="utf-8") as part:
+            for record in pinned.shard(shard):
+                size += part.write(json.dumps(record, default=str) + "\n")
+                records += 1
+                if size > SAMPLE_BYTES / len(chosen):
+                    break
+            else:
+                ended += 1
+    if ended == shards:
+        return None
+    split = (pinned.stream.info.splits or {}).get(pinned.split or "train")
+    if split is None or not split.num_examples:
+        raise UserError(
+            f"{dataset} does not say how much text it has, so nothing can be planned before it was read; tokenize it first "
+            f"(python -m tokenizer.pretokenize --input {dataset} --output data/{dataset.name.split('/')[1]}), and plan with "
+            f"that as --data."
+        )
+    return split.num_examples / records, f"{records:,} of {split.num_examples:,} records"
