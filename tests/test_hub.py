@@ -1,5 +1,6 @@
 """Datasets of the Hub: what their ids mean, and reading them from a server on this machine that answers as the Hub does."""
 
+import ast
 import hashlib
 import io
 import json
@@ -312,3 +313,50 @@ def test_a_lost_connection_ends_in_one_sentence_and_the_same_command_goes_on_at_
     store = TokenStore(tmp_path / "store")
     decoded = "".join(store.load_tokenizer().decode(store.memory_map(split)) for split in ("train", "val"))
     assert sorted(decoded.split("<|endoftext|>")) == sorted([*texts, ""])
+
+
+ESTIMATE = """
+import sys, tempfile
+from pathlib import Path
+from errors import UserError
+from tokenizer import estimate
+from tokenizer.recipe import Recipe
+from tokenizer.vocabulary import VocabularyArguments
+
+estimate.SAMPLE_BYTES = 20_000
+for entry in sys.argv[1:]:
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Recipe([entry], vocabulary=VocabularyArguments(vocab_size=300))
+        try:
+            found = estimate.estimate(recipe, Path(folder), lambda line: None)
+            print(found and (found.read, found.whole.metadata.train.tokens + found.whole.metadata.val.tokens))
+        except UserError as error:
+            print(error)
+"""
+
+
+def test_a_large_dataset_is_estimated_by_its_number_of_records(tmp_path):
+    """100 records of 10 sentences in each of two shards; what is small is read to its end; what says no number is refused."""
+    shards = {f"{shard}.jsonl": jsonl(*(prose(100 * shard + i, 80) for i in range(100))) for shard in range(2)}
+    known = b"---\ndataset_info:\n  splits:\n  - {name: train, num_bytes: 1, num_examples: 200}\n---\n"
+    datasets = {"large": {"README.md": known, **shards}, "unsaid": shards, "small": {"0.jsonl": jsonl("one", "two")}}
+    with Hub(**{name: {NEWEST: files} for name, files in datasets.items()}) as hub:
+        done = subprocess.run(
+            [sys.executable, "-c", ESTIMATE, *(f"user/{name}" for name in datasets)],
+            cwd=REPOSITORY,
+            env=os.environ | hub.environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    large, unsaid, small = done.stdout.splitlines()
+    read, tokens = ast.literal_eval(large)
+    assert read == "62 of 200 records"
+    assert tokens == pytest.approx(25_523, rel=0.02)
+    assert unsaid == (
+        "user/unsaid does not say how much text it has, so nothing can be planned before it was read; tokenize it first "
+        "(python -m tokenizer.pretokenize --input user/unsaid --output data/unsaid), and plan with that as --data."
+    )
+    assert small == "None"

@@ -8,7 +8,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 import train_accelerate
-from conftest import TINY, flags, trained
+from conftest import TINY, flags, prose, trained
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.advice import usual_learning_rate
@@ -27,6 +27,10 @@ def planned(store, tmp_path, capsys, *more: str, **settings) -> str:
 
 @pytest.fixture(autouse=True)
 def _fresh_accelerator():
+    _fresh()
+
+
+def _fresh():
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -42,6 +46,38 @@ def test_a_plan_says_what_the_run_will_take_and_leaves_nothing(store, tmp_path, 
     assert "0.00 dollars at 2.00 an hour" in lines["Money"]
     assert "for 2 checkpoints and the model" in lines["Disk"]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_large_text_is_planned_for_by_a_sample_and_nothing_is_left(tmp_path, capsys, monkeypatch):
+    for name, n_bytes in (("LARGE", 100_000), ("SAMPLE", 50_000), ("CHUNK", 4096)):
+        monkeypatch.setattr(f"tokenizer.estimate.{name}_BYTES", n_bytes)
+    for folder in ("text", "temporary"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr("training.data.CACHE", tmp_path / "cache")
+    for i in range(4):
+        (tmp_path / "text" / f"{i}.txt").write_text(prose(i, 30_000), encoding="utf-8")
+    text = SimpleNamespace(folder=tmp_path / "text")
+    settings = {"vocab_size": 300, "sample_by": "line", "plan_steps": 2, "data_placement": "mmap"}
+    said = planned(text, tmp_path, capsys, **settings)
+    about = re.search(
+        r"Data:    .*/text, memory-mapped: about (\d+,\d+) tokens, estimated from 0 of 0 MB, and so", said
+    )
+    assert int(about[1].replace(",", "")) == pytest.approx(181_612, rel=0.02)
+    assert re.search(
+        r"\n         tokenizing it all, which comes before the first step, should take about \d+:\d\d\n", said
+    )
+    assert "tokens/s (measured in" in said
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["temporary", "text"]
+
+    monkeypatch.setattr("tokenizer.estimate.LARGE_BYTES", 1_000_000)  # so that it is tokenized
+    _fresh()
+    exactly = planned(text, tmp_path, capsys, **settings)
+    assert re.findall(r": (\S+) tokens, ", exactly)[:1] == ["181,612"]
+    monkeypatch.setattr("tokenizer.estimate.LARGE_BYTES", 100_000)
+    _fresh()
+    assert ": 181,612 tokens, " in planned(text, tmp_path, capsys, **settings)  # which is there by now
 
 
 def test_the_plan_of_the_seeds_run_is_what_the_seeds_measured():

@@ -22,7 +22,9 @@ from tokenizer.store import SPLITS, TokenStore, disk_problem
 from tokenizer.work import Workers
 
 LARGE_BYTES = 50_000_000  # of text: less is tokenized in seconds
-SAMPLE_BYTES = 32_000_000  # of text, about: twice as much took half as long again and came no nearer
+# Of text, about. A BPE fits the text that it is made from: of 600 MB, 16, 32 and 64 MB said 3.2, 1.8 and 0.8% too few
+# tokens, and 64 MB took half as long again.
+SAMPLE_BYTES = 32_000_000
 CHUNK_BYTES = 1 << 20  # of a file, taken at a time from wherever in it
 PACKED_BYTES = 4 << 20  # the same of files that are only read from their beginning
 HEAD_CHUNKS = 2  # come first: the head of a document decides whether it is for validation

@@ -1,0 +1,117 @@
+"""The estimate of a large text's store, by a sample: every kind of file, against the store that is really made."""
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from conftest import prose
+from errors import UserError
+from tokenizer import estimate as estimate_module
+from tokenizer.corpus import CorpusArguments
+from tokenizer.estimate import Estimate, estimate
+from tokenizer.making import pretokenize
+from tokenizer.recipe import Recipe
+from tokenizer.vocabulary import VocabularyArguments
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """What is large is 100,000 bytes."""
+    for name, n_bytes in (("LARGE", 100_000), ("SAMPLE", 100_000), ("CHUNK", 4096), ("PACKED", 16384)):
+        monkeypatch.setattr(estimate_module, f"{name}_BYTES", n_bytes)
+    monkeypatch.setattr(estimate_module, "ROWS", 8)
+
+
+def texts(number: int) -> list[str]:
+    """500 documents: prose, and from one file to the next more and more digits, which take more tokens."""
+    choice = random.Random(number)
+    digits = " ".join(str(choice.randrange(10**6)) for _ in range(3000 * number))
+    return [prose(number * 1000 + i, 64) + digits[i * 40 * number : (i + 1) * 40 * number] for i in range(500)]
+
+
+def as_text(path: Path, documents: list[str]) -> None:
+    path.with_suffix(".txt").write_text("".join(documents))
+
+
+def as_jsonl(path: Path, documents: list[str]) -> None:
+    path.with_suffix(".jsonl").write_text(
+        "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents))
+    )
+
+
+def as_zst(path: Path, documents: list[str]) -> None:
+    with path.with_suffix(".jsonl.zst").open("wb") as raw, zstandard.ZstdCompressor().stream_writer(raw) as file:
+        for i, text in enumerate(documents):
+            file.write((json.dumps({"id": i, "text": text}) + "\n").encode())
+            if i % 8 == 0:
+                file.flush(zstandard.FLUSH_BLOCK)
+
+
+def as_csv(path: Path, documents: list[str]) -> None:
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], *([i, text] for i, text in enumerate(documents))])
+
+
+def as_parquet(path: Path, documents: list[str]) -> None:
+    table = pa.table({"id": list(range(len(documents))), "text": documents})
+    pq.write_table(table, path.with_suffix(".parquet"), row_group_size=50)
+
+
+def recipe(text: Path, **corpus) -> Recipe:
+    return Recipe([str(text)], CorpusArguments(**corpus), VocabularyArguments(vocab_size=400))
+
+
+def estimated(text: Path, tmp_path: Path, **corpus) -> Estimate | None:
+    (tmp_path / "sample").mkdir()
+    return estimate(recipe(text, **corpus), tmp_path / "sample", lambda line: None)
+
+
+def written(write, folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(4):
+        write(folder / str(number), texts(number))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("write", "tokens"),
+    [(as_text, 234_778), (as_jsonl, 236_774), (as_zst, 236_774), (as_csv, 236_774), (as_parquet, 236_774)],
+)
+def test_it_is_near_the_store_that_is_made(write, tokens, tmp_path):
+    text = written(write, tmp_path / "text")
+    made = pretokenize(recipe(text), tmp_path / "made", lambda line: None).metadata
+    assert made.train.tokens + made.val.tokens == tokens
+    found = estimated(text, tmp_path)
+    whole = found.whole.metadata
+    assert whole.vocab_size == 400
+    assert whole.train.tokens + whole.val.tokens == pytest.approx(tokens, rel=0.03)
+    assert whole.train.bytes + whole.val.bytes == pytest.approx(made.train.bytes + made.val.bytes, rel=0.02)
+    assert 4 < found.factor < 9
+    assert found.sample.metadata.train.tokens == pytest.approx(whole.train.tokens / found.factor, abs=1)
+
+
+def test_a_document_is_for_validation_as_it_is_in_the_whole(tmp_path, monkeypatch):
+    """By its first piece, with which the sample begins too."""
+    monkeypatch.setattr("tokenizer.documents.PIECE_BYTES", 4096)
+    text = written(as_text, tmp_path / "text")
+    made = pretokenize(recipe(text, validation_fraction=0.3), tmp_path / "made", lambda line: None).metadata
+    assert (made.train.documents, made.val.documents) == (1, 3)
+    whole = estimated(text, tmp_path, validation_fraction=0.3).whole.metadata
+    assert whole.val.tokens == pytest.approx(made.val.tokens, rel=0.1)
+
+
+def test_little_text_is_not_estimated(tmp_path):
+    (tmp_path / "a.txt").write_text(prose(0, 4000))
+    assert estimated(tmp_path / "a.txt", tmp_path) is None
+
+
+def test_what_is_wrong_is_said_to_be_of_a_sample(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 and more of it \n" * 10_000)
+    with pytest.raises(UserError, match=r"^In a sample of .*a.txt: .* is not UTF-8 text: 4,[0-9]{3} of "):
+        estimated(tmp_path / "a.txt", tmp_path)
