@@ -23,7 +23,7 @@ from tokenizer.work import Workers
 
 LARGE_BYTES = 50_000_000  # of text: less is tokenized in seconds
 # Of text, about. A BPE fits the text that it is made from: of 600 MB, 16, 32 and 64 MB said 3.2, 1.8 and 0.8% too few
-# tokens, and 64 MB took half as long again.
+# tokens, in 7.0, 6.3 and 7.8 s.
 SAMPLE_BYTES = 32_000_000
 CHUNK_BYTES = 1 << 20  # of a file, taken at a time from wherever in it
 PACKED_BYTES = 4 << 20  # the same of files that are only read from their beginning
@@ -72,7 +72,8 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
         try:
             store, seconds = _make(replace(recipe, inputs=[str(text)]), folder / "store", factor)
         except UserError as error:
-            raise UserError(f"In a sample of {data}: {error}") from error
+            told = str(error).replace(os.path.join(text, ""), "").replace(str(text), "it")
+            raise UserError(f"In a sample of {data}: {told}") from error
     except OSError as error:
         raise disk_problem(error, folder) from error
     return Estimate(store, factor, read, seconds)
@@ -82,6 +83,7 @@ def _make(recipe: Recipe, folder: Path, factor: float) -> tuple[TokenStore, floa
     """The store, and the seconds that one of `factor` times as much text would take on this machine."""
     with Workers() as workers:
         making = Making(recipe, folder, lambda line: None, workers, cores())
+        workers.start(min(cores(), 1 + making.corpus.text_size // UNIT_BYTES))  # which takes time, but once
         times = [time.perf_counter()]
         for work in (lambda: making.plan(is_cache=True), lambda: making.do_shard(0, 1)):
             work()
@@ -89,8 +91,9 @@ def _make(recipe: Recipe, folder: Path, factor: float) -> tuple[TokenStore, floa
         store = making.finish(merge_only=True)
         times.append(time.perf_counter())
     tokenizer, encoding, merging = (after - before for before, after in itertools.pairwise(times))
-    busy = min(cores(), len(making.units))
-    of_whole = min(cores(), max(busy, int(making.corpus.text_size * factor) // UNIT_BYTES))
+    units = len(making.units)
+    busy = units / math.ceil(units / cores())  # processes at a time
+    of_whole = max(busy, min(cores(), making.corpus.text_size * factor / UNIT_BYTES))
     return store, tokenizer + factor * (encoding * busy / of_whole + merging)
 
 
