@@ -22,6 +22,7 @@ from training.tokens import Tokens
 
 WARM = 3  # steps that are not counted, besides the first, which compiles: they find their memory
 LEAST_SECONDS = 3.0
+REPORTING = 50_000_000  # bytes of code that a run loads to sample and to draw
 
 
 def measure(
@@ -57,6 +58,7 @@ def measure(
     if peak is not None:
         mfu = tokens_per_second * flops_per_token(plan.model) / (peak * accelerator.num_processes)
     known = f"measured in {done} steps; the first came after {first_step:.1f} s"
-    # A run makes a copy of weights and moments besides, to save it.
-    peak = peak_memory(accelerator.device) + plan.memory.fixed().get("copy that is saved", 0)
+    peak = peak_memory(accelerator.device)
+    if plan.memory.copies_to_host:  # the probe neither saves, nor samples and draws
+        peak += plan.memory.fixed()["copy that is saved"] + REPORTING
     return Throughput(tokens_per_second, known, mfu, peak, first_step)
