@@ -18,7 +18,7 @@ import modeling_gpt2scratch  # noqa: F401  registers the architecture: our model
 from command_line import FlagParser, run
 from errors import UserError
 from tokenizer import vocabulary
-from training.run_folder import find_model
+from training.reliability.run_folder import find_model
 from training.sampling import (
     arrange_weights,
     compiled,

@@ -25,7 +25,7 @@ from publishing.revisions import branch_of
 from publishing.source import Source, all_sources, find_source
 from publishing.upload import check_access, check_repo_id, download, upload
 from publishing.verify import Expected, Published, expect, verify
-from training.checkpoint import as_os_error
+from training.reliability.checkpoint import as_os_error
 
 
 @dataclass

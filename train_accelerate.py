@@ -19,12 +19,8 @@ from accelerate import Accelerator
 from transformers.utils import logging as transformers_logging
 
 from command_line import run
-from training import checkpoint, restart
-from training.backup import Backup
 from training.batches import TrainBatches
 from training.config import TrainConfig, read_config
-from training.cost import watts_of_all
-from training.course import begin_run, describe_end, describe_run, find_start, finish_again
 from training.data import open_store, place_tokens
 from training.device import (
     Setup,
@@ -36,26 +32,30 @@ from training.device import (
     stop_accelerator,
     wait_for_main,
 )
-from training.forecast import assumed_here, describe_forecast, forecast_of
-from training.journal import Journal
-from training.keeper import Keeper
-from training.lock import RunLock
 from training.loss import NextTokenLoss
 from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
 from training.plan import make_plan
-from training.planning import show_plan
-from training.profile import Profiler
-from training.report import About
-from training.run_folder import RunFolder
+from training.planning.cost import watts_of_all
+from training.planning.forecast import assumed_here, describe_forecast, forecast_of
+from training.planning.show import show_plan
+from training.reliability import checkpoint, restart
+from training.reliability.backup import Backup
+from training.reliability.course import begin_run, describe_end, describe_run, find_start, finish_again
+from training.reliability.keeper import Keeper
+from training.reliability.lock import RunLock
+from training.reliability.run_folder import RunFolder
+from training.reliability.stopping import EXIT_CODES
+from training.reliability.watchdog import Watchdog
+from training.reporting.journal import Journal
+from training.reporting.profile import Profiler
+from training.reporting.report import About
+from training.reporting.screen import voice
+from training.reporting.speed import Speed
 from training.sampling import prompts_of
-from training.screen import voice
 from training.sharding import shard
-from training.speed import Speed
 from training.step import Trainer
-from training.stopping import EXIT_CODES
 from training.validation import Validation
-from training.watchdog import Watchdog
 
 
 def main(arguments: list[str]) -> None:

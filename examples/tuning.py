@@ -27,7 +27,7 @@ from errors import UserError
 from tokenizer import vocabulary
 from tokenizer.store import TokenStore
 from training.evaluate import store_and_masking
-from training.run_folder import find_model
+from training.reliability.run_folder import find_model
 
 HELD_OUT = 0.1  # of the new text
 ORIGINAL_WINDOWS = 200  # of the original validation text, each of one context

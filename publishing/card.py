@@ -14,8 +14,8 @@ from publishing.source import Source
 from tokenizer import vocabulary
 from training.config import TrainConfig
 from training.data import find_store
-from training.findings import found_of
-from training.report import split_at_headings
+from training.evaluation.findings import found_of
+from training.reporting.report import split_at_headings
 from training.sampling import read_samples
 
 # In the card; the one on the Hub is kept as it is once this line is taken out of it.

@@ -16,9 +16,9 @@ from command_line import FlagParser, read_yaml, run
 from errors import UserError
 from publishing.space import assemble_space
 from publishing.upload import check_access, check_models, check_repo_id, upload
-from training.checkpoint import step_of
-from training.metrics import read_metrics
-from training.run_folder import RunFolder, find_model, is_checkpoint, run_of
+from training.reliability.checkpoint import step_of
+from training.reliability.run_folder import RunFolder, find_model, is_checkpoint, run_of
+from training.reporting.metrics import read_metrics
 
 AT_MOST = 4  # cards that fit beside each other
 CHIPS = 6  # example prompts

@@ -22,7 +22,7 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from tokenizer import vocabulary
 from tokenizer.bpe import PLAIN, byte_level_alphabet
-from training.run_folder import find_model
+from training.reliability.run_folder import find_model
 
 LLAMA_CPP_GELU = "gelu_new"  # the only activation of its GPT-2
 ACTIVATION_TOLERANCE = 1e-3  # exact GELU is 0.0005 from it, quick_gelu 0.02, ReLU 0.17

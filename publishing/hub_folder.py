@@ -13,7 +13,7 @@ from publishing.card import Edition, model_card
 from publishing.gguf_file import difference, write_gguf
 from publishing.native import write_native
 from publishing.source import Source
-from training.run_folder import PLOTS
+from training.reliability.run_folder import PLOTS
 
 # Nothing else is ever copied: no optimizer state, no logs with paths, no file that merely lies there.
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")

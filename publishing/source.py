@@ -8,11 +8,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from errors import UserError
-from training import checkpoint as checkpoints
-from training.checkpoint import complete_checkpoints, step_of
 from training.config import TrainConfig, read_config
-from training.metrics import read_metrics
-from training.run_folder import CONFIG_FILE, RunFolder, find_checkpoint, is_checkpoint, run_of
+from training.reliability import checkpoint as checkpoints
+from training.reliability.checkpoint import complete_checkpoints, step_of
+from training.reliability.run_folder import CONFIG_FILE, RunFolder, find_checkpoint, is_checkpoint, run_of
+from training.reporting.metrics import read_metrics
 
 
 @dataclass(frozen=True)

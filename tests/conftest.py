@@ -23,7 +23,7 @@ from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
-from training.speed import SHOWN
+from training.reporting.speed import SHOWN
 
 REPOSITORY = Path(__file__).parent.parent
 torch.set_num_threads(1)  # as in the processes that tests start: another number adds up in another order

@@ -20,12 +20,13 @@ from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
-from training import baselines, evaluate, memorization
-from training.baselines import NGram, compressed_bits
-from training.findings import found_of, show
-from training.memorization import find, hash_spans
-from training.ratio import ratio, units
-from training.run_folder import RunFolder
+from training import evaluate
+from training.evaluation import baselines, memorization
+from training.evaluation.baselines import NGram, compressed_bits
+from training.evaluation.findings import found_of, show
+from training.evaluation.memorization import find, hash_spans
+from training.evaluation.ratio import ratio, units
+from training.reliability.run_folder import RunFolder
 
 PAIR = (
     "-m",

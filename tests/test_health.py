@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from training.health import WINDOW, DivergenceError, Health, HealthArguments
+from training.reliability.health import WINDOW, DivergenceError, Health, HealthArguments
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def imports_of(path) -> set[str]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_arrows_run_one_way(room):
-    files = list((REPOSITORY / room).glob("*.py"))
+    files = list((REPOSITORY / room).rglob("*.py"))
     assert files
     for path in files:
         assert imports_of(path) & OURS <= MAY_IMPORT[room] | {room}, path.name

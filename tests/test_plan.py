@@ -11,12 +11,12 @@ import train_accelerate
 from conftest import TINY, flags, prose, trained
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.advice import usual_learning_rate
 from training.batches import BatchPlan, WindowOrder
 from training.device import Setup
-from training.forecast import _times, assumed_speed
 from training.plan import Plan
-from training.position import Position
+from training.planning.advice import usual_learning_rate
+from training.planning.forecast import _times, assumed_speed
+from training.reliability.position import Position
 
 
 def planned(store, tmp_path, capsys, *more: str, **settings) -> str:

@@ -2,7 +2,7 @@
 
 import random
 
-from training.position import Position
+from training.reliability.position import Position
 
 
 def walked(position: Position, step: int, sequences: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 from test_training import assert_equal, weights
 
 from conftest import untimed
-from training.profile import Event, account, classify, summarize, table
+from training.reporting.profile import Event, account, classify, summarize, table
 
 CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0"
 ADAMW = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>"

@@ -34,8 +34,8 @@ from publishing.source import find_source
 from publishing.upload import upload
 from tokenizer.vocabulary import VocabularyArguments, build
 from training import evaluate
-from training.checkpoint import WEIGHTS
-from training.report import evenly, split_at_headings
+from training.reliability.checkpoint import WEIGHTS
+from training.reporting.report import evenly, split_at_headings
 from training.sampling import fenced, read_samples, write_samples
 
 ALWAYS = {

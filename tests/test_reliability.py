@@ -26,9 +26,9 @@ from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
-from training.checkpoint import complete_checkpoints, damage
-from training.run_folder import RunFolder
-from training.saver import refuse_full_disk
+from training.reliability.checkpoint import complete_checkpoints, damage
+from training.reliability.run_folder import RunFolder
+from training.reliability.saver import refuse_full_disk
 
 DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
 LONG = {**TINY, **DROPOUT, "max_steps": 150, "save_steps": 1, "save_total_limit": 1, "eval_steps": 40}
@@ -506,7 +506,7 @@ def test_a_link_in_the_run_folder_is_removed_and_what_it_leads_to_stays(run, tra
 
 
 def seal(checkpoint: Path) -> None:
-    from training.checkpoint import _seal
+    from training.reliability.checkpoint import _seal
 
     (checkpoint / "manifest.json").unlink()
     _seal(checkpoint, 6)

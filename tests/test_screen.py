@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conftest import REPOSITORY, TINY, flags
-from training.screen import View, clock, sparkline
+from training.reporting.screen import View, clock, sparkline
 
 ENTRY = {
     "step": 100,

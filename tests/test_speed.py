@@ -11,10 +11,10 @@ import torch
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.device import Setup, describe
-from training.metrics import read_metrics
-from training.report import About, hours, write_report
-from training.run_folder import RunFolder
-from training.speed import Speed, in_words, peak_memory
+from training.reliability.run_folder import RunFolder
+from training.reporting.metrics import read_metrics
+from training.reporting.report import About, hours, write_report
+from training.reporting.speed import Speed, in_words, peak_memory
 from training.tokens import Tokens
 
 
@@ -22,13 +22,13 @@ from training.tokens import Tokens
 def clock(monkeypatch):
     """`clock.now`, in seconds, goes by itself only where the test says so."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("training.speed.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("training.reporting.speed.time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
 def speed(monkeypatch, peak: float | None, processes: int = 1) -> Speed:
-    monkeypatch.setattr("training.speed.peak_flops", lambda device, precision: peak)
-    monkeypatch.setattr("training.speed.peak_memory", lambda device: 11_249_000_000)
+    monkeypatch.setattr("training.reporting.speed.peak_flops", lambda device, precision: peak)
+    monkeypatch.setattr("training.reporting.speed.peak_memory", lambda device: 11_249_000_000)
     accelerator = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16", num_processes=processes)
     return Speed(SimpleNamespace(seconds=0.0), GPT2ScratchConfig(), accelerator)  # 685,375,488 operations a token
 

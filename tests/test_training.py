@@ -14,8 +14,8 @@ from conftest import TINY, flags, prose, untimed
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.data import name_of
-from training.run_folder import RunFolder
-from training.status import now
+from training.reliability.run_folder import RunFolder
+from training.reliability.status import now
 
 
 def weights(run) -> dict[str, torch.Tensor]:
@@ -63,7 +63,7 @@ def test_a_run_leaves_what_the_readme_says(train, tmp_path, capsys):
 
 
 def test_the_report_tells_the_speed_and_the_settings(train, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("training.speed.peak_flops", lambda device, precision: 1e12)
+    monkeypatch.setattr("training.reporting.speed.peak_flops", lambda device, precision: 1e12)
     run = train(tmp_path / "run", n_layer=1, n_head=1, backup_dir=tmp_path / "backup")
     logged = [entry for entry in metrics(run) if "mfu" in entry]
     assert [entry["step"] for entry in logged] == [2, 3, 4, 5, 6]  # the first step is no measure

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from errors import UserError
-from training.position import START, Position
+from training.reliability.position import START, Position
 from training.tokens import Batch, Tokens
 
 BLOCK = 4096  # samples whose places are computed together: the cost of a few vector operations is spread over them

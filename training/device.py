@@ -24,7 +24,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.datasheet import peak_flops
+from training.planning.datasheet import peak_flops
 from training.sharding import Sharding, keep_accelerate_from_sharding, sharding_asked
 
 Found = TypeVar("Found")

@@ -28,14 +28,14 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import vocabulary
 from tokenizer.store import Split, TokenStore
-from training import findings, panel
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.device import keep_freed_memory
+from training.evaluation import findings, panel
+from training.evaluation.memorization import memorization
+from training.evaluation.ratio import Ratio, ratio, units
 from training.loss import token_nats
-from training.memorization import memorization
-from training.progress import track
-from training.ratio import Ratio, ratio, units
-from training.run_folder import CONFIG_FILE, find_checkpoint, find_model, run_of
+from training.reliability.run_folder import CONFIG_FILE, find_checkpoint, find_model, run_of
+from training.reporting.progress import track
 from training.sharding import keep_accelerate_from_sharding
 from training.tokens import IGNORED, Batch, Tokens
 

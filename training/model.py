@@ -9,8 +9,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training.checkpoint import load_weights
 from training.device import DeviceArguments
+from training.reliability.checkpoint import load_weights
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from training.metrics import read_metrics
 from training.plan import Plan
-from training.run_folder import RunFolder
+from training.reliability.run_folder import RunFolder
+from training.reporting.metrics import read_metrics
 
 IN_A_ROW = 5  # log lines, before something is taken for a habit
 IDLE = 0.1  # of the time, spent on nothing but data

@@ -8,19 +8,19 @@ from typing import Any
 from accelerate import Accelerator
 
 from errors import UserError
-from training import checkpoint as checkpoints
-from training import restart
-from training.backup import Backup
-from training.changes import compare
-from training.checkpoint import TrainState
 from training.config import TrainConfig, write_config
 from training.device import on_main
-from training.metrics import has_evaluation
 from training.plan import Plan
-from training.resume import choose_checkpoint
-from training.run_folder import RunFolder, begin, is_checkpoint
-from training.screen import say
-from training.status import record, write_status
+from training.reliability import checkpoint as checkpoints
+from training.reliability import restart
+from training.reliability.backup import Backup
+from training.reliability.changes import compare
+from training.reliability.checkpoint import TrainState
+from training.reliability.resume import choose_checkpoint
+from training.reliability.run_folder import RunFolder, begin, is_checkpoint
+from training.reliability.status import record, write_status
+from training.reporting.metrics import has_evaluation
+from training.reporting.screen import say
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from accelerate import Accelerator
 from tokenizer.store import TokenStore
 from training.config import TrainConfig
 from training.data import bytes_of
-from training.datasheet import model_of, peak_of
 from training.device import Setup
-from training.flops import flops_per_token
 from training.plan import Plan
-from training.rentals import DOLLARS_A_COLAB_UNIT, PRICES_OF, RENTALS, reported_mfu
-from training.screen import clock
+from training.planning.datasheet import model_of, peak_of
+from training.planning.flops import flops_per_token
+from training.planning.rentals import DOLLARS_A_COLAB_UNIT, PRICES_OF, RENTALS, reported_mfu
+from training.reporting.screen import clock
 
 TOKENS_A_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
 EVALUATION_COST = 1 / 3  # of a token trained on: the forward pass alone

@@ -23,10 +23,10 @@ import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from errors import UserError
 from tokenizer import vocabulary
 from tokenizer.store import TokenStore
-from training.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
-from training.progress import track
-from training.ratio import Ratio, ratio, units
-from training.run_folder import find_model
+from training.evaluation.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
+from training.evaluation.ratio import Ratio, ratio, units
+from training.reliability.run_folder import find_model
+from training.reporting.progress import track
 
 LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have room for more
 BYTES_OF_LOGITS = 1 << 27  # at once, in fp32

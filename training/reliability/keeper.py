@@ -13,21 +13,21 @@ from transformers import PreTrainedTokenizerBase
 
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from training.backup import Backup
-from training.checkpoint import TrainState
 from training.config import TrainConfig
-from training.course import Start
 from training.device import on_main, waits_for_main
-from training.faults import made_of
-from training.health import DivergenceError, Health, Reading
-from training.restart import Restart
-from training.rollback import forget_checkpoints_from, go_back
-from training.run_folder import RunFolder
-from training.saver import Saver
-from training.screen import voice
-from training.status import record, write_status
-from training.stopping import NOT_SAVED, Stopper
-from training.watchdog import Watchdog, is_of_the_group
+from training.reliability.backup import Backup
+from training.reliability.checkpoint import TrainState
+from training.reliability.course import Start
+from training.reliability.faults import made_of
+from training.reliability.health import DivergenceError, Health, Reading
+from training.reliability.restart import Restart
+from training.reliability.rollback import forget_checkpoints_from, go_back
+from training.reliability.run_folder import RunFolder
+from training.reliability.saver import Saver
+from training.reliability.status import record, write_status
+from training.reliability.stopping import NOT_SAVED, Stopper
+from training.reliability.watchdog import Watchdog, is_of_the_group
+from training.reporting.screen import voice
 
 
 class Keeper:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from errors import UserError
-from training import checkpoint as checkpoints
-from training.metrics import forget_after, read_metrics
+from training.reliability import checkpoint as checkpoints
+from training.reporting.metrics import forget_after, read_metrics
 from training.sampling import forget_samples_after
 
 CONFIG_FILE = "config.yaml"

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from accelerate import Accelerator
 
-from training.datasheet import watts
-from training.rentals import RENTALS
+from training.planning.datasheet import watts
+from training.planning.rentals import RENTALS
 
 GRAMS_OF_CO2_PER_KWH = 445  # the world's average in 2024 (IEA, Electricity 2025); a place has 30 to 800
 

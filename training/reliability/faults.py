@@ -6,10 +6,10 @@ import os
 import torch
 
 from errors import UserError
-from training.health import DivergenceError
 from training.plan import Plan
-from training.restart import Restart, remembering
-from training.run_folder import RunFolder
+from training.reliability.health import DivergenceError
+from training.reliability.restart import Restart, remembering
+from training.reliability.run_folder import RunFolder
 
 # What a disk, a drive or its owner can do to a run.
 OF_THE_DISK = {

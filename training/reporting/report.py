@@ -16,14 +16,14 @@ import yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.report import left_out
 from tokenizer.store import Metadata, write_whole
-from training.cost import describe_cost
-from training.flops import flops_per_token
-from training.metrics import read_metrics, seconds_until
-from training.plots import plot_course, plot_loss
-from training.run_folder import RunFolder
+from training.planning.cost import describe_cost
+from training.planning.flops import flops_per_token
+from training.reliability.run_folder import RunFolder
+from training.reliability.status import hours
+from training.reporting.metrics import read_metrics, seconds_until
+from training.reporting.plots import plot_course, plot_loss
+from training.reporting.screen import clock
 from training.sampling import fenced, read_samples
-from training.screen import clock
-from training.status import hours
 
 MOST_ROWS = 16  # of the table of results; metrics.jsonl has them all
 MOMENTS = 5  # at which the report shows what the model wrote

@@ -6,10 +6,10 @@ from typing import Any
 
 from command_line import read_yaml
 from errors import UserError
-from training import checkpoint as checkpoints
-from training.backup import Backup
-from training.changes import NOT_THE_RUN
-from training.run_folder import RunArguments, RunFolder, is_checkpoint, run_of
+from training.reliability import checkpoint as checkpoints
+from training.reliability.backup import Backup
+from training.reliability.changes import NOT_THE_RUN
+from training.reliability.run_folder import RunArguments, RunFolder, is_checkpoint, run_of
 
 
 def choose_checkpoint(

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from accelerate import Accelerator
 
 from errors import UserError
-from training.advice import advice, is_gpu
 from training.batches import WindowOrder
 from training.config import TrainConfig
 from training.data import estimate_store, open_store, place_tokens
 from training.device import Setup, decide, describe, start_accelerator
-from training.forecast import Throughput, assumed_speed, describe_forecast, forecast_of, rentals
 from training.plan import Plan, make_plan
-from training.probe import measure
-from training.rentals import RENTALS
-from training.screen import clock, voice
+from training.planning.advice import advice, is_gpu
+from training.planning.forecast import Throughput, assumed_speed, describe_forecast, forecast_of, rentals
+from training.planning.probe import measure
+from training.planning.rentals import RENTALS
+from training.reporting.screen import clock, voice
 
 if TYPE_CHECKING:
     from tokenizer.estimate import Estimate

@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import profile, record_function
 
 if TYPE_CHECKING:  # it knows the plan, which knows this module's arguments
-    from training.journal import Journal
+    from training.reporting.journal import Journal
 
 WARM_UP = 3  # steps: compilation, first allocations, and one under the profiler
 STEPS = 3

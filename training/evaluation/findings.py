@@ -16,10 +16,10 @@ from rich.table import Table
 
 from errors import UserError
 from tokenizer.store import TokenStore, disk_problem, file_sha256, write_whole
-from training.panel import Row
-from training.plots import plot_panel
-from training.report import gather
-from training.run_folder import RunFolder, run_of
+from training.evaluation.panel import Row
+from training.reliability.run_folder import RunFolder, run_of
+from training.reporting.plots import plot_panel
+from training.reporting.report import gather
 from training.sampling import fenced
 
 METRICS = {"loss": "loss (nats a token)", "perplexity": "perplexity", "bits_per_byte": "bits a byte"}

@@ -19,7 +19,7 @@ import torch
 from torch import distributed
 
 from training.early import PARENT, die_with_launcher, is_launched
-from training.restart import settle_output
+from training.reliability.restart import settle_output
 
 # What a process ends with after it has stopped and saved, as a shell would report the signal. The later one wins where
 # processes have different reasons.

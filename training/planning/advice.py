@@ -8,7 +8,7 @@ import torch
 
 from training.config import TrainConfig
 from training.device import Setup
-from training.forecast import TOKENS_A_PARAMETER, Forecast
+from training.planning.forecast import TOKENS_A_PARAMETER, Forecast
 
 FEW_TOKENS = 8192  # of a micro-batch, which leave a GPU idle between its kernels
 MANY_EPOCHS = 4  # from which on repeated text teaches less and less (Muennighoff et al. 2023)

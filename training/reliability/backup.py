@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from command_line import read_yaml
 from errors import UserError
-from training.checkpoint import (
+from training.reliability.checkpoint import (
     MANIFEST,
     DamageError,
     complete_checkpoints,
@@ -32,9 +32,9 @@ from training.checkpoint import (
     step_of,
     sweep,
 )
-from training.metrics import best_step, read_metrics
-from training.run_folder import RunFolder
-from training.screen import clock
+from training.reliability.run_folder import RunFolder
+from training.reporting.metrics import best_step, read_metrics
+from training.reporting.screen import clock
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between attempts
 PIECE_BYTES = 1 << 20

@@ -30,7 +30,7 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import vocabulary
 from tokenizer.store import file_sha256
-from training.position import Position
+from training.reliability.position import Position
 from training.sharding import part_like
 
 FORMAT_VERSION = 2

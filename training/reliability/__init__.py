@@ -1,0 +1,1 @@
+"""Nothing is lost: checkpoints, and whatever may go wrong."""
