@@ -14,7 +14,8 @@ class Rental:
     colab_units: float | None = None  # an hour, where Colab has it
 
 
-# Prices: overviews of on-demand offers of that month. Colab's units: the account that this project grew from.
+# Prices: overviews of on-demand offers of that month. Colab's units: of the A100 by the account that this project grew from; of the T4
+# as Colab told an account in September 2026. Others are not known here; Colab shows the rate once a device is connected.
 RENTALS = {
     "a100-40gb": Rental("A100 40 GB", "A100", 40, None, 8),
     "a100-80gb": Rental("A100 80 GB", "A100", 80, (0.80, 3.00)),
@@ -23,7 +24,7 @@ RENTALS = {
     "rtx4090-24gb": Rental("RTX 4090", "RTX 4090", 24, (0.50, 2.10)),
     "rtx3090-24gb": Rental("RTX 3090", "RTX 3090", 24, None),
     "l4-24gb": Rental("L4", "L4", 24, None),
-    "t4-16gb": Rental("T4", "T4", 16, None),
+    "t4-16gb": Rental("T4", "T4", 16, None, 1.07),
     "v100-16gb": Rental("V100 16 GB", "V100", 16, None),
 }
 DOLLARS_A_COLAB_UNIT = 0.10  # 9.99 for 100
