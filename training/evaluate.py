@@ -83,19 +83,19 @@ def evaluate(
     micro_batch: int,
     accelerator: Accelerator,
     max_eval_samples: int | None = None,
-    stop: Callable[[], object] = lambda: None,
+    stop: Callable[[float], object] = lambda share: None,
 ) -> Evaluation | None:
     """Scores `tokens` in windows that overlap by one, so that each token but the first is a target once.
 
     `loss` is the prepared `NextTokenLoss`; all processes take part and get the same result. `stop` is asked before each
-    batch; where it says so (to all processes at once), nothing is scored.
+    batch, and told what share is done; where it says so (to all processes at once), nothing is scored.
     """
     loss.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=_float64_device(accelerator.device))  # nats, targets
-    for inputs, targets, positions in eval_batches(
-        tokens, context, micro_batch, accelerator.process_index, accelerator.num_processes, max_eval_samples
-    ):
-        if stop():
+    where = (accelerator.process_index, accelerator.num_processes, max_eval_samples)
+    number = len(eval_starts(len(tokens), context, micro_batch, *where))
+    for done, (inputs, targets, positions) in enumerate(eval_batches(tokens, context, micro_batch, *where)):
+        if stop(done / number):
             loss.train()
             return None
         sums[0] += loss(inputs, targets, 1, positions).to(sums.device)

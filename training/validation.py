@@ -40,6 +40,11 @@ class Validation:
         """Scores the model after `step` steps. Where `stop` says so, it ends early and leaves nothing: resumed, the run
         begins with this validation."""
         last = step == self.plan.max_steps
+
+        def watch(share: float) -> object:
+            journal.show_progress("validating", share)
+            return stop()
+
         result = evaluate(
             self.loss,
             self.tokens,
@@ -48,7 +53,7 @@ class Validation:
             self.plan.batches.micro_batch,
             self.accelerator,
             None if last else self.config.evaluation.max_eval_samples,  # the last one scores everything
-            stop,
+            watch,
         )
         if result is None:
             return

@@ -115,6 +115,11 @@ class Journal:
             self.screen.validated(step, metrics, best_step(self.folder.metrics))
             self._advise(step, self.diagnosis.look(entry))
 
+    def show_progress(self, what: str, share: float) -> None:
+        """Of what is no step, and may take long."""
+        if self.main:
+            self.screen.show_progress(what, share)
+
     def _advise(self, step: int, found: list[Advice]) -> None:
         for advice in found:
             self.say(f"ADVICE: {advice.text}")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from training.reporting.speed import in_words
 # A notebook gives its commands a terminal, but keeps all that they ever wrote to it: lines, not four pictures a second.
 IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # as Jupyter tells its kernels
 PICTURES_A_SECOND = 4
+LONG_SILENCE = 60  # seconds, where no terminal shows that something goes on
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 24  # bars of the loss curve
 
@@ -69,6 +71,7 @@ class Screen:
         self.tenths_shown = first_step * 10 // max_steps
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
         self.live = None
+        self.said_last = time.monotonic()
         if self.console.is_terminal and not IN_NOTEBOOK:
             self._go_live(first_step)
 
@@ -81,7 +84,8 @@ class Screen:
         )
         self.bar = Progress(*columns, console=self.console, expand=True)
         self.task = self.bar.add_task("train", total=self.max_steps, completed=first_step, left="first step ...")
-        self.rows: dict[str, str] = {}  # below the bar
+        self.left = ""  # on its right
+        self.rows: dict[str, str] = {}  # below it
         self.live = Live(self._picture(), console=self.console, refresh_per_second=PICTURES_A_SECOND)
         self.live.start()
 
@@ -117,8 +121,8 @@ class Screen:
         self.rows["train"] = f"{view.loss()}{curve}{norm}  learning rate {entry['learning_rate']:.2e}"
         self.rows["speed"] = view.speed().strip()
         self.rows["time"] = "  ".join(filter(None, [f"{clock(view.seconds)} so far", view.dollars()]))
-        left = "" if view.left is None else f"ETA {clock(view.left)}"
-        self.bar.update(self.task, completed=step, left=left)
+        self.left = "" if view.left is None else f"ETA {clock(view.left)}"
+        self.bar.update(self.task, completed=step, left=self.left)
         self.live.update(self._picture())
 
     def _draws(self) -> bool:
@@ -130,10 +134,18 @@ class Screen:
         self.say(f"step {step}: validation {told}")
         if self.live is not None:
             note = "the best so far" if best == step else f"the best was at step {best:,}"
+            self.bar.update(self.task, left=self.left)
             self.rows["validate"] = f"{told}, at step {step:,} ({note})"
             self.live.update(self._picture())
 
+    def show_progress(self, what: str, share: float) -> None:
+        if self.live is not None:
+            self.bar.update(self.task, left=f"{what}: {share:.0%}")
+        elif time.monotonic() - self.said_last > LONG_SILENCE:
+            self.say(f"{what}: {share:.0%}")
+
     def say(self, text: str) -> None:
+        self.said_last = time.monotonic()
         say(text, self.console.print if self.live is not None else print)
 
     def close(self) -> None:
