@@ -512,7 +512,11 @@ def test_interrupted_it_says_how_to_go_on(run, tmp_path):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         environment |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
         command = [sys.executable, "push_to_hub.py", str(run), "--repo_id", "me/tiny"]
-        with subprocess.Popen(command, env=environment, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
+        # Whoever runs these tests in the background may ignore Ctrl-C, and what they start would inherit that.
+        more = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+        with subprocess.Popen(
+            command, env=environment, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, **more
+        ) as process:
             while not hub.uploads():
                 assert process.poll() is None
                 time.sleep(0.05)
