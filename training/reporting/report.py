@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -28,6 +29,7 @@ from training.sampling import fenced, read_samples
 MOST_ROWS = 16  # of the table of results; metrics.jsonl has them all
 MOMENTS = 5  # at which the report shows what the model wrote
 SAID = 60  # characters of it in a row of the table
+LEAST_SECONDS = 3.0  # of steps, from which a speed is told
 LIBRARIES = ("torch", "transformers", "tokenizers", "accelerate")
 
 
@@ -270,15 +272,13 @@ def _plan_and_reality(
     timed = [entry for entry in entries if "tokens_per_second" in entry]
     if planned is None or not timed:
         return ""
-    first, last, note = timed[0], timed[-1], ""
+    last, note = timed[-1], ""
     speed, time = planned["tokens_per_second"], planned["hours"]
     if speed is None:
-        speed = first["tokens_per_second"]
+        speed = _first_speed(timed)
         tokens = planned["steps"] * last["tokens"] / last["step"]
         time = (_seconds_to_first_step(entries) + tokens / speed / (1 - planned["evaluation_share"])) / 3600
-        note = (
-            "\n\nSpeed and time as the first log line let expect them: before that, nothing was known of this device."
-        )
+        note = "\n\nSpeed and time as the first seconds let expect them: before that, nothing was known of this device."
     reached = float(np.median([entry["tokens_per_second"] for entry in timed]))
     memory = max(entry["peak_memory_gb"] for entry in timed)
     rows = [
@@ -291,6 +291,17 @@ def _plan_and_reality(
     if hourly_price is not None:
         rows.append(f"| dollars | {time * hourly_price:,.2f} | {hours_in_all * hourly_price:,.2f} |")
     return "## Plan and reality\n\n" + "\n".join(rows) + note
+
+
+def _first_speed(timed: list[dict[str, Any]]) -> float:
+    """Tokens a second of the first few seconds, without the first log line, in which a device finds its pace."""
+    seconds = tokens = 0.0
+    for before, entry in pairwise(timed):
+        tokens += entry["tokens"] - before["tokens"]
+        seconds += (entry["tokens"] - before["tokens"]) / entry["tokens_per_second"]
+        if seconds >= LEAST_SECONDS:
+            break
+    return tokens / seconds if seconds else timed[0]["tokens_per_second"]
 
 
 def _noticed(events: list[dict[str, Any]]) -> str:
