@@ -73,6 +73,10 @@ def test_a_gradient_that_explodes(tmp_path):
     ]
 
 
+def test_a_gradient_of_nothing(tmp_path):
+    assert told(diagnosis(tmp_path), lines([0.0] * 60, grad_norm=0.0)) == []  # of a text of one character
+
+
 def test_a_loss_that_is_flat_or_rises(tmp_path):
     falling = noisy(5.0, 200, fall=2)
     [flat] = told(diagnosis(tmp_path), lines(falling + noisy(3.0, 80)))

@@ -96,7 +96,7 @@ class Diagnosis:
             return None
         *before, last, this = self.norms
         usual = statistics.median(before)
-        if min(last, this) < EXPLODES * usual:
+        if min(last, this) <= EXPLODES * usual:  # both 0, where there is nothing to learn
             return None
         return Advice(
             "gradient",
