@@ -89,3 +89,21 @@ def test_on_a_terminal_a_few_lines_stay_in_place(store, tmp_path):
     assert re.search(r"\ntime +0:\d\d so far  0.\d\d of 0.\d\d \$", last)
     assert said.endswith(b"\n")
     assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l")  # the cursor is back
+
+
+IS_LIVE = "from training.reporting.screen import Screen; it = Screen(100, 0, []); print(it.live is not None)"
+
+
+def test_in_a_file_nothing_stays_in_place_whatever_its_colours(launch):
+    assert launch("-c", IS_LIVE, FORCE_COLOR="1").stdout == "False\n"
+
+
+def test_on_a_terminal_that_cannot_move_its_cursor_nothing_stays_in_place():
+    ours, theirs = os.openpty()
+    subprocess.run(
+        [sys.executable, "-c", IS_LIVE], cwd=REPOSITORY, env=os.environ | {"TERM": "dumb"}, stdout=theirs, check=True
+    )
+    said = os.read(ours, 65536)
+    os.close(theirs)
+    os.close(ours)
+    assert said == b"False\r\n"

@@ -72,7 +72,8 @@ class Screen:
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
         self.live = None
         self.said_last = time.monotonic()
-        if self.console.is_terminal and not IN_NOTEBOOK:
+        # rich alone takes a file for a terminal where FORCE_COLOR is set.
+        if sys.stdout.isatty() and self.console.is_interactive and not IN_NOTEBOOK:
             self._go_live(first_step)
 
     def _go_live(self, first_step: int) -> None:
