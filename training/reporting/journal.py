@@ -49,8 +49,7 @@ class Journal:
         if self.main:
             self.began = time.monotonic() - 3600 * hours(read_metrics(folder.events), datetime.now(UTC))
             self.diagnosis = Diagnosis(folder, forecast.plan, accelerator.device.type == "cuda")
-            losses = [entry["loss"] for entry in read_metrics(folder.metrics) if "loss" in entry]
-            self.screen = Screen(self.max_steps, first_step, losses)
+            self.screen = Screen(self.max_steps, first_step, [loss for _, loss in self.diagnosis.lines])
 
     def __enter__(self) -> "Journal":
         return self
