@@ -134,6 +134,8 @@ def read_yaml(path: Path, known: list[str] | None = None) -> dict[str, Any]:
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Runs a door and exits: 0 when done, 1 with the sentence of a `UserError` and no traceback, 130 after Ctrl-C."""
+    if sys.stdout is not None:  # as it is where it was closed
+        sys.stdout.reconfigure(errors="replace")  # whatever a model writes, a terminal without UTF-8 ends no run
     try:
         main(sys.argv[1:])
     except UserError as error:

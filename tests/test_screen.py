@@ -107,3 +107,20 @@ def test_on_a_terminal_that_cannot_move_its_cursor_nothing_stays_in_place():
     os.close(theirs)
     os.close(ours)
     assert said == b"False\r\n"
+
+
+SPEAKS = "from command_line import run; from training.reporting.screen import say; run(lambda _: say('\u2581 7'))"
+
+
+def test_a_terminal_of_another_encoding_shows_what_it_can(launch):
+    assert launch("-c", SPEAKS, PYTHONIOENCODING="ascii").stdout == "? 7\n"
+
+
+def test_a_closed_output_is_no_reason_to_fail():
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, SPEAKS],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    assert (closed.returncode, closed.stderr) == (0, b"")

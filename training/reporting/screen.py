@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ PICTURES_A_SECOND = 4
 LONG_SILENCE = 60  # seconds, where no terminal shows that something goes on
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 24  # bars of the loss curve
+AT_ONCE = partial(print, flush=True)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Screen:
         self.live = None
         self.said_last = time.monotonic()
         # rich alone takes a file for a terminal where FORCE_COLOR is set.
-        if sys.stdout.isatty() and self.console.is_interactive and not IN_NOTEBOOK:
+        if self.console.file.isatty() and self.console.is_interactive and not IN_NOTEBOOK:
             self._go_live(first_step)
 
     def _go_live(self, first_step: int) -> None:
@@ -147,7 +149,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         self.said_last = time.monotonic()
-        say(text, self.console.print if self.live is not None else print)
+        say(text, self.console.print if self.live is not None else AT_ONCE)
 
     def close(self) -> None:
         if self.live is not None:
@@ -167,11 +169,10 @@ def voice(accelerator: Accelerator) -> Callable[[str], None]:
     return say if accelerator.is_main_process else lambda text: None
 
 
-def say(text: str, through: Callable[[str], object] = print) -> None:
+def say(text: str, through: Callable[[str], object] = AT_ONCE) -> None:
     """Whoever read the output (a terminal, a pipe into `tee`) may be gone: that is no reason to lose a run."""
     try:
         through(text)
-        sys.stdout.flush()
     except (OSError, SystemExit):  # the latter from rich
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
