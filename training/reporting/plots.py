@@ -1,5 +1,5 @@
-"""The pictures of a run: PNG without a background, legible on light and dark pages. Where matplotlib is not installed, there
-are none."""
+"""The pictures of a run: PNG without a background, legible on light and dark pages. Where matplotlib cannot be imported,
+there are none."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,11 +103,11 @@ def _short(name: str) -> str:
 
 
 def _figure(width: float, height: float) -> "Figure | None":
-    """In inches; None where matplotlib is not installed."""
+    """In inches; None where matplotlib is not installed, or is but does not work: no run ends for its pictures."""
     try:
         from matplotlib.backends import backend_agg  # noqa: F401  what would be imported when the picture is saved
         from matplotlib.figure import Figure
-    except ImportError:
+    except Exception:  # of any kind: MPLBACKEND names nothing, numpy is of another build ...
         return None
     return Figure(figsize=(width, height), layout="constrained")
 
