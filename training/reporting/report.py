@@ -65,7 +65,7 @@ def write_report(folder: RunFolder, about: About) -> None:
         describe_cost(hours_in_all, hourly_price, about.watts),
         _limitations(about),
     ]
-    folder.report.write_text("\n\n".join(section for section in sections if section) + "\n", encoding="utf-8")
+    write_whole(folder.report, "\n\n".join(section for section in sections if section) + "\n")
 
 
 def gather(report: Path, heading: str, content: str) -> None:
