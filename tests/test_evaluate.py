@@ -328,6 +328,9 @@ def test_a_run_keeps_what_was_found(train, tmp_path, capsys):
     assert "panel" not in json.loads((folder / "evaluation.json").read_text())  # that was of other weights
     assert not (folder / "panel.png").exists()
     assert "## Evaluation" not in (run / "report.md").read_text()
+    for broken in ('{"cut o', "[]", "\xff"):
+        (folder / "evaluation.json").write_text(broken, encoding="latin-1")
+        assert found_of(RunFolder(run), run / "model") == ""
     shutil.rmtree(folder)
     folder.write_text("in the way")
     with pytest.raises(UserError, match=r"evaluation cannot be read or written"):

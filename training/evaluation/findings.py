@@ -63,8 +63,7 @@ def keep(results: dict[str, Any], rows: list[Row], model: Path, store: TokenStor
 def found_of(run: RunFolder, model: Path) -> str:
     """What was found of just these weights, in Markdown for a page that others read: without paths of this machine and without
     text that was trained on. Empty where nothing was."""
-    path = run.evaluation / "evaluation.json"
-    results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    results = _kept(run.evaluation)
     if results.get("weights_sha256") != _hashes(model):
         return ""
     for row in results.get("panel", {}).get("rows", []):
@@ -80,6 +79,15 @@ def _public(name: str) -> str:
     return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() else Path(name).name
 
 
+def _kept(folder: Path) -> dict[str, Any]:
+    """evaluation.json; empty where there is none, or something else."""
+    try:
+        results = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return results if isinstance(results, dict) else {}
+
+
 def _hashes(model: Path) -> list[str]:
     return [file_sha256(path) for path in sorted(model.glob("*.safetensors"))]
 
@@ -87,14 +95,13 @@ def _hashes(model: Path) -> list[str]:
 def _write(results: dict[str, Any], rows: list[Row], folder: Path, store: TokenStore) -> None:
     identity = {"weights_sha256": _hashes(Path(results["model"])), "tokens_sha256": store.metadata.identity}
     folder.mkdir(exist_ok=True)
-    path = folder / "evaluation.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    before = _kept(folder)
     if {name: before.get(name) for name in identity} == identity:
         results = before | results
     elif not rows:
         (folder / "panel.png").unlink(missing_ok=True)  # of other weights
     has_plot = plot_panel(rows, folder / "panel.png") if rows else (folder / "panel.png").is_file()
-    write_whole(path, json.dumps(results | identity, indent=2, ensure_ascii=False) + "\n")
+    write_whole(folder / "evaluation.json", json.dumps(results | identity, indent=2, ensure_ascii=False) + "\n")
     shown = ["![Bits a byte of each](panel.png)"] if has_plot else []
     write_whole(folder / "evaluation.md", "\n\n".join(["# Evaluation", *_sections(results, "##"), *shown]) + "\n")
 
