@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import signal
 from pathlib import Path
 
 import pyarrow as pa
@@ -119,3 +120,15 @@ def test_what_is_wrong_is_said_to_be_of_a_sample(tmp_path):
         match=r"^In a sample of .*a.txt: it is not UTF-8 text: [0-9,]+ of .* in 00000000-a.txt, line 1; convert it.$",
     ):
         estimated(tmp_path / "a.txt", tmp_path)
+
+
+def test_a_plan_that_is_ended_leaves_no_sample(launch):
+    program = """if True:
+        import os, signal
+        from training.planning import show
+        show._show_plan = lambda config, folder: (print(folder, flush=True), os.kill(os.getpid(), signal.SIGTERM))
+        show.show_plan(None)
+    """
+    ended = launch("-c", program)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert not Path(ended.stdout.strip()).exists()

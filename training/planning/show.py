@@ -1,5 +1,7 @@
 """--plan: all that a run will take and all that is wrong with it, without running it."""
 
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +30,7 @@ def show_plan(config: TrainConfig) -> None:
     Raises:
         UserError: everything about the configuration that cannot be, one problem a line.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nothing stays in the temporary folder
     with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
         _show_plan(config, Path(folder))
 
