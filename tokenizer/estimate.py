@@ -118,7 +118,7 @@ def _sample_files(corpus: Corpus, folder: Path) -> tuple[float, str]:
             continue
         name = Path(file.path).name
         name = os.path.splitext(name)[0] if files.is_compressed(name) else name
-        to = folder / f"{number:08}-{name[-100:]}"
+        to = folder / f"{number:08}-{name[-40:]}"
         with documents.readable(file.path):
             if n_bytes == CHUNK_BYTES:
                 read += _copy_chunks(file, kind, chosen, sample_by, to)
