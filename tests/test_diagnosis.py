@@ -95,7 +95,7 @@ def test_the_end_of_a_run_may_be_flat(tmp_path):
 
 
 def evaluations(*losses) -> list[dict]:
-    return [{"step": 100 * (i + 1), "eval_loss": loss} for i, loss in enumerate(losses)]
+    return [{"step": 100 * (i + 1), "eval_loss": loss, "eval_tokens": 5000} for i, loss in enumerate(losses)]
 
 
 @pytest.mark.parametrize("losses", [(3.0, 2.0, 2.005, 2.009), (3.0, 2.0, 2.1, 2.05), (3.0, 2.0, 2.1), (2.0, 2.1)])
@@ -108,6 +108,11 @@ def test_a_validation_loss_that_rises(tmp_path):
     assert text.startswith(
         "The validation loss rises, from 2.0000 at step 200 to 2.2000: the model learns its text by heart."
     )
+
+
+def test_a_last_validation_of_more_text_than_before_is_no_rise(tmp_path):
+    rising = evaluations(3.0, 2.0, 2.05, 2.2)
+    assert told(diagnosis(tmp_path), [*rising[:3], rising[3] | {"eval_tokens": 9000}]) == []
 
 
 def test_it_is_said_once_also_across_a_resume(tmp_path):

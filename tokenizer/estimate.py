@@ -119,13 +119,17 @@ def _sample_files(corpus: Corpus, folder: Path) -> tuple[float, str]:
         name = Path(file.path).name
         name = os.path.splitext(name)[0] if files.is_compressed(name) else name
         to = folder / f"{number:08}-{name[-40:]}"
+        if kind == "parquet":
+            read += _copy_rows(file, len(chosen) * n_bytes, to)
+            continue
         with documents.readable(file.path):
             if n_bytes == CHUNK_BYTES:
-                read += _copy_chunks(file, kind, chosen, sample_by, to)
-            elif kind == "parquet":
-                read += _copy_rows(file, len(chosen) * n_bytes, to)
+                sample = _chunks(file, kind, chosen, sample_by)
+                read += len(sample)
             else:
-                read += _copy_head(file, len(chosen) * n_bytes, to)
+                sample = _head(file, len(chosen) * n_bytes)
+                read += min(len(chosen) * n_bytes, file.size)
+        to.write_bytes(sample)
     return corpus.size / read, f"{read / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
 
 
@@ -136,40 +140,41 @@ def _taken_at_a_time(file: TextFile, kind: str) -> int:
     return CHUNK_BYTES if kind in ("text", "jsonl") and not files.is_compressed(file.path) else PACKED_BYTES
 
 
-def _copy_chunks(file: TextFile, kind: str, chosen: list[int], sample_by: str, to: Path) -> int:
-    """The chunks, cut where documents may be; returns their bytes."""
-    read = 0
-    with open(file.path, "rb") as whole, to.open("wb") as part:
+def _chunks(file: TextFile, kind: str, chosen: list[int], sample_by: str) -> bytes:
+    """Cut where documents may be."""
+    parts = []
+    with open(file.path, "rb") as whole:
         for chunk in [*range(HEAD_CHUNKS), *chosen[HEAD_CHUNKS:]][: len(chosen)]:
             start, stop = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES
             stretch = Stretch(file.path, kind, start, stop if stop < file.size else None)
             start, stop, _ = documents.bounds(stretch, sample_by)
             whole.seek(start)
-            read += part.write(whole.read(-1 if stop is None else stop - start))
-    return read
+            parts.append(whole.read(-1 if stop is None else stop - start))
+    return b"".join(parts)
 
 
-def _copy_head(file: TextFile, n_bytes: int, to: Path) -> int:
-    """What the first `n_bytes` hold, decompressed, up to the end of a line; returns how many they are."""
+def _head(file: TextFile, n_bytes: int) -> bytes:
+    """What the first `n_bytes` hold, decompressed, up to the end of a line."""
     head = b"".join(files.inflated_head(file.path, n_bytes))
-    if n_bytes < file.size:
-        head = head[: head.rfind(b"\n") + 1] or head
-    to.write_bytes(head)
-    return min(n_bytes, file.size)
+    return head if n_bytes >= file.size else head[: head.rfind(b"\n") + 1] or head
 
 
 def _copy_rows(file: TextFile, n_bytes: int, to: Path) -> int:
     """The first rows, as many as have about `n_bytes` of the file; returns the bytes."""
+    import pyarrow
     from pyarrow import parquet
 
-    with parquet.ParquetFile(file.path) as whole, parquet.ParquetWriter(to, whole.schema_arrow) as part:
-        rows, wanted = 0, whole.metadata.num_rows * n_bytes / file.size
+    with documents.readable(file.path), parquet.ParquetFile(file.path) as whole:
+        number, rows = whole.metadata.num_rows, 0
+        batches = []
         for batch in whole.iter_batches(ROWS):
-            part.write_batch(batch)
+            batches.append(batch)
             rows += len(batch)
-            if rows >= wanted:
+            if rows >= number * n_bytes / file.size:
                 break
-        return round(file.size * rows / max(1, whole.metadata.num_rows))
+        sample = pyarrow.Table.from_batches(batches, whole.schema_arrow)
+    parquet.write_table(sample, to)
+    return round(file.size * rows / max(1, number))
 
 
 # ---- the Hub ------------------------------------------------------------------------------------------------------------

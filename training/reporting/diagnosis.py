@@ -42,7 +42,8 @@ class Diagnosis:
         self.lines: list[tuple[int, float]] = []  # step and loss
         self.norms: deque[float] = deque(maxlen=NORMS)
         self.idle: deque[float] = deque(maxlen=IN_A_ROW)
-        self.evaluations: list[tuple[int, float]] = []  # step and loss
+        self.evaluations: list[tuple[int, float]] = []  # step and loss, of the same text
+        self.eval_tokens = 0  # of it
         for entry in read_metrics(folder.metrics):
             self._take(entry)
 
@@ -60,7 +61,9 @@ class Diagnosis:
 
     def _take(self, entry: dict[str, Any]) -> None:
         if "eval_loss" in entry:
-            self.evaluations.append((entry["step"], entry["eval_loss"]))
+            of_the_same = [pair for pair in self.evaluations if self.eval_tokens == entry["eval_tokens"]]
+            self.eval_tokens = entry["eval_tokens"]  # the last validation of a run may score more than those before
+            self.evaluations = [*of_the_same, (entry["step"], entry["eval_loss"])]
         if "loss" in entry:
             self.lines.append((entry["step"], entry["loss"]))
         if "grad_norm" in entry:

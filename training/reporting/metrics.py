@@ -40,8 +40,12 @@ def best_step(path: Path) -> int | None:
 
 
 def seconds_until(entries: list[dict[str, Any]]) -> dict[int, float]:
-    """How long the steps took until each logged step, by the tokens and the speed of each log line."""
-    seconds, tokens, until = 0.0, 0, {}
+    """How long the steps took until each logged step, by the tokens and the speed of each log line. In a run that goes on
+    from another's checkpoint, the steps of that one do not count."""
+    seconds, until = 0.0, {}
+    logged = [entry for entry in entries if "tokens" in entry][:2]
+    between = logged[-1]["step"] - logged[0]["step"] if logged else 0  # steps, as before the first line of such a run
+    tokens = logged[0]["tokens"] * (1 - between / logged[0]["step"]) if between else 0
     for entry in entries:
         if "tokens_per_second" in entry:
             seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]

@@ -29,18 +29,15 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
     if not train or figure is None:
         return False
     by_tokens, by_time = figure.subplots(1, 2, sharey=True)
-    tokens = {entry["step"]: entry["tokens"] for entry in train}
-    seconds = seconds_until(entries)
-    longest = max(seconds.values())
-    unit, name = next((unit, name) for unit, name in UNITS if longest >= 2 * unit or unit == 1)
-    time = {step: passed / unit for step, passed in seconds.items()}
-    for axes, at, label in ((by_tokens, tokens, "tokens"), (by_time, time, f"{name} of training")):
-        _curve(axes, [(at[entry["step"]], entry["loss"]) for entry in train], BLUE, "training")
-        scored = [
-            (at[entry["step"]], entry["eval_loss"]) for entry in entries if "eval_loss" in entry and entry["step"] in at
-        ]
-        if scored:
-            axes.plot(*zip(*scored, strict=True), color=ORANGE, marker="o", markersize=4, label="validation")
+    scored = [entry for entry in entries if "eval_loss" in entry]
+    steps, until = [entry["step"] for entry in train], seconds_until(entries)
+    tokens, seconds = [entry["tokens"] for entry in train], np.array([until[step] for step in steps])
+    unit, name = next((unit, name) for unit, name in UNITS if seconds[-1] >= 2 * unit or unit == 1)
+    for axes, at, label in ((by_tokens, tokens, "tokens"), (by_time, seconds / unit, f"{name} of training")):
+        _curve(axes, list(zip(at, [entry["loss"] for entry in train], strict=True)), BLUE, "training")
+        places = np.interp([entry["step"] for entry in scored], steps, at)  # also between two log lines
+        losses = [entry["eval_loss"] for entry in scored]
+        axes.plot(places, losses, color=ORANGE, marker="o", markersize=4, label="validation")
         _dress(axes, label)
     _in_thousands(by_tokens.xaxis)
     by_tokens.set_ylabel("loss (nats a token)", color=GRAY)

@@ -279,6 +279,9 @@ def _plan_and_reality(
         tokens = planned["steps"] * last["tokens"] / last["step"]
         time = (_seconds_to_first_step(entries) + tokens / speed / (1 - planned["evaluation_share"])) / 3600
         note = "\n\nSpeed and time as the first seconds let expect them: before that, nothing was known of this device."
+    time *= (
+        1 - events[0]["step"] / planned["steps"]
+    )  # the steps of the run whose checkpoint it goes on from took theirs there
     reached = float(np.median([entry["tokens_per_second"] for entry in timed]))
     memory = max(entry["peak_memory_gb"] for entry in timed)
     rows = [
