@@ -36,8 +36,9 @@ from training.loss import NextTokenLoss
 from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
 from training.plan import make_plan
+from training.planning.advice import is_gpu, outlook
 from training.planning.cost import watts_of_all
-from training.planning.forecast import assumed_here, describe_forecast, forecast_of
+from training.planning.forecast import assumed_here, forecast_of
 from training.planning.show import show_plan
 from training.reliability import checkpoint, restart
 from training.reliability.backup import Backup
@@ -88,7 +89,7 @@ def train(
     """Returns why it stopped before its end, or None."""
     # Decide: whatever can be wrong is found here, before the first step.
     say = voice(accelerator)
-    store = open_store(config.recipe, say)
+    store = open_store(config.recipe, say, config.problems())
     tokenizer = store.load_tokenizer()
     plan = make_plan(config, store, tokenizer, accelerator, setup)
     tokens, eval_tokens = (
@@ -129,8 +130,8 @@ def train(
         validation = Validation(
             config, plan, folder, store.metadata.val, eval_tokens, tokenizer, prompts, model, loss, accelerator, about
         )
-        outlook = describe_forecast(forecast, config, hardware, setup.notes, store.folder)
-        say(describe_run(start, folder, outlook))
+        on_gpu = is_gpu(accelerator.device, config)
+        say(describe_run(start, folder, outlook(forecast, config, hardware, setup, on_gpu, store.folder)))
 
         gc.freeze()  # all that was imported and built: looking through it for garbage would stop a step for half a second
 

@@ -16,6 +16,7 @@ from training.device import Setup
 from training.plan import Plan
 from training.planning.advice import usual_learning_rate
 from training.planning.forecast import _times, assumed_speed
+from training.planning.rentals import reported_mfu
 from training.reliability.position import Position
 
 
@@ -83,7 +84,9 @@ def test_a_large_text_is_planned_for_by_a_sample_and_nothing_is_left(tmp_path, c
 def test_the_plan_of_the_seeds_run_is_what_the_seeds_measured():
     """145,000 tokens/s at 32 x 512 on an A100."""
     setup = Setup("bf16", True, "sdpa", ())
-    speed = assumed_speed("A100", SimpleNamespace(model=GPT2ScratchConfig()), setup, 1)
+    speed = assumed_speed(
+        "A100", SimpleNamespace(model=GPT2ScratchConfig(), memory=SimpleNamespace(parameters=134_601_216)), setup, 1
+    )
     assert speed.tokens_per_second == pytest.approx(145_000, rel=0.01)
     assert "which would be 132,015 to 254,926 tokens/s" in speed.known
 
@@ -126,8 +129,39 @@ def test_all_problems_come_at_once(store, tmp_path, capsys):
     ]
 
 
+def test_what_is_wrong_is_said_before_a_text_is_tokenized(tmp_path, capsys):
+    (tmp_path / "my.txt").write_text(prose(1))
+    settings = {
+        "data": tmp_path / "my.txt",
+        "output_dir": tmp_path / "run",
+        **TINY,
+        "learning_rate": -1,
+        "vocab_size": 10,
+    }
+    for more in ([], ["--plan"], ["--plan", "--plan_device", "t4-16gb", "--mixed_precision", "bf16"]):
+        arguments = (
+            flags(**settings) if "--mixed_precision" not in more else flags(**settings | {"mixed_precision": None})
+        )
+        with pytest.raises(UserError) as told:
+            train_accelerate.main([*arguments, *more])
+        assert [line.split()[0] for line in str(told.value).splitlines()][:1] == ["vocab_size"]
+        assert "learning_rate is -1.0; it must be above 0 and finite." in str(told.value).splitlines()
+    assert "mixed_precision is bf16, but a T4 has none; use fp16 or auto." in str(told.value).splitlines()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_small_model_on_a_large_device_is_not_guessed_at(store, tmp_path, capsys):
+    said = planned(store, tmp_path, capsys, plan_device="h200-141gb", mixed_precision="auto")
+    assert "Time:    not known: nobody reports what so small a model reaches" in said
+    assert "of 141.0 a device" in said
+
+
+def test_the_same_processor_is_thought_to_be_as_well_used():
+    assert reported_mfu("H200") == reported_mfu("H100")
+
+
 def test_an_unknown_device_is_told_the_known_ones(store, tmp_path, capsys):
-    with pytest.raises(UserError, match="plan_device is 'a1000'; it must be one of a100-40gb, a100-80gb, h100-80gb"):
+    with pytest.raises(UserError, match=r"^plan_device is 'a1000'; it must be one of a100-40gb, .*v100-16gb\.$"):
         planned(store, tmp_path, capsys, plan_device="a1000")
 
 
@@ -135,7 +169,7 @@ def test_it_says_what_would_be_better(store, tmp_path, capsys):
     said = planned(store, tmp_path, capsys, data_placement="mmap", learning_rate=0.5, plan_steps=0, max_steps=3)
     better = [line for line in said.splitlines() if line.startswith("Better:")]
     about = [line.split()[1] for line in better]
-    assert about == ["data_placement", "torch_compile", "learning_rate", "warmup_steps", "0.0", "Validation"]
+    assert about == ["data_placement", "torch_compile", "learning_rate", "warmup_steps", "Validation"]
     assert "Time:    the log lines will tell; --plan measures it before." in said
 
 

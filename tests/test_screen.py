@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conftest import REPOSITORY, TINY, flags
-from training.reporting.screen import View, clock, sparkline
+from training.reporting.screen import View, clock, perplexity, sparkline
 
 ENTRY = {
     "step": 100,
@@ -52,6 +52,10 @@ def test_a_log_line_of_steps_that_were_not_finite():
 )
 def test_a_curve_in_a_line(values, width, drawn):
     assert sparkline(values, width) == drawn
+
+
+def test_a_perplexity_has_no_hundred_digits():
+    assert [perplexity(value) for value in (44.3219, 6787.0, 1.139e108)] == ["44.32", "6,787.00", "1.1e+108"]
 
 
 def test_a_clock():

@@ -14,8 +14,10 @@ from conftest import TINY, flags, prose, untimed
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.data import name_of
+from training.evaluate import eval_windows
 from training.reliability.run_folder import RunFolder
 from training.reliability.status import now
+from training.reporting.metrics import comparable_loss
 
 
 def weights(run) -> dict[str, torch.Tensor]:
@@ -124,6 +126,21 @@ def test_evaluation_scores_every_token_of_the_split_once(train, store, tmp_path)
     assert scored["eval_loss"] == pytest.approx(nats / (len(tokens) - 1), abs=1e-5)
     bits = nats / (len(tokens) - 1) / 0.6931471805599453 * len(tokens) / store.metadata.val.bytes
     assert scored["eval_bits_per_byte"] == pytest.approx(bits, abs=1e-5)
+
+
+def test_the_last_validation_also_scores_what_those_before_did(train, store, tmp_path):
+    run = train(tmp_path / "run", max_eval_samples=2)
+    first, last = (entry for entry in metrics(run) if "eval_loss" in entry)
+    assert (first["eval_tokens"], last["eval_tokens"]) == (32, store.metadata.val.tokens - 1)
+    assert "eval_sampled_loss" not in first
+    windows = eval_windows(store, 16, 2, mask_documents=False)
+    model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
+    with torch.no_grad():
+        logits = model(windows["inputs"]).logits
+    sampled = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows["targets"].flatten()).item()
+    assert last["eval_sampled_loss"] == pytest.approx(sampled, abs=1e-5)
+    assert comparable_loss(last) == last["eval_sampled_loss"] != last["eval_loss"]
+    assert comparable_loss(first) == first["eval_loss"]
 
 
 IN_ONE_EPOCH = {"max_steps": 10, "save_steps": 5}

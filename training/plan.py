@@ -101,7 +101,7 @@ def make_plan(
     if config.vocabulary.vocab_size not in (None, vocab_size) and not config.text:
         problems.append(
             f"vocab_size is {config.vocabulary.vocab_size}, but the store {store.folder} has {vocab_size} tokens; "
-            f"leave vocab_size out or use a store of that size."
+            f"give --vocab_size {vocab_size}, or a store of that size."
         )
     model, model_problems = model_config(config.model, vocab_size, tokenizer)
     problems += model_problems
@@ -156,7 +156,7 @@ def _settings(config: TrainConfig, store: TokenStore, max_steps: int, mixed_prec
 def _available(accelerator: Accelerator, plan_device: str | None, reserved: int) -> int:
     """Bytes that a process may take, beside `reserved` ones of tokens."""
     if plan_device in RENTALS:
-        return int(RENTALS[plan_device].gigabytes * 1e9) - reserved
+        return int(RENTALS[plan_device].gigabytes * 1e9)
     if accelerator.device.type == "cuda":
         return torch.cuda.mem_get_info(accelerator.device)[0] - reserved
     return psutil.virtual_memory().available // processes_of_this_machine(accelerator) - reserved

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.store import Split
 from training.config import TrainConfig
-from training.evaluate import evaluate
+from training.evaluate import Evaluation, evaluate
 from training.plan import Plan
 from training.reliability.health import DivergenceError
 from training.reliability.run_folder import RunFolder
@@ -45,21 +45,32 @@ class Validation:
             journal.show_progress("validating", share)
             return stop()
 
-        result = evaluate(
-            self.loss,
-            self.tokens,
-            self.split,
-            self.plan.batches.context,
-            self.plan.batches.micro_batch,
-            self.accelerator,
-            None if last else self.config.evaluation.max_eval_samples,  # the last one scores everything
-            watch,
-        )
+        def score(most: int | None) -> Evaluation | None:
+            batches = self.plan.batches
+            return evaluate(
+                self.loss,
+                self.tokens,
+                self.split,
+                batches.context,
+                batches.micro_batch,
+                self.accelerator,
+                most,
+                watch,
+            )
+
+        most = self.config.evaluation.max_eval_samples
+        result = score(None if last else most)  # the last one scores everything
         if result is None:
             return
         if not math.isfinite(result.loss):
             raise DivergenceError(f"The validation loss is {result.loss} after step {step:,}", step)
-        journal.log_evaluation(step, self.plan.epoch(step), result.metrics())
+        metrics = result.metrics()
+        if last and most is not None:
+            sampled = score(most)
+            if sampled is None:
+                return
+            metrics["eval_sampled_loss"] = sampled.loss
+        journal.log_evaluation(step, self.plan.epoch(step), metrics)
         self.write_some_text(step, journal, aloud=last)
         if self.accelerator.is_main_process:
             write_report(self.folder, self.about)

@@ -2,13 +2,14 @@
 
 import math
 import shutil
+from pathlib import Path
 
 import psutil
 import torch
 
 from training.config import TrainConfig
 from training.device import Setup
-from training.planning.forecast import TOKENS_A_PARAMETER, Forecast
+from training.planning.forecast import FILLS_A_GPU, TOKENS_A_PARAMETER, Forecast, describe_forecast
 
 FEW_TOKENS = 8192  # of a micro-batch, which leave a GPU idle between its kernels
 MANY_EPOCHS = 4  # from which on repeated text teaches less and less (Muennighoff et al. 2023)
@@ -19,6 +20,20 @@ MUCH = 0.1  # of the time, spent on validation
 def usual_learning_rate(parameters: int) -> float:
     """Of the peak, for Adam (Kaplan et al. 2020, appendix D.6): 6.4e-4 for 124M parameters."""
     return 0.003239 - 0.0001395 * math.log(parameters)
+
+
+def outlook(
+    forecast: Forecast,
+    config: TrainConfig,
+    hardware: str,
+    setup: Setup,
+    on_gpu: bool,
+    store: Path | str,
+    estimated: str | None = None,
+) -> str:
+    """What the user reads before the first step: the forecast, and what would be better."""
+    described = describe_forecast(forecast, config, hardware, setup.notes, store, estimated)
+    return "\n".join([described, *(f"Better:  {sentence}" for sentence in advice(config, forecast, setup, on_gpu))])
 
 
 def advice(config: TrainConfig, forecast: Forecast, setup: Setup, on_gpu: bool) -> list[str]:
@@ -55,9 +70,9 @@ def advice(config: TrainConfig, forecast: Forecast, setup: Setup, on_gpu: bool) 
         told.append(
             f"The text is read {epochs:.1f} times; from about {MANY_EPOCHS} on, more text helps more than more reading."
         )
-    if forecast.tokens < N * TOKENS_A_PARAMETER / 10:
+    if N >= FILLS_A_GPU and forecast.tokens < N * TOKENS_A_PARAMETER / 10:  # laws of scale speak of no smaller models
         told.append(
-            f"{forecast.tokens / N:.1f} tokens a parameter are few: a smaller model would reach a lower loss in the same time."
+            f"{forecast.tokens / N:.2g} tokens a parameter are few: a smaller model would reach a lower loss in the same time."
         )
     if forecast.evaluation_share > MUCH:
         told.append(

@@ -83,16 +83,16 @@ class Forecast:
 
 
 def assumed_here(plan: Plan, setup: Setup, accelerator: Accelerator) -> Throughput | None:
-    """On the devices that are here; None where no one reports what they reach with a model of this size."""
-    if accelerator.device.type != "cuda" or plan.memory.parameters < FILLS_A_GPU:
+    """On the devices that are here; None where that is not known."""
+    if accelerator.device.type != "cuda":
         return None
     return assumed_speed(torch.cuda.get_device_name(accelerator.device), plan, setup, accelerator.num_processes)
 
 
 def assumed_speed(datasheet: str, plan: Plan, setup: Setup, devices: int) -> Throughput | None:
-    """By what others reach on such a device; None where its peak is not known."""
+    """By what others reach on such a device; None where its peak is not known, or the model is smaller than theirs."""
     peak = peak_of(datasheet, setup.mixed_precision)
-    if peak is None:
+    if peak is None or plan.memory.parameters < FILLS_A_GPU:
         return None
     at_peak = peak * devices / flops_per_token(plan.model)
     least, usual, most = reported_mfu(model_of(datasheet))
@@ -138,7 +138,7 @@ def describe_forecast(
         f"Length:  {plan.describe_length()}",
         f"         {_tokens(forecast)}",
         f"Memory:  {_memory(forecast)}",
-        f"Time:    {_time(forecast)}",
+        f"Time:    {_time(forecast, config.cost.plan_device)}",
     ]
     if money := _money(forecast, config.cost.hourly_price):
         lines.append(f"Money:   {money}")
@@ -149,7 +149,7 @@ def describe_forecast(
 def _tokens(forecast: Forecast) -> str:
     N = forecast.plan.memory.parameters
     return (
-        f"{forecast.tokens / N:.1f} tokens a parameter ({TOKENS_A_PARAMETER} make the best of a budget of compute: "
+        f"{forecast.tokens / N:.2g} tokens a parameter ({TOKENS_A_PARAMETER} make the best of a budget of compute: "
         f"{TOKENS_A_PARAMETER * N / 1e6:,.0f}M tokens)"
     )
 
@@ -166,7 +166,9 @@ def _memory(forecast: Forecast) -> str:
     )
 
 
-def _time(forecast: Forecast) -> str:
+def _time(forecast: Forecast, plan_device: str | None) -> str:
+    if forecast.speed is None and plan_device is not None:
+        return "not known: nobody reports what so small a model reaches on a device that it leaves half idle."
     if forecast.speed is None:
         return "the log lines will tell; --plan measures it before."
     mfu = f", MFU {forecast.speed.mfu:.0%}" if forecast.speed.mfu is not None else ""
@@ -193,7 +195,7 @@ def rentals(forecast: Forecast) -> str:
     """A table of what the run would take on devices that can be rented, one each; empty for a model that fills none."""
     if forecast.plan.memory.parameters < FILLS_A_GPU:
         return ""
-    rows = ["| one device | tokens/s, assumed | hours | dollars | Colab units |", "|---|--:|--:|--:|--:|"]
+    rows = ["| one device | tokens/s, assumed | time | dollars | Colab units |", "|---|--:|--:|--:|--:|"]
     for rental in RENTALS.values():
         peak = peak_of(rental.datasheet, "bf16")
         fits = sum(forecast.plan.memory.parts(1).values()) < rental.gigabytes * 1e9
@@ -205,7 +207,7 @@ def rentals(forecast: Forecast) -> str:
         units = (
             ""
             if rental.colab_units is None
-            else f"{hours * rental.colab_units:,.0f} ({hours * rental.colab_units * DOLLARS_A_COLAB_UNIT:,.2f} $)"
+            else f"{hours * rental.colab_units:,.1f} ({hours * rental.colab_units * DOLLARS_A_COLAB_UNIT:,.2f} $)"
         )
-        rows.append(f"| {rental.name} | {speed:,.0f} | {hours:,.1f} | {dollars} | {units} |")
+        rows.append(f"| {rental.name} | {speed:,.0f} | {clock(hours * 3600)} | {dollars} | {units} |")
     return "\n".join([*rows, "", f"Prices: on-demand offers of {PRICES_OF}; --hourly_price knows yours."])

@@ -31,6 +31,7 @@ DOLLARS_A_COLAB_UNIT = 0.10  # 9.99 for 100
 # MFU that others report for GPT-2 of 124M to 135M parameters on one device (nanoGPT, llm.c, nanochat, and the account that this
 # project grew from): the lowest, a usual one, the highest.
 REPORTED_MFU = {"A100": (0.29, 0.32, 0.56), "H100": (0.33, 0.38, 0.46)}
+REPORTED_MFU["H200"] = REPORTED_MFU["H100"]  # the same processor, with more memory
 UNREPORTED_MFU = (0.20, 0.30, 0.45)  # guessed from those
 
 

@@ -15,8 +15,8 @@ from training.config import TrainConfig
 from training.data import estimate_store, open_store, place_tokens
 from training.device import Setup, decide, describe, start_accelerator
 from training.plan import Plan, make_plan
-from training.planning.advice import advice, is_gpu
-from training.planning.forecast import Throughput, assumed_speed, describe_forecast, forecast_of, rentals
+from training.planning.advice import is_gpu, outlook
+from training.planning.forecast import Throughput, assumed_speed, forecast_of, rentals
 from training.planning.probe import measure
 from training.planning.rentals import RENTALS
 from training.reporting.screen import clock, voice
@@ -45,15 +45,16 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
         setup = Setup("no", False, "sdpa", ())
     accelerator = start_accelerator(setup, config.device, None, config.run.output_dir, config.stopping.ddp_timeout)
     say = voice(accelerator)
-    estimate = estimate_store(config.recipe, folder, say)
-    sample = open_store(config.recipe, say) if estimate is None else estimate.sample
+    known = [*problems, *config.problems()]
+    estimate = None if known else estimate_store(config.recipe, folder, say)
+    sample = open_store(config.recipe, say, known) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole
     try:
         plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
     except UserError as error:
         problems.append(str(error))
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError("\n".join(dict.fromkeys(problem for told in problems for problem in told.splitlines())))
 
     throughput = _throughput(config, plan, setup, accelerator, sample)
     forecast = forecast_of(config, plan, throughput, store)
@@ -64,18 +65,8 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     where, estimated = store.folder, None
     if estimate is not None:
         where, estimated = config.data.data, _estimated(plan, estimate)
-    say(
-        "\n".join(
-            [
-                describe_forecast(forecast, config, hardware, setup.notes, where, estimated),
-                *(
-                    f"Better:  {sentence}"
-                    for sentence in advice(config, forecast, setup, is_gpu(accelerator.device, config))
-                ),
-                rentals(forecast),
-            ]
-        ).rstrip()
-    )
+    told = outlook(forecast, config, hardware, setup, is_gpu(accelerator.device, config), where, estimated)
+    say(f"{told}\n{rentals(forecast)}".rstrip())
 
 
 def _estimated(plan: Plan, estimate: "Estimate") -> str:
@@ -92,7 +83,10 @@ def _rented(config: TrainConfig) -> Setup:
     if config.cost.plan_device not in RENTALS:
         raise UserError("\n".join(config.cost.problems()))
     asked = config.device.mixed_precision
-    best = "fp16" if RENTALS[config.cost.plan_device].datasheet in ("T4", "V100") else "bf16"
+    rental = RENTALS[config.cost.plan_device]
+    best = "fp16" if rental.datasheet in ("T4", "V100") else "bf16"
+    if (asked, best) == ("bf16", "fp16"):
+        raise UserError(f"mixed_precision is bf16, but a {rental.name} has none; use fp16 or auto.")
     return Setup(best if asked == "auto" else asked, config.device.torch_compile != "false", "sdpa", ())
 
 

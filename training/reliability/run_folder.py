@@ -19,7 +19,7 @@ from pathlib import Path
 
 from errors import UserError
 from training.reliability import checkpoint as checkpoints
-from training.reporting.metrics import forget_after, read_metrics
+from training.reporting.metrics import comparable_loss, forget_after, read_metrics
 from training.sampling import forget_samples_after
 
 CONFIG_FILE = "config.yaml"
@@ -172,7 +172,7 @@ def find_checkpoint(path: Path, wanted: str) -> Path:
         scored = [entry for entry in read_metrics(run.metrics) if "eval_loss" in entry and entry["step"] in kept]
         if not scored:
             raise UserError(f"{there}, and no validation at any of them; choose one with --checkpoint STEP.")
-        return kept[min(scored, key=lambda entry: entry["eval_loss"])["step"]]
+        return kept[min(scored, key=comparable_loss)["step"]]
     if not wanted.isdecimal() or int(wanted) not in kept:
         raise UserError(f"checkpoint is {wanted}, but {there}; name one of them, last or best.")
     return kept[int(wanted)]

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from training.plan import Plan
+from training.reliability.checkpoint import folder_name
 from training.reliability.run_folder import RunFolder
-from training.reporting.metrics import read_metrics
+from training.reporting.metrics import comparable_loss, read_metrics
 
 IN_A_ROW = 5  # log lines, before something is taken for a habit
 IDLE = 0.1  # of the time, spent on nothing but data
@@ -37,13 +38,12 @@ class Diagnosis:
     """Looks at each line of metrics.jsonl as it is written."""
 
     def __init__(self, folder: RunFolder, plan: Plan, on_gpu: bool):
-        self.plan, self.on_gpu = plan, on_gpu
+        self.folder, self.plan, self.on_gpu = folder, plan, on_gpu
         self.told = {event["about"] for event in read_metrics(folder.events) if event["event"] == "advice"}
         self.lines: list[tuple[int, float]] = []  # step and loss
         self.norms: deque[float] = deque(maxlen=NORMS)
         self.idle: deque[float] = deque(maxlen=IN_A_ROW)
-        self.evaluations: list[tuple[int, float]] = []  # step and loss, of the same text
-        self.eval_tokens = 0  # of it
+        self.evaluations: list[tuple[int, float]] = []  # step and loss
         for entry in read_metrics(folder.metrics):
             self._take(entry)
 
@@ -54,16 +54,14 @@ class Diagnosis:
             found = [self._overfitting()]
         else:
             self.idle.append(max(0.0, entry.get("data_share", 0.0) - waited))
-            found = [self._data(), self._micro_batch(entry), self._gradient(), *self._course()]
+            found = [self._data(), self._micro_batch(entry), self._gradient(), *self._course(entry["learning_rate"])]
         new = [advice for advice in found if advice is not None and advice.about not in self.told]
         self.told |= {advice.about for advice in new}
         return new
 
     def _take(self, entry: dict[str, Any]) -> None:
         if "eval_loss" in entry:
-            of_the_same = [pair for pair in self.evaluations if self.eval_tokens == entry["eval_tokens"]]
-            self.eval_tokens = entry["eval_tokens"]  # the last validation of a run may score more than those before
-            self.evaluations = [*of_the_same, (entry["step"], entry["eval_loss"])]
+            self.evaluations.append((entry["step"], comparable_loss(entry)))
         if "loss" in entry:
             self.lines.append((entry["step"], entry["loss"]))
         if "grad_norm" in entry:
@@ -107,7 +105,7 @@ class Diagnosis:
             f"warmup_steps, and resume from a checkpoint before.",
         )
 
-    def _course(self) -> list[Advice]:
+    def _course(self, learning_rate: float) -> list[Advice]:
         recent = self.lines[-max(LONG, len(self.lines) // 5) :]
         if len(recent) < LONG or len(self.lines) % OFTEN or recent[-1][0] > 0.9 * self.plan.max_steps:
             return []
@@ -127,8 +125,9 @@ class Diagnosis:
             return [
                 Advice(
                     "flat",
-                    f"The loss is flat: {after.mean():.3f}, {fall:.3f} less than before (± {error:.3f}), over the last {steps:,} steps. "
-                    f"More steps of this kind will not help: a lower rate, more text or a larger model might.",
+                    f"The loss is flat over the last {steps:,} steps: {before.mean():.3f}, then {after.mean():.3f} (± {error:.3f}). "
+                    f"More steps of this kind will hardly help: see whether learning_rate ({learning_rate:.1e}) is far too high or too "
+                    f"low; else it takes more text or a larger model.",
                 )
             ]
         return []
@@ -139,10 +138,12 @@ class Diagnosis:
         (step, best), (_, before), (_, now) = min(self.evaluations, key=lambda pair: pair[1]), *self.evaluations[-2:]
         if not now > before > (1 + VALIDATION_RISE) * best:
             return None
+        is_saved = (self.folder.checkpoints / folder_name(step)).is_dir()
+        kept = "Its checkpoint is kept" if is_saved else "No checkpoint was saved there: let save_steps be eval_steps"
         return Advice(
             "overfitting",
-            f"The validation loss rises, from {best:.4f} at step {step:,} to {now:.4f}: the model learns its text by heart. That "
-            f"checkpoint is kept as the best; more text or a smaller model helps, or dropout (resid_pdrop, attn_pdrop, embd_pdrop).",
+            f"The validation loss rises, from {best:.4f} at step {step:,} to {now:.4f}: the model learns its text by heart. {kept}; "
+            f"more text or a smaller model helps, or dropout (resid_pdrop, attn_pdrop, embd_pdrop).",
         )
 
 

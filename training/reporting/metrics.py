@@ -36,7 +36,12 @@ def has_evaluation(path: Path, step: int) -> bool:
 def best_step(path: Path) -> int | None:
     """The step with the lowest validation loss."""
     scored = [entry for entry in read_metrics(path) if "eval_loss" in entry]
-    return min(scored, key=lambda entry: entry["eval_loss"])["step"] if scored else None
+    return min(scored, key=comparable_loss)["step"] if scored else None
+
+
+def comparable_loss(entry: dict[str, Any]) -> float:
+    """Of a validation, on the text that all of a run's validations score: its last one scores more."""
+    return entry.get("eval_sampled_loss", entry["eval_loss"])
 
 
 def seconds_until(entries: list[dict[str, Any]]) -> dict[int, float]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from training.reporting.metrics import seconds_until
+from training.reporting.metrics import comparable_loss, seconds_until
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
     for axes, at, label in ((by_tokens, tokens, "tokens"), (by_time, seconds / unit, f"{name} of training")):
         _curve(axes, list(zip(at, [entry["loss"] for entry in train], strict=True)), BLUE, "training")
         places = np.interp([entry["step"] for entry in scored], steps, at)  # also between two log lines
-        losses = [entry["eval_loss"] for entry in scored]
+        losses = [comparable_loss(entry) for entry in scored]
         axes.plot(places, losses, color=ORANGE, marker="o", markersize=4, label="validation")
         _dress(axes, label)
     _in_thousands(by_tokens.xaxis)

@@ -23,7 +23,7 @@ from training.reliability.run_folder import RunFolder
 from training.reliability.status import hours
 from training.reporting.metrics import read_metrics, seconds_until
 from training.reporting.plots import plot_course, plot_loss
-from training.reporting.screen import clock
+from training.reporting.screen import clock, perplexity
 from training.sampling import fenced, read_samples
 
 MOST_ROWS = 16  # of the table of results; metrics.jsonl has them all
@@ -141,7 +141,7 @@ def _results(entries: list[dict[str, Any]], samples: dict[int, list[str]]) -> st
         speed = f"{before['tokens_per_second']:,.0f}" if "tokens_per_second" in before else ""
         said = _cell(samples[step][0]) if samples.get(step) else ""
         rows.append(
-            f"| {step:,} | {entry['epoch']:.2f} | {train} | {entry['eval_loss']:.4f} | {entry['eval_perplexity']:.2f} "
+            f"| {step:,} | {entry['epoch']:.2f} | {train} | {entry['eval_loss']:.4f} | {perplexity(entry['eval_perplexity'])} "
             f"| {entry['eval_bits_per_byte']:.3f} | {speed} | {clock(seconds.get(step, 0))} | {said} |"
         )
     skipped = len(scored) - len(rows) + 2

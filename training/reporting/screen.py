@@ -133,7 +133,7 @@ class Screen:
         return self.console.encoding.startswith("utf") and len(self.losses) > 1
 
     def validated(self, step: int, metrics: dict[str, float], best: int) -> None:
-        told = f"loss {metrics['eval_loss']:.4f}, perplexity {metrics['eval_perplexity']:.2f}, "
+        told = f"loss {metrics['eval_loss']:.4f}, perplexity {perplexity(metrics['eval_perplexity'])}, "
         told += f"{metrics['eval_bits_per_byte']:.3f} bits per byte"
         self.say(f"step {step}: validation {told}")
         if self.live is not None:
@@ -156,6 +156,10 @@ class Screen:
         if self.live is not None:
             with suppress(OSError, SystemExit):
                 self.live.stop()  # gives the terminal its cursor back, whatever happened
+
+
+def perplexity(value: float) -> str:
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.1e}"
 
 
 def sparkline(values: list[float], width: int) -> str:
