@@ -144,6 +144,7 @@ def test_the_last_validation_also_scores_what_those_before_did(train, store, tmp
     assert last["eval_sampled_loss"] == pytest.approx(sampled, abs=1e-5)
     assert comparable_loss(last) == last["eval_sampled_loss"] != last["eval_loss"]
     assert comparable_loss(first) == first["eval_loss"]
+    assert "those before it a sample." in (run / "report.md").read_text()
 
 
 IN_ONE_EPOCH = {"max_steps": 10, "save_steps": 5}

@@ -121,7 +121,10 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str
             [row["name"], *(_number(row, name) for name in ("bits_per_byte", "difference"))]
             for row in results["panel"]["rows"]
         ]
-        tables.append(("Panel", ["", "bits a byte", "difference"], lines, results["panel"]["how"]))
+        first = next(
+            row["name"] for row in results["panel"]["rows"] if row["kind"] == "model" and "difference" not in row
+        )
+        tables.append(("Panel", ["", "bits a byte", f"more than {first}"], lines, results["panel"]["how"]))
     if "memorization" in results:
         found = results["memorization"]
         lines = [
@@ -130,7 +133,7 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str
         ]
         note = (
             f"Spans of {found['span_tokens']} tokens that stand in the training split word for word. ±: standard error over "
-            f"{found['texts']} texts."
+            f"{found['texts']} texts; where nothing is found, up to one text in {max(1, found['texts'] // 3)} may still recite."
         )
         if found["example"] is not None:
             example = found["example"]

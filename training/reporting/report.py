@@ -146,6 +146,8 @@ def _results(entries: list[dict[str, Any]], samples: dict[int, list[str]]) -> st
         )
     skipped = len(scored) - len(rows) + 2
     note = f" {skipped} of {len(scored)} validations are left out here." if skipped else ""
+    if scored[0]["eval_tokens"] < scored[-1]["eval_tokens"]:
+        note += " The last validation scores all of the held-out text, those before it a sample."
     return (
         "## Results\n\n" + "\n".join(rows) + "\n\nLoss in nats a token; bits per byte compare models of any tokenizer. "
         f"Time is that of the steps alone.{note}"
@@ -311,6 +313,7 @@ def _noticed(events: list[dict[str, Any]]) -> str:
     """What a reader of the curves should know of."""
     told = {
         "resumed": lambda event: f"went on from {event.get('checkpoint', 'its beginning')}",
+        "stopped": lambda event: f"stopped ({event.get('because')})",
         "spike": lambda event: (
             f"the loss leapt to {event['loss']:.3f}, {event['z_score']:.1f} standard deviations above its mean"
         ),
