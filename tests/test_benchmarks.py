@@ -15,6 +15,13 @@ def test_the_page_of_performance_says_what_the_results_say():
     assert (REPOSITORY / "docs" / "performance.md").read_text(encoding="utf-8") == performance.page()
 
 
+def test_plans_came_near_their_runs():
+    for path in results.RESULTS.glob("plan-*.json"):
+        for run in json.loads(path.read_text())["runs"].values():
+            assert run["said"]["seconds"] == pytest.approx(run["took"]["seconds"], rel=0.2)
+            assert run["said"]["peak_memory_gb"] == pytest.approx(run["took"]["peak_memory_gb"], rel=0.1)
+
+
 def test_every_rung_changes_one_lever():
     rungs = list(LADDER.values())
     pairs = list(itertools.pairwise(rungs)) + [(Rung(), rung) for rung in WITHOUT_ONE.values()]
