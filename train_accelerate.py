@@ -54,8 +54,7 @@ from training.reporting.report import About
 from training.reporting.screen import voice
 from training.reporting.speed import Speed
 from training.sampling import prompts_of
-from training.sharding import shard
-from training.step import Trainer
+from training.step import Trainer, prepare_loss
 from training.validation import Validation
 
 
@@ -66,7 +65,7 @@ def main(arguments: list[str]) -> None:
         return
     setup = decide(config.device, config.model.n_positions)
     trackers, ddp_timeout = config.journal.trackers(), config.stopping.ddp_timeout
-    accelerator = start_accelerator(setup, config.device, trackers, config.run.output_dir, ddp_timeout)
+    accelerator = start_accelerator(setup, trackers, config.run.output_dir, ddp_timeout)
     folder = RunFolder(config.run.output_dir)
     lock = RunLock(folder.path)
     with Watchdog(accelerator.process_index, accelerator.num_processes, ddp_timeout) as watchdog:
@@ -114,8 +113,7 @@ def train(
         torch.manual_seed(config.seed)
         model = build_model(plan.model, start.checkpoint, config.device, setup.attn_implementation)
         accelerator.gradient_accumulation_steps = plan.batches.accumulation
-        loss = NextTokenLoss(model).train()
-        loss = shard(loss, accelerator, setup.sharding) if setup.shards(accelerator) else accelerator.prepare(loss)
+        loss = prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
         optimizer = accelerator.prepare(build_optimizer(model, config.optim, accelerator.device))
         if start.checkpoint is not None:
             checkpoint.load_optimizer(start.checkpoint, model, optimizer)

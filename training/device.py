@@ -73,6 +73,14 @@ class Setup:
     attn_implementation: str
     notes: tuple[str, ...]  # what the user should hear about it
     sharding: Sharding | None = None
+    torch_compile_mode: str | None = None
+
+    @property
+    def compile_settings(self) -> dict[str, Any] | None:
+        """Arguments of `torch.compile`; None: not compiled. One graph with the loss inside; every batch has the same shape."""
+        if not self.torch_compile:
+            return None
+        return {"backend": "inductor", "mode": self.torch_compile_mode, "fullgraph": True, "dynamic": False}
 
     def shards(self, accelerator: Accelerator) -> bool:
         """Whether there is more than one process to divide the model among."""
@@ -134,7 +142,7 @@ def decide(arguments: DeviceArguments, context: int) -> Setup:
         raise UserError("\n".join(problems))
     proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
     compiled = asked == "true" or (asked == "auto" and compiler is not None and proven)
-    return Setup(precision, compiled, attention, tuple(notes), sharding)
+    return Setup(precision, compiled, attention, tuple(notes), sharding, arguments.torch_compile_mode)
 
 
 def _attention_problems(name: str) -> list[str]:
@@ -166,9 +174,7 @@ def _best_attention(precision: str, context: int) -> str:
     return "eager" if on_cpu and precision == "bf16" and context <= WRITTEN_OUT else "sdpa"
 
 
-def start_accelerator(
-    setup: Setup, arguments: DeviceArguments, trackers: list[str] | None, output_dir: str, ddp_timeout: int
-) -> Accelerator:
+def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str, ddp_timeout: int) -> Accelerator:
     """`ddp_timeout`: seconds that a process waits for the others.
 
     Raises:
@@ -177,10 +183,6 @@ def start_accelerator(
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU multiplies fp32
     if not torch.accelerator.is_available():
         keep_freed_memory()
-    plugin = None
-    if setup.torch_compile:
-        # One graph with the loss inside; every batch has the same shape.
-        plugin = TorchDynamoPlugin(backend="inductor", mode=arguments.torch_compile_mode, fullgraph=True, dynamic=False)
     keep_accelerate_from_sharding()
     handlers = [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
@@ -191,7 +193,7 @@ def start_accelerator(
             # Unasked, Accelerate groups no launched processes on a machine without a GPU: each would believe to be alone.
             cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
             mixed_precision=setup.mixed_precision,
-            dynamo_plugin=plugin,
+            dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compiled by `prepare_loss`, whatever the launcher exports
             log_with=trackers,
             project_dir=output_dir,
             kwargs_handlers=handlers,

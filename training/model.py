@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.device import DeviceArguments
+from training.embedding import make_embeddings_deterministic
 from training.reliability.checkpoint import load_weights
 
 
@@ -60,6 +61,7 @@ def build_model(
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
+    make_embeddings_deterministic(model.transformer)
     if device.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if device.bf16_residual:

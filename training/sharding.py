@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -85,9 +86,11 @@ class ShardedLoss(nn.Module):
             self.loss.model.set_requires_gradient_sync(True)
 
 
-def shard(loss: NextTokenLoss, accelerator: Accelerator, sharding: Sharding) -> ShardedLoss:
-    """Replaces the parameters of `loss.model` by shares of themselves, on the device. Every process comes with the same
-    weights. An optimizer is built afterwards."""
+def shard(
+    loss: NextTokenLoss, accelerator: Accelerator, sharding: Sharding, compile_settings: dict[str, Any] | None = None
+) -> ShardedLoss:
+    """Replace the parameters of `loss.model` by shares of themselves, on the device. Every process comes with the same
+    weights. An optimizer is built afterwards. `compile_settings`: arguments of `torch.compile`; None: not compiled."""
     model = loss.model
     mesh, offload = _mesh(accelerator, sharding), _offload(accelerator, sharding)
     # Gathered in the precision to compute in, which halves the transfers; autocast would keep a cast copy of every weight
@@ -102,8 +105,8 @@ def shard(loss: NextTokenLoss, accelerator: Accelerator, sharding: Sharding) -> 
     # Gathered around the model's `forward`, and around the loss, which goes to the model's parts.
     model.next_token_loss = loss.forward
     register_fsdp_forward_method(model, "next_token_loss")
-    if accelerator.state.dynamo_plugin.backend != "NO":
-        _compile(loss, accelerator.state.dynamo_plugin.to_kwargs())
+    if compile_settings is not None:
+        _compile(loss, compile_settings)
     return ShardedLoss(loss)
 
 
@@ -120,7 +123,7 @@ def _offload(accelerator: Accelerator, sharding: Sharding) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if sharding.offload else OffloadPolicy()
 
 
-def _compile(loss: NextTokenLoss, settings: dict) -> None:
+def _compile(loss: NextTokenLoss, settings: dict[str, Any]) -> None:
     """Gathering breaks the graph of a model between its blocks, so each block is one graph, and the loss is another.
 
     After `fully_shard`, which replaces the class of a block, and with it the `forward` that is compiled here.

@@ -9,7 +9,22 @@ from torch import nn
 from torch.profiler import record_function
 
 from training.batches import TrainBatches, mix
-from training.sharding import whole
+from training.device import Setup
+from training.loss import NextTokenLoss
+from training.sharding import shard, whole
+
+
+def prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) -> nn.Module:
+    """Compile `loss` and wrap it for the processes of the run: alone, DDP, or FSDP2 where the launcher asks for it.
+
+    Compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot be one
+    graph (huggingface/accelerate#3991). The autocast that Accelerate puts on `forward` is part of the graph either way.
+    """
+    if setup.shards(accelerator):
+        return shard(loss, accelerator, setup.sharding, setup.compile_settings)
+    if setup.compile_settings is not None:
+        loss.compile(**setup.compile_settings)
+    return accelerator.prepare(loss)
 
 
 @dataclass

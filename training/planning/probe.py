@@ -16,8 +16,7 @@ from training.planning.datasheet import peak_flops
 from training.planning.flops import flops_per_token
 from training.planning.forecast import Throughput
 from training.reporting.speed import peak_memory
-from training.sharding import shard
-from training.step import Trainer
+from training.step import Trainer, prepare_loss
 from training.tokens import Tokens
 
 WARM = 3  # steps that are not counted, besides the first, which compiles: they find their memory
@@ -33,8 +32,7 @@ def measure(
     torch.manual_seed(config.seed)
     model = build_model(plan.model, None, config.device, setup.attn_implementation)
     accelerator.gradient_accumulation_steps = plan.batches.accumulation
-    loss = NextTokenLoss(model).train()
-    loss = shard(loss, accelerator, setup.sharding) if setup.shards(accelerator) else accelerator.prepare(loss)
+    loss = prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
     optimizer = accelerator.prepare(build_optimizer(model, config.optim, accelerator.device))
     batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, plan.position)
     trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)

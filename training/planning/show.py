@@ -43,7 +43,7 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     except UserError as error:
         problems.append(str(error))
         setup = Setup("no", False, "sdpa", ())
-    accelerator = start_accelerator(setup, config.device, None, config.run.output_dir, config.stopping.ddp_timeout)
+    accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
     say = voice(accelerator)
     known = [*problems, *config.problems()]
     estimate = None if known else estimate_store(config.recipe, folder, say)
