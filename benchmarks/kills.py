@@ -4,7 +4,7 @@ until it is done; then its weights are compared with those of a run that nobody 
 python -m benchmarks.kills --output benchmarks/results/kills-cpu.json
 python -m benchmarks.kills --kills 10 --processes 2
 
-The model is small and every step is saved, with `--save_total_limit 1`, so that most kills fall into the writing or the
+Compilation, precision and threads are at their defaults. The model is small and every step is saved, with `--save_total_limit 1`, so that most kills fall into the writing or the
 removal of a checkpoint.
 """
 
@@ -42,8 +42,6 @@ SETTINGS = {
     "eval_steps": 100,
     "save_steps": 1,
     "save_total_limit": 1,
-    "torch_compile": "false",
-    "mixed_precision": "no",
     "sample_tokens": 8,
     "sample_prompts": "the",
 }
@@ -64,12 +62,12 @@ def start(folder: Path, text: Path, arguments: KillsArguments) -> subprocess.Pop
         launch += ["--config_file", "launch/two_cpu_processes.yaml"]
     settings = {**SETTINGS, "max_steps": arguments.steps, "data": text, "output_dir": folder}
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP"))}
     with (folder.parent / "output.txt").open("a") as output:
         return subprocess.Popen(
             [*launch, "train_accelerate.py", *flags],
             cwd=REPOSITORY,
-            env=environment | {"OMP_NUM_THREADS": "1"},
+            env=environment,
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -137,6 +135,9 @@ def main(arguments: list[str]) -> None:
             "machine": device_name(),
             "date": datetime.date.today().isoformat(),
             "torch": torch.__version__,
+            "device": next(
+                line for line in (Path(scratch) / "output.txt").read_text().splitlines() if "Device:" in line
+            ),
             "asked": vars(options),
             "kills": len(seen),
             "without_a_complete_checkpoint": sum(kill["complete"] == 0 for kill in seen),

@@ -107,7 +107,7 @@ def launch():
             env=clean | {"OMP_NUM_THREADS": "1"} | environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1200,  # for a hang; a busy machine may take minutes
             check=False,
         )
 

@@ -58,14 +58,16 @@ def start(store):
     """Starts a run in a process of its own; ends it and all that it started."""
     started = []
 
-    def begin(output_dir: Path, *more: str, launch: tuple[str, ...] = (), **settings) -> subprocess.Popen:
+    def begin(
+        output_dir: Path, *more: str, launch: tuple[str, ...] = (), threads: int = 1, **settings
+    ) -> subprocess.Popen:
         settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
         command = [sys.executable, *launch, "train_accelerate.py", *flags(**settings), *more]
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP"))}
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=clean | {"OMP_NUM_THREADS": "1"},
+            env=clean | {"OMP_NUM_THREADS": str(threads)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -118,6 +120,29 @@ def test_killed_at_any_moment_nothing_is_lost(train, start, tmp_path):
     assert kinds.count("begun") == 1
     assert kinds.count("resumed") == 5
     assert kinds[-1] == "finished"
+
+
+def test_at_default_settings_a_killed_run_ends_with_the_same_weights(start, tmp_path):
+    """Compiled where there is a C++ compiler, in the device's precision, on two threads: sizes at which both work."""
+    settings = {
+        "torch_compile": None,
+        "mixed_precision": None,
+        "n_embd": 96,
+        "n_positions": 64,
+        "tokens_per_step": 1024,
+    }
+    settings |= {**DROPOUT, "mask_documents": True, "max_steps": 24, "save_steps": 4, "eval_steps": 12, "threads": 2}
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    output, errors = start(straight, **settings).communicate(timeout=300)
+    assert "CPU (2 threads)" in output, errors
+    kill_after_a_save(start(killed, **settings), killed, 0, 0.1)
+    newest = RunFolder(killed).newest_step()
+    assert 0 < newest < 24
+    assert start(killed, **settings).wait(300) == 0
+    assert_equal(weights(straight), weights(killed))
+    assert [line for line in untimed(straight) if line["step"] > newest] == [
+        line for line in untimed(killed) if line["step"] > newest
+    ]
 
 
 def kill_after_a_save(process: subprocess.Popen, run: Path, before: int, seconds: float) -> None:

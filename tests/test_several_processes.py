@@ -20,6 +20,8 @@ LAUNCHER = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")
 DDP = {"ACCELERATE_USE_FSDP": "false"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 SETTINGS = {**TINY, "tokens_per_step": 96}  # 6 sequences: for 1, 2 and 3 processes; 16 wide: 3 shares are unequal
+# Compiled, where there is a C++ compiler; three micro-batches a step.
+DEFAULTS = {"torch_compile": None, "mixed_precision": None, "per_device_train_batch_size": 1}
 TIED = {"tie_word_embeddings": True, "per_device_train_batch_size": 1}  # and 3 micro-batches a step
 
 
@@ -50,12 +52,17 @@ def runs(launch, store, tmp_path_factory) -> Path:
         run(store, folder / "fsdp_offloaded", FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}),
         run(store, folder / "alone_to_fsdp", FSDP, resume_from=folder / "alone"),
         run(store, folder / "fsdp_to_ddp", DDP, resume_from=folder / "fsdp"),
+        run(store, folder / "ddp_defaults", DDP, **DEFAULTS),
+        run(store, folder / "ddp_defaults_resumed", DDP, resume_from=folder / "ddp_defaults", **DEFAULTS),
+        run(store, folder / "fsdp_defaults", FSDP, **DEFAULTS),
     ]
     (folder / "pair.json").write_text(json.dumps(pair))
     result = launch(*LAUNCHER, "launch/two_cpu_processes.yaml", "tests/several_processes.py", folder / "pair.json")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("passed: check_") == 10
-    assert result.stdout.count("2 processes, model and optimizer sharded") == 5
+    assert result.stdout.count("2 processes, model and optimizer sharded") == 6
+    compiled = decide(DeviceArguments(), TINY["n_positions"]).torch_compile
+    assert result.stdout.count(", compiled, ") == (3 if compiled else 0)
     assert result.stdout.count("Where the time of a step went (steps 4 to 6)") == 1
     resumed_alone(store, folder / "fsdp_to_alone", folder / "fsdp")
     resumed_alone(store, folder / "ddp_to_alone", folder / "ddp")
@@ -99,6 +106,23 @@ def test_three_processes_go_on_from_two_by_the_yaml_for_fsdp2(launch, store, run
     assert result.returncode == 0, result.stderr
     assert "3 processes, model and optimizer sharded" in result.stdout
     assert_same(runs / "three", runs / "alone")
+
+
+@pytest.mark.parametrize("name", ["ddp_defaults", "fsdp_defaults"])
+def test_two_processes_train_at_default_settings(runs, name):
+    """Compiled, in the device's precision, which may be bf16."""
+    ours, expected = metrics(runs / name), metrics(runs / "alone")
+    assert ours.keys() == expected.keys()
+    for step in range(1, 7):
+        assert ours[step, "loss"] == pytest.approx(expected[step, "loss"], abs=2e-2)
+
+
+def test_two_processes_resume_bitwise_at_default_settings(runs):
+    straight, resumed = (
+        load_file(runs / name / "model" / "model.safetensors") for name in ("ddp_defaults", "ddp_defaults_resumed")
+    )
+    for name, tensor in straight.items():
+        assert torch.equal(resumed[name], tensor), name
 
 
 def shapes(path: Path) -> dict[str, tuple]:

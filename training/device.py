@@ -62,6 +62,12 @@ class DeviceArguments:
         default=False,
         metadata={"help": "Recompute activations in the backward pass: less memory, about a third slower."},
     )
+    full_determinism: bool = field(
+        default=False,
+        metadata={
+            "help": "Use only deterministic kernels, so that runs on a GPU repeat to the bit; slower there. CPU runs repeat without it."
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Setup:
     notes: tuple[str, ...]  # what the user should hear about it
     sharding: Sharding | None = None
     torch_compile_mode: str | None = None
+    full_determinism: bool = False
 
     @property
     def compile_settings(self) -> dict[str, Any] | None:
@@ -142,7 +149,8 @@ def decide(arguments: DeviceArguments, context: int) -> Setup:
         raise UserError("\n".join(problems))
     proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
     compiled = asked == "true" or (asked == "auto" and compiler is not None and proven)
-    return Setup(precision, compiled, attention, tuple(notes), sharding, arguments.torch_compile_mode)
+    mode, determinism = arguments.torch_compile_mode, arguments.full_determinism
+    return Setup(precision, compiled, attention, tuple(notes), sharding, mode, determinism)
 
 
 def _attention_problems(name: str) -> list[str]:
@@ -181,6 +189,8 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
         UserError: the environment asks for more processes than Accelerate made, or they do not come together.
     """
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU multiplies fp32
+    if setup.full_determinism:
+        use_deterministic_kernels()
     if not torch.accelerator.is_available():
         keep_freed_memory()
     keep_accelerate_from_sharding()
@@ -294,6 +304,14 @@ def stop_accelerator(accelerator: Accelerator) -> None:
         time.sleep(0.2)
     _patient_group.cache_clear()
     accelerator.end_training()
+
+
+def use_deterministic_kernels() -> None:
+    """Let PyTorch choose kernels that always add in the same order: flash instead of cuDNN attention, one split of keys in
+    memory-efficient attention, a fixed cuBLAS workspace. An operation without such a kernel raises."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory before writing it
 
 
 def keep_freed_memory() -> None:

@@ -24,6 +24,7 @@ NOT_THE_RUN = {
     *("sample_prompts", "sample_tokens", "sample_temperature", "sample_top_k"),
     *("max_nonfinite_steps", "spike_z_score", "on_spike", "profile"),
     *("torch_compile", "torch_compile_mode", "per_device_train_batch_size", "gradient_checkpointing", "hourly_price"),
+    "full_determinism",
     *("plan", "plan_device", "plan_steps"),
     "attn_implementation",
 }

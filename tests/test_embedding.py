@@ -1,0 +1,70 @@
+"""Gradients of embeddings: as PyTorch's, and without atomic additions where they are compiled."""
+
+from collections import Counter
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.embedding import make_embeddings_deterministic
+from training.loss import NextTokenLoss
+
+BATCH = torch.randint(0, 7, (4, 16), generator=torch.Generator().manual_seed(0))  # each id several times
+DOCUMENTS = (torch.arange(16) % 5).expand(4, 16).contiguous()  # positions that restart
+
+
+def loss_of(tied: bool, deterministic: bool) -> NextTokenLoss:
+    torch.manual_seed(0)
+    config = GPT2ScratchConfig(vocab_size=30, n_layer=1, n_head=2, n_embd=8, n_positions=16, tie_word_embeddings=tied)
+    model = GPT2ScratchForCausalLM(config)
+    if deterministic:
+        make_embeddings_deterministic(model.transformer)
+    return NextTokenLoss(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["plain", "packed"])
+def test_loss_and_gradients_are_those_of_plain_embeddings(tied, positions):
+    plain, ours = loss_of(tied, False), loss_of(tied, True)
+    assert ours.state_dict().keys() == plain.state_dict().keys()
+    values = [loss(BATCH, BATCH, 64, positions) for loss in (plain, ours)]
+    assert torch.equal(*values)
+    for value in values:
+        value.backward()
+    for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+
+
+def backward_operations(deterministic: bool) -> Counter:
+    """Operations of the backward graph as Inductor would get it."""
+    torch._dynamo.reset()
+    operations = Counter()
+
+    def look(graph: torch.fx.GraphModule, _inputs):
+        operations.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _inputs: make_boxed_func(graph),
+        bw_compiler=look,
+        decompositions=select_decomp_table(),
+    )
+    loss = loss_of(False, deterministic)
+    loss.compile(backend=backend, fullgraph=True, dynamic=False)
+    loss(BATCH, BATCH, 64, DOCUMENTS).backward()
+    return operations
+
+
+def test_compiled_no_gradient_is_summed_by_atomic_additions():
+    atomic = (
+        "aten.index_put.default",
+        "aten._unsafe_masked_index_put_accumulate.default",
+        "aten._unsafe_index_put.default",
+    )
+    plain, ours = backward_operations(False), backward_operations(True)
+    assert sum(plain[name] for name in atomic) == 2  # tokens and positions: what this test looks for does occur
+    assert sum(ours[name] for name in atomic) == 0
+    assert ours["gpt2scratch.embedding_gradient.default"] == 2
