@@ -85,7 +85,7 @@ def start(store):
             pipe.close()
 
 
-def wait_until(condition, seconds: float = 90) -> None:
+def wait_until(condition, seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -124,21 +124,15 @@ def test_killed_at_any_moment_nothing_is_lost(train, start, tmp_path):
 
 def test_at_default_settings_a_killed_run_ends_with_the_same_weights(start, tmp_path):
     """Compiled where there is a C++ compiler, in the device's precision, on two threads: sizes at which both work."""
-    settings = {
-        "torch_compile": None,
-        "mixed_precision": None,
-        "n_embd": 96,
-        "n_positions": 64,
-        "tokens_per_step": 1024,
-    }
-    settings |= {**DROPOUT, "mask_documents": True, "max_steps": 24, "save_steps": 4, "eval_steps": 12, "threads": 2}
+    settings = {"torch_compile": None, "mixed_precision": None, "n_layer": 1, "n_embd": 96, "n_positions": 64}
+    settings |= {**DROPOUT, "tokens_per_step": 1024, "max_steps": 24, "save_steps": 4, "eval_steps": 12, "threads": 2}
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    output, errors = start(straight, **settings).communicate(timeout=300)
+    output, errors = start(straight, **settings).communicate(timeout=1200)
     assert "CPU (2 threads)" in output, errors
     kill_after_a_save(start(killed, **settings), killed, 0, 0.1)
     newest = RunFolder(killed).newest_step()
     assert 0 < newest < 24
-    assert start(killed, **settings).wait(300) == 0
+    assert start(killed, **settings).wait(1200) == 0
     assert_equal(weights(straight), weights(killed))
     assert [line for line in untimed(straight) if line["step"] > newest] == [
         line for line in untimed(killed) if line["step"] > newest
