@@ -33,7 +33,7 @@ def door(folder: Path, *more: str) -> subprocess.Popen:
 
 def succeeds(folder: Path, *more: str) -> None:
     with door(folder, *more) as process:
-        _, wrong = process.communicate(timeout=100)
+        _, wrong = process.communicate(timeout=600)
     assert (process.returncode, wrong) == (0, "")
 
 
@@ -44,7 +44,7 @@ def tokens_of(store: Path) -> dict[str, bytes]:
 
 def test_shards_at_the_same_time_and_a_merge_make_the_same_store(folder):
     shards = [door(folder, "--output", "store", "--shard", f"{i}/3") for i in range(3)]
-    said = [shard.communicate(timeout=100) for shard in shards]
+    said = [shard.communicate(timeout=600) for shard in shards]
     assert [wrong for _, wrong in said] == [""] * 3
     assert [out.splitlines()[-1].startswith(f"Shard {i}/3 is done: ") for i, (out, _) in enumerate(said)] == [True] * 3
     assert not (folder / "store").exists()
@@ -56,7 +56,7 @@ def test_shards_at_the_same_time_and_a_merge_make_the_same_store(folder):
 def test_a_merge_is_refused_while_a_shard_is_missing_and_all_else_does_the_rest(folder):
     succeeds(folder, "--output", "store", "--shard", "1/3")
     with door(folder, "--output", "store", "--merge") as process:
-        _, wrong = process.communicate(timeout=100)
+        _, wrong = process.communicate(timeout=600)
     assert "units of store are not done; run the shards that are missing, or the command without --merge" in wrong
     assert not (folder / "store").exists()
     succeeds(folder, "--output", "store")

@@ -71,7 +71,7 @@ def asked_by_a_stranger(model, folder) -> dict:
         env=environment | {"HF_MODULES_CACHE": str(folder / "modules"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert result.returncode == 0, result.stderr

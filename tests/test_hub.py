@@ -241,7 +241,7 @@ def found(tmp_path_factory) -> dict[str, list[list[str]] | str]:
         hub.secret.add("secret.jsonl")
         environment = os.environ | hub.environment(tmp_path_factory.mktemp("home"))
         done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100, check=False
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
     assert done.returncode == 0, done.stderr
     return dict(zip(ENTRIES, map(json.loads, done.stdout.splitlines()), strict=True))
@@ -347,7 +347,7 @@ def test_a_large_dataset_is_estimated_by_its_number_of_records(tmp_path):
             env=os.environ | hub.environment(tmp_path),
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=600,
             check=False,
         )
     assert done.returncode == 0, done.stderr

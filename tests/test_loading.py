@@ -84,7 +84,7 @@ def as_a_stranger(folder, sources):
         env=environment | strange | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -368,7 +368,7 @@ def is_killed_at(step: int, making: Making, work: Path) -> bool:
     """Merges in a process that is killed before that step, if there are so many."""
     process = multiprocessing.get_context("fork").Process(target=merge_until, args=(step, merger_of(making, work)))
     process.start()
-    process.join(20)
+    process.join(600)
     assert process.exitcode in (-signal.SIGKILL, 0)
     return process.exitcode != 0
 

@@ -24,7 +24,7 @@ def execute(last: str, **parameters) -> dict[str, str]:
         code[0].source, times = re.subn(rf"(?m)^{name} = .*", lambda _: f"{name} = {value!r}", code[0].source)  # noqa: B023
         assert times == 1, name
     notebook.cells = code[: titles.index(last) + 1]
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
+    nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
     return {
         title: "".join(output.text for output in cell.outputs)
         for title, cell in zip(titles, notebook.cells, strict=False)

@@ -85,7 +85,7 @@ def test_of_two_processes_with_the_same_output_the_second_is_refused(launch, tmp
         os.kill(first.pid, signal.SIGSTOP)
         second = launch(*arguments)
         os.kill(first.pid, signal.SIGCONT)
-        first.communicate(timeout=60)
+        first.communicate(timeout=600)
         assert error_lines(second) == second.stderr.splitlines()
         assert f"Another process is writing {tmp_path / 'store'}; wait for it, or name another" in second.stderr
     assert first.returncode == 0

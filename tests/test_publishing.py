@@ -522,7 +522,7 @@ def test_interrupted_it_says_how_to_go_on(run, tmp_path):
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
             hub.hold.set()
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=600)
         assert process.returncode == 130
         assert said.splitlines()[-1] == (
             "Interrupted, could not upload to me/tiny; run this again: what has arrived is not sent twice."

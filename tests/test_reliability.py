@@ -176,7 +176,7 @@ def test_a_launcher_killed_while_its_process_starts_takes_it_along(start, tmp_pa
     [process] = psutil.Process(launcher.pid).children()
     time.sleep(0.3)
     launcher.kill()
-    process.wait(timeout=20)
+    process.wait(timeout=120)
     assert not (tmp_path / "run").exists()
 
 
@@ -184,7 +184,7 @@ def test_a_run_folder_that_vanishes_ends_in_one_sentence(start, tmp_path):
     process = start(tmp_path / "run", max_steps=10**6, save_steps=20, eval_strategy="no")
     wait_until(lambda: RunFolder(tmp_path / "run").newest_step() > 0)
     (tmp_path / "run").rename(tmp_path / "away")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 1
     assert "No such file or directory" in errors
     assert "Traceback" not in errors
@@ -237,7 +237,7 @@ def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(train, start
     process = start(run, **settings)
     wait_until(lambda: steps_logged(run) >= 5)
     process.terminate()
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=600)
     assert process.returncode == 143, errors
     assert [status(run)[key] for key in ("state", "reason", "step")] == ["stopped", "SIGTERM", steps_logged(run)]
     assert "--resume_from_checkpoint" in output
@@ -260,7 +260,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(start, tmp_path):
     process = start(run, max_steps=200, eval_strategy="no", save_steps=200)
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=90) == 0, process.stderr.read()
+    assert process.wait(timeout=600) == 0, process.stderr.read()
     assert status(run)["state"] == "finished"
 
 
@@ -337,7 +337,7 @@ def test_a_store_that_is_cut_while_training_ends_in_one_sentence(store, start, t
     )
     wait_until(lambda: RunFolder(tmp_path / "run").newest_step() > 0)
     os.truncate(copy / "train.bin", 1000)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 1
     assert "train.bin has 1,000 bytes now instead of" in errors
     assert "Traceback" not in errors

@@ -71,9 +71,9 @@ def errors(job: Job) -> list[str]:
 def test_a_process_that_is_stopped_is_named_and_ends_the_job(job):
     two = job("steps", "60")
     os.kill(two.pid(1), signal.SIGSTOP)
-    assert two.wait_for_end(0, 12)[-1] == "saved"
-    assert two.wait_for_end(1, 5)[-1] == "saved"  # it was woken, to end in order
-    assert two.started.wait(10) == 1
+    assert two.wait_for_end(0)[-1] == "saved"
+    assert two.wait_for_end(1)[-1] == "saved"  # it was woken, to end in order
+    assert two.started.wait(60) == 1
     assert len(errors(two)) == 1
     assert re.fullmatch(
         rf"error: rank 1 \(.+, pid {two.pid(1)}\) has been silent for 3 s at step N \(its process is stopped\)\. {REMEDY}",
@@ -84,8 +84,8 @@ def test_a_process_that_is_stopped_is_named_and_ends_the_job(job):
 def test_a_process_that_dies_is_named_and_ends_the_job(job):
     two = job("steps", "60")
     os.kill(two.pid(1), signal.SIGKILL)
-    assert two.wait_for_end(0, 8)[-1] == "saved"
-    assert two.started.wait(10) == 1
+    assert two.wait_for_end(0)[-1] == "saved"
+    assert two.started.wait(60) == 1
     assert len(errors(two)) == 1
     assert re.fullmatch(rf"error: rank 1 \(.+, pid {two.pid(1)}\) has died at step N\. {REMEDY}", errors(two)[0])
     assert "Connection closed by peer" not in two.stderr()
@@ -94,7 +94,7 @@ def test_a_process_that_dies_is_named_and_ends_the_job(job):
 def test_a_main_thread_that_hangs_is_named_after_the_timeout(job):
     two = job("hang", "2")
     assert two.wait_for_end(0, 16)[-1] == "saved"
-    assert two.wait_for_end(1, 5)[-1] == "saved"
+    assert two.wait_for_end(1)[-1] == "saved"
     assert len(errors(two)) == 1
     assert re.fullmatch(
         rf"error: rank 1 \(.+, pid {two.pid(1)}\) kept the others waiting for 2 s \(ddp_timeout\): "
@@ -112,5 +112,5 @@ def test_a_restart_gives_fresh_processes_of_the_same_pids_also_where_one_hangs_i
         assert steps[:again] == [*(f"step {step} 1 {{}}" for step in range(5)), "saved"]
         known = "{'micro_batch': 4, 'restarts': 1}"
         assert steps[again + 1 :] == [*(f"step {step} 1 {known}" for step in range(12)), "done"]
-    assert two.started.wait(10) == 0
+    assert two.started.wait(60) == 0
     assert two.stderr() == "Out of memory: on with a micro-batch of 4.\n"

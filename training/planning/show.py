@@ -30,9 +30,13 @@ def show_plan(config: TrainConfig) -> None:
     Raises:
         UserError: everything about the configuration that cannot be, one problem a line.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nothing stays in the temporary folder
-    with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
-        _show_plan(config, Path(folder))
+    # So that nothing stays in the temporary folder.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
+            _show_plan(config, Path(folder))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show_plan(config: TrainConfig, folder: Path) -> None:
