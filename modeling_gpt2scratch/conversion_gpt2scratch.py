@@ -3,9 +3,9 @@
     python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST              # GPT-2 or seed checkpoint -> GPT2Scratch
     python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST --to gpt2    # GPT2Scratch -> GPT-2
 
-SRC is recognised by its config.json: a GPT-2 folder or Hub id (`model_type: gpt2`), a GPT2Scratch folder or Hub id, or
-a seed checkpoint (`embed_dim`, `num_layers` ... beside `pytorch_model.bin`). The tokenizer comes along. This file is not
-part of what is uploaded.
+SRC is a folder or a Hub id. Its config.json decides what it is: GPT-2 or GPT2Scratch by `model_type`, a seed checkpoint
+(`pytorch_model.bin`) by the fields `embed_dim`, `ff_dim` and `max_seq_len`. The tokenizer is converted too. This file is
+not part of what is uploaded.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -46,6 +47,9 @@ GPT2_ONLY = {
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 SEED_CONFIG_KEYS = {"vocab_size", "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len"}
+# Any two of these identify a seed checkpoint: its model_type is missing or "TransformerLanguageModel".
+SEED_ONLY_KEYS = {"embed_dim", "ff_dim", "max_seq_len"}
+SEED_FILES = ("config.json", "pytorch_model.bin", "tokenizer.json")
 SEED_PARAMETERS = {
     "token_embedding": "transformer.wte",
     "positional_embedding": "transformer.wpe",
@@ -246,7 +250,7 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
     if destination.exists() and any(destination.iterdir()):
         raise ConversionError(f"{destination} is not empty; name a new folder.")
     config = _read_config(source)
-    kind = config.get("model_type") or ("seed" if "embed_dim" in config else None)
+    kind = "seed" if len(SEED_ONLY_KEYS & config.keys()) > 1 else config.get("model_type")
     if kind == to:
         raise ConversionError(f"{source} is a {kind} model already.")
     if kind == "gpt2scratch":
@@ -254,12 +258,13 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
     elif kind == "gpt2":
         model = from_gpt2(_load(GPT2LMHeadModel, source))
     elif kind == "seed":
+        source = _seed_folder(source)
         model = from_seed(source)
         model = to_gpt2(model) if to == "gpt2" else model
     else:
         raise ConversionError(
             f"{source} is not recognised: its config.json names model_type {kind!r}; expected gpt2, gpt2scratch, or a "
-            f"seed checkpoint with embed_dim, num_layers, max_seq_len."
+            f"seed checkpoint with embed_dim, ff_dim, max_seq_len."
         )
     tokenizer = seed_tokenizer(source) if kind == "seed" else _load_tokenizer(source)
     model.save_pretrained(destination)
@@ -277,6 +282,16 @@ def _read_config(source: str) -> dict:
         return PreTrainedConfig.get_config_dict(source)[0]
     except OSError as error:
         raise ConversionError(f"{source} is neither a folder here nor a model on the Hub.") from error
+
+
+def _seed_folder(source: str) -> str:
+    """The folder itself, or where the files of a Hub id were downloaded to."""
+    if Path(source).exists():
+        return source
+    try:
+        return snapshot_download(source, allow_patterns=SEED_FILES)
+    except OSError as error:
+        raise ConversionError(f"{source} cannot be downloaded from the Hub: {_first_line(error)}") from error
 
 
 def _load_tokenizer(source: str) -> PreTrainedTokenizerBase | None:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
+from hub_server import File, Repository, serving
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import ConversionError, from_gpt2, from_seed, main, to_gpt2
 
@@ -350,6 +351,89 @@ def test_a_seed_checkpoint_converts_with_and_without_the_prefix_of_a_compiled_mo
     torch.testing.assert_close(from_seed(folder)(ids).logits, seed(ids), rtol=0, atol=1e-5)
 
 
+# The three config.json that the seed author published, by their fields.
+PUBLISHED_SEEDS = {
+    "tiny": {
+        "vocab_size": 65,
+        "embed_dim": 256,
+        "num_heads": 4,
+        "num_layers": 4,
+        "ff_dim": 1024,
+        "max_seq_len": 256,
+        "dropout": 0.1,
+        "total_parameters": 3258368,
+        "tokenizer_type": "character",
+        "model_name": "tiny_shakespeare",
+        "description": "Phase 1 model",
+    },
+    "medium": {
+        "vocab_size": 190,
+        "embed_dim": 256,
+        "num_heads": 4,
+        "num_layers": 4,
+        "ff_dim": 1024,
+        "max_seq_len": 256,
+        "dropout": 0.1,
+        "model_type": "TransformerLanguageModel",
+        "architecture": "small",
+        "total_parameters": 3322368,
+        "tokenizer_type": "character",
+    },
+    "gpt2_small": {
+        "vocab_size": 32000,
+        "embed_dim": 768,
+        "num_heads": 12,
+        "num_layers": 12,
+        "ff_dim": 3072,
+        "max_seq_len": 512,
+        "dropout": 0.1,
+        "model_type": "TransformerLanguageModel",
+        "architecture": "gpt2_small",
+        "total_parameters": 134601216,
+        "tokenizer_type": "bpe",
+    },
+}
+NARROW = {"vocab_size": 300, "embed_dim": 48, "ff_dim": 192, "max_seq_len": 32}  # 134,601,216 parameters fill 0.5 GB
+
+
+@pytest.mark.parametrize(("name", "narrower"), [("tiny", {}), ("medium", {}), ("gpt2_small", NARROW)])
+@torch.no_grad()
+def test_the_published_seed_checkpoints_convert_whatever_model_type_they_name(name, narrower, tmp_path):
+    body = PUBLISHED_SEEDS[name] | narrower
+    torch.manual_seed(0)
+    seed = SeedModel(**body).eval()
+    (tmp_path / "config.json").write_text(json.dumps(body))
+    torch.save(
+        {f"_orig_mod.{name}": weight for name, weight in seed.state_dict().items()}, tmp_path / "pytorch_model.bin"
+    )
+    assert main([str(tmp_path), str(tmp_path / "ours")]) == 0
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert (ours.num_parameters() == body["total_parameters"]) == (not narrower)
+    assert ours.config.eos_token_id == (0 if name == "gpt2_small" else None)
+    ids = tokens(1, 32, vocab_size=65)
+    torch.testing.assert_close(ours(ids).logits, seed(ids), rtol=0, atol=1e-5)
+
+
+def test_a_seed_checkpoint_on_the_hub_converts_by_its_id(tmp_path, launch):
+    folder, seed = write_seed(tmp_path / "seed", "character", model_type="TransformerLanguageModel")
+    with serving() as (hub, address):
+        hub.repositories["models/someone/seed"] = Repository(private=False)
+        files = {path.name: File(path.read_bytes(), is_lfs=False) for path in folder.iterdir()}
+        hub["someone/seed"].commit("main", files)
+        online = {
+            "HF_ENDPOINT": address,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(tmp_path / "hf"),
+        }
+        done = launch(*DOOR, "someone/seed", tmp_path / "ours", **online)
+    assert done.returncode == 0, done.stderr
+    ids = tokens(1, 32, vocab_size=seed.head.out_features)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    torch.testing.assert_close(ours(ids).logits, seed(ids), rtol=0, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "ours")("it").input_ids == [CHARACTERS.index(x) for x in "it"]
+
+
 @torch.no_grad()
 def test_a_seed_checkpoint_becomes_a_native_gpt2(tmp_path):
     folder, seed = write_seed(tmp_path / "seed")
@@ -514,6 +598,10 @@ WRONG_SOURCES = {
     "wrong shapes": (with_config(max_seq_len=64), "transformer.wpe.weight is (32, 16) instead of (64, 16)"),
     "fewer layers in config.json": (with_config(num_layers=1), "transformer.h.1.ln_1.weight is unknown"),
     "config.json lacks a key": (without_key, "lacks ff_dim"),
+    "of another family with a field of the seeds": (
+        with_text("config.json", '{"model_type": "swin", "embed_dim": 96}'),
+        "'swin'; expected gpt2, gpt2scratch, or a seed checkpoint",
+    ),
     "heads that do not divide": (with_config(num_heads=3), "n_embd 16 is not divisible by n_head 3"),
     "a word for a number": (with_config(embed_dim="sixteen"), "n_embd"),
     "broken tokenizer.json": (with_text("tokenizer.json", '{"model":'), "tokenizer.json"),
