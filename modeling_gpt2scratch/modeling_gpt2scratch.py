@@ -164,8 +164,6 @@ class GPT2ScratchPreTrainedModel(PreTrainedModel):
 class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
     """Token ids (B, T) -> hidden states (B, T, C), after the last LayerNorm."""
 
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # a language model's checkpoint, loaded without its head
-
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -175,6 +173,15 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info):
+        """Load a language model's checkpoint without a warning about its head.
+
+        `_keys_to_ignore_on_load_unexpected` would do the same, but vLLM takes it as a list of weights to drop, and then
+        serves an untied model with a random head.
+        """
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        loading_info.unexpected_keys -= {"lm_head.weight"}
 
     @merge_with_config_defaults
     @capture_outputs

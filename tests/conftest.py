@@ -26,6 +26,7 @@ from tokenizer.vocabulary import VocabularyArguments
 from training.reporting.speed import SHOWN
 
 REPOSITORY = Path(__file__).parent.parent
+sys.modules["vllm"] = None  # pytest puts tests/ on the path, where TRL would take the folder tests/vllm for vLLM
 torch.set_num_threads(1)  # as in the processes that tests start: another number adds up in another order
 WORDS = "the of and a to in is was he for it with as his on be at by had not are but from or have an they".split()
 

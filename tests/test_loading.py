@@ -55,6 +55,7 @@ def look(source, resaved):
         },
         "logits": logits.tolist(),
         "through_base": through_base.tolist(),
+        "dropped_by_vllm": sorted(base._keys_to_ignore_on_load_unexpected or []),
         "tied": model.lm_head.weight is model.transformer.wte.weight,
         "residual_std": fresh.transformer.h[0].mlp.c_proj.weight.std().item() / config.initializer_range,
         "generated": model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist(),
@@ -88,7 +89,7 @@ def as_a_stranger(folder, sources):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [SimpleNamespace(**json.loads(line)) for line in done.stdout.splitlines()]
+    return [SimpleNamespace(**json.loads(line), stderr=done.stderr) for line in done.stdout.splitlines()]
 
 
 def put_in_hub_cache(model_folder, cache):
@@ -141,6 +142,14 @@ def test_a_stranger_loads_all_three_classes_from_the_folders_own_code(published,
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_stranger_finds_no_weight_missing_or_left_over(published, source):
     assert published.seen[source].problems == {"base": {}, "model": {}}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_base_model_loads_without_a_warning_and_without_the_attribute_by_which_vllm_drops_the_head(
+    published, source
+):
+    assert "lm_head" not in published.seen[source].stderr
+    assert published.seen[source].dropped_by_vllm == []
 
 
 @torch.no_grad()

