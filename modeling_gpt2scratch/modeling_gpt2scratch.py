@@ -107,7 +107,9 @@ class GPT2ScratchMLP(nn.Module):
         super().__init__()
         n_inner = config.n_inner if config.n_inner is not None else 4 * config.n_embd
         self.c_fc = nn.Linear(config.n_embd, n_inner)
-        self.act = ACT2FN[config.activation_function]
+        # The same function in one kernel: Transformers' own keeps three more (B, T, 4C) tensors for the backward pass.
+        is_tanh = config.activation_function == "gelu_new"
+        self.act = nn.GELU(approximate="tanh") if is_tanh else ACT2FN[config.activation_function]
         self.c_proj = residual_projection(n_inner, config.n_embd)
         self.dropout = nn.Dropout(config.resid_pdrop)
 

@@ -23,7 +23,7 @@ from training.evaluate import eval_windows
 STRANGER = Path(__file__).with_name("stranger.py")
 PROBE_TOKENS = 64
 SOME_WINDOWS = 16
-LOGITS_TOLERANCE = 1e-5
+LOGITS_TOLERANCE = 1e-5  # of the largest logit: Transformers' GPT-2 computes gelu_new by other kernels than ours
 LOSS_TOLERANCE = 0.01  # nats a token: the run computed it in bf16, as a rule
 STANDARD_ERRORS = 5  # that the loss on some windows may differ from that on all
 FORWARD_FLOPS = 1e12  # spent on the loss: some ten seconds of two cores
@@ -122,7 +122,7 @@ def verify(published: Published, expected: Expected) -> Verified:
     problems = []
     if answer["wrong_keys"]:
         problems.append(f"{published} has missing or unexpected weights: {', '.join(answer['wrong_keys'][:5])}.")
-    if not difference <= LOGITS_TOLERANCE:
+    if not difference <= LOGITS_TOLERANCE * max(1.0, expected.logits.abs().max().item()):
         problems.append(f"{published} computes logits that differ by {difference:.1e} in a fresh process.")
     if answer["vocabulary"] != expected.logits.shape[-1]:
         problems.append(

@@ -39,6 +39,13 @@ def assert_same_weights(one, other):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def assert_same_logits(ours, gpt2):
+    """Equal to the bit but for gelu_new, which Transformers computes step by step, with another rounding."""
+    atol = 2e-6 if ours.config.activation_function == "gelu_new" else 0  # measured: 6e-7, where a logit's std is 0.8
+    ids = tokens(2, 32)
+    torch.testing.assert_close(ours(ids).logits, gpt2(ids).logits, rtol=0, atol=atol)
+
+
 # Transformers' GPT-2
 
 
@@ -48,7 +55,7 @@ def assert_same_weights(one, other):
 def test_gpt2_comes_over_with_its_logits_and_its_size(tied, activation):
     gpt2 = tiny_gpt2(tie_word_embeddings=tied, activation_function=activation)
     ours = from_gpt2(gpt2)
-    assert torch.equal(ours(tokens(2, 32)).logits, gpt2(tokens(2, 32)).logits)
+    assert_same_logits(ours, gpt2)
     assert ours.num_parameters() == gpt2.num_parameters()
     assert (ours.lm_head.weight is ours.transformer.wte.weight) == tied
 
@@ -60,7 +67,7 @@ def test_ours_goes_over_with_its_logits_and_its_size(tied, activation):
     ours = tiny_ours(tie_word_embeddings=tied, activation_function=activation)
     gpt2 = to_gpt2(ours)
     assert type(gpt2) is GPT2LMHeadModel
-    assert torch.equal(gpt2(tokens(2, 32)).logits, ours(tokens(2, 32)).logits)
+    assert_same_logits(ours, gpt2)
     assert gpt2.num_parameters() == ours.num_parameters()
     assert (gpt2.lm_head.weight is gpt2.transformer.wte.weight) == tied
 
@@ -131,7 +138,7 @@ def test_a_gpt2_folder_goes_through_the_door_and_back(tmp_path):
     assert main([str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "gpt2"]) == 0
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(ours) is GPT2ScratchForCausalLM
-    assert torch.equal(ours(tokens(1, 8)).logits, gpt2(tokens(1, 8)).logits)
+    assert_same_logits(ours, gpt2)
     assert ours.generation_config.temperature == 0.7
     assert_same_weights(GPT2LMHeadModel.from_pretrained(tmp_path / "back"), gpt2)
     for name in ("ours", "back"):
