@@ -105,7 +105,8 @@ def train(
         say(on_main(accelerator, lambda: finish_again(start, folder, backup)))
         return None
     accelerator.wait_for_everyone()  # all have read the run folder before it changes
-    on_main(accelerator, lambda: begin_run(start, config, folder, backup, forecast.described()))
+    hardware = describe(accelerator, setup, plan.model, config.batch.mask_documents)
+    on_main(accelerator, lambda: begin_run(start, config, folder, backup, forecast.described(), hardware))
 
     # Whatever goes wrong from here on, the keeper leaves the run in order.
     with Keeper(config, start, folder, backup, accelerator, watchdog) as keeper:
@@ -122,9 +123,8 @@ def train(
         batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, plan.position)
         trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
         keeper.keep(model, optimizer, tokenizer)
-        hardware = describe(accelerator, setup, plan.model, config.batch.mask_documents)
         watts = watts_of_all(accelerator)
-        about = About(plan.model, model.num_parameters(), store.metadata, config.flat(), hardware, watts)
+        about = About(plan.model, model.num_parameters(), store.metadata, watts)
         validation = Validation(
             config, plan, folder, store.metadata.val, eval_tokens, tokenizer, prompts, model, loss, accelerator, about
         )

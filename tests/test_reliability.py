@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 import generate
 from conftest import REPOSITORY, TINY, flags, prose, untimed
 from errors import UserError
+from publishing.card import Edition, model_card
+from publishing.source import find_source
 from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
@@ -598,16 +600,16 @@ def test_every_difference_is_refused_in_one_message(run, train, tmp_path):
     with pytest.raises(UserError) as refused:
         train(None, "--resume_from_checkpoint", str(run), data=other.folder, max_steps=9, **settings)
     for name in (
-        "vocab_size was 300 and is now 290",
-        "is now 3",
-        "is now 4",
-        "is now 32",
-        "is now 1",
+        "vocab_size changed from 300 to 290",
+        "n_layer changed from 2 to 3",
+        "n_head changed from 2 to 4",
+        "n_positions changed from 16 to 32",
+        "seed changed from 1337 to 1",
     ):
         assert name in str(refused.value)
     for name in (
-        "is now 128",
-        "is now bf16",
+        "tokens_per_step changed from 64 to 128",
+        "mixed_precision changed from no to bf16",
         "the token store holds other tokens",
         "tokenizer",
     ):
@@ -621,14 +623,42 @@ def test_what_is_allowed_by_name_may_change(run, train, capsys):
     train(None, "--resume_from_checkpoint", str(run), *allowed, **changed)
     said = capsys.readouterr().out
     for change in (
-        "tokens_per_step was 64 and is now 128",
-        "learning_rate was 0.01 and is now 0.02",
-        "max_steps was 6 and is now 8",
+        "tokens_per_step changed from 64 to 128",
+        "learning_rate changed from 0.01 to 0.02",
+        "max_steps changed from 6 to 8",
     ):
-        assert f"Changed: {change}" in said
+        assert f"Change:  {change}" in said
     resumed = next(event for event in reversed(lines(run / "events.jsonl")) if event["event"] == "resumed")
-    assert "learning_rate was 0.01 and is now 0.02" in resumed["changes"]
+    assert "learning_rate changed from 0.01 to 0.02" in resumed["changes"]
     assert [entry["tokens"] for entry in lines(run / "metrics.jsonl") if "loss" in entry][-3:] == [384, 512, 640]
+
+
+def changes_of(page):
+    """The lines of a report or card about settings that changed."""
+    _, _, section = page.partition("Settings that changed when the run was resumed:\n\n")
+    return [line.removeprefix("- after ") for line in section.split("\n\n")[0].splitlines()]
+
+
+def test_the_report_and_the_card_name_every_change_with_its_step(train, tmp_path):
+    run = train(tmp_path / "run")
+    assert changes_of((run / "report.md").read_text()) == []
+    train(None, "--resume_from_checkpoint", str(run), max_steps=9, learning_rate=0.02)
+    checkpoint = run / "checkpoints" / "step_00000009"
+    shutil.rmtree(checkpoint)  # as if killed before it was written: what was changed after step 6 changes again
+    train(None, "--resume_from_checkpoint", str(run), max_steps=9, learning_rate=0.03)
+    train(None, "--resume_from_checkpoint", str(run), max_steps=12, learning_rate=0.04)
+    twice = [
+        "step 6: max_steps changed from 6 to 9",
+        "step 6: learning_rate changed from 0.01 to 0.03",
+        "step 9: max_steps changed from 9 to 12",
+        "step 9: learning_rate changed from 0.03 to 0.04",
+    ]
+    assert changes_of((run / "report.md").read_text()) == twice
+    branch = train(tmp_path / "branch", "--resume_from_checkpoint", str(checkpoint), max_steps=12, learning_rate=0.05)
+    once = twice[:3] + ["step 9: learning_rate changed from 0.03 to 0.05"]
+    assert changes_of((branch / "report.md").read_text()) == once
+    for folder, changes in ((run, twice), (branch, once)):
+        assert changes_of(model_card(find_source(folder, None), Edition("me/tiny"))) == changes
 
 
 def test_allow_change_names_what_cannot_change(run, train):

@@ -113,6 +113,7 @@ def test_hours_leave_out_the_time_between_a_kill_and_the_next_start(tmp_path):
 
 def test_the_report_sums_up_the_log_lines(store, tmp_path):
     folder = RunFolder(tmp_path)
+    folder.config.write_text("seed: 1\n")
     lines = ['{"step": 1, "loss": 9.0, "tokens": 64, "peak_memory_gb": 10.9, "seconds_to_first_step": 41.3}']
     lines += [
         f'{{"step": {2 + i}, "loss": 5.0, "tokens": {128 + 64 * i}, "tokens_per_second": {600_000 + 10_000 * i}, '
@@ -120,7 +121,7 @@ def test_the_report_sums_up_the_log_lines(store, tmp_path):
         for i in range(11)
     ]
     folder.metrics.write_text("\n".join(lines) + "\n")
-    about = About(GPT2ScratchConfig(), 134_601_216, store.metadata, {}, "NVIDIA H100 (989.4 TFLOP/s)", 700.0)
+    about = About(GPT2ScratchConfig(), 134_601_216, store.metadata, 700.0)
     write_report(folder, about)
     assert folder.report.read_text().split("## Speed\n\n")[1].split("\n\n## ")[0].splitlines() == [
         "| | median | 10th to 90th percentile |",

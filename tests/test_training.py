@@ -271,9 +271,9 @@ def test_resuming_another_architecture_names_every_difference(train, tmp_path):
     with pytest.raises(UserError) as refused:
         train(run, "--resume_from_checkpoint", str(run), n_layer=3, n_head=4, tokens_per_step=128)
     for difference in (
-        "n_layer was 2 and is now 3",
-        "n_head was 2 and is now 4",
-        "tokens_per_step was 64 and is now 128",
+        "n_layer changed from 2 to 3",
+        "n_head changed from 2 to 4",
+        "tokens_per_step changed from 64 to 128",
     ):
         assert difference in str(refused.value)
 

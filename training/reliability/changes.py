@@ -1,4 +1,4 @@
-"""What a command would change about the run it wants to go on with: refused, allowed by name, or said aloud."""
+"""Settings that differ between a command and the run it resumes: refused, allowed by name, or reported."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +53,7 @@ class ChangeArguments:
 def compare(
     checkpoint: Path, model: GPT2ScratchConfig, settings: dict[str, Any], arguments: ChangeArguments
 ) -> tuple[TrainState, list[str]]:
-    """The state to go on from, and what will be different from now on, one change each.
+    """Return the state to resume from, and the settings that change, one sentence each.
 
     Raises:
         UserError: everything that differs and may not, one difference a line.
@@ -70,7 +70,7 @@ def compare(
     now = {name: getattr(model, name) for name in (*SHAPE, *MEANING)} | settings
     different = [name for name in now if name in before and now[name] != before[name]]
     refused = [
-        f"{name} was {before[name]} and is now {now[name]}: its weights do not fit; start anew in another --output_dir"
+        f"{_named(name, now, before)}: its weights do not fit; start again in another --output_dir"
         for name in different
         if name in SHAPE
     ]
@@ -95,4 +95,4 @@ def _named(name: str, now: dict[str, Any], before: dict[str, Any]) -> str:
             else "the token store holds other tokens"
         )
         return f"{what}, sha256 {now[name][:12]} instead of {before[name][:12]}"
-    return f"{name} was {before[name]} and is now {now[name]}"
+    return f"{name} changed from {before[name]} to {now[name]}"

@@ -1,6 +1,7 @@
 """The course of a run: where it starts, at its first step or after a checkpoint; how it begins, and how it ends."""
 
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -17,10 +18,12 @@ from training.reliability.backup import Backup
 from training.reliability.changes import compare
 from training.reliability.checkpoint import TrainState
 from training.reliability.resume import choose_checkpoint
-from training.reliability.run_folder import RunFolder, begin, is_checkpoint
-from training.reliability.status import record, write_status
-from training.reporting.metrics import has_evaluation
+from training.reliability.run_folder import RunFolder, begin, is_checkpoint, run_of
+from training.reliability.status import record, starts_in_force, write_status
+from training.reporting.metrics import has_evaluation, read_metrics
 from training.reporting.screen import say
+
+LIBRARIES = ("torch", "transformers", "tokenizers", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,13 @@ class Start:
     @property
     def step(self) -> int:
         return self.state.position.step
+
+    def earlier(self, folder: RunFolder) -> list[dict[str, Any]]:
+        """The starts before this one of the run that it branches off from."""
+        if self.checkpoint is None or self.is_own(folder):
+            return []
+        starts = starts_in_force(read_metrics(RunFolder(run_of(self.checkpoint)).events))
+        return [start for start in starts if start["step"] < self.step]
 
     def is_own(self, folder: RunFolder) -> bool:
         """Whether the checkpoint is the run's, which it goes on with, and not another's, which it branches off from."""
@@ -71,9 +81,15 @@ def find_start(
 
 
 def begin_run(
-    start: Start, config: TrainConfig, folder: RunFolder, backup: Backup | None, planned: dict[str, float | None]
+    start: Start,
+    config: TrainConfig,
+    folder: RunFolder,
+    backup: Backup | None,
+    planned: dict[str, float | None],
+    hardware: str,
 ) -> None:
-    """Makes the folder ready and notes how the run began, and what was `planned`. Called by the main process, once all have read the folder.
+    """Prepares the folder and records how the run began, what was `planned` and on what hardware. Called by the main process,
+    after all have read the folder.
 
     Raises:
         UserError: the folder cannot be written.
@@ -93,9 +109,17 @@ def begin_run(
         if start.is_own(folder):
             backup.submit(start.checkpoint)
     write_status(folder.status, "running", start.step)
-    details: dict[str, Any] = {"batches": asdict(start.plan.batches), "planned": planned}
+    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    environment = f"{hardware}; {versions}"
+    details: dict[str, Any] = {
+        "batches": asdict(start.plan.batches),
+        "planned": planned,
+        "environment": environment,
+    }
     if start.checkpoint is not None:
         details |= {"checkpoint": start.checkpoint.name, "changes": start.changes}
+    if earlier := start.earlier(folder):
+        details["earlier"] = earlier
     if restarted := restart.restarted():
         details["because"] = restarted["because"]
     record(folder.events, "begun" if start.checkpoint is None else "resumed", start.step, **details)
@@ -105,7 +129,7 @@ def describe_run(start: Start, folder: RunFolder, outlook: str) -> str:
     """What the user reads before the first step. `outlook`: what the run will take, see forecast.py."""
     going_on = f", going on after {start.checkpoint.name}" if start.checkpoint else ""
     run = f"Run:     {folder.path}{going_on}"
-    return "\n".join([outlook, run, *(f"Changed: {change}" for change in start.changes)])
+    return "\n".join([outlook, run, *(f"Change:  {change}" for change in start.changes)])
 
 
 def describe_end(folder: RunFolder, plan: Plan, step: int, reason: str | None, prompt: str) -> str:

@@ -1,8 +1,8 @@
 """What becomes of a run, for people and programs that look in from outside.
 
 status.json    how it stands: running, finished, stopped or failed; why; the step of its newest checkpoint
-events.jsonl   what happened to it, and when, one object a line: begun, resumed (with what was changed, and why it restarted),
-               saving, saved, spike, advice, finished, stopped, failed
+events.jsonl   what happened to it, and when, one object a line: begun, resumed (with the settings changed, the hardware and
+               libraries, and the reason for a restart), saving, saved, spike, advice, finished, stopped, failed
 """
 
 import json
@@ -35,6 +35,21 @@ def record(path: Path, event: str, step: int, **details: Any) -> None:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def starts_in_force(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the starts that the run as it is now results from, each after `step` steps, oldest first.
+
+    A resume discards what came after its checkpoint, and with it the starts there. Those of the run whose checkpoint
+    this one branched off from are its `earlier` ones.
+    """
+    starts: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] in ("begun", "resumed"):
+            kept = [start for start in starts if start["step"] < event["step"]]
+            own = {name: event[name] for name in ("step", "changes", "environment") if name in event}
+            starts = [*event.get("earlier", []), *kept, own]
+    return starts
 
 
 def hours(events: list[dict[str, Any]], now: datetime) -> float:

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,7 +19,7 @@ from tokenizer.store import Metadata, write_whole
 from training.planning.cost import describe_cost
 from training.planning.flops import flops_per_token
 from training.reliability.run_folder import RunFolder
-from training.reliability.status import hours
+from training.reliability.status import hours, starts_in_force
 from training.reporting.metrics import read_metrics, seconds_until
 from training.reporting.plots import plot_course, plot_loss
 from training.reporting.screen import clock, perplexity
@@ -30,34 +29,32 @@ MOST_ROWS = 16  # of the table of results; metrics.jsonl has them all
 MOMENTS = 5  # at which the report shows what the model wrote
 SAID = 60  # characters of it in a row of the table
 LEAST_SECONDS = 3.0  # of steps, from which a speed is told
-LIBRARIES = ("torch", "transformers", "tokenizers", "accelerate")
 
 
 @dataclass(frozen=True)
 class About:
-    """What the report tells of a run besides what the run has logged."""
+    """What the report says about a run that is not in its folder."""
 
     model: GPT2ScratchConfig
     parameters: int
     data: Metadata
-    settings: dict[str, Any]
-    hardware: str
     watts: float | None  # of all devices together at most; None where that is not known
 
 
 def write_report(folder: RunFolder, about: About) -> None:
     """Writes report.md and, where matplotlib is installed, its plots from what the run has logged so far."""
     entries, events, samples = read_metrics(folder.metrics), read_metrics(folder.events), read_samples(folder.samples)
-    hours_in_all, hourly_price = hours(events, datetime.now(UTC)), about.settings.get("hourly_price")
+    settings = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    hours_in_all, hourly_price = hours(events, datetime.now(UTC)), settings.get("hourly_price")
     sections = [
         f"# {folder.path.name}",
         _what_it_is(about.model, about.parameters, about.data),
-        _how_to_use(folder.model, about),
+        _how_to_use(folder.model, settings, about.model.n_positions),
         _results(entries, samples),
         _picture("Loss of training and validation, by tokens and by time", plot_loss, entries, folder.plots["loss"]),
         _samples(samples),
         _data(about.data),
-        _training(about.settings, about.hardware, about.data),
+        _training(settings, starts_in_force(events), about.data),
         _speed(entries, about.model),
         _picture("Throughput, learning rate and gradient norm", plot_course, entries, folder.plots["course"]),
         _plan_and_reality(entries, events, hours_in_all, hourly_price),
@@ -110,8 +107,8 @@ def _kind(data: Metadata) -> str:
     return "byte-level BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type
 
 
-def _how_to_use(model: Path, about: About) -> str:
-    prompt = (about.settings.get("sample_prompts") or ["Once"])[0]
+def _how_to_use(model: Path, settings: dict[str, Any], context: int) -> str:
+    prompt = (settings.get("sample_prompts") or ["Once"])[0]
     return f"""## Use
 
 ```python
@@ -120,7 +117,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("{model.as_posix()}", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("{model.as_posix()}", trust_remote_code=True)
 inputs = tokenizer({json.dumps(prompt, ensure_ascii=False)}, return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens={min(30, about.model.n_positions // 2)})[0]))
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens={min(30, context // 2)})[0]))
 ```"""
 
 
@@ -203,21 +200,22 @@ def public_name(source: str, data: Metadata) -> str:
     return source if source.startswith(tuple(data.hub_datasets)) else Path(source).name
 
 
-def _training(settings: dict[str, Any], hardware: str, data: Metadata) -> str:
-    told = {name: value for name, value in settings.items() if value is not None and not _is_private(name, value)}
-    lines = yaml.safe_dump(told, sort_keys=False, allow_unicode=True)
-    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+def _training(settings: dict[str, Any], starts: list[dict[str, Any]], data: Metadata) -> str:
+    shown = {name: value for name, value in settings.items() if not _is_private(name, value)}
+    lines = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
     text = public_name(str(settings.get("data", "my.txt")), data)
+    changes = [f"- after step {start['step']:,}: {change}" for start in starts for change in start.get("changes", [])]
+    history = "\n\n".join(filter(None, [_environments(starts), _changes(changes)]))
     return f"""## Training
 
-{hardware}; {versions}.
+{history}
 
 ```bash
 accelerate launch --quiet train_accelerate.py --config config.yaml --data {shlex.quote(text)}
 ```
 
 <details>
-<summary>config.yaml: every setting</summary>
+<summary>config.yaml: every setting{", as it was last" if changes else ""}</summary>
 
 ```yaml
 {lines}```
@@ -225,10 +223,24 @@ accelerate launch --quiet train_accelerate.py --config config.yaml --data {shlex
 </details>"""
 
 
+def _environments(starts: list[dict[str, Any]]) -> str:
+    """The hardware and libraries, and the step after which others took over."""
+    known = [(start["step"], start["environment"]) for start in starts if "environment" in start]
+    different = [pair for before, pair in pairwise([(0, None), *known]) if pair[1] != before[1]]
+    if len(different) == 1 and different[0][0] == starts[0]["step"]:
+        return f"{different[0][1]}."
+    return "\n".join(f"- after step {step:,}: {environment}" for step, environment in different)
+
+
+def _changes(changes: list[str]) -> str:
+    if not changes:
+        return ""
+    return "Settings that changed when the run was resumed:\n\n" + "\n".join(changes)
+
+
 def _is_private(name: str, value: Any) -> bool:
-    """Places of the machine that the run was made on."""
-    places = {"output_dir", "data", "tokenizer", "resume_from_checkpoint", "overwrite_output_dir", "backup_dir"}
-    return name in places or (isinstance(value, str) and PurePath(value).is_absolute())
+    """Whether it names a place of the machine that the run was made on."""
+    return name in ("data", "tokenizer", "backup_dir") or (isinstance(value, str) and PurePath(value).is_absolute())
 
 
 def _speed(entries: list[dict[str, Any]], model: GPT2ScratchConfig) -> str:
