@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from command_line import run
 from errors import UserError
 from examples.tuning import (
+    Learned,
     Tuning,
     load,
     lora,
@@ -79,6 +80,12 @@ def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
     return ends[-1]
 
 
+def question(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text that asks the model for the assistant's first turn."""
+    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return tokenizer.apply_chat_template(messages[:first], tokenize=False, add_generation_prompt=True)
+
+
 def main(arguments: list[str]) -> None:
     tuning = parse(__doc__, arguments)
     need("trl", *["peft"] * bool(tuning.lora_rank))
@@ -114,12 +121,13 @@ def main(arguments: list[str]) -> None:
         raise UserError(
             f"In {tuning.data} the assistant's turns begin beyond the context of {context} tokens; shorten it."
         )
+    learned = Learned(len(trainer.train_dataset), len(trainer.eval_dataset["chats"]), "chats")
     tokens = trainer.train_dataset.select_columns(["input_ids", "labels"])
     trainer.train_dataset = original.mixed_into(tokens, tuning.replay_fraction)
 
     before = losses(trainer)
     trainer.train()
-    save(trainer, tokenizer, tuning, before)
+    save(trainer, tokenizer, tuning, before, learned, question(chats["test"][0]["messages"], tokenizer))
 
 
 if __name__ == "__main__":

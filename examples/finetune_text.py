@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from command_line import run
 from errors import UserError
 from examples.tuning import (
+    Learned,
     Tuning,
     load,
     lora,
@@ -25,6 +26,8 @@ from examples.tuning import (
     shared_settings,
     splits,
 )
+
+OPENING_TOKENS = 8  # of held-out text, as a prompt to try the model with
 
 
 def read_texts(tuning: Tuning) -> list[str]:
@@ -70,7 +73,11 @@ def main(arguments: list[str]) -> None:
     )
     before = losses(trainer)
     trainer.train()
-    save(trainer, tokenizer, tuning, before)
+    learned = Learned(
+        len(texts["train"]), len(texts["test"]), f"windows of {model.config.max_position_embeddings} tokens"
+    )
+    opening = tokenizer.decode(texts["test"][0]["input_ids"][:OPENING_TOKENS])
+    save(trainer, tokenizer, tuning, before, learned, opening)
 
 
 if __name__ == "__main__":

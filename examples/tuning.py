@@ -7,6 +7,7 @@ OUT/
 """
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -272,8 +273,24 @@ def losses(trainer: Trainer) -> dict[str, float]:
     return {name: metrics[f"eval_{name}_loss"] for name in trainer.eval_dataset}
 
 
-def save(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, before: dict[str, float]) -> None:
-    """Writes the folder; prints what was learned and what was forgotten."""
+@dataclass(frozen=True)
+class Learned:
+    """Number of new examples, without the replayed ones."""
+
+    trained: int
+    held_out: int
+    unit: str  # chats, windows of 64 tokens
+
+
+def save(
+    trainer: Trainer,
+    tokenizer: PreTrainedTokenizerBase,
+    tuning: Tuning,
+    before: dict[str, float],
+    learned: Learned,
+    prompt: str,
+) -> None:
+    """Writes the folder; prints the losses before and after, and the next commands, which begin with `prompt`."""
     after = losses(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if tuning.lora_rank:
@@ -284,18 +301,38 @@ def save(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, b
     vocabulary.save(tokenizer, tuning.folder, model.config.max_position_embeddings)
     rows = (f"| {name} | {old:.4f} | {after[name]:.4f} | {after[name] - old:+.4f} |" for name, old in before.items())
     table = "\n".join(["| held-out loss | before | after | change |", "|---|--:|--:|--:|", *rows])
-    (tuning.folder / "README.md").write_text(card(trainer, tokenizer, tuning, table), encoding="utf-8")
-    print(f"{table}\n{tuning.folder} holds the model.")
+    (tuning.folder / "README.md").write_text(card(model, trainer, tokenizer, tuning, table, learned), encoding="utf-8")
+    folder = shlex.quote(str(tuning.folder))
+    print(
+        f"{table}\n{tuning.folder} holds the model. Next:\n"
+        f"  python generate.py {folder} --prompt {shlex.quote(prompt)}\n"
+        f"  python push_to_hub.py {folder} --repo_id YOUR_NAME/{shlex.quote(tuning.folder.name)}"
+    )
 
 
-def card(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, table: str) -> str:
-    """The model card, without a path of this machine."""
+def card(
+    model: PreTrainedModel,
+    trainer: Trainer,
+    tokenizer: PreTrainedTokenizerBase,
+    tuning: Tuning,
+    table: str,
+    learned: Learned,
+) -> str:
+    """Return the model card, without a path of this machine. When it is published, its section Use is replaced."""
     base = None if Path(tuning.model).exists() else tuning.model
     tags = ["gpt2scratch", "fine-tuned"]
     metadata = ModelCardData(library_name="transformers", pipeline_tag="text-generation", base_model=base, tags=tags)
     method = f"LoRA of rank {tuning.lora_rank} on attention and MLP, merged" if tuning.lora_rank else "all weights"
     libraries = dict.fromkeys([type(trainer).__module__.split(".")[0], "transformers", "torch"])
     libraries |= {"peft": None} if tuning.lora_rank else {}
+    context, replayed = model.config.max_position_embeddings, len(trainer.train_dataset) - learned.trained
+    share = (
+        f"{replayed:,} windows of {context} tokens, {tuning.replay_fraction:.0%} of all examples"
+        if replayed
+        else "none"
+    )
+    original = ", and on held-out text of its pre-training (`original`)" if "| original |" in table else ""
+    name = tuning.folder.name if tuning.folder.is_absolute() else tuning.folder.as_posix()
     prompt = '[{"role": "user", "content": "Hello"}]' if tokenizer.chat_template else '"Once"'
     return f"""---
 {metadata.to_yaml()}
@@ -303,21 +340,30 @@ def card(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, t
 
 # {tuning.folder.name}
 
-{tuning.name}, fine-tuned on {len(trainer.train_dataset):,} examples of {Path(tuning.data).name}.
+{tuning.name}, fine-tuned on {learned.trained:,} {learned.unit} of {Path(tuning.data).name}: {model.num_parameters():,}
+parameters, a context of {context} tokens.
+
+## Results
 
 {table}
+
+Loss in nats per token, on {learned.held_out:,} other {learned.unit} of the same file{original}.
+
+## Training
 
 | | |
 |---|---|
 | trained | {method} |
 | learning rate, epochs, seed | {tuning.learning_rate:g}, {tuning.num_train_epochs:g}, {tuning.seed} |
-| replayed original text | {tuning.replay_fraction:.0%} of the examples |
+| replayed original text | {share} |
 | libraries | {", ".join(f"{name} {version(name)}" for name in libraries)} |
+
+## Use
 
 ```python
 from transformers import pipeline
 
-generator = pipeline("text-generation", model="{tuning.folder.name}", trust_remote_code=True)
+generator = pipeline("text-generation", model="{name}", trust_remote_code=True)
 generator({prompt})
 ```
 """

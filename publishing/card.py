@@ -5,10 +5,13 @@ import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig
 
+from errors import UserError
 from publishing.evaluations import evaluations, table
 from publishing.source import Source
 from tokenizer import vocabulary
@@ -18,6 +21,8 @@ from training.evaluation.findings import found_of
 from training.reporting.report import split_at_headings
 from training.sampling import read_samples
 
+# Metadata of a model folder's own card that its new one keeps, unless the command says otherwise.
+KEPT = ("base_model", "datasets", "language", "license")
 # In the card; the one on the Hub is kept as it is once this line is taken out of it.
 WRITTEN = "<!-- Written by push_to_hub.py, which writes it anew each time. Take out this line to keep your changes. -->"
 
@@ -45,14 +50,14 @@ def model_card(source: Source, edition: Edition) -> str:
     found = found_of(source.run, source.model) if source.run is not None else sections.pop("Evaluation", "")
     body["Evaluation"] = "\n\n".join(filter(None, [found, table(source)]))
     body |= {k: v for k, v in sections.items() if k not in ("Use", "Evaluation")}
+    metadata = _metadata(source, edition)
     no_licence = "None was given: ask the author before you use the weights for more than looking."
-    body["Licence"] = edition.licence or sections.get("Licence") or no_licence
+    body["Licence"] = edition.licence or sections.get("Licence") or metadata.license or no_licence
     body["Citation"] = _citation(edition.repo_id)
     text = "\n\n".join(
         f"## {heading}\n\n{content}" if heading else content for heading, content in body.items() if content
     )
-    metadata = _metadata(source, edition).to_yaml()
-    return str(ModelCard(f"---\n{metadata}\n---\n\n{WRITTEN}\n\n# {edition.repo_id}\n\n{text}\n"))
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{WRITTEN}\n\n# {edition.repo_id}\n\n{text}\n"))
 
 
 def is_kept(card: str) -> bool:
@@ -101,6 +106,8 @@ def _some_text(source: Source, context: int, new_tokens: int) -> tuple[str, str]
         text = next((text for texts in reversed(samples.values()) for text in texts if text), text)
         prompts = [prompt for prompt in source.config.sampling.sample_prompts if prompt]
     tokenizer = vocabulary.load(source.model)
+    if tokenizer.chat_template is not None:
+        prompts = [*prompts, "Hello"]
     if vocabulary.is_character(tokenizer):
         known = tokenizer.get_vocab()
         text = "".join(character for character in text if character in known) or "".join(sorted(known)[:context])
@@ -122,6 +129,7 @@ def _ways_to_use(source: Source, edition: Edition) -> list[str]:
     context = AutoConfig.from_pretrained(source.model).n_positions
     new_tokens = min(30, context // 2)
     quoted, text = (json.dumps(words, ensure_ascii=False) for words in _some_text(source, context, new_tokens))
+    asked = _asked(source, quoted, new_tokens)
     paragraphs = [
         f"""In one line:
 
@@ -129,7 +137,7 @@ def _ways_to_use(source: Source, edition: Edition) -> list[str]:
 from transformers import pipeline
 
 pipe = pipeline("text-generation", {", ".join([f'model="{repo_id}"', *more])})
-{_one_line_of(source, quoted, new_tokens)}
+{asked[0]}
 ```""",
         f"""By hand:
 
@@ -138,8 +146,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained({arguments})
 model = AutoModelForCausalLM.from_pretrained({arguments})
-inputs = tokenizer({quoted}, return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens={new_tokens})[0]))
+{asked[1]}
 ```""",
         f"""How likely is a text? In bits per byte:
 
@@ -168,11 +175,22 @@ print(nats / math.log(2) / len(text.encode()))
     return paragraphs
 
 
-def _one_line_of(source: Source, prompt: str, new_tokens: int) -> str:
-    """What a pipeline is asked: a model that was taught to chat, a question."""
+def _asked(source: Source, prompt: str, new_tokens: int) -> tuple[str, str]:
+    """Return how a pipeline, and the model itself, are asked: with a chat if the tokenizer has a chat template."""
     if vocabulary.load(source.model).chat_template is None:
-        return f'print(pipe({prompt}, max_new_tokens={new_tokens}, do_sample=True)[0]["generated_text"])'
-    return f'print(pipe([{{"role": "user", "content": {prompt}}}])[0]["generated_text"][-1]["content"])'
+        return (
+            f'print(pipe({prompt}, max_new_tokens={new_tokens}, do_sample=True)[0]["generated_text"])',
+            f"""inputs = tokenizer({prompt}, return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens={new_tokens})[0]))""",
+        )
+    chat = f'[{{"role": "user", "content": {prompt}}}]'
+    return (
+        f'print(pipe({chat}, max_new_tokens={new_tokens})[0]["generated_text"][-1]["content"])',
+        f"""chat = {chat}
+inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+output = model.generate(**inputs, max_new_tokens={new_tokens})[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(output, skip_special_tokens=True))""",
+    )
 
 
 def _citation(repo_id: str) -> str:
@@ -191,18 +209,36 @@ The architecture is that of Radford et al., Language Models are Unsupervised Mul
 
 
 def _metadata(source: Source, edition: Edition) -> ModelCardData:
-    tags = ["gpt2scratch" if edition.has_code else "gpt2"] + ["from-scratch"] * (source.run is not None)
-    data = {} if source.run is None else {"datasets": _datasets(source.config) or None}
+    own = ["gpt2scratch" if edition.has_code else "gpt2"] + ["from-scratch"] * (source.run is not None)
+    brought = {} if source.run is not None else _brought(source.model / "README.md")
+    further = [tag for tag in brought.get("tags") or [] if tag not in ("gpt2scratch", "gpt2")]
+    kept = {name: brought[name] for name in KEPT if name in brought}
+    given = {"license": edition.licence, "language": edition.language}
+    given["datasets"] = _datasets(source.config) if source.run is not None else []
     results = evaluations(source) if source.run is not None else []
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        license=edition.licence,
-        language=edition.language or None,
-        tags=tags,
-        **data,
+        tags=own + further,
+        **kept | {name: value for name, value in given.items() if value},
         **({"model_name": edition.repo_id.split("/")[1], "eval_results": results} if results else {}),
     )
+
+
+def _brought(readme: Path) -> dict[str, Any]:
+    """The metadata of a card.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if not readme.is_file():
+        return {}
+    try:
+        return ModelCard(
+            readme.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True
+        ).data.to_dict()
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"The metadata of {readme} is not YAML: {' '.join(str(error).split())}; correct it.") from error
 
 
 def _datasets(config: TrainConfig) -> list[str]:

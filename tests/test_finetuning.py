@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,12 @@ pytest.importorskip("peft", reason="fine-tuning needs peft")
 pytest.importorskip("trl", reason="fine-tuning on chats needs trl")
 
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import push_to_hub
 from conftest import prose, trained
 from errors import UserError
 from examples import finetune_chat, finetune_text
@@ -106,7 +109,44 @@ def test_what_was_left_out_is_chosen_and_said(tuned):
     assert said in tuned[1]
     card = (tuned[0] / "README.md").read_text()
     assert "| learning rate, epochs, seed | 0.0074, 3, 1337 |" in card
-    assert "| replayed original text | 50% of the examples |" in card
+    assert "fine-tuned on 405 chats of chats.jsonl: 122,368\nparameters" in card
+    assert "| replayed original text | 405 windows of 48 tokens, 50% of all examples |" in card
+    assert "Loss in nats per token, on 45 other chats of the same file, and on held-out text" in card
+    commands = tuned[1].split("holds the model. Next:\n")[1]
+    assert f"  python push_to_hub.py {tuned[0]} --repo_id YOUR_NAME/model\n" in commands
+    [_, prompt] = shlex.split(commands.split("\n  python push")[0])[-2:]
+    assert re.fullmatch(r"User:\n(Who is he|Are they on it|Was it his)\?\n\nAssistant:\n", prompt)
+
+
+def test_the_published_card_is_of_the_published_model(tuned, tmp_path):
+    metadata = "---\nbase_model: me/base\nlicense: mit\ntags:\n- gpt2scratch\n- fine-tuned\n---\n"
+    model = shutil.copytree(tuned[0], tmp_path / "model", ignore=shutil.ignore_patterns("adapter"))
+    _, _, text = (model / "README.md").read_text().split("---\n", 2)
+    (model / "README.md").write_text(metadata + text)
+    push_to_hub.main([str(model), "--repo_id", "me/talks", "--dry_run"])
+    card = ModelCard.load(tmp_path / "model-hub" / "README.md")
+    assert card.data.to_dict() == {
+        "base_model": "me/base",
+        "library_name": "transformers",
+        "license": "mit",
+        "pipeline_tag": "text-generation",
+        "tags": ["gpt2scratch", "fine-tuned"],
+    }
+    assert "## Licence\n\nmit\n" in card.text
+    blocks = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
+    named = [name for block in blocks for name in re.findall(r'(?:pretrained\(|model=)"(.*?)"', block)]
+    assert named == ["me/talks"] * 5
+    for block in blocks[:2]:
+        assert '[{"role": "user", "content": "Hello"}]' in block
+        script = block.replace('"me/talks"', repr(str(tmp_path / "model-hub")))
+        environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert 0 < len(done.stdout.strip()) < 40
+        assert "User" not in done.stdout
+    (model / "README.md").write_text("---\ntags: [\n---\n")
+    with pytest.raises(UserError, match=r"The metadata of .*README\.md is not YAML: "):
+        push_to_hub.main([str(model), "--repo_id", "me/talks", "--dry_run"])
 
 
 @pytest.mark.parametrize(("width", "with_lora", "all_weights"), [(192, 3.1e-3, 3.1e-4), (768, 1.1e-3, 1.1e-4)])
