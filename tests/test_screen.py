@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conftest import REPOSITORY, TINY, flags
-from training.reporting.screen import View, clock, perplexity, sparkline
+from training.reporting.screen import Screen, View, clock, perplexity, sparkline
 
 ENTRY = {
     "step": 100,
@@ -39,6 +39,20 @@ def test_a_log_line_of_steps_that_were_not_finite():
         View(entry, 1.0, 1.0, None).line()
         == "no finite loss  (10 skipped: not finite)  lr 6.00e-04  peak 1.0 GB  ETA 0:01"
     )
+
+
+def test_the_best_is_claimed_by_the_loss_that_compares(capsys):
+    early = {"step": 400, "eval_loss": 3.3, "eval_perplexity": 27.1126, "eval_bits_per_byte": 1.5}
+    last = early | {"step": 800, "eval_loss": 3.4, "eval_sampled_loss": 3.25}
+    screen = Screen(800, 0, [])
+    for entry, best in ((early, early), (last, last), (early | {"step": 600, "eval_loss": 3.35}, early)):
+        screen.validated(entry, best)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 400: validation loss 3.3000, perplexity 27.11, 1.500 bits per byte (the best so far)",
+        "step 800: validation loss 3.4000, perplexity 27.11, 1.500 bits per byte on all held-out text, loss 3.2500 on the "
+        "sample (the best so far)",
+        "step 600: validation loss 3.3500, perplexity 27.11, 1.500 bits per byte (the best was 3.3000 at step 400)",
+    ]
 
 
 @pytest.mark.parametrize(

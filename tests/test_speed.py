@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_hours_leave_out_the_time_between_a_kill_and_the_next_start(tmp_path):
 
 def test_the_report_sums_up_the_log_lines(store, tmp_path):
     folder = RunFolder(tmp_path)
-    folder.config.write_text("seed: 1\n")
+    folder.config.write_text("data: data/mine\n")
     lines = ['{"step": 1, "loss": 9.0, "tokens": 64, "peak_memory_gb": 10.9, "seconds_to_first_step": 41.3}']
     lines += [
         f'{{"step": {2 + i}, "loss": 5.0, "tokens": {128 + 64 * i}, "tokens_per_second": {600_000 + 10_000 * i}, '
@@ -123,6 +124,13 @@ def test_the_report_sums_up_the_log_lines(store, tmp_path):
     folder.metrics.write_text("\n".join(lines) + "\n")
     about = About(GPT2ScratchConfig(), 134_601_216, store.metadata, 700.0)
     write_report(folder, about)
+    assert " --config config.yaml --data data/mine\n" in folder.report.read_text()
+    folder.config.write_text("data: /home/me/mine\n")
+    write_report(folder, about)
+    assert " --config config.yaml --data path/to/mine\n" in folder.report.read_text()
+    folder.config.write_text(f"data: {Path.cwd() / 'data' / 'my texts'}\n")
+    write_report(folder, about)
+    assert " --config config.yaml --data 'data/my texts'\n" in folder.report.read_text()
     assert folder.report.read_text().split("## Speed\n\n")[1].split("\n\n## ")[0].splitlines() == [
         "| | median | 10th to 90th percentile |",
         "|---|--:|--:|",

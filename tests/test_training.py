@@ -128,7 +128,7 @@ def test_evaluation_scores_every_token_of_the_split_once(train, store, tmp_path)
     assert scored["eval_bits_per_byte"] == pytest.approx(bits, abs=1e-5)
 
 
-def test_the_last_validation_also_scores_what_those_before_did(train, store, tmp_path):
+def test_the_last_validation_also_scores_what_those_before_did(train, store, tmp_path, capsys):
     run = train(tmp_path / "run", max_eval_samples=2)
     first, last = (entry for entry in metrics(run) if "eval_loss" in entry)
     assert (first["eval_tokens"], last["eval_tokens"]) == (
@@ -144,7 +144,16 @@ def test_the_last_validation_also_scores_what_those_before_did(train, store, tmp
     assert last["eval_sampled_loss"] == pytest.approx(sampled, abs=1e-5)
     assert comparable_loss(last) == last["eval_sampled_loss"] != last["eval_loss"]
     assert comparable_loss(first) == first["eval_loss"]
-    assert "those before it a sample." in (run / "report.md").read_text()
+    said, report = capsys.readouterr().out, (run / "report.md").read_text()
+    assert re.search(
+        rf"step 6: validation loss {last['eval_loss']:.4f}, perplexity [\d.]+, [\d.]+ bits per byte on all held-out text, "
+        rf"loss {sampled:.4f} on the sample \(the best so far\)\n",
+        said,
+    )
+    assert f"on the sample: the lowest is {sampled:.4f}, at step 6." in " ".join(report.split())
+    for entry, loss in ((first, first["eval_loss"]), (last, sampled)):
+        row = rf"\| {entry['step']} \| [\d.]+ \| [\d.]+ \| {entry['eval_loss']:.4f} \| {loss:.4f} \| "
+        assert re.search(row, report)
 
 
 IN_ONE_EPOCH = {"max_steps": 10, "save_steps": 5}

@@ -16,7 +16,7 @@ from training.reliability.health import Reading
 from training.reliability.run_folder import RunFolder
 from training.reliability.status import hours, record
 from training.reporting.diagnosis import Advice, Diagnosis
-from training.reporting.metrics import best_step, read_metrics
+from training.reporting.metrics import best_evaluation, read_metrics
 from training.reporting.screen import Screen, View
 from training.reporting.speed import Speed
 from training.reporting.trackers import for_trackers
@@ -111,7 +111,7 @@ class Journal:
         entry = {"step": step, "epoch": round(epoch, 4), **metrics}
         self._write(entry, step)
         if self.main:
-            self.screen.validated(step, metrics, best_step(self.folder.metrics))
+            self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)))
             self._advise(step, self.diagnosis.look(entry))
 
     def show_progress(self, what: str, share: float) -> None:

@@ -35,13 +35,23 @@ def has_evaluation(path: Path, step: int) -> bool:
 
 def best_step(path: Path) -> int | None:
     """The step with the lowest validation loss."""
-    scored = [entry for entry in read_metrics(path) if "eval_loss" in entry]
-    return min(scored, key=comparable_loss)["step"] if scored else None
+    best = best_evaluation(read_metrics(path))
+    return best["step"] if best is not None else None
+
+
+def best_evaluation(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The validation with the lowest comparable loss."""
+    return min((entry for entry in entries if "eval_loss" in entry), key=comparable_loss, default=None)
 
 
 def comparable_loss(entry: dict[str, Any]) -> float:
     """Of a validation, on the text that all of a run's validations score: its last one scores more."""
     return entry.get("eval_sampled_loss", entry["eval_loss"])
+
+
+def scores_more(entry: dict[str, Any]) -> bool:
+    """Whether a validation scored more than the sample, so that its loss compares with no other."""
+    return comparable_loss(entry) != entry["eval_loss"]
 
 
 def seconds_until(entries: list[dict[str, Any]]) -> dict[int, float]:

@@ -20,7 +20,7 @@ from training.planning.cost import describe_cost
 from training.planning.flops import flops_per_token
 from training.reliability.run_folder import RunFolder
 from training.reliability.status import hours, starts_in_force
-from training.reporting.metrics import read_metrics, seconds_until
+from training.reporting.metrics import best_evaluation, comparable_loss, read_metrics, scores_more, seconds_until
 from training.reporting.plots import plot_course, plot_loss
 from training.reporting.screen import clock, perplexity
 from training.sampling import fenced, read_samples
@@ -128,26 +128,39 @@ def _results(entries: list[dict[str, Any]], samples: dict[int, list[str]]) -> st
         return ""
     logged = {entry["step"]: entry for entry in entries if "loss" in entry}
     seconds = seconds_until(entries)
-    rows = [
-        "| step | epoch | training loss | validation loss | perplexity | bits per byte | tokens/s | time | what it wrote |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
+    sampled = any(map(scores_more, scored))  # then losses compare on the sample alone
+    header = ["step", "epoch", "training loss", "validation loss", *["on the sample"] * sampled, "perplexity"]
+    header += ["bits per byte", "tokens/s", "time", "what it wrote"]
+    rows = [header, ["--:"] * (len(header) - 1) + ["---"]]
     for entry in evenly(scored, MOST_ROWS):
         step, before = entry["step"], logged.get(entry["step"], {})
-        train = f"{before['loss']:.3f}" if before else ""
-        speed = f"{before['tokens_per_second']:,.0f}" if "tokens_per_second" in before else ""
-        said = _cell(samples[step][0]) if samples.get(step) else ""
         rows.append(
-            f"| {step:,} | {entry['epoch']:.2f} | {train} | {entry['eval_loss']:.4f} | {perplexity(entry['eval_perplexity'])} "
-            f"| {entry['eval_bits_per_byte']:.3f} | {speed} | {clock(seconds.get(step, 0))} | {said} |"
+            [
+                f"{step:,}",
+                f"{entry['epoch']:.2f}",
+                f"{before['loss']:.3f}" if before else "",
+                f"{entry['eval_loss']:.4f}",
+                *[f"{comparable_loss(entry):.4f}"] * sampled,
+                perplexity(entry["eval_perplexity"]),
+                f"{entry['eval_bits_per_byte']:.3f}",
+                f"{before['tokens_per_second']:,.0f}" if "tokens_per_second" in before else "",
+                clock(seconds.get(step, 0)),
+                _cell(samples[step][0]) if samples.get(step) else "",
+            ]
         )
-    skipped = len(scored) - len(rows) + 2
-    note = f" {skipped} of {len(scored)} validations are left out here." if skipped else ""
-    if scored[0]["eval_tokens"] < scored[-1]["eval_tokens"]:
-        note += " The last validation scores all of the held-out text, those before it a sample."
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    best = best_evaluation(scored)
+    note = f"The lowest validation loss is {comparable_loss(best):.4f}, at step {best['step']:,}."
+    if sampled:
+        note = (
+            "The validation at the end of a run scores all of the held-out text, the others a sample of it. Losses compare on the "
+            f"sample: the lowest is {comparable_loss(best):.4f}, at step {best['step']:,}."
+        )
+    if skipped := len(scored) - len(rows) + 2:
+        note += f" {skipped} of {len(scored)} validations are left out here."
     return (
-        "## Results\n\n" + "\n".join(rows) + "\n\nLoss in nats a token; bits per byte compare models of any tokenizer. "
-        f"Time is that of the steps alone.{note}"
+        f"## Results\n\n{table}\n\nLoss in nats per token; bits per byte compare models of any tokenizer. Time is that of the "
+        f"steps alone. {note}"
     )
 
 
@@ -203,15 +216,21 @@ def public_name(source: str, data: Metadata) -> str:
 def _training(settings: dict[str, Any], starts: list[dict[str, Any]], data: Metadata) -> str:
     shown = {name: value for name, value in settings.items() if not _is_private(name, value)}
     lines = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-    text = public_name(str(settings.get("data", "my.txt")), data)
     changes = [f"- after step {start['step']:,}: {change}" for start in starts for change in start.get("changes", [])]
+    lead = "The settings below, saved as `config.yaml`, train it again:"
+    if changes:
+        lead = (
+            "The settings below are the last ones. Saved as `config.yaml`, they train another run from its first step:"
+        )
     history = "\n\n".join(filter(None, [_environments(starts), _changes(changes)]))
     return f"""## Training
 
 {history}
 
+{lead}
+
 ```bash
-accelerate launch --quiet train_accelerate.py --config config.yaml --data {shlex.quote(text)}
+accelerate launch --quiet train_accelerate.py --config config.yaml --data {shlex.quote(_as_typed(settings["data"]))}
 ```
 
 <details>
@@ -238,9 +257,17 @@ def _changes(changes: list[str]) -> str:
     return "Settings that changed when the run was resumed:\n\n" + "\n".join(changes)
 
 
+def _as_typed(data: str) -> str:
+    """The value of `--data`; of an absolute path outside of the current folder, which names places of this machine, the end."""
+    path = PurePath(data)
+    if not path.is_absolute():
+        return data
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else PurePath("path/to", path.name))
+
+
 def _is_private(name: str, value: Any) -> bool:
     """Whether it names a place of the machine that the run was made on."""
-    return name in ("data", "tokenizer", "backup_dir") or (isinstance(value, str) and PurePath(value).is_absolute())
+    return name in ("data", "backup_dir") or (isinstance(value, str) and PurePath(value).is_absolute())
 
 
 def _speed(entries: list[dict[str, Any]], model: GPT2ScratchConfig) -> str:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from training.reporting.metrics import comparable_loss, scores_more
 from training.reporting.speed import in_words
 
 # A notebook gives its commands a terminal, but keeps all that they ever wrote to it: lines, not four pictures a second.
@@ -132,14 +133,22 @@ class Screen:
     def _draws(self) -> bool:
         return self.console.encoding.startswith("utf") and len(self.losses) > 1
 
-    def validated(self, step: int, metrics: dict[str, float], best: int) -> None:
-        told = f"loss {metrics['eval_loss']:.4f}, perplexity {perplexity(metrics['eval_perplexity'])}, "
-        told += f"{metrics['eval_bits_per_byte']:.3f} bits per byte"
-        self.say(f"step {step}: validation {told}")
+    def validated(self, entry: dict[str, Any], best: dict[str, Any]) -> None:
+        """Shows a validation and whether it is the best, by the loss that all validations of a run have in common."""
+        step, loss = (
+            entry["step"],
+            f"loss {entry['eval_loss']:.4f}, perplexity {perplexity(entry['eval_perplexity'])}, ",
+        )
+        loss += f"{entry['eval_bits_per_byte']:.3f} bits per byte"
+        if scores_more(entry):
+            loss += f" on all held-out text, loss {comparable_loss(entry):.4f} on the sample"
+        note = "the best so far"
+        if best["step"] != step:
+            note = f"the best was {comparable_loss(best):.4f} at step {best['step']:,}"
+        self.say(f"step {step}: validation {loss} ({note})")
         if self.live is not None:
-            note = "the best so far" if best == step else f"the best was at step {best:,}"
             self.bar.update(self.task, left=self.left)
-            self.rows["validate"] = f"{told}, at step {step:,} ({note})"
+            self.rows["validate"] = f"{loss}, at step {step:,} ({note})"
             self.live.update(self._picture())
 
     def show_progress(self, what: str, share: float) -> None:
