@@ -1,4 +1,4 @@
-"""What the user can mend. Imports nothing, so that worker processes start at once."""
+"""Messages to the user. Imports nothing, so that worker processes start at once."""
 
 
 class UserError(Exception):
@@ -8,3 +8,8 @@ class UserError(Exception):
     """
 
     is_said = False  # by another process
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """Return `1 file` or `1,234 files`; `many`: a plural that does not end in s."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"

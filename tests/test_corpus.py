@@ -426,13 +426,13 @@ def test_a_file_that_goes_away_before_it_is_read_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("a.txt", "", "1 blank documents"),
-        ("a.txt", " \n", "1 blank documents"),
-        ("a.bin", b"\0\1", "1 binary files"),
+        ("a.txt", "", "1 blank document"),
+        ("a.txt", " \n", "1 blank document"),
+        ("a.bin", b"\0\1", "1 binary file"),
         ("a.jsonl", "", "nothing was found"),
         ("a.jsonl", "\n\n", "nothing was found"),
-        ("a.jsonl", '{"text": " "}\n', "1 blank documents"),
-        ("a.jsonl", "broken\n", "1 records without text"),
+        ("a.jsonl", '{"text": " "}\n', "1 blank document"),
+        ("a.jsonl", "broken\n", "1 record without text"),
         ("a.csv", "", "nothing was found"),
         ("a.csv", "text,id\n", "nothing was found"),
     ],
@@ -449,7 +449,7 @@ def test_blank_documents_and_binary_files_are_left_out_and_counted(tmp_path):
     texts, counts = read(tmp_path)
     assert texts == ["text", "\n more"]
     assert (counts.documents, counts.blank, counts.binary_files) == (2, 2, 1)
-    assert corpus(tmp_path).left_out_words(counts) == "2 blank documents, 1 binary files"
+    assert corpus(tmp_path).left_out_words(counts) == "2 blank documents, 1 binary file"
 
 
 @pytest.mark.parametrize(("bad", "refused"), [(10, False), (11, True)])
@@ -501,18 +501,18 @@ def test_a_check_on_the_way_counts_on_the_text_that_is_still_to_come(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("a.txt", b"one\xff", r"1 bytes that are not UTF-8\).*; the first in \S*/a.txt, line 1\.$"),
+        ("a.txt", b"one\xff", r"1 byte that is not UTF-8\).*; the first in \S*/a.txt, line 1\.$"),
         (
             "a.txt",
             GOOD.encode() + b"\n\ntwo \xe2\x82",
             r"2 bytes that are not UTF-8\).*; the first in \S*/a.txt, line 3\.$",
         ),
-        ("a.dat", b"\x00\x01\x02", r"1 binary files\).*; the first in \S*/a.dat\.$"),
-        ("a.jsonl", b'{"text": "one"}\n\nbroken\n', r"1 records without text\).*; the first in \S*/a.jsonl, line 3\.$"),
-        ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}', r"1 bytes .*; the first in \S*/a.jsonl, line 2\.$"),
-        ("a.csv", b"text,id\none,1\n\xff,2\n", r"1 bytes that are not UTF-8\).*; the first in \S*/a.csv, line 3\.$"),
-        ("a.json", b'[{"text": "one"}, {"text": 5}]', r"1 records .*; the first in \S*/a.json, record 2\.$"),
-        ("a.txt", b"x" * (1 << 20 | 1), r"1 runs without a place to cut\).*; the first in \S*/a.txt\.$"),
+        ("a.dat", b"\x00\x01\x02", r"1 binary file\).*; the first in \S*/a.dat\.$"),
+        ("a.jsonl", b'{"text": "one"}\n\nbroken\n', r"1 record without text\).*; the first in \S*/a.jsonl, line 3\.$"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}', r"1 byte .*; the first in \S*/a.jsonl, line 2\.$"),
+        ("a.csv", b"text,id\none,1\n\xff,2\n", r"1 byte that is not UTF-8\).*; the first in \S*/a.csv, line 3\.$"),
+        ("a.json", b'[{"text": "one"}, {"text": 5}]', r"1 record .*; the first in \S*/a.json, record 2\.$"),
+        ("a.txt", b"x" * (1 << 20 | 1), r"1 run without a place to cut\).*; the first in \S*/a.txt\.$"),
     ],
 )
 def test_strict_refuses_what_is_otherwise_mended_and_says_where_it_stands(tmp_path, name, content, what):

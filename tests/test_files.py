@@ -106,7 +106,7 @@ def test_frames_of_unknown_size_are_read(tmp_path):
 def test_an_archive_of_nothing_is_a_blank_document(tmp_path, suffix):
     path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](b""))
     assert content(path) == b""
-    assert refusal(path) == f"{path} holds no text: 1 blank documents."
+    assert refusal(path) == f"{path} holds no text: 1 blank document."
 
 
 def test_characters_across_blocks_of_an_archive_are_kept(tmp_path, suffix):

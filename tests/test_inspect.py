@@ -51,7 +51,9 @@ def test_it_shows_what_is_in_it(store, original, capsys):
         for number in (split.tokens, split.documents, split.bytes):
             assert f" {number:,} " in shown
     assert original.metadata.train.documents + original.metadata.val.documents == 300
-    assert "left out or mended: 2 records without text; examples in" in shown
+    assert (
+        "  302 documents found, 300 in the store\n  left out or changed: 2 records without text; examples in" in shown
+    )
     assert shown.endswith("Every hash is right, and so are the indexes; every id is in the vocabulary.\n")
 
 
@@ -109,7 +111,7 @@ def test_what_is_not_there_is_said(store, arguments, sentence):
 
 def test_the_report_says_what_was_left_out_and_changed_with_examples(store):
     text = (store / "report.md").read_text(encoding="utf-8")
-    assert "300 documents, " in text
+    assert "302 documents found, 300 in the store; " in text
     assert "- 2 records without text, the first in " in text
     assert "### lenient.invisible: 300 documents changed, 300 characters less" in text
     section = text.split("### lenient.invisible")[1].split("\n\n")[1]

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from conftest import REPOSITORY
+from conftest import REPOSITORY, prose
 from errors import UserError
 from tokenizer import vocabulary
 from tokenizer.making import Making
@@ -70,7 +70,9 @@ def test_text_becomes_a_store_in_one_command(launch, tmp_path, text):
     done = launch("-m", "tokenizer.pretokenize", "--input", text, f"--output={output}", "--vocab-size", "300")
     assert (done.returncode, done.stderr) == (0, "")
     assert decoded(output) == LINES + "<|endoftext|>"
-    assert done.stdout.splitlines()[-1].startswith("1 documents, 0.0 MB -> ")
+    assert done.stdout.splitlines()[-1].startswith(
+        "1 document found, 2 in the store, of 0.0 MB read (left out or changed: 1 document split in two"
+    )
     command = json.loads((output / "metadata.json").read_text(encoding="utf-8"))["command"]
     assert command.startswith(f"python -m tokenizer.pretokenize --input '{text}'")
 
@@ -335,3 +337,31 @@ def test_a_failed_run_says_so_and_leaves_nothing_that_looks_finished(tmp_path):
     (tmp_path / "blank.txt").write_text(" \n" * 100)
     assert "blank.txt holds no text" in refused("--input", tmp_path / "blank.txt", "--output", tmp_path / "store")
     assert not os.path.lexists(tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (
+            [],
+            "10 documents found, 5 in the store, of 0.0 MB read (left out or changed: 1 blank document; 3 documents dropped by "
+            "quality.short; 2 documents that repeat an earlier one; 1 document split in two, the end for validation)",
+        ),
+        (
+            ["--weights", "2"],
+            "10 documents found, 9 in the store, of 0.0 MB read (left out or changed: 1 blank document; 3 documents dropped by "
+            "quality.short; 2 documents that repeat an earlier one; 5 documents more after --weights and a split for validation)",
+        ),
+    ],
+)
+def test_documents_found_left_out_and_kept_add_up(tmp_path, capsys, more, expected):
+    texts = [prose(i % 4, 400) for i in range(6)] + ["7 7 7 7"] * 3 + ["\n"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    flags = ["--cleaning", "normalize", "quality", "--dedup", "exact", *more]
+    pretokenize("--input", tmp_path / "a.jsonl", "--output", tmp_path / "store", *SMALL, *flags)
+    assert capsys.readouterr().out.splitlines()[-1].split(" -> ")[0] == expected
+    metadata = TokenStore(tmp_path / "store").metadata
+    kept = expected.split(" in the store")[0].split(", ")[1]
+    assert metadata.train.documents + metadata.val.documents == int(kept)
+    documents = expected.split(", of ")[0]
+    assert documents in (tmp_path / "store" / "report.md").read_text()

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from errors import UserError
+from errors import UserError, counted
 from tokenizer import chat, documents, files
 from tokenizer.documents import PIECE_BYTES, Counts, Stretch
 from tokenizer.hub import HubDataset
@@ -39,12 +39,13 @@ NOT_LIBRARY_SOURCE = {
 
 UNCLEAN = ("bad_bytes", "empty_records", "binary_files", "cut_words")
 LEFT_OUT = {
-    "blank": "blank documents",
-    "binary_files": "binary files",
-    "bad_bytes": "bytes that are not UTF-8",
-    "empty_records": "records without text",
-    "cut_words": "runs without a place to cut",
+    "blank": ("blank document", None),
+    "binary_files": ("binary file", None),
+    "bad_bytes": ("byte that is not UTF-8", "bytes that are not UTF-8"),
+    "empty_records": ("record without text", "records without text"),
+    "cut_words": ("run without a place to cut", "runs without a place to cut"),
 }
+LINK = ("link that was not followed", "links that were not followed")
 
 
 @dataclass
@@ -166,7 +167,7 @@ class Corpus:
         return sum(self.text_sizes)
 
     def describe(self) -> str:
-        return f"{', '.join(self.inputs)} ({len(self.all_files):,} files, {self.size / 1e6:.1f} MB)"
+        return f"{', '.join(self.inputs)} ({counted(len(self.all_files), 'file')}, {self.size / 1e6:.1f} MB)"
 
     def check(self, counts: Counts, at_least: int = 0) -> None:
         """
@@ -196,9 +197,8 @@ class Corpus:
             )
 
     def left_out_words(self, counts: Counts) -> str:
-        numbers = {word: getattr(counts, name) for name, word in LEFT_OUT.items()}
-        numbers["links, not followed"] = self.links
-        return ", ".join(f"{number:,} {word}" for word, number in numbers.items() if number)
+        numbers = [(getattr(counts, name), *words) for name, words in LEFT_OUT.items()] + [(self.links, *LINK)]
+        return ", ".join(counted(number, *words) for number, *words in numbers if number)
 
     def fingerprint(self) -> str:
         """Changes whenever the content, the order or the kind of the text changes; reads all of it."""

@@ -48,8 +48,9 @@ def show(store: TokenStore) -> None:
             f"{info.bytes / max(1, info.tokens):.3f} a token"
         )
     print(f"  made from {', '.join(metadata.sources)} by: {metadata.command}")
+    print(f"  {report.documents(metadata)}")
     if left_out := report.left_out(metadata):
-        print(f"  left out or mended: {'; '.join(left_out)}; examples in {store.folder / 'report.md'}")
+        print(f"  left out or changed: {'; '.join(left_out)}; examples in {store.folder / 'report.md'}")
 
 
 def decode(store: TokenStore, split: str, document: int) -> str:

@@ -7,8 +7,9 @@ import numpy as np
 from huggingface_hub.constants import HF_HUB_CACHE
 from tokenizers import Tokenizer
 
+from errors import counted
 from tokenizer import encode
-from tokenizer.corpus import LEFT_OUT
+from tokenizer.corpus import LEFT_OUT, LINK
 from tokenizer.store import SPLITS, Metadata, TokenStore, write_whole
 
 COUNTED_TOKENS = 1 << 22  # evenly spread, for the most frequent ones
@@ -20,24 +21,30 @@ GPT2 = ("openai-community/gpt2", "gpt2")  # both of its names on the Hub
 def summary(store: TokenStore) -> str:
     metadata = store.metadata
     train, val = metadata.train, metadata.val
-    noted = "; ".join(line for line, _ in _left_out(metadata))
+    noted = "; ".join(left_out(metadata))
     return (
-        f"{metadata.counts['documents']:,} documents, {metadata.counts['bytes'] / 1e6:,.1f} MB"
-        f"{f' (left out or mended: {noted})' if noted else ''} -> {train.tokens:,} tokens to train on and {val.tokens:,} to "
+        f"{documents(metadata)}, of {metadata.counts['bytes'] / 1e6:,.1f} MB read"
+        f"{f' (left out or changed: {noted})' if noted else ''} -> {train.tokens:,} tokens to train on and {val.tokens:,} to "
         f"validate with ({(train.bytes + val.bytes) / (train.tokens + val.tokens):.2f} bytes a token) in {store.folder}"
     )
 
 
+def documents(metadata: Metadata) -> str:
+    """Return how many documents were found, and how many are in the store: their difference is among `left_out`."""
+    found = sum(metadata.counts[name] for name in ("documents", "blank", "empty_records"))
+    return f"{counted(found, 'document')} found, {metadata.train.documents + metadata.val.documents:,} in the store"
+
+
 def write(store: TokenStore, rust: Tokenizer) -> None:
     metadata = store.metadata
-    read = f"{metadata.counts['documents']:,} documents, {metadata.counts['bytes']:,} bytes of text, were read."
+    read = f"{documents(metadata)}; {metadata.counts['bytes']:,} bytes of text were read."
     left_out = [f"- {line}{place}" for line, place in _left_out(metadata)]
     sections = [
         f"# Tokens of {', '.join(metadata.sources)}",
         f"A {tokenizer_kind(metadata)} of {metadata.vocab_size:,} tokens, ids as {metadata.dtype}. Made by",
         f"    {metadata.command}",
         table(metadata),
-        f"## What was read\n\n{read}" + (" Left out or mended:\n\n" + "\n".join(left_out) if left_out else ""),
+        f"## What was read\n\n{read}" + (" Left out or changed:\n\n" + "\n".join(left_out) if left_out else ""),
         *_cleaning(metadata),
         f"## Tokens\n\n{_tokens(store, rust)}",
     ]
@@ -58,7 +65,7 @@ def table(metadata: Metadata) -> str:
 
 
 def left_out(metadata: Metadata) -> list[str]:
-    """What was left out or mended, one thing a line."""
+    """Return what was left out or changed, one thing a line."""
     return [line for line, _ in _left_out(metadata)]
 
 
@@ -67,14 +74,21 @@ def _left_out(metadata: Metadata) -> Iterator[tuple[str, str]]:
     counts = metadata.counts
     for name, words in LEFT_OUT.items():
         if counts[name]:
-            yield f"{counts[name]:,} {words}", _place(counts["first"].get(name))
+            yield counted(counts[name], *words), _place(counts["first"].get(name))
     if counts["links"]:
-        yield f"{counts['links']:,} links in folders, not followed", ""
-    for rule, outcome in metadata.cleaning.items():
-        if outcome["dropped"]:
-            yield f"{outcome['documents']:,} documents dropped by {rule}", ""
-    if metadata.repeated_documents:
-        yield f"{metadata.repeated_documents:,} documents that repeat an earlier one", ""
+        yield counted(counts["links"], *LINK), ""
+    dropped = {rule: outcome["documents"] for rule, outcome in metadata.cleaning.items() if outcome["dropped"]}
+    for rule, number in dropped.items():
+        yield f"{counted(number, 'document')} dropped by {rule}", ""
+    if repeated := metadata.repeated_documents:
+        yield counted(repeated, "document that repeats an earlier one", "documents that repeat an earlier one"), ""
+    unique = counts["documents"] - sum(dropped.values()) - repeated
+    more = metadata.train.documents + metadata.val.documents - unique
+    if more and metadata.settings["weights"]:
+        change = "more" if more > 0 else "fewer"
+        yield f"{counted(abs(more), 'document')} {change} after --weights and a split for validation", ""
+    elif more:
+        yield f"{counted(more, 'document')} split in two, the end for validation", ""
 
 
 def _place(first: tuple[str, dict] | None) -> str:
@@ -90,7 +104,7 @@ def _cleaning(metadata: Metadata) -> Iterator[str]:
     for rule, outcome in metadata.cleaning.items():
         did = "dropped" if outcome["dropped"] else "changed"
         documents, characters = outcome["documents"], outcome["characters"]
-        yield f"### {rule}: {documents:,} documents {did}, {characters:,} characters less"
+        yield f"### {rule}: {counted(documents, 'document')} {did}, {counted(characters, 'character')} less"
         yield "\n".join(f"    {example}" for example in outcome["examples"])
 
 

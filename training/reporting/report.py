@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from modeling_gpt2scratch import GPT2ScratchConfig
-from tokenizer.report import left_out
+from tokenizer.report import documents, left_out
 from tokenizer.store import Metadata, write_whole
 from training.planning.cost import describe_cost
 from training.planning.flops import flops_per_token
@@ -196,7 +196,7 @@ def _data(data: Metadata) -> str:
         f"SHA-256 `{data.tokenizer_sha256[:16]}`",
         f"- training tokens: SHA-256 `{data.train.sha256[:16]}`; validation tokens: `{data.val.sha256[:16]}`",
         f"- cleaning: {', '.join(data.settings['cleaning']) or 'none'}; deduplication: {data.settings['dedup']}",
-        *(f"- {line}" for line in left_out(data)),
+        f"- {documents(data)}" + "".join(f"; {line}" for line in left_out(data)),
     ]
     return f"""## Data
 
