@@ -24,7 +24,7 @@ from transformers.hf_argparser import HfArg
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture: our models need no trust_remote_code here
 from command_line import FlagParser
-from errors import UserError
+from errors import UserError, counted
 from tokenizer import vocabulary
 from tokenizer.store import TokenStore
 from training.evaluate import store_and_masking
@@ -161,7 +161,9 @@ def splits(examples: Dataset, tuning: Tuning, shuffle: bool) -> DatasetDict:
         UserError: there are fewer than two examples.
     """
     if len(examples) < 2:
-        raise UserError(f"{tuning.data} holds {len(examples)} examples; one is held out, so give at least 2.")
+        raise UserError(
+            f"{tuning.data} holds {counted(len(examples), 'example')}; one is held out, so give at least 2."
+        )
     return examples.train_test_split(test_size=max(1, int(len(examples) * HELD_OUT)), shuffle=shuffle, seed=tuning.seed)
 
 

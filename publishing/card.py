@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig
 
-from errors import UserError
+from errors import UserError, counted
 from publishing.evaluations import evaluations, table
 from publishing.source import Source
 from tokenizer import vocabulary
@@ -84,7 +84,7 @@ def _sections(source: Source) -> dict[str, str]:
 def _about_the_shape(model: Path) -> str:
     config = AutoConfig.from_pretrained(model)
     return (
-        f"A GPT-2-class language model: {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, a context of "
+        f"A GPT-2-class language model: {counted(config.n_layer, 'layer')}, {counted(config.n_head, 'head')}, width {config.n_embd}, a context of "
         f"{config.n_positions} tokens, a vocabulary of {config.vocab_size:,}."
     )
 

@@ -242,7 +242,7 @@ def card(shown: Shown, prompt: str, continuation: Continuation, seed: int | None
 
 def progress(continuation: Continuation, seed: int | None) -> list[str]:
     """Tokens, their rate and how the text ended. `seed` is None where nothing was drawn."""
-    facts = [f"{continuation.tokens} tokens"]
+    facts = [f"{continuation.tokens} token{'s' * (continuation.tokens != 1)}"]
     if continuation.tokens > 1:
         facts.append(f"{(continuation.tokens - 1) / continuation.seconds:,.0f} tokens/s")
     if seed is not None:

@@ -170,7 +170,7 @@ def test_it_says_what_would_be_better(store, tmp_path, capsys):
     better = [line for line in said.splitlines() if line.startswith("Better:")]
     about = [line.split()[1] for line in better]
     assert about == ["data_placement", "torch_compile", "learning_rate", "warmup_steps", "Validation"]
-    assert "Time:    the log lines will tell; --plan measures it before." in said
+    assert "Time:    not measured, because --plan_steps is 0." in said
 
 
 @pytest.mark.parametrize(

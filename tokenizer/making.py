@@ -21,7 +21,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from errors import UserError
+from errors import UserError, counted
 from tokenizer import cleaning, encode, megatron, report, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.cleaning import Cleaner, Outcome
@@ -351,7 +351,7 @@ class Making:
                 f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped
             )
             raise UserError(
-                f"Of {counts.documents:,} documents none is left (dropped: {dropped or 'by --weights'}); clean less, or read more."
+                f"Of {counted(counts.documents, 'document')} none is left (dropped: {dropped or 'by --weights'}); clean less, or read more."
             )
 
     def _describe(self, counts: Counts, outcomes: dict[str, Outcome], merger: Merger) -> None:

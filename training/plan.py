@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from errors import UserError
+from errors import UserError, counted
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store import SPLITS, TokenStore
 from training.batches import BatchPlan, WindowOrder, plan_batches
@@ -59,20 +59,20 @@ class Plan:
 
     def describe_model(self) -> str:
         model = self.model
-        layers, heads = f"layer{'s' * (model.n_layer > 1)}", f"head{'s' * (model.n_head > 1)}"
-        shape = f"{model.n_layer} {layers}, {model.n_head} {heads}, width {model.n_embd}, context {model.n_positions}"
+        layers, heads = counted(model.n_layer, "layer"), counted(model.n_head, "head")
+        shape = f"{layers}, {heads}, width {model.n_embd}, context {model.n_positions}"
         return f"{shape}, vocabulary {model.vocab_size:,}"
 
     def describe_data(self) -> str:
-        return f"{self.order.n_tokens:,} tokens, {self.order.windows:,} windows an epoch"
+        return f"{self.order.n_tokens:,} tokens, {counted(self.order.windows, 'window')} per epoch"
 
     def describe_length(self) -> str:
         batch = self.batches
-        split = f"{batch.context} tokens x {batch.micro_batch} sequences x {batch.accumulation} accumulated"
+        split = f"{batch.context} tokens x {counted(batch.micro_batch, 'sequence')} x {batch.accumulation} accumulated"
         total = self.max_steps * self.tokens_per_step
         return (
-            f"{self.max_steps:,} steps of {self.tokens_per_step:,} tokens ({split} x {batch.processes} process{'es' * (batch.processes > 1)}): "
-            f"{total / 1e6:,.1f}M tokens, {self.epoch(self.max_steps):.2f} epochs"
+            f"{counted(self.max_steps, 'step')} of {self.tokens_per_step:,} tokens "
+            f"({split} x {counted(batch.processes, 'process', 'processes')}): {total / 1e6:,.1f}M tokens, {self.epoch(self.max_steps):.2f} epochs"
         )
 
     def is_due(self, strategy: str, every: int, step: int) -> bool:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
-from errors import UserError
+from errors import UserError, counted
 from tokenizer import vocabulary
 from tokenizer.store import TokenStore
 from training.evaluation.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
@@ -237,7 +237,7 @@ def how_it_was_made(store: TokenStore, text: HeldOut) -> str:
     if split.tokens > FITTED_TOKENS:
         fitted = f"{FITTED_TOKENS:,} of the training split's {split.tokens:,} tokens, evenly spread"
     return (
-        f"The same {text.bytes.sum():,} bytes of {len(text.texts):,} documents for all. Models score documents one by one, in windows "
+        f"The same {text.bytes.sum():,} bytes of {counted(len(text.texts), 'document')} for all. Models score documents one by one, in windows "
         f"of their context that overlap by half. ±: standard error over {text.units}; that of a difference is paired. N-grams "
         f"(Kneser-Ney) are fitted on {fitted}; compressors see the documents on end."
     )

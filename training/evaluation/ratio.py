@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from errors import counted
+
 ENOUGH_DOCUMENTS = 30
 BLOCKS = 50  # that a text of fewer documents is cut into
 
@@ -37,6 +39,6 @@ def units(starts: np.ndarray) -> tuple[np.ndarray, str]:
     """
     documents, end = len(starts) - 1, int(starts[-1])
     if documents >= ENOUGH_DOCUMENTS:
-        return starts, f"{documents:,} documents"
+        return starts, counted(documents, "document")
     blocks = min(BLOCKS, end)
     return np.arange(blocks + 1, dtype=np.int64) * end // blocks, f"{blocks} blocks of the text"

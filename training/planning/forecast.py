@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from errors import counted
 from tokenizer.store import TokenStore
 from training.config import TrainConfig
 from training.data import bytes_of
 from training.device import Setup
 from training.plan import Plan
+from training.planning.cost import CostArguments
 from training.planning.datasheet import model_of, peak_of
 from training.planning.flops import flops_per_token
 from training.planning.rentals import DOLLARS_A_COLAB_UNIT, PRICES_OF, RENTALS, reported_mfu
@@ -138,7 +140,7 @@ def describe_forecast(
         f"Length:  {plan.describe_length()}",
         f"         {_tokens(forecast)}",
         f"Memory:  {_memory(forecast)}",
-        f"Time:    {_time(forecast, config.cost.plan_device)}",
+        f"Time:    {_time(forecast, config.cost)}",
     ]
     if money := _money(forecast, config.cost.hourly_price):
         lines.append(f"Money:   {money}")
@@ -161,16 +163,18 @@ def _memory(forecast: Forecast) -> str:
     peak = "" if measured is None else f"; measured, the program itself included: a peak of {measured / 1e9:.2f} GB"
     told = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
     return (
-        f"{sum(parts.values()) / 1e9:.2f} GB of {plan.available / 1e9:.1f} a device, for {micro:,} sequences at once; "
+        f"{sum(parts.values()) / 1e9:.2f} GB of {plan.available / 1e9:.1f} a device, for {counted(micro, 'sequence')} at once; "
         f"{plan.memory.largest_micro_batch(plan.available):,} should fit{peak}\n         ({told})"
     )
 
 
-def _time(forecast: Forecast, plan_device: str | None) -> str:
-    if forecast.speed is None and plan_device is not None:
+def _time(forecast: Forecast, cost: CostArguments) -> str:
+    if forecast.speed is None and cost.plan_device is not None:
         return "not known: nobody reports what so small a model reaches on a device that it leaves half idle."
+    if forecast.speed is None and cost.plan:
+        return "not measured, because --plan_steps is 0."
     if forecast.speed is None:
-        return "the log lines will tell; --plan measures it before."
+        return "the log lines will show it; --plan measures it first."
     mfu = f", MFU {forecast.speed.mfu:.0%}" if forecast.speed.mfu is not None else ""
     return f"{clock(forecast.hours * 3600)} at {forecast.speed.tokens_per_second:,.0f} tokens/s{mfu} ({forecast.speed.known})"
 
@@ -186,7 +190,7 @@ def _disk(forecast: Forecast, folder: Path) -> str:
     free = shutil.disk_usage(there).free
     short = " NOT ENOUGH: lower --save_total_limit." if forecast.disk_bytes > free else ""
     return (
-        f"{forecast.disk_bytes / 1e9:.2f} GB for {forecast.checkpoints} checkpoint{'s' * (forecast.checkpoints > 1)} and the "
+        f"{forecast.disk_bytes / 1e9:.2f} GB for {counted(forecast.checkpoints, 'checkpoint')} and the "
         f"model, {forecast.store_bytes / 1e9:.2f} GB the token store; {free / 1e9:.1f} GB are free.{short}"
     )
 

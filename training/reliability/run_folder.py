@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from errors import UserError
+from errors import UserError, counted
 from training.reliability import checkpoint as checkpoints
 from training.reporting.metrics import comparable_loss, forget_after, read_metrics
 from training.sampling import forget_samples_after
@@ -110,7 +110,7 @@ class RunFolder:
 
     def finished_message(self, step: int) -> str:
         return (
-            f"{self.path} is finished ({step:,} steps). To train it anew, add --overwrite_output_dir; to train it longer, "
+            f"{self.path} is finished ({counted(step, 'step')}). To train it again, add --overwrite_output_dir; to train it longer, "
             f"--resume_from_checkpoint {self.path} --max_steps N."
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from errors import counted
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.report import documents, left_out
 from tokenizer.store import Metadata, write_whole
@@ -93,11 +94,11 @@ def split_at_headings(text: str) -> list[str]:
 
 def _what_it_is(model: GPT2ScratchConfig, parameters: int, data: Metadata) -> str:
     head = "tied to the token embedding" if model.tie_word_embeddings else "with weights of its own"
-    layers, heads = f"layer{'s' * (model.n_layer > 1)}", f"head{'s' * (model.n_head > 1)}"
+    layers, heads = counted(model.n_layer, "layer"), counted(model.n_head, "head")
     gelu = {"gelu": "exact GELU", "gelu_new": "GELU by its tanh approximation"}
     return (
-        f"A GPT-2-class language model trained from scratch: {parameters:,} parameters, {model.n_layer} {layers}, "
-        f"{model.n_head} {heads}, width {model.n_embd}, a context of {model.n_positions} tokens, a vocabulary of "
+        f"A GPT-2-class language model trained from scratch: {parameters:,} parameters, {layers}, "
+        f"{heads}, width {model.n_embd}, a context of {model.n_positions} tokens, a vocabulary of "
         f"{model.vocab_size:,} ({_kind(data)}), {gelu.get(model.activation_function, model.activation_function)}, and a "
         f"head {head}."
     )
@@ -183,8 +184,8 @@ def _samples(samples: dict[int, list[str]]) -> str:
     if not told:
         return ""
     moments = evenly(sorted(told), MOMENTS)
-    before = [f"After {step:,} steps:\n\n{fenced(told[step][0])}" for step in moments[:-1]]
-    last = [f"After {moments[-1]:,} steps:", *map(fenced, told[moments[-1]])]
+    before = [f"After {counted(step, 'step')}:\n\n{fenced(told[step][0])}" for step in moments[:-1]]
+    last = [f"After {counted(moments[-1], 'step')}:", *map(fenced, told[moments[-1]])]
     return "\n\n".join(["## What it writes", *before, *last])
 
 
@@ -286,7 +287,7 @@ def _speed(entries: list[dict[str, Any]], model: GPT2ScratchConfig) -> str:
     first = _seconds_to_first_step(entries)
     paragraphs = [
         "\n".join(rows),
-        f"Over {len(timed):,} log lines. Peak memory {max(entry['peak_memory_gb'] for entry in timed):.1f} GB; "
+        f"Over {counted(len(timed), 'log line')}. Peak memory {max(entry['peak_memory_gb'] for entry in timed):.1f} GB; "
         f"{first:.1f} s to the first step.",
     ]
     if mfu := [entry["mfu"] for entry in timed if "mfu" in entry]:
