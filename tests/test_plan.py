@@ -5,10 +5,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from accelerate.state import AcceleratorState, GradientState
 
 import train_accelerate
-from conftest import TINY, flags, prose, trained
+from conftest import REPOSITORY, TINY, flags, prose, trained
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import BatchPlan, WindowOrder
@@ -116,6 +117,21 @@ def test_what_is_measured_is_what_the_run_then_reaches(store, tmp_path, capsys):
     run = trained(store, tmp_path / "run", **TINY | shape | {"max_steps": 40, "logging_steps": 10})
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(entry.get("peak_memory_gb", 0) for entry in entries) == pytest.approx(memory, rel=0.1)
+
+
+@pytest.mark.parametrize("preset", sorted((REPOSITORY / "presets").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_vocabulary_of_a_preset_yields_to_the_store(store, tmp_path, capsys, preset):
+    arguments = flags(config=preset, data=store.folder, output_dir=tmp_path / "run", plan_steps=0)
+    train_accelerate.main([*arguments, "--plan"])
+    said = capsys.readouterr().out
+    assert ", vocabulary 300, " in said
+    asked = yaml.safe_load(preset.read_text()).get("vocab_size")
+    line = f"\n         vocab_size is 300, as in the data; the {asked or 0:,} of the YAML file has no effect.\n"
+    assert (line in said) is (asked is not None)
+    with pytest.raises(
+        UserError, match=r"^vocab_size is 301, but the store .* has 300 tokens; leave --vocab_size out\.$"
+    ):
+        train_accelerate.main([*arguments, "--plan", "--vocab_size", "301"])
 
 
 def test_all_problems_come_at_once(store, tmp_path, capsys):

@@ -14,7 +14,7 @@ from conftest import TINY, flags, prose, untimed
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.data import name_of
-from training.evaluate import eval_windows
+from training.evaluate import eval_windows, store_and_masking
 from training.reliability.run_folder import RunFolder
 from training.reliability.status import now
 from training.reporting.metrics import comparable_loss
@@ -309,6 +309,23 @@ def test_characters_train_too(train, tmp_path, monkeypatch):
     config = GPT2ScratchForCausalLM.from_pretrained(run / "model").config
     assert config.vocab_size == len(set(prose(5)))
     assert config.eos_token_id is None
+
+
+def test_the_vocabulary_of_a_yaml_yields_to_the_characters_of_a_text(train, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("training.data.CACHE", tmp_path / "cache")
+    (tmp_path / "mine.txt").write_text(prose(5))
+    (tmp_path / "char.yaml").write_text("tokenizer_type: character\nvocab_size: 65\n")
+    command = ("--config", str(tmp_path / "char.yaml"))
+    run = train(tmp_path / "run", *command, data=tmp_path / "mine.txt", max_steps=1)
+    characters = len(set(prose(5)))
+    line = f"         vocab_size is {characters}, as in the data; the 65 of the YAML file has no effect.\n"
+    assert line in capsys.readouterr().out
+    train(run, *command, data=tmp_path / "mine.txt", max_steps=1)  # the same command, in the finished run
+    assert "is finished" in capsys.readouterr().out
+    store_and_masking(str(run), None)  # from the cache: nothing is tokenized again
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(UserError, match=rf"vocab_size is 65, but .* {characters} tokens; leave --vocab_size out"):
+        train(tmp_path / "other", *command, data=tmp_path / "mine.txt", vocab_size=65)
 
 
 def test_all_problems_arrive_in_one_message(train, tmp_path):

@@ -197,7 +197,10 @@ class Making:
             template_variables=variables,
         )
         sample = Sample(units, settings, self.recipe.vocabulary, self.corpus.text_size, self._most_text)
-        tokenizer = vocabulary.build(self.recipe.vocabulary, self.recipe.theirs, sample.texts, control)
+        recipe = self.recipe
+        tokenizer = vocabulary.build(
+            recipe.vocabulary, recipe.theirs, sample.texts, control, must_fit=recipe.vocab_size_must_fit
+        )
         if self.recipe.vocabulary.tokenizer is None:
             self.corpus.check(sample.counts, at_least=0 if sample.is_all else self._most_text)
         if source is not None:

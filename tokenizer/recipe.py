@@ -27,6 +27,7 @@ class Recipe:
     dedup: DedupArguments = field(default_factory=DedupArguments)
     seed: int = SEED
     weights: list[float] = field(default_factory=list)
+    vocab_size_must_fit: bool = True  # False where it comes from a run's YAML file: a tokenizer's own size overrides it
 
     def problems(self) -> list[str]:
         found = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary)

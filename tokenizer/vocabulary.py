@@ -32,7 +32,8 @@ class VocabularyArguments:
     vocab_size: int | None = field(
         default=None,
         metadata={
-            "help": "Number of tokens. From text: what the BPE is trained to (32000). Of a store: must be its own."
+            "help": "Number of tokens that a BPE made from text is trained to (32000). A store, characters and an existing "
+            "tokenizer bring their own: another value is refused as a flag and has no effect in a YAML file."
         },
     )
     tokenizer_type: Literal["bpe", "character"] = field(
@@ -56,11 +57,12 @@ def build(
     theirs: PreTrainedTokenizerBase | None,
     texts: Callable[[], Iterable[str]],
     chat_tokens: Iterable[str] = (),
+    must_fit: bool = True,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer that `arguments` ask for: `theirs`, the existing one that they name, or one made from `texts`.
 
     Raises:
-        UserError: another size than asked for, or too small a one.
+        UserError: the size differs from the one asked for (unless it need not fit), or is too small for a BPE.
     """
     if theirs is not None:
         tokenizer = theirs
@@ -72,7 +74,7 @@ def build(
         if problem := _too_small(size, _special_tokens(arguments.pad_token, special)):
             raise UserError(problem)
         return train_bpe(texts(), size, arguments.pad_token, special)  # may end smaller, said aloud
-    if arguments.vocab_size not in (None, len(tokenizer)):
+    if must_fit and arguments.vocab_size not in (None, len(tokenizer)):
         of_what = arguments.tokenizer or "the characters of the text"
         raise UserError(
             f"vocab_size is {arguments.vocab_size} but {of_what} make {len(tokenizer)} tokens; "

@@ -82,11 +82,17 @@ class TrainConfig:
     @property
     def recipe(self) -> Recipe:
         """Of the tokens. Its seed is not the run's: runs that differ in seed are scored on the same text."""
-        return Recipe([self.data.data], self.corpus, self.vocabulary, self.cleaning, self.dedup)
+        parts = (self.corpus, self.vocabulary, self.cleaning, self.dedup)
+        return Recipe([self.data.data], *parts, vocab_size_must_fit="vocab_size" in self.flags)
 
     @property
     def trains_bpe(self) -> bool:
         return self.text and self.vocabulary.tokenizer is None and self.vocabulary.tokenizer_type == "bpe"
+
+    def overridden_vocab_size(self, actual: int) -> int | None:
+        """Return the `vocab_size` that was asked for and cannot apply, because the data brought `actual` tokens."""
+        asked = self.vocabulary.vocab_size
+        return None if self.trains_bpe or asked == actual else asked
 
     def flat(self) -> dict[str, Any]:
         """Every setting of the run under its flag's name; those about text only where there is text to read."""
@@ -141,7 +147,7 @@ def read_config(arguments: list[str]) -> TrainConfig:
     if config.data.data is None:
         raise UserError("Name what to train on: --data, a text file, a folder or a token store.")
     config.data.data = os.path.normpath(config.data.data)
-    if behind == QUICKSTART:
+    if not (named or resumed):
         _forget_its_text(config)
     if config.run.output_dir is None:
         config.run.output_dir = str(resumed or Path("runs") / _run_name(named, config))

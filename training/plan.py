@@ -98,10 +98,10 @@ def make_plan(
     """
     problems = config.problems()
     vocab_size = store.metadata.vocab_size
-    if config.vocabulary.vocab_size not in (None, vocab_size) and not config.text:
+    if "vocab_size" in config.flags and config.overridden_vocab_size(vocab_size) is not None:
         problems.append(
             f"vocab_size is {config.vocabulary.vocab_size}, but the store {store.folder} has {vocab_size} tokens; "
-            f"give --vocab_size {vocab_size}, or a store of that size."
+            f"leave --vocab_size out."
         )
     model, model_problems = model_config(config.model, vocab_size, tokenizer)
     problems += model_problems

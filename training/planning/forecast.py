@@ -132,10 +132,15 @@ def describe_forecast(
 ) -> str:
     """What the user reads before the first step. `estimated`: what is said of data that are not counted yet."""
     plan = forecast.plan
+    asked = config.overridden_vocab_size(plan.model.vocab_size)
+    vocabulary = (
+        f"vocab_size is {plan.model.vocab_size:,}, as in the data; the {asked or 0:,} of the YAML file has no effect."
+    )
     lines = [
         f"Device:  {hardware}",
         *(f"         {note}" for note in notes),
         f"Model:   {plan.describe_model()}, {plan.memory.parameters:,} parameters",
+        *([f"         {vocabulary}"] if asked is not None else []),
         f"Data:    {store}, {plan.placement}: {estimated or plan.describe_data()}",
         f"Length:  {plan.describe_length()}",
         f"         {_tokens(forecast)}",
