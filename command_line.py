@@ -1,9 +1,13 @@
 """What every door shares: flat flags with a YAML file behind them, and user errors that end in one sentence."""
 
 import difflib
+import json
 import os
+import re
+import shutil
 import sys
-from argparse import ArgumentError
+import textwrap
+from argparse import Action, ArgumentError
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -15,16 +19,25 @@ from transformers import HfArgumentParser
 from errors import UserError
 
 # Ways to say the same thing, how long a run is: one given as a flag clears all of them in the file.
+HELP = frozenset({"-h", "--help", "--help_all"})
 EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
 
 
 class FlagParser(HfArgumentParser):
     """Transformers' parser over dataclasses, with whole flag names only and errors that are one sentence."""
 
-    def __init__(self, dataclass_types: Iterable[type], description: str, positional: str | None = None):
-        """`positional` names the field that a first argument without a flag fills."""
-        super().__init__(dataclass_types, allow_abbrev=False, description=description)
+    def __init__(
+        self,
+        dataclass_types: Iterable[type],
+        description: str,
+        positional: str | None = None,
+        main: tuple[str, ...] = (),
+    ):
+        """`positional` names the field that a first argument without a flag fills; `main`, the flags that `--help` explains,
+        where there are too many to explain them all."""
+        super().__init__(dataclass_types, allow_abbrev=False, add_help=False, description=description)
         self.positional = positional
+        self.main = main
         self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of settings; flags override it.")
 
     def error(self, message: str) -> NoReturn:
@@ -54,10 +67,14 @@ class FlagParser(HfArgumentParser):
         from_file = read_yaml(config_path, self.names) if config_path else {}
         if given & EXCLUSIVE:
             from_file = {name: value for name, value in from_file.items() if name not in EXCLUSIVE}
-        self.set_defaults(**self._checked(from_file, config_path))
+        checked = self._checked(from_file, config_path)
+        if asked := HELP & set(arguments):
+            print(self.describe("--help_all" in asked or not self.main, checked, config_path))
+            sys.exit(0)
+        self.set_defaults(**checked)
         namespace, rest = self.parse_known_args(arguments)
         if rest:
-            raise UserError(_unknown("flag", rest[0], [f"--{name}" for name in [*self.names, "config"]]))
+            raise UserError(_unknown("flag", rest[0], [f"--{name}" for name in [*self.names, "config", "help_all"]]))
         filled = []
         for dataclass_type in self.dataclass_types:
             filled.append(dataclass_type(**{f.name: getattr(namespace, f.name) for f in fields(dataclass_type)}))
@@ -92,6 +109,40 @@ class FlagParser(HfArgumentParser):
         if problems:
             raise UserError("\n".join(problems))
         return checked
+
+    def describe(self, everything: bool, from_file: dict[str, Any], path: Path | None) -> str:
+        """Return the text of `--help_all`, or of `--help`: the main flags, and the groups of all.
+
+        Each flag has its default in the code, and the value `from_file` at `path` where that differs.
+        """
+        width = min(shutil.get_terminal_size().columns, 120)
+
+        def entry(name: str) -> str:
+            action = next(action for action in self._actions if action.dest == name)
+            notes = [] if action.default in (None, "", []) else [f"default: {_shown(action.default)}"]
+            if name in from_file and from_file[name] != action.default:
+                notes.append(f"{path.stem}: {_shown(from_file[name])}")
+            text = f"{action.help} ({'; '.join(notes)})" if notes else action.help
+            return _entry(f"--{name} {_metavar(action)}".rstrip(), text, 28, width)
+
+        groups = {
+            re.sub("Arguments$|Door$", "", kind.__name__): [field.name for field in fields(kind)]
+            for kind in self.dataclass_types
+        }
+        positional = f"[{self.positional.upper()}] " if self.positional else ""
+        usage = f"usage: {_program()} {positional}[--config FILE.yaml] [--FLAG VALUE ...]"
+        sections = [textwrap.fill(text, width) for text in (usage, self.description)]
+        if everything:
+            sections.append(entry("config"))
+            sections += ["\n".join([f"{title}:", *map(entry, names)]) for title, names in groups.items()]
+            return "\n\n".join(sections)
+        sections.append("\n".join(["Main flags:", *map(entry, self.main)]))
+        lines = [
+            _entry(title, textwrap.shorten(", ".join(names), width - 18, placeholder=" ..."), 16, width)
+            for title, names in groups.items()
+        ]
+        sections.append("\n".join([f"All {len(self.names)} flags by group (--help_all explains each):", *lines]))
+        return "\n\n".join(sections)
 
     @staticmethod
     def named_flags(arguments: list[str]) -> list[str]:
@@ -152,6 +203,32 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         print(str(error) or "interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
     sys.exit(0)
+
+
+def _program() -> str:
+    """The command of this process, as a user types it."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {module.name}" if module is not None else f"python {Path(sys.argv[0]).name}"
+
+
+def _metavar(action: Action) -> str:
+    if action.metavar is not None or action.nargs == "?":  # a switch
+        return action.metavar or ""
+    one = f"{{{','.join(action.choices)}}}" if action.choices else {int: "N", float: "X"}.get(action.type, "TEXT")
+    return f"{one} ..." if action.nargs == "+" else one
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _entry(name: str, text: str, column: int, width: int) -> str:
+    """A name and its text, which begins at `column`, on the next line where the name is too long."""
+    lines = textwrap.wrap(
+        text, width, initial_indent=" " * column, subsequent_indent=" " * column, break_on_hyphens=False
+    )
+    name = f"  {name}"
+    return "\n".join([name, *lines] if len(name) > column - 2 else [name + lines[0][len(name) :], *lines[1:]])
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:

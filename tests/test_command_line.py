@@ -6,6 +6,10 @@ from typing import Literal
 
 import pytest
 
+import generate
+import tokenizer.pretokenize
+import train_accelerate
+import training.evaluate
 from command_line import FlagParser, run
 from errors import UserError
 
@@ -145,13 +149,59 @@ def test_a_flag_given_twice_loses_nothing_silently(arguments):
     assert arguments[0].split("=")[0] in refused(*arguments)
 
 
-def test_help_has_a_sentence_for_every_field(capsys):
+def helped(capsys, *arguments: str, main: tuple[str, ...] = (), **options) -> str:
     with pytest.raises(SystemExit) as leaving:
-        parse("--help")
+        FlagParser((Model, Length), "A door.", main=main).parse(list(arguments), **options)
     assert leaving.value.code == 0
-    said = capsys.readouterr().out
-    for words in ("A door.", "Blocks.", "The shape.", "--max_steps", "flags override it"):
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h", "--help_all"])
+def test_help_has_a_sentence_for_every_field(capsys, flag):
+    said = helped(capsys, flag, "--unknown")
+    for words in ("A door.", "Blocks.", "The shape.", "--max_steps N ", "flags override it", "{cosine,linear}"):
         assert words in said
+
+
+def test_a_long_help_has_the_main_flags_and_the_groups(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = helped(capsys, "--help", main=("config", "n_layer"))
+    assert "  --n_layer N               Blocks. (default: 12)\n" in said
+    assert said.endswith(
+        "All 9 flags by group (--help_all explains each):\n"
+        "  Model         n_layer, learning_rate, torch_compile, lr_scheduler_type, ...\n"
+        "  Length        max_steps, num_train_epochs, max_train_tokens\n"
+    )
+    assert "The shape." not in said
+    assert "The shape." in helped(capsys, "--help_all", main=("config", "n_layer"))
+
+
+def test_help_shows_the_codes_defaults_and_what_a_file_says_otherwise(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "quickstart.yaml").write_text("n_layer: 3\ntorch_compile: true\nlearning_rate: 1.0e-3\nmax_steps: 9\n")
+    said = helped(capsys, "--help", default_config=tmp_path / "quickstart.yaml")
+    for words in (
+        *("Blocks. (default: 12; quickstart: 3)\n", "compile. (default: false; quickstart: true)\n"),
+        *("At the peak. (default: 0.001)\n", "Steps. (quickstart: 9)\n", "A name.\n"),
+    ):
+        assert words in said
+
+
+@pytest.mark.parametrize("command", [train_accelerate, tokenizer.pretokenize, training.evaluate, generate])
+def test_the_help_of_a_command_fits_a_terminal(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    for flag in ("--help", "--help_all"):
+        with pytest.raises(SystemExit):
+            command.main([flag])
+        said = capsys.readouterr().out
+        assert max(map(len, said.splitlines())) <= 80
+        assert ("Main flags:" in said) is (flag == "--help" and command in (train_accelerate, tokenizer.pretokenize))
+
+
+def test_help_names_the_command(launch):
+    done = launch("-m", "tokenizer.pretokenize", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: python -m tokenizer.pretokenize [--config FILE.yaml] [--FLAG VALUE ...]\n")
 
 
 # ---- files that are wrong -------------------------------------------------------------------------------------------

@@ -24,6 +24,11 @@ from tokenizer.making import pretokenize
 from tokenizer.recipe import SEED, Recipe
 from tokenizer.vocabulary import VocabularyArguments
 
+MAIN = (  # flags that --help explains
+    *("input", "output", "vocab_size", "tokenizer_type", "tokenizer", "cleaning", "dedup", "text_column"),
+    *("validation_fraction", "num_proc"),
+)
+
 
 @dataclass
 class PretokenizeArguments:
@@ -74,7 +79,7 @@ class PretokenizeArguments:
 
 def main(arguments: list[str]) -> None:
     kinds = (PretokenizeArguments, CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
-    (door, *parts), _ = FlagParser(kinds, __doc__.splitlines()[0]).parse(arguments)
+    (door, *parts), _ = FlagParser(kinds, __doc__.splitlines()[0], main=MAIN).parse(arguments)
     missing = [f"--{name}" for name in ("input", "output") if not getattr(door, name)]
     if missing:
         raise UserError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed. See --help.")

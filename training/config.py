@@ -36,6 +36,10 @@ from training.sampling import SamplingArguments
 
 ABOUT = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
 ABOUT_TEXT = {part.name for kind in ABOUT for part in fields(kind)}
+MAIN = (  # flags that --help explains
+    *("config", "data", "output_dir", "resume_from_checkpoint", "plan"),
+    *("n_layer", "n_embd", "tokens_per_step", "max_steps", "learning_rate"),
+)
 QUICKSTART = Path(__file__).parent.parent / "presets" / "quickstart.yaml"
 
 
@@ -137,7 +141,7 @@ def read_config(arguments: list[str]) -> TrainConfig:
     Raises:
         UserError: see `FlagParser.parse`; the run to resume is not there; or no data is named.
     """
-    parser = FlagParser(PARTS, "Train a GPT-2-class model: python train_accelerate.py --data TEXT_OR_TOKEN_STORE")
+    parser = FlagParser(PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN)
     named, resumed = parser.named_config(arguments), resume_source(arguments)
     if named and resumed:
         raise UserError(f"{resumed} brings its own {CONFIG_FILE}; leave --config out and override settings by flags.")
