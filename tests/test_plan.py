@@ -119,6 +119,26 @@ def test_what_is_measured_is_what_the_run_then_reaches(store, tmp_path, capsys):
     assert max(entry.get("peak_memory_gb", 0) for entry in entries) == pytest.approx(memory, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("settings", "variant"),
+    [
+        ({}, "untied head, exact GELU, dropout 0"),
+        (
+            {"tie_word_embeddings": "true", "activation_function": "gelu_new", "resid_pdrop": 0.1},
+            "tied head, tanh GELU, dropout 0 (embeddings), 0 (attention), 0.1 (blocks)",
+        ),
+        (
+            {"activation_function": "relu", "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1},
+            "untied head, relu, dropout 0.1",
+        ),
+    ],
+)
+def test_a_plan_says_which_model_the_code_chose(store, tmp_path, capsys, settings, variant):
+    (tmp_path / "own.yaml").write_text("n_layer: 2\n")  # and nothing of what the quickstart's says
+    more = flags(config=tmp_path / "own.yaml", **settings)
+    assert f" parameters\n         {variant}\n" in planned(store, tmp_path, capsys, *more, n_layer=None, plan_steps=0)
+
+
 @pytest.mark.parametrize("preset", sorted((REPOSITORY / "presets").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_vocabulary_of_a_preset_yields_to_the_store(store, tmp_path, capsys, preset):
     arguments = flags(config=preset, data=store.folder, output_dir=tmp_path / "run", plan_steps=0)

@@ -63,6 +63,16 @@ class Plan:
         shape = f"{layers}, {heads}, width {model.n_embd}, context {model.n_positions}"
         return f"{shape}, vocabulary {model.vocab_size:,}"
 
+    def describe_variant(self) -> str:
+        """Return what shape and size do not show: `untied head, exact GELU, dropout 0.1`."""
+        model = self.model
+        head = "tied head" if model.tie_word_embeddings else "untied head"
+        gelu = {"gelu": "exact GELU", "gelu_new": "tanh GELU"}.get(model.activation_function, model.activation_function)
+        rates = {"embeddings": model.embd_pdrop, "attention": model.attn_pdrop, "blocks": model.resid_pdrop}
+        if len(set(rates.values())) == 1:
+            return f"{head}, {gelu}, dropout {model.embd_pdrop:g}"
+        return f"{head}, {gelu}, dropout " + ", ".join(f"{rate:g} ({where})" for where, rate in rates.items())
+
     def describe_data(self) -> str:
         return f"{self.order.n_tokens:,} tokens, {counted(self.order.windows, 'window')} per epoch"
 

@@ -140,6 +140,7 @@ def describe_forecast(
         f"Device:  {hardware}",
         *(f"         {note}" for note in notes),
         f"Model:   {plan.describe_model()}, {plan.memory.parameters:,} parameters",
+        f"         {plan.describe_variant()}",
         *([f"         {vocabulary}"] if asked is not None else []),
         f"Data:    {store}, {plan.placement}: {estimated or plan.describe_data()}",
         f"Length:  {plan.describe_length()}",
