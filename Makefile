@@ -4,13 +4,11 @@ BIN := $(VENV)/bin
 # EXTRAS=test,everything also installs what takes long: browser, harness, fine-tuning ... (see setup.cfg)
 EXTRAS ?= test
 INSTALLED := $(VENV)/installed-$(EXTRAS)
-# On a terminal the launcher's own chatter hides ours; these are its defaults, said aloud.
-LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .PHONY: train test install lint clean
 
 train: install  ## Train the quickstart: about 1.7M parameters on Python's own standard library, minutes on two CPU cores
-	$(LAUNCH) train_accelerate.py
+	$(BIN)/python train_accelerate.py
 
 test: install  ## Run all tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
 from argparse import Action, ArgumentError
@@ -185,6 +186,8 @@ def read_yaml(path: Path, known: list[str] | None = None) -> dict[str, Any]:
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Runs a door and exits: 0 when done, 1 with the sentence of a `UserError` and no traceback, 130 after Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdout is not None:  # as it is where it was closed
         sys.stdout.reconfigure(errors="replace")  # whatever a model writes, a terminal without UTF-8 ends no run
     try:

@@ -1,14 +1,19 @@
 """Tokens -> checkpoints: the whole run, told from top to bottom.
 
-accelerate launch --quiet train_accelerate.py                                  # the quickstart: nothing to download
-accelerate launch --quiet train_accelerate.py --data my.txt                    # your own text, or a token store
-accelerate launch --quiet train_accelerate.py --config presets/gpt2.yaml --data data/my
-accelerate launch --quiet train_accelerate.py --resume_from_checkpoint runs/x  # go on where it stopped
+python train_accelerate.py                                  # the quickstart: nothing to download
+python train_accelerate.py --data my.txt                    # your own text, or a token store
+python train_accelerate.py --config presets/gpt2.yaml --data data/my
+python train_accelerate.py --resume_from_checkpoint runs/x  # go on where it stopped
+
+`accelerate launch --quiet train_accelerate.py` is the same run of one process; several need it, with a file of launch/.
 """
 
 # First: if the launcher dies during the imports below, which take seconds, this process ends with it.
 import training.early
-import training.threads  # noqa: F401
+import training.threads
+
+if __name__ == "__main__":
+    training.early.leave_on_interrupt()
 
 # isort: split
 import gc

@@ -70,6 +70,7 @@ def test_freed_memory_is_kept_and_not_asked_for_again(launch):
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
+        ({"OMP_NUM_THREADS": ""}, None),  # without a launcher
         ({"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}, None),  # what the launcher says unasked
         ({"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default", "LOCAL_WORLD_SIZE": "1000"}, 1),
         ({"OMP_NUM_THREADS": "1"}, 1),

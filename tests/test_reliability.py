@@ -61,7 +61,7 @@ def start(store):
     started = []
 
     def begin(
-        output_dir: Path, *more: str, launch: tuple[str, ...] = (), threads: int = 1, **settings
+        output_dir: Path, *more: str, launch: tuple[str, ...] = (), threads: str | None = "1", **settings
     ) -> subprocess.Popen:
         settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
         command = [sys.executable, *launch, "train_accelerate.py", *flags(**settings), *more]
@@ -69,7 +69,7 @@ def start(store):
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=clean | {"OMP_NUM_THREADS": str(threads)},
+            env=clean | ({"OMP_NUM_THREADS": threads} if threads else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -127,7 +127,7 @@ def test_killed_at_any_moment_nothing_is_lost(train, start, tmp_path):
 def test_at_default_settings_a_killed_run_ends_with_the_same_weights(start, tmp_path):
     """Compiled where there is a C++ compiler, in the device's precision, on two threads: sizes at which both work."""
     settings = {"torch_compile": None, "mixed_precision": None, "n_layer": 1, "n_embd": 96, "n_positions": 64}
-    settings |= {**DROPOUT, "tokens_per_step": 1024, "max_steps": 24, "save_steps": 4, "eval_steps": 12, "threads": 2}
+    settings |= {**DROPOUT, "tokens_per_step": 1024, "max_steps": 24, "save_steps": 4, "eval_steps": 12, "threads": "2"}
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     output, errors = start(straight, **settings).communicate(timeout=1200)
     assert "CPU (2 threads)" in output, errors
@@ -229,7 +229,79 @@ def test_a_log_line_tells_of_all_its_steps_also_across_a_resume(train, tmp_path)
     assert untimed(straight) == untimed(run)
 
 
+# ---- with and without a launcher -------------------------------------------------------------------------------------
+
+
+def test_python_and_accelerate_launch_are_the_same_run(start, tmp_path):
+    launcher = ("-m", "accelerate.commands.launch", "--quiet")
+    runs = {"python": (), "accelerate launch --quiet": launcher}
+    for name, launch in runs.items():
+        process = start(tmp_path / name / "run", launch=launch, threads=None, **DROPOUT, max_steps=4)
+        output, errors = process.communicate(timeout=120)
+        assert (process.returncode, "Device:  CPU" in output) == (0, True), errors
+        if name == "python":
+            assert errors == ""
+        report = (tmp_path / name / "run" / "report.md").read_text()
+        assert f"\n{name} train_accelerate.py --config config.yaml --data " in report
+    one, other = (tmp_path / name / "run" for name in runs)
+    assert_equal(weights(one), weights(other))
+    assert untimed(one) == untimed(other)
+
+
+def test_the_command_to_resume_names_the_file_of_several_processes(launch):
+    code = "import os, training.early; os.environ['RANK'] == '0' and print(training.early.launch_command())"
+    for file, options in (
+        ("launch/two_cpu_processes.yaml", "--config_file launch/two_cpu_processes.yaml --num_processes 2"),
+        (None, "--num_processes 2"),
+    ):
+        how = ("--config_file", file) if file else ("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+        command = ("-m", "accelerate.commands.launch", "--quiet", *how, "--no_python", sys.executable, "-c", code)
+        result = launch(*command, ACCELERATE_USE_CPU="true")
+        assert result.stdout == f"accelerate launch --quiet {options} train_accelerate.py\n", result.stderr
+
+
 # ---- asked to stop ---------------------------------------------------------------------------------------------------
+
+
+def interrupt(process: subprocess.Popen) -> tuple[int, str, str]:
+    """Presses Ctrl-C, which a terminal sends to all processes of the group."""
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    return process.returncode, output, errors
+
+
+def test_ctrl_c_during_the_imports_is_one_word(start, tmp_path):
+    process = start(tmp_path / "run")
+    wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
+    assert interrupt(process) == (130, "", "interrupted\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_while_a_text_is_tokenized_is_one_word(start, tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(prose(i, 50_000))
+    text = str(tmp_path / "*.txt")
+    process = start(tmp_path / "run", data=text, data_placement="mmap", cleaning="strict", dedup="near", num_proc=None)
+    assert process.stdout.readline().startswith("Reading ")
+    code, _, errors = interrupt(process)
+    assert (code, errors) == (130, "interrupted\n")
+    assert not list((REPOSITORY / "data").glob(f"{tmp_path.name}-*/metadata.json"))
+
+
+def test_ctrl_c_in_training_saves_and_names_the_command_that_resumes(start, tmp_path):
+    run = tmp_path / "run"
+    process = start(run, **LONG | {"save_steps": 1000})
+    wait_until(lambda: steps_logged(run) >= 2)
+    code, output, errors = interrupt(process)
+    assert code == 130
+    words = "Ctrl-C once more ends the run at once, without saving."
+    assert errors == f"Stopping after this step (SIGINT), and saving. {words}\n"
+    step = steps_logged(run)
+    assert output.endswith(
+        f"\nStopped after step {step} of 150 (SIGINT); {run / 'checkpoints' / f'step_{step:08}'} is the last good "
+        f"checkpoint. To resume, give the same command, or:\n  python train_accelerate.py --resume_from_checkpoint {run}\n"
+    )
+    assert [status(run)[key] for key in ("state", "reason", "step")] == ["stopped", "SIGINT", step]
 
 
 def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(train, start, tmp_path):

@@ -7,7 +7,11 @@ import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+
+import psutil
 
 LAUNCHER = "GPT2SCRATCH_LAUNCHER"
 # The parent at the very start; after a restart (restart.py), that of the process before. Taken out of the environment,
@@ -24,10 +28,30 @@ def is_launched() -> bool:
     return any(name in os.environ for name in _SET_BY_LAUNCHERS)
 
 
+def launch_command() -> str:
+    """Return how a command like this one starts: `python train_accelerate.py`, or `accelerate launch` with its main options."""
+    if not is_launched():
+        return "python train_accelerate.py"
+    words = []
+    with suppress(psutil.Error):  # the launcher is gone
+        words = [part for word in psutil.Process(PARENT).cmdline() for part in word.split("=", 1)]
+    file = Path(dict(pairwise(words)).get("--config_file", ""))
+    processes = os.environ.get("WORLD_SIZE", "1")
+    options = f" --config_file launch/{file.name}" if file.parent.name == "launch" else ""
+    options += f" --num_processes {processes}" if processes != "1" else ""
+    return f"accelerate launch --quiet{options} train_accelerate.py"
+
+
 def die_with_launcher(wanted: bool) -> None:
     """Whether the system is to kill this process when its launcher ends. Only Linux can; called by the main thread."""
     if is_launched() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL if wanted else 0)
+
+
+def leave_on_interrupt() -> None:
+    """End this process at Ctrl-C with exit code 130 and one word instead of a traceback, until `command_line.run` takes over."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise a shell's `&` has it ignored
+        signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
 
 
 def _is_orphan() -> bool:

@@ -13,7 +13,9 @@ def _cores() -> int:
     return min(physical, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else physical
 
 
-# The launcher exports 1 where nobody told it otherwise, which would idle all other cores. To tell torch later helps by half:
-# a step of two threads is then a fifth slower (docs/log.md).
-if is_launched() and os.environ.get("OMP_NUM_THREADS") == "1":
+# Where nobody set it, the launcher exports 1, which would idle all other cores; without a launcher, torch might choose another
+# number and so round differently. To tell torch later helps by half: a step of two threads is then a fifth slower
+# (docs/log.md).
+_UNSET = "1" if is_launched() else None
+if (os.environ.get("OMP_NUM_THREADS") or None) == _UNSET:
     os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

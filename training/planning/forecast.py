@@ -1,7 +1,7 @@
 """What a run will take, said before it is begun: memory, time, money, disk; and what would be better.
 
-accelerate launch --quiet train_accelerate.py --config presets/gpt2.yaml --data data/my --plan
-accelerate launch --quiet train_accelerate.py --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb
+python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan
+python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb
 """
 
 import math

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from errors import UserError
 from training.config import TrainConfig, write_config
 from training.device import on_main
+from training.early import launch_command
 from training.plan import Plan
 from training.reliability import checkpoint as checkpoints
 from training.reliability import restart
@@ -135,10 +136,11 @@ def describe_run(start: Start, folder: RunFolder, outlook: str) -> str:
 def describe_end(folder: RunFolder, plan: Plan, step: int, reason: str | None, prompt: str) -> str:
     """What the user reads last; `reason`: why the run stopped after `step` steps, None at its end."""
     if reason is not None:
-        return (
-            f"\nStopped after step {step:,} of {plan.max_steps:,} ({reason}); {folder.last_good()}. To go on: the same command; "
-            f"or, with the same launch options:\n  accelerate launch --quiet train_accelerate.py --resume_from_checkpoint {quote(str(folder.path))}"
-        )
+        stopped = f"\nStopped after step {step:,} of {plan.max_steps:,} ({reason}); {folder.last_good()}."
+        if folder.newest_step() == 0:
+            return f"{stopped} The same command starts again."
+        resume = f"{launch_command()} --resume_from_checkpoint {quote(str(folder.path))}"
+        return f"{stopped} To resume, give the same command, or:\n  {resume}"
     opening, path = prompt.splitlines()[0] if prompt.strip() else "", quote(str(folder.path))
     return (
         f"\nDone: {folder.model} is the model, {folder.report} tells the run. Next:\n"

@@ -17,6 +17,7 @@ from errors import counted
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.report import documents, left_out
 from tokenizer.store import Metadata, write_whole
+from training.early import launch_command
 from training.planning.cost import describe_cost
 from training.planning.flops import flops_per_token
 from training.reliability.run_folder import RunFolder
@@ -231,7 +232,7 @@ def _training(settings: dict[str, Any], starts: list[dict[str, Any]], data: Meta
 {lead}
 
 ```bash
-accelerate launch --quiet train_accelerate.py --config config.yaml --data {shlex.quote(_as_typed(settings["data"]))}
+{launch_command()} --config config.yaml --data {shlex.quote(_as_typed(settings["data"]))}
 ```
 
 <details>
