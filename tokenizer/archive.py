@@ -43,10 +43,11 @@ def pack(store: TokenStore) -> Path:
     """Packs a store into one file beside it, unless that is there already. The same store gives the same bytes.
 
     Raises:
-        UserError: there is another file of that name; a file of the store was changed; a full disk.
+        UserError: there is another file of that name; a file of the store was changed; a store of format 1; a full disk.
     """
     import zstandard
 
+    store.require_indexes()
     path = store.folder.with_name(store.folder.name + SUFFIX)
     if path.exists():
         if _packed_metadata(path) == (store.folder / "metadata.json").read_bytes():

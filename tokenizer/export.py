@@ -31,8 +31,9 @@ def to_parquet(store: TokenStore) -> Path:
     """Writes a store as a dataset for the Hub beside it, `NAME-parquet/`, unless that is there already.
 
     Raises:
-        UserError: there is something else of that name; a full disk.
+        UserError: there is something else of that name; a store of format 1; a full disk.
     """
+    store.require_indexes()
     folder = store.folder.with_name(f"{store.folder.name}-parquet")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if exported_identity(folder) == store.metadata.identity:

@@ -79,7 +79,9 @@ def problems(store: TokenStore) -> Iterator[str]:
 
 def _problems_of_split(store: TokenStore, split: str) -> Iterator[str]:
     path = store.folder / f"{split}.idx"
-    if not path.is_file():
+    if store.metadata.format_version == 1:
+        pass  # which had no index for Megatron
+    elif not path.is_file():
         yield f"{path} is missing."
     elif not megatron.is_index(store.folder, split, store.metadata.dtype):
         yield f"{path} was changed: it is not the index of {split}.bin."

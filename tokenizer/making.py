@@ -21,7 +21,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from errors import UserError, counted
+from errors import UserError, check_format, counted
 from tokenizer import cleaning, encode, megatron, report, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.cleaning import Cleaner, Outcome
@@ -36,6 +36,7 @@ from tokenizer.store import MAX_UINT16_VOCAB, TokenStore, disk_problem, finish, 
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.work import Part, Settings, Workers, done_parts
 
+FORMAT_VERSION = 1  # of unfinished work; a plan.json without one is of format 1 too
 SAMPLED_UNITS = 4096  # at most, for making a tokenizer
 ESTIMATED_FROM = 1 << 16  # characters of text whose tokens are counted to estimate those of all
 
@@ -124,6 +125,12 @@ class Making:
 
     def open_finished(self, is_cache: bool) -> TokenStore:
         store = TokenStore(self.folder)
+        if store.metadata.format_version == 1:
+            self.say(
+                f"{self.folder} is a store of format 1, which does not record its text and settings: it is used as it is. "
+                f"Name another --output to make it again."
+            )
+            return store
         inputs = json.loads((self.folder / "inputs.json").read_text(encoding="utf-8"))
         # A cache is named by the content of its text.
         if not is_cache and (changed := self._changed(store.metadata.settings, inputs)):
@@ -138,9 +145,9 @@ class Making:
         """What differs between then and now, by name; empty where nothing does."""
         now = json.loads(json.dumps(self.settings_of_user))
         named = [
-            f"{key} was {settings.get(key)!r:.60} and is {now[key]!r:.60}"
-            for key in now
-            if settings.get(key) != now[key]
+            f"{key} was {settings.get(key)!r:.60} and is {now.get(key)!r:.60}"
+            for key in settings | now
+            if settings.get(key) != now.get(key)
         ]
         before, after = ({name: rest for name, *rest in files} for files in (inputs, self.inputs))
         named += [f"{name} is gone" for name in before if name not in after]
@@ -163,6 +170,7 @@ class Making:
         if not path.is_file():
             return False
         plan = json.loads(path.read_text(encoding="utf-8"))
+        check_format(self.work, plan.get("format_version"), FORMAT_VERSION)
         if not (changed := self._changed(plan["settings_of_user"], plan["inputs"])):
             done = len(done_parts(self.work, range(len(plan["units"]))))
             self.say(f"Going on with {self.folder}: {done:,} of {len(plan['units']):,} units of work are done.")
@@ -213,6 +221,7 @@ class Making:
         )
         self._check_room(settings, sample)
         plan = {
+            "format_version": FORMAT_VERSION,
             "settings_of_user": self.settings_of_user,
             "inputs": self.inputs,
             "settings": asdict(settings),

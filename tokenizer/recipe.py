@@ -1,6 +1,6 @@
 """All that decides about the tokens of a store, in one place."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -48,9 +48,18 @@ class Recipe:
         return None if self.vocabulary.tokenizer is None else vocabulary.load(self.vocabulary.tokenizer)
 
     def settings(self) -> dict[str, Any]:
-        """Every setting under its flag's name, and the content of what some of them name."""
+        """Every setting under its flag's name, and the content of what some of them name.
+
+        Stores record these settings, and the names of cached stores are made from them. So a setting that was added later
+        (`added` in its metadata) is left out at its default: older stores are still recognized.
+        """
         parts = (self.corpus, self.vocabulary, self.cleaning, self.dedup)
-        settings = {name: value for part in parts for name, value in asdict(part).items()}
+        settings = {
+            each.name: getattr(part, each.name)
+            for part in parts
+            for each in fields(part)
+            if "added" not in each.metadata or getattr(part, each.name) != getattr(type(part)(), each.name)
+        }
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
         if self.theirs is not None:
             settings["tokenizer_json"] = encode.sha256(self.theirs.backend_tokenizer)

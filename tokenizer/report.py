@@ -73,9 +73,9 @@ def _left_out(metadata: Metadata) -> Iterator[tuple[str, str]]:
     """A line, and where the first of it stands."""
     counts = metadata.counts
     for name, words in LEFT_OUT.items():
-        if counts[name]:
+        if counts.get(name):
             yield counted(counts[name], *words), _place(counts["first"].get(name))
-    if counts["links"]:
+    if counts.get("links"):
         yield counted(counts["links"], *LINK), ""
     dropped = {rule: outcome["documents"] for rule, outcome in metadata.cleaning.items() if outcome["dropped"]}
     for rule, number in dropped.items():

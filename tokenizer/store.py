@@ -8,6 +8,9 @@ tokenizer/                      loads with AutoTokenizer
 report.md                       what was read, changed and left out, with examples
 inputs.json                     the files it was made from: name, size, time of change
 metadata.json                   what all of that is, written last: without it there is no store
+
+Format 1 is read as well. It has {train,val}.offsets.bin (int64, where each document starts, and the end) in place of the
+indexes, no report.md and no inputs.json, and its metadata state neither settings nor counts.
 """
 
 import hashlib
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from errors import UserError
+from errors import UserError, check_format
 
 if TYPE_CHECKING:  # workers write stores too, and start at once without transformers
     from transformers import PreTrainedTokenizerBase
@@ -74,8 +77,11 @@ class Metadata:
         hashes = {"tokenizer/tokenizer.json": self.tokenizer_sha256}
         for split in SPLITS:
             info: Split = getattr(self, split)
-            hashes |= {tokens_file(split): info.sha256, index_file(split): info.index_sha256}
+            hashes |= {tokens_file(split): info.sha256, self.index_file(split): info.index_sha256}
         return hashes
+
+    def index_file(self, split: str) -> str:
+        return f"{split}.offsets.bin" if self.format_version == 1 else index_file(split)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -85,7 +91,7 @@ class Metadata:
             info: Split = getattr(self, split)
             sizes |= {
                 tokens_file(split): info.tokens * np.dtype(self.dtype).itemsize,
-                index_file(split): info.documents * 8,
+                self.index_file(split): (info.documents + (self.format_version == 1)) * 8,
             }
         return sizes
 
@@ -133,7 +139,19 @@ class TokenStore:
 
     def offsets(self, split: str) -> np.ndarray:
         """(documents + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]]."""
-        return np.concatenate([[0], np.fromfile(self.folder / index_file(split), dtype="<i8")])
+        index = np.fromfile(self.folder / self.metadata.index_file(split), dtype="<i8")
+        return index if self.metadata.format_version == 1 else np.concatenate([[0], index])
+
+    def require_indexes(self) -> None:
+        """
+        Raises:
+            UserError: the store has a format without the index files that other programs read.
+        """
+        if self.metadata.format_version == 1:
+            raise UserError(
+                f"{self.folder} is a store of format 1, which can be read but not packed or exported; make it again with "
+                f"another --output. It was made by: {self.metadata.command}"
+            )
 
     def load_tokenizer(self) -> "PreTrainedTokenizerBase":
         from tokenizer import vocabulary
@@ -196,12 +214,9 @@ def read_metadata(folder: Path) -> Metadata:
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        version = content["format_version"]
-        if version != FORMAT_VERSION:
-            remedy = "Update." if version > FORMAT_VERSION else "Delete it and make it anew."
-            raise UserError(
-                f"{folder} is a store of format {version}; this version reads format {FORMAT_VERSION}. {remedy}"
-            )
+        check_format(folder, content["format_version"], FORMAT_VERSION)
+        if content["format_version"] == 1:
+            content = _from_format_1(content)
         if content["dtype"] not in ("uint16", "uint32"):
             raise ValueError(f"its dtype is {content['dtype']}")
         splits = {split: Split(**content.pop(split)) for split in SPLITS}
@@ -215,6 +230,17 @@ def read_metadata(folder: Path) -> Metadata:
         raise UserError(
             f"{path} is not the metadata of a token store ({error}). Delete it and make it anew."
         ) from error
+
+
+def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
+    """The metadata under today's names; what format 1 did not record stays empty."""
+    splits = {split: {"index_sha256": content[split].pop("offsets_sha256")} | content[split] for split in SPLITS}
+    content.pop("fingerprint")
+    return (
+        content
+        | splits
+        | {"settings": {"cleaning": [], "dedup": "no"}, "counts": {}, "cleaning": {}, "repeated_documents": 0}
+    )
 
 
 def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) -> None:

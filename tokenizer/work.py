@@ -75,10 +75,10 @@ class Part:
 
     @staticmethod
     def read(folder: Path, number: int) -> "Part | None":
-        """None where it is not done."""
+        """None where it is not done, or was done by a version that did not record as much."""
         try:
             return Part.from_json(json.loads(part_file(folder, number, "json").read_text(encoding="utf-8")))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
     @staticmethod

@@ -104,6 +104,11 @@ class TrainConfig:
         settings = {name: value for part in parts for name, value in asdict(part).items()}
         return settings if self.text else {name: value for name, value in settings.items() if name not in ABOUT_TEXT}
 
+    @staticmethod
+    def defaults() -> dict[str, Any]:
+        """Every setting at its default."""
+        return {name: value for kind in PARTS for name, value in asdict(kind()).items()}
+
     def problems(self) -> list[str]:
         """What can be seen to be wrong without looking at data or device."""
         found = [

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +16,7 @@ from accelerate.utils import get_int_from_env
 
 from errors import UserError
 from tokenizer.recipe import Recipe
-from tokenizer.store import TokenStore
+from tokenizer.store import TokenStore, read_metadata
 from training.tokens import Documents, MemoryMap, Tokens
 
 if TYPE_CHECKING:
@@ -69,6 +70,12 @@ def open_store(recipe: Recipe, say: Callable[[str], None], known: Sequence[str] 
         return TokenStore(folder)
     from tokenizer.making import pretokenize
 
+    if others := _others_of(recipe.inputs[0]):
+        size = sum(file.stat().st_size for other in others for file in other.rglob("*") if file.is_file())
+        say(
+            f"{CACHE} holds {size / 1e6:,.1f} MB of other token stores for it ({', '.join(other.name for other in others)}): of "
+            f"an earlier text, other settings or an older version. Delete them if no run needs them."
+        )
     return pretokenize(recipe, folder, say, is_cache=True)
 
 
@@ -81,6 +88,19 @@ def find_store(recipe: Recipe) -> TokenStore | None:
         return TokenStore(_folder_of(recipe))
     except UserError:
         return None
+
+
+def _others_of(data: str) -> list[Path]:
+    return sorted(path.parent for path in CACHE.glob(f"{name_of(data)}-{'[0-9a-f]' * 12}/metadata.json"))
+
+
+def find_cached(identity: str) -> Path | None:
+    """The cached store that holds just these tokens."""
+    for path in CACHE.glob("*/metadata.json"):
+        with suppress(UserError):
+            if read_metadata(path.parent).identity == identity:
+                return path.parent
+    return None
 
 
 def estimate_store(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> "Estimate | None":

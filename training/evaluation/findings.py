@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from errors import UserError
+from errors import UserError, check_format
 from tokenizer.store import TokenStore, disk_problem, file_sha256, write_whole
 from training.evaluation.panel import Row
 from training.reliability.run_folder import RunFolder, run_of
@@ -22,6 +22,7 @@ from training.reporting.plots import plot_panel
 from training.reporting.report import gather
 from training.sampling import fenced
 
+FORMAT_VERSION = 1  # of evaluation.json; one without a version is of format 1 too
 METRICS = {"loss": "loss (nats a token)", "perplexity": "perplexity", "bits_per_byte": "bits a byte"}
 
 
@@ -80,12 +81,20 @@ def _public(name: str) -> str:
 
 
 def _kept(folder: Path) -> dict[str, Any]:
-    """evaluation.json; empty where there is none, or something else."""
+    """evaluation.json; empty where there is none, or something else.
+
+    Raises:
+        UserError: a newer version of this project wrote it.
+    """
+    path = folder / "evaluation.json"
     try:
-        results = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+        results = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return results if isinstance(results, dict) else {}
+    if not isinstance(results, dict):
+        return {}
+    check_format(path, results.pop("format_version", None), FORMAT_VERSION)
+    return results
 
 
 def _hashes(model: Path) -> list[str]:
@@ -101,7 +110,10 @@ def _write(results: dict[str, Any], rows: list[Row], folder: Path, store: TokenS
     elif not rows:
         (folder / "panel.png").unlink(missing_ok=True)  # of other weights
     has_plot = plot_panel(rows, folder / "panel.png") if rows else (folder / "panel.png").is_file()
-    write_whole(folder / "evaluation.json", json.dumps(results | identity, indent=2, ensure_ascii=False) + "\n")
+    write_whole(
+        folder / "evaluation.json",
+        json.dumps({"format_version": FORMAT_VERSION} | results | identity, indent=2, ensure_ascii=False) + "\n",
+    )
     shown = ["![Bits a byte of each](panel.png)"] if has_plot else []
     write_whole(folder / "evaluation.md", "\n\n".join(["# Evaluation", *_sections(results, "##"), *shown]) + "\n")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
+from training.data import find_cached
 from training.reliability import checkpoint as checkpoints
 from training.reliability.checkpoint import TrainState
 
@@ -15,6 +16,7 @@ SHAPE = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_inner", "tie_word_
 MEANING = ("n_head", "activation_function", "layer_norm_epsilon")
 # These change what the steps to come are trained on, or how.
 IDENTITY = ("tokenizer", "data", "mixed_precision", "tokens_per_step", "seed", "mask_documents")
+RECORDED_SINCE_2 = {"mixed_precision"}  # by checkpoints of format 2
 ALLOWED = (*MEANING, *IDENTITY)
 # Settings that may differ without a word.
 NOT_THE_RUN = {
@@ -64,7 +66,7 @@ def compare(
     except Exception as error:  # of many kinds, if a stranger wrote it
         problem = " ".join(str(error).split())[:200]
         raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
-    if missing := sorted(set(IDENTITY) - set(saved.settings)):
+    if missing := sorted(set(IDENTITY) - RECORDED_SINCE_2 - set(saved.settings)):
         raise UserError(f"{checkpoint} does not tell the run's {', '.join(missing)}; resume from another checkpoint.")
     before = {name: getattr(saved_model, name) for name in (*SHAPE, *MEANING)} | saved.settings
     now = {name: getattr(model, name) for name in (*SHAPE, *MEANING)} | settings
@@ -89,10 +91,12 @@ def compare(
 
 def _named(name: str, now: dict[str, Any], before: dict[str, Any]) -> str:
     if name in ("tokenizer", "data"):
+        kept = find_cached(before["data"])
+        trained_on = f"; the run was trained on {kept}: --data {kept} resumes it" if kept is not None else ""
         what = (
             "the tokenizer of the token store is another"
             if name == "tokenizer"
             else "the token store holds other tokens"
         )
-        return f"{what}, sha256 {now[name][:12]} instead of {before[name][:12]}"
+        return f"{what}, sha256 {now[name][:12]} instead of {before[name][:12]}{trained_on}"
     return f"{name} changed from {before[name]} to {now[name]}"

@@ -7,6 +7,8 @@
 
 A folder without its manifest does not exist as far as any reader is concerned. There is no pickle anywhere, and resuming
 reads these files by these names alone: no index, no link, no code that lies in the folder.
+
+Format 1 is read as well: its state.json holds step, seed, tokens per step and two hashes.
 """
 
 import errno
@@ -26,7 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from errors import UserError
+from errors import UserError, check_format
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import vocabulary
 from tokenizer.store import file_sha256
@@ -244,7 +246,11 @@ class DamageError(Exception):
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint: the first file that is not as it was written."""
+    """What is wrong with a checkpoint: the first file that is not as it was written.
+
+    Raises:
+        UserError: a newer version of this project wrote it.
+    """
     try:
         for name, (_, sha256) in listed_files(checkpoint).items():
             if file_sha256(checkpoint / name) != sha256:
@@ -261,17 +267,16 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
 
     Raises:
         DamageError: there is no manifest that can be understood, or a file is missing, of another size, or lies elsewhere.
+        UserError: a newer version of this project wrote it.
     """
     if not (checkpoint / MANIFEST).is_file():
         raise DamageError(f"it has no {MANIFEST}")
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_bytes())
-        version = manifest["format_version"]
+        check_format(checkpoint, manifest["format_version"], FORMAT_VERSION)
         files = {str(name): (int(file["size"]), str(file["sha256"])) for name, file in manifest["files"].items()}
     except NONSENSE as error:
         raise DamageError(f"its {MANIFEST} cannot be read ({error})") from error
-    if version != FORMAT_VERSION:
-        raise DamageError(f"its format is {version}, and this program reads {FORMAT_VERSION}")
     if missing := [name for name in NEEDED if name not in files]:
         raise DamageError(f"its {MANIFEST} does not name {missing[0]}")
     for name, (size, _) in files.items():
@@ -298,6 +303,8 @@ def load_state(checkpoint: Path) -> TrainState:
     """
     try:
         content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        if "position" not in content:
+            content = _from_format_1(content, checkpoint)
         position = content.pop("position")
         passed_over = tuple((int(first), int(end)) for first, end in position.pop("passed_over"))
         losses = tuple(None if loss is None else float(loss) for loss in content.pop("losses"))
@@ -308,6 +315,21 @@ def load_state(checkpoint: Path) -> TrainState:
     if wrong:
         raise UserError(f"{checkpoint / STATE} cannot be read ({wrong[:200]}); resume from another checkpoint.")
     return state
+
+
+def _from_format_1(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """A state under today's names. Every step of format 1 trained on the next samples; precision was not recorded."""
+    step, tokens_per_step = content["step"], content["tokens_per_step"]
+    context = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["n_positions"]
+    position = {"step": step, "sample": step * tokens_per_step // context, "tokens": step * tokens_per_step}
+    settings = {"data": content["data_identity"], "tokenizer": content["tokenizer_sha256"], "mask_documents": False}
+    settings |= {"seed": content["seed"], "tokens_per_step": tokens_per_step}
+    return {
+        "position": position | {"passed_over": []},
+        "settings": settings,
+        "losses": [],
+        "grad_scaler": content["grad_scaler"],
+    }
 
 
 def _wrong_in(state: TrainState, checkpoint: Path) -> str | None:

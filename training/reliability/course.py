@@ -18,7 +18,7 @@ from training.reliability import restart
 from training.reliability.backup import Backup
 from training.reliability.changes import compare
 from training.reliability.checkpoint import TrainState
-from training.reliability.resume import choose_checkpoint
+from training.reliability.resume import Settings, choose_checkpoint
 from training.reliability.run_folder import RunFolder, begin, is_checkpoint, run_of
 from training.reliability.status import record, starts_in_force, write_status
 from training.reporting.metrics import has_evaluation, read_metrics
@@ -65,8 +65,8 @@ def find_start(
     """
 
     def choose() -> str | None:
-        is_restart, allowed = bool(restart.restarted()), config.changes.allowed
-        chosen = choose_checkpoint(config.run, config.flat(), allowed, backup, is_restart, say)
+        settings = Settings(config.flat(), config.defaults(), config.changes.allowed)
+        chosen = choose_checkpoint(config.run, settings, backup, bool(restart.restarted()), say)
         return str(chosen) if chosen is not None else None
 
     found = on_main(accelerator, choose)

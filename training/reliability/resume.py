@@ -1,6 +1,7 @@
 """Which checkpoint a command goes on from: none, the run's newest, its backup's, or one that is named."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,38 @@ from training.reliability import checkpoint as checkpoints
 from training.reliability.backup import Backup
 from training.reliability.changes import NOT_THE_RUN
 from training.reliability.run_folder import RunArguments, RunFolder, is_checkpoint, run_of
+from training.reliability.status import check_run_format
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a command."""
+
+    values: dict[str, Any]
+    defaults: dict[str, Any]
+    may_change: set[str]
+
+    def differences(self, before: dict[str, Any]) -> list[str]:
+        """Compare with the config.yaml of a run. A setting that an older version did not know had its default."""
+        before = self.defaults | before
+        return [
+            f"{name} {before.get(name)} -> {value}"
+            for name, value in self.values.items()
+            if name not in NOT_THE_RUN | self.may_change and str(before.get(name)) != str(value)
+        ]
 
 
 def choose_checkpoint(
     arguments: RunArguments,
-    settings: dict[str, Any],
-    allowed: set[str],
+    settings: Settings,
     backup: Backup | None,
     is_restart: bool,
     say: Callable[[str], None],
 ) -> Path | None:
     """Decides what this command means for the folder; returns the checkpoint to go on from, None for a new run.
 
-    `allowed` names the settings that may be others than the run's. After a restart, the run goes on in its own folder,
-    whatever the command says about beginning. Only what a backup has and the folder has not is written.
+    After a restart, the run goes on in its own folder, whatever the command says about beginning. Only what a backup has and
+    the folder has not is written.
 
     Raises:
         UserError: the folder holds another run or something else; the checkpoint is missing or damaged.
@@ -33,6 +52,7 @@ def choose_checkpoint(
         raise UserError(f"{folder.path} is a file; name another --output_dir.")
     if not folder.config.is_file() and not folder.is_empty():
         raise UserError(f"{folder.path} exists and is not a run folder; name another --output_dir.")
+    check_run_format(folder.status)
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
     if is_restart:  # what the backup has beyond the folder was taken back
         backup = None
@@ -42,21 +62,20 @@ def choose_checkpoint(
         source = Path(arguments.resume_from_checkpoint)
         branch = run_of(source).resolve() != folder.path.resolve()
         if branch and has_begun and not arguments.overwrite_output_dir:  # the same command again, or another
-            _refuse_another(folder.path, read_yaml(folder.config), settings, allowed)
-            return _newest(folder, backup, settings, allowed, say)
+            _refuse_another(folder.path, read_yaml(folder.config), settings)
+            return _newest(folder, backup, settings, say)
         return _named_checkpoint(source, folder, None if branch else backup, say)
     if arguments.overwrite_output_dir:
         return None
     if has_begun:  # otherwise there is nothing to lose
-        _refuse_another(folder.path, read_yaml(folder.config), settings, allowed)
-    return _newest(folder, backup, settings, allowed, say)
+        _refuse_another(folder.path, read_yaml(folder.config), settings)
+    return _newest(folder, backup, settings, say)
 
 
 def _newest(
     folder: RunFolder,
     backup: Backup | None,
-    settings: dict[str, Any] | None,
-    allowed: set[str],
+    settings: Settings | None,
     say: Callable[[str], None],
 ) -> Path | None:
     """The newest checkpoint of the folder and its backup, which is copied here. `settings` (None: the run's own) must be
@@ -71,24 +90,19 @@ def _newest(
     if backup is None or backup.newest(after) is None:
         return here
     if settings is not None:
-        _refuse_another(backup.there.path, backup.settings() or {}, settings, allowed)
+        _refuse_another(backup.there.path, backup.settings() or {}, settings)
     restored = backup.restore(after)
     if restored is not None:
         say(f"Backup:  {restored.name} is brought back from {backup.there.path}")
     return restored or here
 
 
-def _refuse_another(folder: Path, before: dict[str, Any], settings: dict[str, Any], allowed: set[str]) -> None:
+def _refuse_another(folder: Path, before: dict[str, Any], settings: Settings) -> None:
     """
     Raises:
         UserError: the run in the folder has other settings, which are named.
     """
-    changed = [
-        f"{name} {before.get(name)} -> {value}"
-        for name, value in settings.items()
-        if name not in NOT_THE_RUN | allowed and str(before.get(name)) != str(value)
-    ]
-    if changed:
+    if changed := settings.differences(before):
         raise UserError(
             f"{folder} holds another run ({', '.join(changed)}); name another --output_dir, go on with it by "
             f"--resume_from_checkpoint {folder}, or delete it by --overwrite_output_dir."
@@ -97,7 +111,7 @@ def _refuse_another(folder: Path, before: dict[str, Any], settings: dict[str, An
 
 def _named_checkpoint(source: Path, folder: RunFolder, backup: Backup | None, say: Callable[[str], None]) -> Path:
     if not is_checkpoint(source):
-        newest = _newest(RunFolder(run_of(source)), backup, None, set(), say)
+        newest = _newest(RunFolder(run_of(source)), backup, None, say)
         if newest is None:
             raise UserError(
                 f"{source} has no complete checkpoint to resume from; start it anew with the first command."

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from errors import UserError, counted
 from training.reliability import checkpoint as checkpoints
+from training.reliability.status import check_run_format
 from training.reporting.metrics import comparable_loss, forget_after, read_metrics
 from training.sampling import forget_samples_after
 
@@ -140,7 +141,7 @@ def run_of(path: Path) -> Path:
     """The run folder that `path` is, or is a checkpoint or the model of.
 
     Raises:
-        UserError: it is not there, or is none of these.
+        UserError: it is not there, or is none of these; a newer version of this project wrote it.
     """
     run = path
     if is_checkpoint(path):
@@ -152,6 +153,7 @@ def run_of(path: Path) -> Path:
         raise UserError(f"There is no {path}; {run} has {there}.")
     if not path.exists() or not (run / CONFIG_FILE).is_file():
         raise UserError(f"{path} is not a run folder or a checkpoint in one: there is no {run / CONFIG_FILE}.")
+    check_run_format(RunFolder(run).status)
     return run
 
 

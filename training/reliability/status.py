@@ -14,17 +14,29 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from errors import check_format
 from tokenizer.store import write_whole
+
+FORMAT_VERSION = 1  # of the run folder; a status.json without one is of format 1 too
 
 
 def write_status(
     path: Path, state: Literal["running", "finished", "stopped", "failed"], step: int, reason: str = ""
 ) -> None:
     """Replaces status.json whole, if the disk lets it: no run fails for this. `step`: that of the newest checkpoint."""
-    status = {"state": state, "reason": reason, "step": step, "time": now()}
+    status = {"format_version": FORMAT_VERSION, "state": state, "reason": reason, "step": step, "time": now()}
     status |= {"host": socket.gethostname(), "pid": os.getpid()}
     with suppress(OSError):
         write_whole(path, json.dumps(status, indent=2) + "\n")
+
+
+def check_run_format(path: Path) -> None:
+    """
+    Raises:
+        UserError: a newer version of this project wrote the run folder of this status.json.
+    """
+    with suppress(OSError, ValueError, AttributeError):  # no status.json, or not one of ours
+        check_format(path.parent, json.loads(path.read_bytes()).get("format_version"), FORMAT_VERSION)
 
 
 def record(path: Path, event: str, step: int, **details: Any) -> None:

@@ -326,7 +326,7 @@ def _plan_and_reality(
         1 - events[0]["step"] / planned["steps"]
     )  # the steps of the run whose checkpoint it goes on from took theirs there
     reached = float(np.median([entry["tokens_per_second"] for entry in timed]))
-    memory = max(entry["peak_memory_gb"] for entry in timed)
+    memory = max(entry.get("peak_memory_gb", 0.0) for entry in timed)  # older versions did not log it
     rows = [
         "| | planned | came |\n|---|--:|--:|",
         f"| steps | {planned['steps']:,} | {last['step']:,} |",

@@ -1,0 +1,119 @@
+"""The shape of a GPT2Scratch model: every field that decides what the network computes."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+# Written into every saved config.json, so that a folder or a Hub repository carries its own code. `AutoModel` is here
+# because vLLM and SGLang load through it; saving the language model alone would register only the other two.
+AUTO_MAP = {
+    "AutoConfig": "configuration_gpt2scratch.GPT2ScratchConfig",
+    "AutoModel": "modeling_gpt2scratch.GPT2ScratchModel",
+    "AutoModelForCausalLM": "modeling_gpt2scratch.GPT2ScratchForCausalLM",
+}
+
+
+@strict
+class GPT2ScratchConfig(PreTrainedConfig):
+    r"""Configuration of a GPT-2-class decoder (Radford et al. 2019). Without arguments: 134,601,216 parameters.
+
+    Args:
+        vocab_size: number of tokens the embedding and the head know.
+        n_positions: context length in tokens; positions are learned, so nothing longer can be read.
+        n_embd: width of the residual stream.
+        n_layer: number of blocks.
+        n_head: number of attention heads; divides `n_embd`.
+        n_inner: width of the MLP; `None` means `4 * n_embd`.
+        activation_function: a name from Transformers' `ACT2FN`: `gelu` is exact, `gelu_new` GPT-2's tanh approximation.
+        embd_pdrop: dropout probability after the embeddings.
+        attn_pdrop: dropout probability on the attention weights.
+        resid_pdrop: dropout probability on what each attention and MLP adds to the residual stream.
+        layer_norm_epsilon: added to the variance in every LayerNorm.
+        initializer_range: standard deviation of the initial weights; projections into the residual stream use
+            `initializer_range / sqrt(2 * n_layer)` (GPT-2, section 2.3).
+        use_cache: return keys and values for the next call of generation.
+        tie_word_embeddings: use the token embedding as the head (OpenAI's GPT-2 does).
+        bos_token_id, eos_token_id, pad_token_id: ids of the special tokens; `None` where the tokenizer has none.
+
+    Raises:
+        StrictDataclassError: a field has the wrong type, or the fields do not fit together; all problems are listed.
+    """
+
+    model_type = "gpt2scratch"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+    # The fused query-key-value matrix cannot be cut into column blocks (a block would mix queries with keys), so every
+    # rank gathers its output and computes all heads; only the matrices are sharded.
+    base_model_tp_plan = {
+        "wte": "embedding_rowwise",  # as a tied head is sharded; Transformers adds it only for `embed_tokens`
+        "h.*.attn.c_attn": "colwise_gather_output",
+        "h.*.attn.c_proj": "rowwise_split_input",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    }
+    base_model_pp_plan = {
+        "wte": (["input_ids"], ["inputs_embeds"]),
+        "wpe": (["inputs_embeds", "position_ids"], ["hidden_states"]),
+        "h": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "ln_f": (["hidden_states"], ["hidden_states"]),
+    }
+    base_model_fsdp_plan = {
+        "wte": "free_full_weight",
+        "wpe": "free_full_weight",
+        "h.*": "free_full_weight",
+        "ln_f": "keep_full_weight",
+    }
+
+    vocab_size: int = 32000
+    n_positions: int = 512
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    activation_function: str = "gelu"
+    embd_pdrop: float | int = 0.0
+    attn_pdrop: float | int = 0.0
+    resid_pdrop: float | int = 0.0
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def validate_architecture(self):
+        """Called by `@strict` after construction and before saving."""
+        problems = []
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+            if getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)} but must be at least 1")
+        if self.n_inner is not None and self.n_inner < 1:
+            problems.append(f"n_inner is {self.n_inner} but must be at least 1, or None for 4 * n_embd")
+        if self.n_head >= 1 and self.n_embd % self.n_head:
+            problems.append(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
+        if self.activation_function not in ACT2FN:
+            problems.append(
+                f"activation_function {self.activation_function!r} is unknown to Transformers (GPT-2's is 'gelu_new')"
+            )
+        for name in ("initializer_range", "layer_norm_epsilon"):
+            if getattr(self, name) < 0:
+                problems.append(f"{name} is {getattr(self, name)} but must be at least 0")
+        for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                problems.append(f"{name} is {getattr(self, name)} but must be at least 0 and below 1")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+        """Saves `config.json` with an `auto_map` that names the files saved beside it, wherever this was loaded from."""
+        self.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+
+__all__ = ["GPT2ScratchConfig"]

@@ -1,0 +1,346 @@
+"""GPT-2 from scratch (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+
+Reads bottom-up, smallest part first: attention, MLP, block, model, language model. Parameter names are GPT-2's, with
+`nn.Linear` in place of `Conv1D`. Shapes: B batch, T tokens, C = n_embd, nh = n_head, hs = C / nh, V = vocab_size.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_gpt2scratch import GPT2ScratchConfig
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,  # (B, nh, T, hs)
+    key: torch.Tensor,  # (B, nh, S, hs), S = cached + T
+    value: torch.Tensor,  # (B, nh, S, hs)
+    attention_mask: torch.Tensor | None,  # (B or 1, 1, T, S), added to the scores
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention written out (Vaswani et al. 2017, equation 1). Returns (B, T, nh, hs) and the weights (B, nh, T, S)."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # (B, nh, T, S)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def residual_projection(in_features: int, out_features: int) -> nn.Linear:
+    """A linear map into the residual stream, flagged for the smaller initial weights of GPT-2, section 2.3.
+
+    The flag sits on the `nn.Linear` itself: Transformers skips `_init_weights` for modules of custom code that own no
+    parameter, so a test for the surrounding attention or MLP module would silently never be true.
+    """
+    linear = nn.Linear(in_features, out_features)
+    linear.is_residual_projection = True
+    return linear
+
+
+class GPT2ScratchAttention(nn.Module):
+    """Causal multi-head self-attention, through whichever implementation `attn_implementation` names."""
+
+    def __init__(self, config: GPT2ScratchConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.n_embd // config.n_head
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = residual_projection(config.n_embd, config.n_embd)
+        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        input_shape = hidden_states.shape[:-1]  # (B, T)
+        heads = (*input_shape, -1, self.head_dim)
+        C = self.config.n_embd
+        query, key, value = self.c_attn(hidden_states).split((C, C, C), dim=-1)  # (B, T, 3C) -> 3 x (B, T, C)
+        query = query.view(heads).transpose(1, 2)  # (B, nh, T, hs)
+        key = key.view(heads).transpose(1, 2)  # (B, nh, T, hs)
+        value = value.view(heads).transpose(1, 2)  # (B, nh, T, hs)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)  # (B, nh, S, hs)
+
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.config.attn_pdrop if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )  # (B, T, nh, hs)
+        output = output.reshape(*input_shape, -1).contiguous()  # (B, T, C)
+        return self.resid_dropout(self.c_proj(output)), weights
+
+
+class GPT2ScratchMLP(nn.Module):
+    def __init__(self, config: GPT2ScratchConfig):
+        super().__init__()
+        n_inner = config.n_inner if config.n_inner is not None else 4 * config.n_embd
+        self.c_fc = nn.Linear(config.n_embd, n_inner)
+        self.act = ACT2FN[config.activation_function]
+        self.c_proj = residual_projection(n_inner, config.n_embd)
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.c_proj(self.act(self.c_fc(hidden_states))))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
+
+
+class GPT2ScratchBlock(GradientCheckpointingLayer):
+    def __init__(self, config: GPT2ScratchConfig, layer_idx: int):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = GPT2ScratchAttention(config, layer_idx)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = GPT2ScratchMLP(config)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs
+    ) -> torch.Tensor:
+        hidden_states = hidden_states + self.attn(self.ln_1(hidden_states), attention_mask, **kwargs)[0]
+        hidden_states = hidden_states + self.mlp(self.ln_2(hidden_states))
+        return hidden_states
+
+
+class GPT2ScratchPositionEmbedding(nn.Embedding):
+    """Adds the learned positions. One module with both inputs, so that a pipeline stage that lacks it can pass on its
+    input instead of adding the positions a second time."""
+
+    def forward(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return inputs_embeds + super().forward(position_ids).to(inputs_embeds.device)  # (B, T, C)
+
+
+class GPT2ScratchPreTrainedModel(PreTrainedModel):
+    config_class = GPT2ScratchConfig
+    base_model_prefix = "transformer"
+    _input_embed_layer = "wte"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["GPT2ScratchBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": GPT2ScratchBlock, "attentions": GPT2ScratchAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if getattr(module, "is_residual_projection", False):
+            std = self.config.initializer_range / math.sqrt(2 * self.config.n_layer)
+            init.normal_(module.weight, mean=0.0, std=std)
+
+
+class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
+    """Token ids (B, T) -> hidden states (B, T, C), after the last LayerNorm."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # a language model's checkpoint, loaded without its head
+
+    def __init__(self, config: GPT2ScratchConfig):
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = GPT2ScratchPositionEmbedding(config.n_positions, config.n_embd)
+        self.drop = nn.Dropout(config.embd_pdrop)
+        self.h = nn.ModuleList([GPT2ScratchBlock(config, layer_idx) for layer_idx in range(config.n_layer)])
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: (B, T) token ids, int64 or int32; or `inputs_embeds`, (B, T, C).
+            attention_mask: (B, cached + T), 1 for tokens and 0 for padding, or a prepared 4D mask.
+            position_ids: (B, T); where they restart within a row, the row is packed and its documents do not see each
+                other. Left out, they count the tokens that are not padding.
+            past_key_values: keys and values of earlier calls.
+
+        Raises:
+            ValueError: both or neither of `input_ids` and `inputs_embeds`, or a sequence beyond the context.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            inputs_embeds = self.wte(input_ids)  # (B, T, C)
+        self.check_context(inputs_embeds.shape[1], position_ids, past_key_values)
+
+        # The mask comes before the cache and before default positions: packed documents are recognised only while
+        # there is no cache, and arange positions under torch.compile would pass for packed ones and cost a (T, T) mask.
+        causal_mask = None
+        if not self.is_plainly_causal(attention_mask, position_ids, past_key_values):
+            causal_mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            position_ids = default_position_ids(inputs_embeds, attention_mask, past_key_values)
+
+        hidden_states = self.drop(self.wpe(inputs_embeds, position_ids))  # (B, T, C)
+        for block in self.h:
+            hidden_states = block(
+                hidden_states,
+                attention_mask=causal_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.ln_f(hidden_states), past_key_values=past_key_values)
+
+    def is_plainly_causal(
+        self, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, past_key_values: Cache | None
+    ) -> bool:
+        """Whether SDPA's `is_causal` says it all. Transformers before 5.23 builds a (T, T) mask while compiling."""
+        nothing_to_mask = attention_mask is None and position_ids is None and past_key_values is None
+        return nothing_to_mask and self.config._attn_implementation == "sdpa" and not is_exporting()
+
+    def check_context(self, length: int, position_ids: torch.Tensor | None, past_key_values: Cache | None):
+        """Looks only at shapes: costs no wait for the device, and holds inside a compiled graph, where an index beyond
+        the table would abort the process."""
+        if is_exporting():
+            return
+        cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if isinstance(cached, torch.Tensor):  # a static cache counts on the device; its capacity is a plain number
+            total = max(length, past_key_values.get_max_length())
+            if total > self.config.n_positions and not torch.compiler.is_compiling():
+                # Waits for the device, and only where the cache is larger than the context, as `generate` leaves it
+                # after a refusal. What is compiled cannot look, and goes by the capacity.
+                total = int(cached) + length
+        else:
+            total = cached + length
+        if total > self.config.n_positions and past_key_values is None and position_ids is not None:
+            if torch.compiler.is_compiling():
+                return
+            total = int(position_ids.max()) + 1  # a packed row: its documents must fit, not the row
+        if total > self.config.n_positions:
+            raise ValueError(
+                f"A sequence of {total} tokens does not fit the context of {self.config.n_positions} tokens "
+                f"(n_positions); shorten the input or ask for fewer new tokens."
+            )
+
+
+def is_exporting() -> bool:
+    """Inside torch.export. Before torch 2.13, `torch.compiler.is_exporting` is true inside any torch.compile as well."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def default_position_ids(
+    inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None
+) -> torch.Tensor:
+    """(B or 1, T): positions that continue the cache and, under a padding mask, count only what is not padding."""
+    T = inputs_embeds.shape[1]
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        positions = attention_mask.long().cumsum(-1) - 1  # (B, cached + T)
+        return positions[:, -T:].clamp(min=0).to(inputs_embeds.device)
+    cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+    return (torch.arange(T, device=inputs_embeds.device) + cached).unsqueeze(0)
+
+
+class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
+    """Token ids (B, T) -> logits (B, T, V), and the loss where labels are given."""
+
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: GPT2ScratchConfig):
+        super().__init__(config)
+        self.transformer = GPT2ScratchModel(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """
+        Args:
+            labels: (B, T) of any integer type; shifted inside, -100 is ignored. `num_items_in_batch` divides the
+                summed loss instead of the number of targets; `shift_labels` are taken as they are.
+            logits_to_keep: compute logits for the last k positions only (0: all), or for the positions given.
+
+        The other arguments are those of `GPT2ScratchModel`.
+        """
+        outputs: BaseModelOutputWithPast = self.transformer(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if isinstance(logits_to_keep, int):
+            logits_to_keep = slice(-logits_to_keep, None)  # slice(0, None), everything, for 0
+        logits = self.lm_head(hidden_states[:, logits_to_keep, :])  # (B, T, V)
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels.long(), vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = ["GPT2ScratchForCausalLM", "GPT2ScratchModel", "GPT2ScratchPreTrainedModel"]

@@ -1,0 +1,196 @@
+"""Formats of the past and of the future: folders that older versions wrote (tests/formats/) are read, newer ones refused.
+
+The folders of format 1 were written by the version of 2026-11-21 02:26, those of format 2 by that of 2026-11-22 07:00.
+"""
+
+import json
+import os
+import shutil
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+
+import generate
+import train_accelerate
+from conftest import REPOSITORY
+from errors import UserError
+from tokenizer import archive, export, inspect, pretokenize
+from tokenizer.recipe import Recipe
+from tokenizer.store import TokenStore, file_sha256
+from tokenizer.vocabulary import VocabularyArguments
+from training import data
+from training.evaluation.findings import found_of
+from training.reliability.run_folder import RunFolder
+from training.reporting.metrics import read_metrics
+
+FORMATS = REPOSITORY / "tests" / "formats"
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A copy of what older versions wrote, which tests may change."""
+    return shutil.copytree(FORMATS, tmp_path / "formats")
+
+
+def train(*arguments):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    train_accelerate.main([str(argument) for argument in arguments])
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- older formats -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("version", "loss"), [(1, 3.35865), (2, 3.35542)])
+def test_a_run_of_an_older_format_resumes_to_the_loss_that_it_reached_then(old, version, loss, capsys):
+    run = old / f"run_v{version}"
+    train("--resume_from_checkpoint", run, "--data", old / f"store_v{version}")
+    assert "damaged" not in capsys.readouterr().out
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
+    assert read_metrics(run / "metrics.jsonl")[-1]["eval_loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_the_same_command_resumes_a_run_whose_version_did_not_know_a_setting(old):
+    run, command = old / "run_v2", old / "command.yaml"
+    content = (run / "config.yaml").read_text().replace("data: data/store", f"data: {old / 'store_v2'}")
+    command.write_text(content)
+    assert "bf16_residual: false\n" in content
+    (run / "config.yaml").write_text(content.replace("bf16_residual: false\n", ""))
+    train("--config", command, "--output_dir", run)
+    assert (run / "checkpoints" / "step_00000006").is_dir()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_model_of_an_older_run_writes(old, version, capsys):
+    generate.main([str(old / f"run_v{version}"), "--prompt", "The ", "--max_new_tokens", "4", "--temperature", "0"])
+    assert len(capsys.readouterr().out.strip("\n")) == len("The ") + 4
+
+
+@pytest.mark.parametrize(("version", "ends"), [(1, [439]), (2, [444, 773, 1119])])
+def test_a_store_of_an_older_format_is_read(old, version, ends, capsys):
+    store = TokenStore(old / f"store_v{version}")
+    assert store.offsets("val").tolist() == [0, *ends]
+    inspect.main([str(store.folder)])
+    assert "Every hash is right, and so are the indexes" in capsys.readouterr().out
+    inspect.main([str(store.folder), "--split", "val", "--document", "0"])
+    text = (old / "unfinished_v1" / "text" / ("05.txt" if version == 1 else "00.txt")).read_text()
+    assert capsys.readouterr().out == text + "\n"
+
+
+@pytest.mark.parametrize("export_as", [archive.pack, export.to_parquet])
+def test_what_a_store_of_format_1_cannot_do_is_refused_with_the_command_that_made_it(old, export_as):
+    with pytest.raises(UserError, match=r"make it again with another --output\. It was made by: python -m tokenizer"):
+        export_as(TokenStore(old / "store_v1"))
+
+
+def test_pretokenizing_again_leaves_a_store_of_format_1_as_it_is(old, capsys):
+    before = contents(old / "store_v1")
+    text = str(old / "unfinished_v1" / "text")
+    pretokenize.main(["--input", text, "--output", str(old / "store_v1"), "--tokenizer_type", "character"])
+    assert "it is used as it is" in capsys.readouterr().out
+    assert contents(old / "store_v1") == before
+
+
+def test_an_archive_of_format_2_is_unpacked(old):
+    store = archive.unpack(old / "store_v2.tar.zst", old / "unpacked")
+    assert store.metadata == TokenStore(old / "store_v2").metadata
+
+
+def test_unfinished_work_of_an_older_version_is_finished(old, monkeypatch, capsys):
+    monkeypatch.chdir(old / "unfinished_v1")
+    plan = json.loads((old / "unfinished_v1" / ".store.unfinished" / "plan.json").read_text())
+    for name, _, modified in plan["inputs"]:
+        os.utime(name, ns=(modified, modified))
+    command = ["--input", "text/0*", "text/1*", "--tokenizer_type", "character", "--validation_fraction", "0.2"]
+    pretokenize.main([*command, "--output", "store", "--num_proc", "1"])
+    assert "1 of 2 units of work are done" in capsys.readouterr().out
+    pretokenize.main([*command, "--output", "fresh", "--num_proc", "1"])
+    assert TokenStore("store").metadata.identity == TokenStore("fresh").metadata.identity
+
+
+def test_what_was_evaluated_is_read(old):
+    run = RunFolder(old / "run_v2")
+    results = json.loads((run.evaluation / "evaluation.json").read_text())
+    shutil.copytree(run.checkpoints / "step_00000004", run.model)
+    assert found_of(run, run.model) == ""  # of other weights: those of step 6
+    results["weights_sha256"] = [file_sha256(run.model / "model.safetensors")]
+    (run.evaluation / "evaluation.json").write_text(json.dumps(results))
+    assert "### Panel" in found_of(run, run.model)
+
+
+def test_the_cached_store_that_a_run_was_trained_on_is_named(old, monkeypatch):
+    monkeypatch.setattr(data, "CACHE", old)
+    with pytest.raises(UserError, match=r"the run was trained on \S+/store_v2: --data \S+/store_v2 resumes it"):
+        train("--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v1")
+
+
+def test_cached_stores_that_an_update_may_have_left_over_are_named(old, monkeypatch):
+    monkeypatch.setattr(data, "CACHE", old / "cache")
+    shutil.copytree(old / "store_v1", old / "cache" / "text-0123456789ab")
+    said = []
+    recipe = Recipe([str(old / "unfinished_v1" / "text")], vocabulary=VocabularyArguments(tokenizer_type="character"))
+    data.open_store(recipe, said.append)
+    assert "0.0 MB of other token stores for it (text-0123456789ab)" in said[0]
+    assert (old / "cache" / "text-0123456789ab" / "train.bin").is_file()
+
+
+def test_the_names_of_cached_stores_stay_the_same():
+    """A change here would make every cached store of every user again: give a new setting `added` in its metadata."""
+    assert Recipe(["x"]).settings() == {
+        "text_column": None,
+        "sample_by": "document",
+        "chat_template": None,
+        "validation_fraction": 0.01,
+        "strict": False,
+        "vocab_size": None,
+        "tokenizer_type": "bpe",
+        "tokenizer": None,
+        "sample_bytes": 200000000,
+        "pad_token": "<|pad|>",
+        "special_tokens": [],
+        "cleaning": ["normalize"],
+        "dedup": "no",
+        "input": ["x"],
+        "weights": [],
+        "seed": 1337,
+    }
+
+
+# ---- newer formats -----------------------------------------------------------------------------------------------------
+
+
+def pretokenize_again(old):
+    os.chdir(old / "unfinished_v1")
+    pretokenize.main(["--input", "text/0*", "text/1*", "--output", "store", "--tokenizer_type", "character"])
+
+
+def resume(old):
+    train("--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v2")
+
+
+@pytest.mark.parametrize(
+    ("file", "use"),
+    [
+        ("run_v2/checkpoints/step_00000004/manifest.json", resume),
+        ("run_v2/status.json", resume),
+        ("store_v2/metadata.json", resume),
+        ("unfinished_v1/.store.unfinished/plan.json", pretokenize_again),
+        (
+            "run_v2/evaluation/evaluation.json",
+            lambda old: found_of(RunFolder(old / "run_v2"), old / "run_v2" / "model"),
+        ),
+    ],
+)
+def test_what_a_newer_version_wrote_is_refused_and_stays(old, file, use, monkeypatch):
+    monkeypatch.chdir(old)
+    content = json.loads((old / file).read_text()) | {"format_version": 9, "of_tomorrow": [1]}
+    (old / file).write_text(json.dumps(content))
+    before = contents(old)
+    with pytest.raises(UserError, match=r"was written by a newer version of GPT2Scratch \(format 9; .* `git pull`\."):
+        use(old)
+    after = contents(old)
+    assert {path: after[path] for path in before} == before
