@@ -37,6 +37,7 @@ LINES = "".join(f"Line {i}: naïve 雪 words, don't they?\r\n" for i in range(60
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     monkeypatch.setattr(corpus, "UNIT_BYTES", 2000)
+    monkeypatch.setattr(merge, "LONG_BYTES", merge.LONG_BYTES)  # which a test may set
 
 
 def written(folder: Path, *inputs: list[str]) -> list[str]:
@@ -327,16 +328,59 @@ def test_the_tail_may_take_whole_inputs(tmp_path):
     assert set(held_out(store)) >= set(SECOND)
 
 
+# ---- long documents -------------------------------------------------------------------------------------------------
+
+
+def with_long_document(folder: Path, seed: int, weights: tuple[float, ...] = ()) -> TokenStore:
+    """A document of 24,490 bytes in 13 units, and 200 short ones."""
+    merge.LONG_BYTES = 5000
+    (folder / "long.txt").write_bytes(LINES.encode())
+    paths = [str(folder / "long.txt"), *written(folder, DOCUMENTS)]
+    return finished(making_of(paths, folder / f"store{seed}{weights}", weights, seed=seed))
+
+
+@pytest.mark.parametrize("to_validation", [False, True])
+def test_a_long_document_gives_its_end_wherever_its_hash_would_send_it(tmp_path, to_validation):
+    (tmp_path / "long.txt").write_bytes(LINES.encode())
+    start = LINES.encode()[: place_to_cut(str(tmp_path / "long.txt"), 2000, "document")[0]].decode()
+    store = with_long_document(tmp_path, seed_apart([start], 0.1, to_validation))
+    head, *train = trained_on(store)
+    tail, *val = held_out(store)
+    assert head + tail == LINES
+    assert (len(head.encode()), len(tail.encode())) == (22_030, 2_460)
+    assert tail.startswith("Line 540: ")
+    assert [text for text in DOCUMENTS if text in train] == train
+    assert Counter(train + val) == Counter(DOCUMENTS)
+    assert [ids[-1] for split in SPLITS for ids in ids_of_documents(store, split)] == [0] * 202
+    assert json.loads((store.folder / "metadata.json").read_text())["counts"]["tails"] == 1
+    assert "Of 1 of them, which are long, the end is held out" in (store.folder / "report.md").read_text()
+
+
+def test_the_end_of_a_long_document_is_in_no_further_copy(tmp_path):
+    once, thrice = with_long_document(tmp_path, SEED), with_long_document(tmp_path, SEED, (3, 1))
+    head, *others = trained_on(once)
+    assert held_out(thrice) == held_out(once)
+    assert trained_on(thrice) == [head, *others, head, head]
+
+
+def test_a_document_below_the_validation_share_of_the_text_stays_whole(tmp_path):
+    merge.LONG_BYTES = 100
+    texts = [prose(i, 400) for i in range(30)]  # of 1.4 kB; a tenth of all is 4 kB
+    assert sorted(trained_on(store := store_of(tmp_path, texts)) + held_out(store)) == sorted(texts)
+
+
 # ---- in blocks, and killed ------------------------------------------------------------------------------------------
 
 INPUTS = {
     "weights and dedup": ([*DOCUMENTS[:25], *DOCUMENTS[:9]], DOCUMENTS[20:40] + ["One more.\n"] * 2),
     "a tail that is cut off": (DOCUMENTS[1:7], DOCUMENTS[7:25]),
+    "dedup and long documents": ([LINES[:1500], *DOCUMENTS[:9], LINES[1000:2800]], DOCUMENTS[20:30]),
 }
 
 
 def parts_of(folder: Path, name: str) -> Making:
     paths = written(folder / "texts", *INPUTS[name])
+    merge.LONG_BYTES = 1000 if "long" in name else merge.LONG_BYTES
     seed = SEED if "dedup" in name else seed_apart(list(itertools.chain(*INPUTS[name])), 0.1)
     return with_parts(making_of(paths, folder / "store", (1, 2.5), "exact", seed=seed))
 

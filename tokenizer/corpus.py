@@ -65,7 +65,8 @@ class CorpusArguments:
     validation_fraction: float = field(
         default=0.01,
         metadata={
-            "help": "Share of the documents held out for validation, above 0 and below 1; of a lone document, its tail."
+            "help": "Share of the text held out for validation, above 0 and below 1: whole documents, and the end of each "
+            "document that is longer than 1 MiB and than this share of all text; of a lone document, its end."
         },
     )
     strict: bool = field(

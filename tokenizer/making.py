@@ -380,7 +380,7 @@ class Making:
             sources=self.recipe.inputs,
             hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
             settings=self.settings_of_user,
-            counts=asdict(counts) | {"links": self.corpus.links},
+            counts=asdict(counts) | {"links": self.corpus.links, "tails": len(merger.progress.tails)},
             cleaning={rule: asdict(outcome) for rule, outcome in outcomes.items()},
             repeated_documents=merger.repeated,
             command=shlex.join(["python", *sys.orig_argv[1:]]),

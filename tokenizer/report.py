@@ -31,8 +31,11 @@ def summary(store: TokenStore) -> str:
 
 def documents(metadata: Metadata) -> str:
     """Return how many documents were found, and how many are in the store: their difference is among `left_out`."""
+    kept = metadata.train.documents + metadata.val.documents
+    if not metadata.counts:  # a store of format 1
+        return f"{counted(kept, 'document')} in the store"
     found = sum(metadata.counts[name] for name in ("documents", "blank", "empty_records"))
-    return f"{counted(found, 'document')} found, {metadata.train.documents + metadata.val.documents:,} in the store"
+    return f"{counted(found, 'document')} found, {kept:,} in the store"
 
 
 def write(store: TokenStore, rust: Tokenizer) -> None:
