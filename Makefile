@@ -5,13 +5,28 @@ BIN := $(VENV)/bin
 EXTRAS ?= test
 INSTALLED := $(VENV)/installed-$(EXTRAS)
 
-.PHONY: train test install lint clean
+# The CUDA build of the pinned torch. `===` compares names as they are: torch 2.13.0+cpu, where pip finds one, is not meant.
+CUDA_TORCH ?= $(shell sed -n 's/^torch==/torch===/p' constraints.txt)
+FAKE_CUDA := tests/fake_cuda/build
+
+.PHONY: train test test-fake-cuda install lint clean
 
 train: install  ## Train the quickstart: about 1.7M parameters on Python's own standard library, minutes on two CPU cores
 	$(BIN)/python train_accelerate.py
 
 test: install  ## Run all tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+test-fake-cuda: $(FAKE_CUDA)/installed  ## Run the GPU path on a CUDA runtime that computes nothing: see tests/fake_cuda/README.md
+	$(FAKE_CUDA)/venv/bin/python tests/fake_cuda/compile_runtime.py $(FAKE_CUDA)
+	$(FAKE_CUDA)/venv/bin/python -m pytest --confcutdir tests/fake_cuda tests/fake_cuda/test_gpu_path.py
+
+$(FAKE_CUDA)/installed: setup.cfg constraints.txt
+	@echo "Installing $(CUDA_TORCH) with CUDA into $(FAKE_CUDA): 5.2 GB on disk, about 3 GB to download."
+	test -d $(FAKE_CUDA)/venv || $(PYTHON) -m venv $(FAKE_CUDA)/venv
+	$(FAKE_CUDA)/venv/bin/pip install -q -c constraints.txt -e . '$(CUDA_TORCH)' pytest
+	$(FAKE_CUDA)/venv/bin/python -c 'import sys, torch; torch.version.cuda or sys.exit(f"{torch.__version__} has no CUDA; make CUDA_TORCH=... names a build that has")'
+	touch $@
 
 lint: install
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
@@ -26,4 +41,4 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs data
+	rm -rf $(VENV) $(FAKE_CUDA) runs data
