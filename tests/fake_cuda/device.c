@@ -37,7 +37,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
         .maxThreadsDim = {1024, 1024, 64},
         .maxGridSize = {2147483647, 65535, 65535},
         .l2CacheSize = 50 << 20,
-        .unifiedAddressing = 1,
+        .regsPerMultiprocessor = 65536,
     };
     strcpy(properties->name, card->name);
     properties->uuid.bytes[0] = 1;

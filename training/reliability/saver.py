@@ -7,12 +7,15 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread, get_native_id
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -122,11 +125,20 @@ class Saver:
             self.failure = error
 
     def _make_room(self) -> None:
-        """Touches the memory of the snapshot, so that the first save does not wait for the system to find it."""
+        """Touches the memory of the snapshot, so that the first save does not wait for the system to find it.
+
+        For a GPU it is one page-locked block: `pin_memory` rounds each tensor up to a power of two, 1.5 to 1.7 times as much.
+        """
+        room = []
         for name, parameter in self.model.named_parameters():
-            _room(self.snapshot.weights, name, parameter).zero_()
-            for moment in ("exp_avg", "exp_avg_sq"):
-                _room(self.snapshot.moments, f"{name}/{moment}", parameter).zero_()
+            room.append((self.snapshot.weights, name, parameter))
+            room += [(self.snapshot.moments, f"{name}/{moment}", parameter) for moment in ("exp_avg", "exp_avg_sq")]
+        if self.accelerator.device.type == "cuda":
+            parts = _page_locked([parameter.numel() for _, _, parameter in room], self.snapshot)
+            for (kept, name, parameter), part in zip(room, parts, strict=True):
+                kept[name] = part.view(parameter.shape)
+        for kept, name, parameter in room:
+            _room(kept, name, parameter).zero_()
 
     def _copy_off_the_device(self) -> None:
         for name, parameter in self.model.named_parameters():  # a tied head comes once
@@ -178,20 +190,48 @@ class Saver:
 
 
 def _room(kept: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
-    """Of the same shape, in memory that a GPU can copy to without waiting.
+    """Return the tensor kept under `name`, of the shape of `like`.
 
     Raises:
-        UserError: the machine has no such memory left.
+        UserError: the machine has no memory left.
     """
     if name not in kept:
-        try:
+        with _short_memory():
             kept[name] = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
-        except (RuntimeError, MemoryError) as error:
-            raise UserError(
-                "There is not enough memory in the machine (not on its GPU) for the copy of weights and moments that is saved, "
-                "12 bytes a parameter; free some, or use a machine with more."
-            ) from error
     return kept[name]
+
+
+def _page_locked(sizes: list[int], owner: Snapshot) -> list[torch.Tensor]:
+    """Return fp32 tensors of these sizes that a GPU can copy to without waiting, for as long as `owner` lives.
+
+    Raises:
+        UserError: the machine has no memory left.
+    """
+    cuda, starts = torch.cuda.cudart(), np.cumsum([0, *sizes])
+    with _short_memory():
+        block = torch.empty(starts[-1], dtype=torch.float32)
+        torch.cuda.check_error(cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+    weakref.finalize(owner, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
+    buffer = block.numpy()  # views of one storage would be copied by save_pretrained, which takes them for tied
+    return [
+        torch.frombuffer(buffer, dtype=torch.float32, count=size, offset=4 * start)
+        for size, start in zip(sizes, starts[:-1].tolist(), strict=True)
+    ]
+
+
+@contextmanager
+def _short_memory() -> Iterator[None]:
+    """
+    Raises:
+        UserError: what happens inside found no memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise UserError(
+            "There is not enough memory in the machine (not on its GPU) for the copy of weights and moments that is saved, "
+            "12 bytes per parameter; free some, or use a machine with more."
+        ) from error
 
 
 def _shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:
