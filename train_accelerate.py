@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
     if config.cost.plan:
         show_plan(config)
         return
-    setup = decide(config.device, config.model.n_positions)
+    setup = decide(config.device, config.model.n_positions, config.batch.mask_documents)
     trackers, ddp_timeout = config.journal.trackers(), config.stopping.ddp_timeout
     accelerator = start_accelerator(setup, trackers, config.run.output_dir, ddp_timeout)
     folder = RunFolder(config.run.output_dir)

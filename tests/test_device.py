@@ -5,8 +5,9 @@ import psutil
 import pytest
 import torch
 
+from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.device import DeviceArguments, _kernel_of_sdpa, decide
+from training.device import DeviceArguments, _kernel_of_sdpa, decide, has_kernels
 from training.loss import NextTokenLoss
 from training.model import build_model
 
@@ -81,3 +82,48 @@ def test_torch_loads_with_all_cores_where_nobody_asked_for_less(launch, told, ex
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
     result = launch("-c", "import os, training.threads; print(os.environ['OMP_NUM_THREADS'])", **told)
     assert int(result.stdout) == (expected or cores), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("built_for", "capability", "expected"),
+    [
+        (["sm_75", "sm_80", "sm_90", "sm_120"], (7, 0), False),  # V100 with the build for CUDA 13
+        (["sm_75", "sm_80", "sm_90", "sm_120"], (8, 9), True),  # L4: binaries of the same major version
+        (["sm_75", "sm_80", "sm_90", "sm_120"], (10, 0), False),
+        (["sm_80", "compute_90"], (10, 0), True),  # compiled when it is loaded
+        (["sm_90a", "sm_100f"], (9, 0), True),
+        (["sm_90", "sm_120"], (8, 0), False),
+    ],
+)
+def test_a_gpu_runs_what_was_built_for_its_major_version_or_for_any_later_one(built_for, capability, expected):
+    assert has_kernels(built_for, capability) == expected
+
+
+DECIDE = "from training.device import *; print(decide(DeviceArguments(torch_compile={asked!r}), 64))"
+
+
+def test_compilation_stays_off_where_a_compiler_is_missing(launch):
+    """With the note that says which, and by which command it is installed; asked for, it is refused."""
+    done = launch("-c", DECIDE.format(asked="auto"), PATH="/nowhere", CXX="", CC="")
+    assert "torch_compile=False" in done.stdout
+    assert "a C++ compiler (g++ or clang++) not found; on Debian and Ubuntu: apt install g++." in done.stdout
+    done = launch("-c", DECIDE.format(asked="true"), PATH="/nowhere", CXX="", CC="")
+    assert "UserError: torch_compile is true, but it cannot work here: a C++ compiler" in done.stderr
+
+
+def test_compilation_needs_the_headers_of_python(monkeypatch, tmp_path):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    setup = decide(DeviceArguments(), 64)
+    assert not setup.torch_compile
+    assert any("Python's headers (Python.h)" in note and "python3-dev" in note for note in setup.notes)
+    with pytest.raises(UserError, match="it cannot work here: .*python3-dev"):
+        decide(DeviceArguments(torch_compile="true"), 64)
+    assert not decide(DeviceArguments(torch_compile="false"), 64).notes
+
+
+@pytest.mark.parametrize(
+    ("context", "mask_documents", "cudnn"),
+    [(64, True, False), (192, True, False), (128, True, True), (64, False, True)],
+)
+def test_cudnn_is_avoided_where_its_gradients_can_be_nan(context, mask_documents, cudnn):
+    assert decide(DeviceArguments(torch_compile="false"), context, mask_documents).cudnn_attention == cudnn

@@ -50,6 +50,26 @@ def test_a_plan_says_what_the_run_will_take_and_leaves_nothing(store, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_refused_where_gradients_add_up(store, tmp_path, capsys, mode):
+    settings = {"plan_device": "h100-80gb", "torch_compile": "auto", "torch_compile_mode": mode}
+    with pytest.raises(
+        UserError, match=f"{mode} uses CUDA graphs, which would overwrite gradients that 2 micro-batches"
+    ) as error:
+        planned(store, tmp_path, capsys, per_device_train_batch_size=2, min_learning_rate=1.0, **settings)
+    assert "min_learning_rate" in str(error.value)  # all problems together
+    _fresh()
+    assert "compiled" in planned(store, tmp_path, capsys, per_device_train_batch_size=4, **settings)
+    _fresh()
+    settings["torch_compile_mode"] = "max-autotune-no-cudagraphs"
+    assert "compiled" in planned(store, tmp_path, capsys, per_device_train_batch_size=2, **settings)
+
+
+def test_a_plan_for_a_gpu_says_that_current_builds_have_no_kernels_for_it(store, tmp_path, capsys):
+    said = planned(store, tmp_path, capsys, plan_device="v100-16gb")
+    assert "PyTorch's build for CUDA 13 has no kernels for the V100 16 GB, of compute capability 7.0: install" in said
+
+
 def test_a_large_text_is_planned_for_by_a_sample_and_nothing_is_left(tmp_path, capsys, monkeypatch):
     for name, n_bytes in (("LARGE", 100_000), ("SAMPLE", 50_000), ("CHUNK", 4096)):
         monkeypatch.setattr(f"tokenizer.estimate.{name}_BYTES", n_bytes)

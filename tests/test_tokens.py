@@ -41,6 +41,16 @@ def test_batches_are_the_same_from_memory_and_from_a_file(tmp_path, dtype, vocab
         assert positions is None
 
 
+def test_a_device_that_may_not_know_unsigned_integers_gets_them_widened(monkeypatch):
+    sent = []
+    monkeypatch.setattr("training.tokens._sent", lambda tensor, device: sent.append(tensor) or tensor.to(device))
+    ids = np.array([1, 2, 65_000, 4], dtype=np.uint16)
+    batch = Tokens(torch.from_numpy(ids.view("<i2")), torch.device("meta")).batch(np.array([0]), 3)
+    assert sent[-1].tolist() == [[1, 2, 65_000, 4]]
+    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert batch.inputs.is_contiguous()
+
+
 @pytest.mark.parametrize("n", [4, 9, 12])
 def test_targets_beyond_the_end_are_ignored(tmp_path, n):
     ids = np.arange(100, 100 + n, dtype=np.uint16)

@@ -2,15 +2,20 @@
 
 import ctypes
 import hashlib
+import importlib.util
 import json
+import logging
 import os
+import re
 import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -30,6 +35,8 @@ from training.sharding import Sharding, keep_accelerate_from_sharding, sharding_
 Found = TypeVar("Found")
 LONGEST_WAIT = 6 * 3600  # seconds
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # parameters of glibc's mallopt
+# PyTorch's builds for CUDA 13 begin with this compute capability; its last ones for 12.6 are of torch 2.14 (pytorch#190385).
+OLDEST_CAPABILITY = (7, 5)
 WRITTEN_OUT = 512  # tokens of context up to which attention is written out on a CPU
 _waits = False
 
@@ -81,6 +88,7 @@ class Setup:
     sharding: Sharding | None = None
     torch_compile_mode: str | None = None
     full_determinism: bool = False
+    cudnn_attention: bool = True  # False: not even where PyTorch would choose it
 
     @property
     def compile_settings(self) -> dict[str, Any] | None:
@@ -94,13 +102,13 @@ class Setup:
         return self.sharding is not None and accelerator.num_processes > 1
 
 
-def decide(arguments: DeviceArguments, context: int) -> Setup:
+def decide(arguments: DeviceArguments, context: int, mask_documents: bool = False) -> Setup:
     """For sequences of `context` tokens.
 
     Raises:
         UserError: a precision that the device does not have, or a value that is none of the choices.
     """
-    problems, notes = [], []
+    problems, notes = _kernel_problems(), []
     precision = arguments.mixed_precision
     if precision == "auto" and (launched := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) != "no":
         precision = launched  # the launcher says `no` also when nobody asked it
@@ -132,9 +140,17 @@ def decide(arguments: DeviceArguments, context: int) -> Setup:
         problems.append(f"torch_compile is {arguments.torch_compile!r}; it must be true, false or auto.")
     if asked == "auto" and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         asked = "true"
-    compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
-    if asked == "auto" and compiler is None:
-        notes.append("torch.compile is off: no C++ compiler (g++ or clang++) was found; it would make steps faster.")
+    missing = _missing_to_compile()
+    if missing and asked == "auto":
+        notes.append(f"torch.compile is off, which makes steps slower: {missing}")
+    if missing and asked == "true":
+        problems.append(f"torch_compile is true, but it cannot work here: {missing} Or leave torch_compile at auto.")
+    # cuDNN's backward pass with a mask has given NaN at these lengths, and every step would be skipped.
+    cudnn_attention = not (mask_documents and context % 128 == 64)
+    if torch.cuda.is_available() and not cudnn_attention:
+        notes.append(
+            f"Attention avoids cuDNN: with mask_documents at a context of {context}, its gradients can be NaN (at 64, 192, 320 ...)."
+        )
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
         notes.append("There is an NVIDIA device, but this torch is CPU-only: install a CUDA build of torch to use it.")
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
@@ -148,9 +164,64 @@ def decide(arguments: DeviceArguments, context: int) -> Setup:
     if problems:
         raise UserError("\n".join(problems))
     proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
-    compiled = asked == "true" or (asked == "auto" and compiler is not None and proven)
+    compiled = asked == "true" or (asked == "auto" and not missing and proven)
     mode, determinism = arguments.torch_compile_mode, arguments.full_determinism
-    return Setup(precision, compiled, attention, tuple(notes), sharding, mode, determinism)
+    return Setup(precision, compiled, attention, tuple(notes), sharding, mode, determinism, cudnn_attention)
+
+
+def _kernel_problems() -> list[str]:
+    """A GPU that this build of PyTorch has no kernels for, which would fail at the first of them."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return []
+    capability = torch.cuda.get_device_capability()
+    if has_kernels(torch.cuda.get_arch_list(), capability):
+        return []
+    return [without_kernels(torch.cuda.get_device_name(), capability, f"torch {torch.__version__}")]
+
+
+def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
+    """Whether a device runs what was built for `sm_90` or `compute_90` and the like.
+
+    Binaries run on later devices of the same major version; compute_ entries are compiled for any later one when loaded.
+    """
+    built = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built_for))
+    return any(
+        (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
+        for kind, major, minor in built
+    )
+
+
+def without_kernels(name: str, capability: tuple[int, int], build: str) -> str:
+    """What to do about a GPU that is too old, or too new, for a build of PyTorch."""
+    remedy = "update torch"
+    if capability < OLDEST_CAPABILITY:
+        remedy = "install a build for CUDA 12.6, which PyTorch publishes up to 2.14 (pytorch.org/get-started)"
+    return f"{build} has no kernels for {name}, of compute capability {'.'.join(map(str, capability))}: {remedy}."
+
+
+def _missing_to_compile() -> str:
+    """What Inductor needs and this machine lacks, with the remedy; empty where nothing is missing.
+
+    It compiles C++ for CPUs; for GPUs Triton compiles C; both need Python's headers.
+    """
+
+    def found(variable: str, *names: str) -> bool:
+        return any(shutil.which(name) for name in (os.environ.get(variable, ""), *names))
+
+    missing = []
+    if not found("CXX", "g++", "clang++"):
+        missing.append(("a C++ compiler (g++ or clang++)", "g++"))
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        missing.append(("Python's headers (Python.h)", "python3-dev"))
+    if torch.cuda.is_available() and not found("CC", "gcc", "clang"):
+        missing.append(("a C compiler (gcc or clang)", "gcc"))
+    parts = []
+    if missing:
+        names, packages = (", ".join(column) for column in zip(*missing, strict=True))
+        parts.append(f"{names} not found; on Debian and Ubuntu: apt install {packages.replace(',', '')}.")
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        parts.append("Triton is not installed (pip install triton).")
+    return " ".join(parts)
 
 
 def _attention_problems(name: str) -> list[str]:
@@ -191,6 +262,8 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU multiplies fp32
     if setup.full_determinism:
         use_deterministic_kernels()
+    torch.backends.cuda.enable_cudnn_sdp(setup.cudnn_attention)
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)  # "Not enough SMs", on any small GPU
     if not torch.accelerator.is_available():
         keep_freed_memory()
     keep_accelerate_from_sharding()

@@ -5,6 +5,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch._inductor
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
@@ -141,6 +142,8 @@ def make_plan(
             order = WindowOrder(store.metadata.train.tokens, model.n_positions, config.seed)
         except UserError as error:
             problems.append(str(error))
+    if batches is not None and not memory.copies_to_host:  # as on a CPU, where there are no such graphs
+        problems += _graph_problems(setup, config.device.torch_compile_mode, batches)
     if batches is not None and order is not None:
         steps, length_problems = steps_of(config.length, batches, order.windows)
         problems += length_problems
@@ -149,6 +152,23 @@ def make_plan(
     position = Position(passed_over=tuple(map(tuple, restarted.get("passed_over", ()))))
     settings = _settings(config, store, steps, accelerator.mixed_precision)
     return Plan(model, batches, order, steps, placement, memory, available, settings, position)
+
+
+def _graph_problems(setup: Setup, mode: str | None, batches: BatchPlan) -> list[str]:
+    """CUDA graphs write every gradient to the same memory: a second micro-batch, or DDP's buckets, would spoil the first."""
+    if not setup.torch_compile or mode is None or not torch._inductor.list_mode_options(mode).get("triton.cudagraphs"):
+        return []
+    instead = "max-autotune-no-cudagraphs" if "max" in mode else "no torch_compile_mode"
+    if batches.processes > 1:
+        return [
+            f"torch_compile_mode {mode} uses CUDA graphs, which do not work with {batches.processes} processes; use {instead}."
+        ]
+    if batches.accumulation > 1:
+        return [
+            f"torch_compile_mode {mode} uses CUDA graphs, which would overwrite gradients that {batches.accumulation} micro-batches "
+            f"add up; use {instead}, or --tokens_per_step {batches.micro_batch * batches.context}, a single micro-batch."
+        ]
+    return []
 
 
 def _settings(config: TrainConfig, store: TokenStore, max_steps: int, mixed_precision: str) -> dict[str, Any]:

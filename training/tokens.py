@@ -137,8 +137,11 @@ class Tokens:
         rows = self._gather(starts, context + 1)  # (B, T + 1)
         if self.file is not None:
             self.file.check_ids(rows)
-        rows = _sent(rows, self.device).view(UNSIGNED[rows.dtype])
-        inputs, targets = rows[:, :-1].long(), rows[:, 1:].long()
+        if self.device.type in ("cpu", "cuda"):
+            rows = _sent(rows, self.device).view(UNSIGNED[rows.dtype])
+        else:  # Apple's GPUs do not compute with all unsigned types
+            rows = _sent(rows.view(UNSIGNED[rows.dtype]).long(), self.device)
+        inputs, targets = rows[:, :-1].long().contiguous(), rows[:, 1:].long().contiguous()
         targets_left = len(self) - 1 - starts
         if targets_left.min() < context:
             beyond = np.arange(context) >= targets_left[:, None]

@@ -166,7 +166,9 @@ def _memory(forecast: Forecast) -> str:
     plan = forecast.plan
     micro, parts = plan.batches.micro_batch, plan.memory.parts(plan.batches.micro_batch)
     measured = forecast.speed.peak_bytes if forecast.speed is not None else None
-    peak = "" if measured is None else f"; measured, the program itself included: a peak of {measured / 1e9:.2f} GB"
+    # On a CPU the process's own size; on a GPU what PyTorch allocated.
+    includes = "the program itself included" if plan.memory.copies_to_host else "without CUDA's context and workspaces"
+    peak = "" if measured is None else f"; measured, {includes}: a peak of {measured / 1e9:.2f} GB"
     told = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
     return (
         f"{sum(parts.values()) / 1e9:.2f} GB of {plan.available / 1e9:.1f} a device, for {counted(micro, 'sequence')} at once; "

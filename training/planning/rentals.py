@@ -12,6 +12,9 @@ class Rental:
     gigabytes: float  # of memory
     dollars: tuple[float, float] | None  # an hour of one, from the cheapest to the dearest of the common offers
     colab_units: float | None = None  # an hour, where Colab has it
+    too_old: tuple[int, int] | None = (
+        None  # its compute capability, where PyTorch's current builds have no kernels for it
+    )
 
 
 # Prices: overviews of on-demand offers of that month. Colab's units: of the A100 by the account that this project grew from; of the T4
@@ -25,7 +28,7 @@ RENTALS = {
     "rtx3090-24gb": Rental("RTX 3090", "RTX 3090", 24, None),
     "l4-24gb": Rental("L4", "L4", 24, None),
     "t4-16gb": Rental("T4", "T4", 16, None, 1.07),
-    "v100-16gb": Rental("V100 16 GB", "V100", 16, None),
+    "v100-16gb": Rental("V100 16 GB", "V100", 16, None, too_old=(7, 0)),
 }
 DOLLARS_A_COLAB_UNIT = 0.10  # 9.99 for 100
 # MFU that others report for GPT-2 of 124M to 135M parameters on one device (nanoGPT, llm.c, nanochat, and the account that this

@@ -13,7 +13,7 @@ from errors import UserError
 from training.batches import WindowOrder
 from training.config import TrainConfig
 from training.data import estimate_store, open_store, place_tokens
-from training.device import Setup, decide, describe, start_accelerator
+from training.device import Setup, decide, describe, start_accelerator, without_kernels
 from training.plan import Plan, make_plan
 from training.planning.advice import is_gpu, outlook
 from training.planning.forecast import Throughput, assumed_speed, forecast_of, rentals
@@ -43,7 +43,10 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     """`folder` is for a sample, where the text is large and not tokenized yet."""
     problems = []
     try:
-        setup = decide(config.device, config.model.n_positions) if config.cost.plan_device is None else _rented(config)
+        if config.cost.plan_device is None:
+            setup = decide(config.device, config.model.n_positions, config.batch.mask_documents)
+        else:
+            setup = _rented(config)
     except UserError as error:
         problems.append(str(error))
         setup = Setup("no", False, "sdpa", ())
@@ -91,7 +94,10 @@ def _rented(config: TrainConfig) -> Setup:
     best = "fp16" if rental.datasheet in ("T4", "V100") else "bf16"
     if (asked, best) == ("bf16", "fp16"):
         raise UserError(f"mixed_precision is bf16, but a {rental.name} has none; use fp16 or auto.")
-    return Setup(best if asked == "auto" else asked, config.device.torch_compile != "false", "sdpa", ())
+    notes = ()
+    if rental.too_old is not None:
+        notes = (without_kernels(f"the {rental.name}", rental.too_old, "PyTorch's build for CUDA 13"),)
+    return Setup(best if asked == "auto" else asked, config.device.torch_compile != "false", "sdpa", notes)
 
 
 def _throughput(config: TrainConfig, plan: Plan, setup: Setup, accelerator: Accelerator, store) -> Throughput | None:
