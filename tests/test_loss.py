@@ -4,7 +4,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F  # noqa: N812
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training.loss import NextTokenLoss, linear_cross_entropy
+from training.loss import NextTokenLoss, _nats_of_one_kernel, linear_cross_entropy
 from training.tokens import IGNORED
 
 # (rows, width, vocabulary): one chunk, then three; 1100 columns are computed as 1152, 50 as they are.
@@ -47,6 +47,15 @@ def test_in_mixed_precision_it_is_as_close_as_autograd(precision):
     for one, other, truth in zip(ours, autograds, exact, strict=True):
         assert one.dtype == torch.float32
         assert (one - truth).norm() <= 1.2 * (other - truth).norm() + 1e-6 * truth.norm()
+
+
+def test_the_sum_that_gpus_compute_is_the_same():
+    log_probabilities = torch.randn(30, 50).log_softmax(dim=-1)
+    log_probabilities[3, 4] = -torch.inf  # of a token that is not the target
+    targets = torch.arange(30) + 10
+    targets[::7] = IGNORED
+    expected = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
+    torch.testing.assert_close(_nats_of_one_kernel(log_probabilities, targets), expected)
 
 
 def test_the_gradient_by_hand():
