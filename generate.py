@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     tokenizer = vocabulary.load(source)
-    model = model.to(torch.accelerator.current_accelerator() or "cpu").eval()
+    model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu").eval()
     if options.num_return_sequences == 1:
         arrange_weights(model)
     config = generation_config(

@@ -73,7 +73,7 @@ def contest(contestant: str, folder: str, dtype: str, batch_sizes: list[int], ne
     """In a process of its own: for each batch size, the tokens/s of each repeat, and what was written."""
     transformers.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(Path(folder) / contestant.split("_")[0], dtype=dtype)
-    model = model.to(torch.accelerator.current_accelerator() or "cpu").eval()
+    model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu").eval()
     if contestant in ("gpt2scratch_arranged", "gpt2scratch_compiled"):
         arrange_weights(model)
     found = {}

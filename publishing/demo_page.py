@@ -102,7 +102,7 @@ def load(source: str, name: str, facts: list[str], trust_remote_code: bool) -> S
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if len(tokenizer) == 0:  # where there is none, Transformers makes one up
         raise ValueError(f"{source} has no tokenizer.")
-    model = model.to(torch.accelerator.current_accelerator() or "cpu").eval()
+    model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu").eval()
     if model.device.type == "cpu" and model.dtype == torch.float32:
         for module in model.modules():  # column by column, a single row is multiplied up to twice as fast
             if isinstance(module, nn.Linear):

@@ -12,9 +12,7 @@ class Rental:
     gigabytes: float  # of memory
     dollars: tuple[float, float] | None  # an hour of one, from the cheapest to the dearest of the common offers
     colab_units: float | None = None  # an hour, where Colab has it
-    too_old: tuple[int, int] | None = (
-        None  # its compute capability, where PyTorch's current builds have no kernels for it
-    )
+    too_old: tuple[int, int] | None = None  # compute capability without kernels in PyTorch's current builds
 
 
 # Prices: overviews of on-demand offers of that month. Colab's units: of the A100 by the account that this project grew from; of the T4
