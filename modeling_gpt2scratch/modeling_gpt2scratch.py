@@ -17,7 +17,8 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.utils import can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -195,7 +196,7 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """
         Args:
@@ -231,7 +232,7 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
             position_ids = default_position_ids(inputs_embeds, attention_mask, past_key_values)
 
         hidden_states = self.drop(self.wpe(inputs_embeds, position_ids))  # (B, T, C)
-        for block in self.h:
+        for block in self.h[: self.config.n_layer]:  # `generate(assistant_early_exit=k)` sets n_layer to k for drafts
             hidden_states = block(
                 hidden_states,
                 attention_mask=causal_mask,
@@ -316,7 +317,7 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """
         Args:

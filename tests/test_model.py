@@ -426,6 +426,15 @@ def test_assisted_generation_is_greedy_generation():
     assert torch.equal(greedy(model, prompt, assistant_model=assistant), greedy(model, prompt))
 
 
+def test_drafts_of_the_first_layers_are_greedy_generation():
+    model, prompt = tiny(), tokens(1, 6)
+    runs = []
+    model.transformer.h[1].register_forward_hook(lambda *_: runs.append(1))
+    drafted = greedy(model, prompt, assistant_early_exit=1)
+    assert len(runs) < 10  # of the second of two layers, for ten tokens
+    assert torch.equal(drafted, greedy(model, prompt))
+
+
 def test_sampling_draws_what_gpt2_draws():
     model, prompt = tiny(), tokens(2, 6)
     drawn = []
