@@ -18,11 +18,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gpt2scratch import GPT2ScratchConfig
+
+logger = logging.get_logger("transformers.generation.utils")  # that of `generate`, so its verbosity applies
 
 
 def eager_attention_forward(
@@ -259,8 +261,8 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         if isinstance(cached, torch.Tensor):  # a static cache counts on the device; its capacity is a plain number
             total = max(length, past_key_values.get_max_length())
             if total > self.config.n_positions and not torch.compiler.is_compiling():
-                # Waits for the device, and only where the cache is larger than the context, as `generate` leaves it
-                # after a refusal. What is compiled cannot look, and goes by the capacity.
+                # Waits for the device, and only where a caller made the cache larger than the context. What is
+                # compiled cannot look, and goes by the capacity.
                 total = int(cached) + length
         else:
             total = cached + length
@@ -305,6 +307,26 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         self.transformer = GPT2ScratchModel(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
+
+    def _prepare_generated_length(self, generation_config, input_ids_length, inputs_tensor, **kwargs):
+        """End generated text where the context ends. `generate` sizes its cache and stops by the length set here.
+
+        Raises:
+            ValueError: the prompt alone does not fit the context.
+        """
+        generation_config = super()._prepare_generated_length(
+            generation_config, input_ids_length=input_ids_length, inputs_tensor=inputs_tensor, **kwargs
+        )
+        prompt_length = inputs_tensor.shape[1]  # of ids, or of embeddings, which input_ids_length does not count
+        self.transformer.check_context(prompt_length, None, None)
+        room = max(self.config.n_positions - prompt_length, 1)  # the next token after a full context need not be read
+        if generation_config.max_length > input_ids_length + room:
+            logger.warning(
+                f"The prompt has {prompt_length} of the context's {self.config.n_positions} tokens (n_positions), so "
+                f"generation stops after {room} more."
+            )
+            generation_config.max_length = input_ids_length + room
+        return generation_config
 
     @can_return_tuple
     def forward(

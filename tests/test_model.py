@@ -1,5 +1,6 @@
 """The model against Transformers' GPT-2, against literal numbers, and against itself where two ways must agree."""
 
+import logging
 import math
 import re
 
@@ -9,12 +10,21 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, DynamicCache, GPT2Config, GPT2LMHeadModel, StaticCache
+from transformers import (
+    AttentionInterface,
+    AutoTokenizer,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    StaticCache,
+    pipeline,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from conftest import REPOSITORY
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.modeling_gpt2scratch import eager_attention_forward
+from tokenizer.vocabulary import character_tokenizer, save
 
 # Weights of ten times the usual size: attention is then far from uniform, and whatever it should not see shows.
 TINY = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
@@ -350,16 +360,9 @@ def test_a_packed_document_beyond_the_context_is_refused_with_both_lengths():
 
 
 @pytest.mark.parametrize("cache", [{}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
-def test_generating_beyond_the_context_is_refused_with_the_context_length(cache):
-    with pytest.raises(ValueError, match=r"A sequence of 3\d tokens does not fit the context of 32 tokens"):
-        greedy(tiny(), tokens(1, 16), new=20, **cache)
-
-
-def test_a_refused_static_generation_does_not_spoil_the_next_one():
-    model, prompt = tiny(), tokens(1, 16)
-    with pytest.raises(ValueError, match="context of 32 tokens"):
-        greedy(model, prompt, new=20, cache_implementation="static")
-    assert torch.equal(greedy(model, prompt, cache_implementation="static"), greedy(model, prompt))
+def test_a_prompt_beyond_the_context_is_refused_with_both_lengths(cache):
+    with pytest.raises(ValueError, match=TOO_LONG):
+        greedy(tiny(), tokens(1, 33), new=1, **cache)
 
 
 BEYOND_COMPILED = """
@@ -433,6 +436,90 @@ def test_drafts_of_the_first_layers_are_greedy_generation():
     drafted = greedy(model, prompt, assistant_early_exit=1)
     assert len(runs) < 10  # of the second of two layers, for ten tokens
     assert torch.equal(drafted, greedy(model, prompt))
+
+
+@pytest.fixture
+def warned():
+    """The warnings that `generate` logs."""
+    texts = []
+    logger = logging.getLogger("transformers.generation.utils")
+    watch = lambda record: texts.append(record.getMessage()) or True  # noqa: E731
+    logger.addFilter(watch)
+    yield texts
+    logger.removeFilter(watch)
+
+
+WAYS_TO_GENERATE = WAYS_TO_BE_GREEDY | {"beams": {"num_beams": 2}, "drafts": {"assistant_early_exit": 1}}
+STOPS = "The prompt has 10 of the context's 32 tokens (n_positions), so generation stops after 22 more."
+
+
+@pytest.mark.parametrize("way", WAYS_TO_GENERATE)
+def test_generation_stops_where_the_context_ends_with_one_warning(way, warned):
+    model = tiny()
+    prompt = tokens(1, 5).repeat(1, 2)  # a repetition, for the look-up to find
+    expected = greedy(model, prompt, new=22, **WAYS_TO_GENERATE[way])
+    assert warned == []
+    assert torch.equal(greedy(model, prompt, new=256, **WAYS_TO_GENERATE[way]), expected)
+    assert expected.shape == (1, 32)
+    assert warned == [STOPS]
+
+
+def test_assisted_generation_stops_where_the_context_ends(warned):
+    model, prompt = tiny(), tokens(1, 10)
+    assistant = GPT2ScratchForCausalLM(GPT2ScratchConfig(**TINY | {"n_layer": 1})).eval()
+    stopped = greedy(model, prompt, new=256, assistant_model=assistant)
+    assert torch.equal(stopped, greedy(model, prompt, new=22))
+    assert warned == [STOPS]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_left_padded_batch_stops_where_the_context_ends(cache, warned):
+    model, batch = tiny(), tokens(2, 10)
+    mask = torch.ones_like(batch)
+    mask[0, :5] = 0
+    stopped = greedy(model, batch, new=256, attention_mask=mask, cache_implementation=cache)
+    assert torch.equal(stopped, greedy(model, batch, new=22, attention_mask=mask))
+    assert warned == [STOPS]
+
+
+def test_a_static_cache_is_never_larger_than_the_context():
+    output = greedy(tiny(), tokens(1, 10), new=256, cache_implementation="static", return_dict_in_generate=True)
+    assert output.past_key_values.get_max_length() == 31  # the last token need not be read
+    assert output.sequences.shape == (1, 32)
+
+
+def test_generation_from_embeddings_stops_where_the_context_ends(warned):
+    model, ids = tiny(), tokens(1, 10).clamp(min=1)  # 0 pads
+    stopped = greedy(model, None, new=256, inputs_embeds=model.transformer.wte(ids))
+    assert torch.equal(stopped, greedy(model, ids, new=22)[:, 10:])
+    assert warned == [STOPS]
+
+
+def test_a_max_length_beyond_the_context_ends_there_too(warned):
+    model, prompt = tiny(), tokens(1, 10)
+    stopped = model.generate(prompt, max_length=100, do_sample=False, pad_token_id=0)
+    assert torch.equal(stopped, greedy(model, prompt, new=22))
+    assert warned == [STOPS]
+
+
+def test_a_prompt_that_fills_the_context_still_has_a_next_token(warned):
+    model, prompt = tiny(), tokens(1, 32)
+    for new in (1, 5):
+        assert greedy(model, prompt, new=new).tolist()[0][32:] == [model(prompt).logits[0, -1].argmax().item()]
+    assert len(warned) == 1  # of the five
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one", "batch"])
+def test_a_pipeline_at_its_defaults_stays_within_the_context(many, tmp_path):
+    tokenizer = character_tokenizer(["abc "])
+    model = tiny(vocab_size=len(tokenizer))
+    save(tokenizer, tmp_path, 32)
+    pipe = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(tmp_path))
+    prompts = ["abc ab", "c"] if many else "abc ab"
+    answers = pipe(prompts)
+    for answer, prompt in zip(answers if many else [answers], prompts if many else [prompts], strict=True):
+        assert answer[0]["generated_text"].startswith(prompt)
+        assert len(tokenizer(answer[0]["generated_text"]).input_ids) == 32
 
 
 def test_sampling_draws_what_gpt2_draws():
