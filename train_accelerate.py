@@ -144,7 +144,7 @@ def train(
             Journal(folder, forecast, accelerator, start.step, compiled, speed, config.cost.hourly_price) as journal,
             Profiler(config.profile, folder.profile, journal, accelerator, start.step) as profiler,
         ):
-            journal.start_trackers(folder.path.name, config.flat())
+            journal.start_trackers(config.journal.project, config.flat())
             if start.step == 0:
                 validation.write_some_text(0, journal, aloud=True)
             if start.owes_validation:

@@ -398,11 +398,27 @@ def test_a_diverged_loss_stops_the_run_and_keeps_what_was_saved(train, tmp_path)
     assert json.loads((run / "status.json").read_text())["state"] == "failed"
 
 
-def test_tensorboard_gets_the_numbers(train, tmp_path):
-    run = train(tmp_path / "run", max_steps=1, report_to="tensorboard")
-    files = run.rglob("events.out.tfevents*")
-    told = [tag for file in files for tag in EventAccumulator(str(file)).Reload().Tags()["scalars"]]
-    assert {"train/loss", "train/learning_rate", "train/grad_norm", "eval/loss", "eval/bits_per_byte"} <= set(told)
+def test_a_resumed_run_is_the_same_run_in_tensorboard_and_shows_its_steps_once(train, tmp_path):
+    run = train(tmp_path / "run", report_to="tensorboard")
+    run_id = (run / "tracker_id").read_text()
+    assert re.fullmatch(r"[0-9a-f]{8}\n", run_id)
+    shutil.rmtree(run / "checkpoints" / "step_00000006")  # resumed from step 3, the run logs 4 to 6 again
+    train(None, "--resume_from_checkpoint", str(run), learning_rate=0.02, max_steps=8)
+    assert (run / "tracker_id").read_text() == run_id
+    files = list(run.rglob("events.out.tfevents*"))
+    assert {file.parent for file in files} == {run / "tensorboard"}
+    shown = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert {"train/grad_norm", "train/tokens_per_second", "eval/loss", "eval/bits_per_byte"} <= set(
+        shown.Tags()["scalars"]
+    )
+    for tag, name in (("train/learning_rate", "learning_rate"), ("train/loss", "loss"), ("eval/loss", "eval_loss")):
+        kept = [(entry["step"], entry[name]) for entry in metrics(run) if name in entry]
+        assert [(event.step, event.value) for event in shown.Scalars(tag)] == [(s, pytest.approx(v)) for s, v in kept]
+    [settings, *_] = shown.Tensors("settings/text_summary")
+    assert b"project: gpt2scratch\n" in settings.tensor_proto.string_val[0]
+    train(run, "--overwrite_output_dir", max_steps=1, report_to="tensorboard")
+    assert (run / "tracker_id").read_text() != run_id
+    assert not set(files) & set(run.rglob("events.out.tfevents*"))
 
 
 def test_gradient_checkpointing_changes_nothing(train, tmp_path):

@@ -21,7 +21,7 @@ ALLOWED = (*MEANING, *IDENTITY)
 # Settings that may differ without a word.
 NOT_THE_RUN = {
     *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "allow_change", "backup_dir", "data_placement"),
-    *("report_to", "logging_steps", "eval_strategy", "eval_steps", "max_eval_samples"),
+    *("report_to", "project", "logging_steps", "eval_strategy", "eval_steps", "max_eval_samples"),
     *("save_strategy", "save_steps", "save_total_limit", "max_hours", "ddp_timeout"),
     *("sample_prompts", "sample_tokens", "sample_temperature", "sample_top_k"),
     *("max_nonfinite_steps", "spike_z_score", "on_spike", "profile"),

@@ -6,6 +6,7 @@ runs/x/
     events.jsonl     what happened to the run, and when; status.json: how it stands
     samples.md       what the model wrote at each validation
     report.md        the run told in one page, with its loss.png and course.png
+    tensorboard/     its event files, where TensorBoard is a tracker; tracker_id: the run's id in other trackers
     profile/         where the time of a step went, see profile.py
     evaluation/      what evaluate.py measured; lm_eval/: what lm-eval did, where it was told so
     checkpoints/     see checkpoint.py
@@ -55,6 +56,8 @@ class RunFolder:
         self.model = self.path / "model"
         self.hub = self.path / "hub"
         self.plots = {name: self.path / f"{name}.png" for name in PLOTS}
+        self.tracker_id = self.path / "tracker_id"
+        self.tensorboard = self.path / "tensorboard"
         self.profile = self.path / "profile"
         self.evaluation = self.path / "evaluation"
         self.evaluations = self.path / "lm_eval"
@@ -62,10 +65,11 @@ class RunFolder:
     @property
     def contents(self) -> tuple[Path, ...]:
         """All that a run leaves; nothing else in the folder is ever deleted."""
-        files = (self.config, self.metrics, self.events, self.status, self.samples, self.report)
+        files = (self.config, self.metrics, self.events, self.status, self.samples, self.report, self.tracker_id)
         return (
             *files,
             *self.plots.values(),
+            self.tensorboard,
             self.profile,
             self.evaluation,
             self.evaluations,

@@ -19,7 +19,7 @@ from training.reporting.diagnosis import Advice, Diagnosis
 from training.reporting.metrics import best_evaluation, read_metrics
 from training.reporting.screen import Screen, View
 from training.reporting.speed import Speed
-from training.reporting.trackers import for_trackers
+from training.reporting.trackers import log_to_trackers, open_trackers
 
 LINES_OF_ETA = 100  # whose mean speed it goes by
 
@@ -38,6 +38,7 @@ class Journal:
         hourly_price: float | None = None,
     ):
         self.folder, self.forecast, self.accelerator = folder, forecast, accelerator
+        self.first_step = first_step
         self.max_steps = forecast.plan.max_steps
         self.compiled = compiled
         self.speed = speed
@@ -132,13 +133,14 @@ class Journal:
         """What happens inside does not count as training time."""
         return self.speed.pause()
 
-    def start_trackers(self, name: str, settings: dict[str, Any]) -> None:
-        """Opens the trackers of `report_to`, and gives them every setting that has a value."""
-        plain = {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in settings.items()}
-        self.accelerator.init_trackers(name, config=plain)
+    def start_trackers(self, project: str, settings: dict[str, Any]) -> None:
+        """Opens the trackers of `report_to`, and sends them every setting that has a value."""
+        if self.main:
+            open_trackers(self.accelerator, self.folder, project, settings, self.first_step)
 
     def _write(self, entry: dict[str, Any], step: int) -> None:
-        if self.main:
-            with self.folder.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
-        self.accelerator.log({for_trackers(name): value for name, value in entry.items() if name != "step"}, step=step)
+        if not self.main:
+            return
+        with self.folder.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        log_to_trackers(self.accelerator, entry, step)
