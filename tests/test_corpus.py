@@ -1,9 +1,11 @@
 """The corpus: what `--input` names, which kind and column it is read by, its units, and what is refused in which words."""
 
 import csv
+import gzip
 import json
 import os
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -533,3 +535,102 @@ def test_strict_takes_blank_documents(tmp_path):
     write(tmp_path / "a.txt", "text")
     write(tmp_path / "b.txt", "")
     assert documents(tmp_path, strict=True) == ["text"]
+
+
+# ---- files in folders that are no text ---------------------------------------------------------------------------------
+
+
+def folder_with(tmp_path: Path, name: str, content: bytes, words: str = GOOD * 100) -> Path:
+    write(tmp_path / "in" / "words.txt", words)
+    return write(tmp_path / "in" / name, content).parent
+
+
+def counted(*inputs, **arguments) -> Counts:
+    """What units and readers have skipped."""
+    source = corpus(*inputs, **arguments)
+    reader, ended = Reader(), True
+    for stretch in (stretch for unit in source.units() for stretch in unit.stretches):
+        for piece in reader.pieces(stretch):
+            assert piece.starts_document == ended
+            ended = piece.ends_document
+    assert ended
+    reader.counts.add(source.skipped)
+    source.check(reader.counts)
+    return reader.counts
+
+
+def test_a_table_without_a_text_column_is_skipped_in_a_folder_and_refused_where_it_is_named(tmp_path):
+    folder = folder_with(tmp_path, "numbers.csv", b"a,b\n1,2\n3,4\n")
+    counts = counted(folder)
+    assert (counts.documents, counts.tables, counts.unreadable_files) == (1, 1, 0)
+    assert counted(folder / "*").tables == 1
+    assert "its columns are a, b: give one as --text_column." in refusal(folder / "numbers.csv", folder / "words.txt")
+    assert "1 tables without a text column" in refusal(folder, strict=True)
+    (folder / "words.txt").unlink()
+    assert "its columns are a, b: give one as --text_column." in refusal(folder)  # nothing but tables
+
+
+UNREADABLE = {
+    "cut.txt.gz": (gzip.compress((GOOD * 3).encode())[:-9], "is truncated or damaged"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "some words"}\n')[:-9], "is truncated or damaged"),
+    "empty.gz": (b"", "is truncated or damaged"),
+    "not.txt.zst": (b"plain text", "is truncated or damaged"),
+    "not.parquet": (b"PAR1 and no more", "cannot be read"),
+    "cut.json": (b'[{"text": "a"}, {"te', "cannot be read"),
+    "wide.txt": ("some words".encode("utf-16"), "is UTF-16 text"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_file_that_cannot_be_read_is_skipped_in_a_folder_up_to_one_percent(tmp_path, name):
+    content, reason = UNREADABLE[name]
+    folder = folder_with(tmp_path, name, content)
+    counts = counted(folder)
+    assert (counts.unreadable_files, counts.unreadable_bytes) == (1, len(content))
+    assert reason in refusal(folder / name, folder / "words.txt")
+    write(folder / "words.txt", "a" * 99 * max(1, len(content) - 1))
+    if content:
+        sentence = refusal(folder)
+        assert "1 files of 0.0 MB cannot be read, more than 1% of" in sentence
+        assert f"the first in {folder / name} ({folder / name} {reason}" in sentence
+        assert sentence.endswith("Mend them, or leave them out with --exclude.")
+    assert counted(folder, exclude=[name]).unreadable_files == 0
+
+
+def test_a_file_without_permission_is_skipped_in_a_folder():
+    with tempfile.TemporaryDirectory() as temporary:  # pytest's own folders are closed to other users
+        folder = folder_with(Path(temporary), "closed/text.txt", GOOD.encode())
+        write(Path(temporary) / "in" / "secret.txt", "secret")
+        for path, mode in ((Path(temporary), 0o755), (folder, 0), (Path(temporary) / "in" / "secret.txt", 0)):
+            path.chmod(mode)
+        user = os.getuid()
+        if user == 0:
+            os.setresuid(65534, 65534, 0)
+        try:
+            counts = counted(Path(temporary) / "in")
+            assert (counts.documents, counts.unreadable_files, counts.unreadable_bytes) == (1, 2, 6)
+            assert "secret.txt cannot be read: Permission denied" in refusal(Path(temporary) / "in" / "secret.txt")
+        finally:
+            if user == 0:
+                os.setresuid(0, 0, 0)
+            folder.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "found"),
+    [
+        (["*.csv"], ["a.txt", "sub/node_modules/c.txt", "sub/tables/b.txt"]),
+        (["node_modules", "tables/*.csv"], ["a.txt", "d.csv", "sub/tables/b.txt"]),
+        (["sub"], ["a.txt", "d.csv"]),
+        (["tables/*", "in"], ["a.txt", "d.csv", "sub/node_modules/c.txt"]),  # `in` is the input itself
+    ],
+)
+@pytest.mark.parametrize("entry", ["in", "in/**"])
+def test_exclude_leaves_out_what_is_so_called(tmp_path, monkeypatch, patterns, found, entry):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "d.csv", "sub/node_modules/c.txt", "sub/tables/b.txt", "sub/tables/b.csv"):
+        write(tmp_path / "in" / name, "text\nwords\n")
+    names = [os.path.relpath(file.path, "in") for file in corpus(entry, exclude=patterns).all_files]
+    assert sorted(names) == found
+    assert len(corpus("in/d.csv", exclude=["*.csv"]).all_files) == 1  # which is named
+    assert "leaves out; nothing to read there." in refusal(entry, exclude=["*"])

@@ -139,7 +139,7 @@ def test_cached_stores_that_an_update_may_have_left_over_are_named(old, monkeypa
 
 
 def test_the_names_of_cached_stores_stay_the_same():
-    """A change here would make every cached store of every user again: give a new setting `added` in its metadata."""
+    """A change here would make every cached store of every user again: put a new setting into ADDED_SETTINGS."""
     assert Recipe(["x"]).settings() == {
         "text_column": None,
         "sample_by": "document",

@@ -365,3 +365,14 @@ def test_documents_found_left_out_and_kept_add_up(tmp_path, capsys, more, expect
     assert metadata.train.documents + metadata.val.documents == int(kept)
     documents = expected.split(", of ")[0]
     assert documents in (tmp_path / "store" / "report.md").read_text()
+
+
+def test_what_was_skipped_is_counted_also_where_shards_are_put_together_later(tmp_path, text, capsys):
+    (tmp_path / "in").mkdir()
+    text.rename(tmp_path / "in" / "words.txt")
+    (tmp_path / "in" / "numbers.csv").write_text("a,b\n1,2\n")
+    command = ["--input", tmp_path / "in", "--output", tmp_path / "store", *SMALL]
+    pretokenize(*command, "--shard", "0/1")
+    pretokenize(*command, "--merge")
+    assert "left out or changed: 1 table without a text column" in capsys.readouterr().out
+    assert f"the first in {tmp_path / 'in' / 'numbers.csv'}" in (tmp_path / "store" / "report.md").read_text()

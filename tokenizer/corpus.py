@@ -8,6 +8,7 @@ import codecs
 import glob
 import hashlib
 import itertools
+import math
 import os
 import re
 import stat
@@ -15,12 +16,13 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal
 
 from errors import UserError, counted
 from tokenizer import chat, documents, files
 from tokenizer.documents import PIECE_BYTES, Counts, Stretch
+from tokenizer.files import UnreadableError
 from tokenizer.hub import HubDataset
 
 UNIT_BYTES = 16 << 20
@@ -37,10 +39,12 @@ NOT_LIBRARY_SOURCE = {
 }
 
 
-UNCLEAN = ("bad_bytes", "empty_records", "binary_files", "cut_words")
+UNCLEAN = ("bad_bytes", "empty_records", "binary_files", "tables", "unreadable_files", "cut_words")
 LEFT_OUT = {
     "blank": ("blank document", None),
     "binary_files": ("binary file", None),
+    "tables": ("table without a text column", "tables without a text column"),
+    "unreadable_files": ("file that cannot be read", "files that cannot be read"),
     "bad_bytes": ("byte that is not UTF-8", "bytes that are not UTF-8"),
     "empty_records": ("record without text", "records without text"),
     "cut_words": ("run without a place to cut", "runs without a place to cut"),
@@ -53,6 +57,12 @@ class CorpusArguments:
     text_column: str | None = field(
         default=None,
         metadata={"help": "Column of a record that holds its text or chat; found where it is `text` or alone."},
+    )
+    exclude: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Leave out what folders and globs find by these names: '*.csv' node_modules 'tables/*.json'."
+        },
     )
     sample_by: Literal["document", "paragraph", "line"] = field(
         default="document",
@@ -94,9 +104,10 @@ class TextFile:
     path: str
     size: int  # bytes
     modified: int  # nanoseconds
+    is_named: bool = False  # on the command line, and not found in a folder or by a glob
 
     @staticmethod
-    def at(path: str | Path) -> "TextFile":
+    def at(path: str | Path, is_named: bool = False) -> "TextFile":
         """
         Raises:
             UserError: there is no file to be read twice: a broken link, a pipe.
@@ -108,7 +119,11 @@ class TextFile:
             raise UserError(f"{path} {what}; mend it or leave it out.") from error
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is a pipe or a device, and text is read twice; save it as a file first.")
-        return TextFile(str(path), status.st_size, status.st_mtime_ns)
+        return TextFile(str(path), status.st_size, status.st_mtime_ns, is_named)
+
+
+class NoTextColumnError(UserError):
+    """A file of records that does not say which column holds the text."""
 
 
 @dataclass
@@ -122,6 +137,7 @@ class Corpus:
     files: list[list[TextFile]] = field(init=False)  # of each input
     links: int = field(init=False, default=0)  # in folders, not followed
     has_chats: bool = field(init=False, default=False)  # known once there are units
+    skipped: Counts = field(init=False, default_factory=Counts)  # files; known once there are units
 
     def __post_init__(self):
         self.weights = self.weights or [1.0] * len(self.inputs)
@@ -190,6 +206,12 @@ class Corpus:
                 f"{where} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid{_first(counts, ['bad_bytes'])}; "
                 f"convert it."
             )
+        if counts.unreadable_bytes > TOLERATED_SHARE * self.size:
+            raise UserError(
+                f"{where}: {counts.unreadable_files:,} files of {counts.unreadable_bytes / 1e6:,.1f} MB cannot be read, more "
+                f"than 1% of {self.size / 1e6:,.1f} MB{_first(counts, ['unreadable_files'])}. Mend them, or leave them out "
+                f"with --exclude."
+            )
         records = counts.documents + counts.empty_records
         if not at_least and counts.empty_records > TOLERATED_SHARE * records:
             raise UserError(
@@ -205,10 +227,16 @@ class Corpus:
         """Changes whenever the content, the order or the kind of the text changes; reads all of it."""
         digest = hashlib.sha256()
         for file in self.all_files:
-            with documents.readable(file.path), open(file.path, "rb") as content:
-                while block := content.read(PIECE_BYTES):
-                    digest.update(block)
-            digest.update(f"\xff{kind_of(file.path)}".encode())
+            try:
+                with documents.readable(file.path), open(file.path, "rb") as content:
+                    while block := content.read(PIECE_BYTES):
+                        digest.update(block)
+                kind = kind_of(file.path)
+            except UnreadableError:
+                if file.is_named:
+                    raise
+                kind = "unreadable"
+            digest.update(f"\xff{kind}".encode())
         for hub in filter(None, self.hub):
             digest.update(str(hub.pinned()).encode())
         return digest.hexdigest()
@@ -222,45 +250,53 @@ class Corpus:
         Raises:
             UserError: records whose column cannot be told, one a line; a Hub dataset that cannot be read.
         """
-        problems, units = [], []
+        problems, tables, units = [], [], []
         for of_entry, hub, copies in zip(self.files, self.hub, self.weights, strict=True):
             stretches: list[tuple[int, Stretch]] = []
             for file in of_entry:
                 try:
                     stretches += self._stretches(file)
-                except UserError as error:
-                    problems.append(str(error))
+                except NoTextColumnError as error:
+                    (problems if file.is_named else tables).append(str(error))
+                    self.skipped.note("tables", 1, file.path)
+                except UnreadableError as error:
+                    if file.is_named:
+                        problems.append(str(error))
+                    self.skipped.note_unreadable(file.path, file.size, error)
             if hub is not None:
                 pinned = hub.pinned()
                 column = self._column(str(hub), pinned.head(LOOKED_AT))
                 shards = range(pinned.stream.num_shards)
                 stretches += [(UNIT_BYTES, Stretch(str(pinned), "hub", shard, column=column)) for shard in shards]
             units += [Unit(group, copies) for group in _grouped(stretches)]
+        if not problems and not units:  # nothing but tables
+            problems = tables
         if problems:
             raise UserError("\n".join(problems[:20]))
+        self.check(self.skipped, at_least=math.inf)
         return units
 
     def _stretches(self, file: TextFile) -> list[tuple[int, Stretch]]:
         """The parts of a file that are read on their own, with their sizes."""
-        name, size = file.path, file.size
+        name, size, may_skip = file.path, file.size, not file.is_named
+        if may_skip and not os.access(name, os.R_OK):
+            raise UnreadableError(f"{name} cannot be read: Permission denied.")
         kind, compressed = kind_of(name, self.arguments.text_column), files.is_compressed(name)
         if kind == "text" and (compressed or size <= UNIT_BYTES):
-            return [(size, Stretch(name, kind))]
+            return [(size, Stretch(name, kind, may_skip=may_skip))]
         column = None
         if kind != "text":
             column = self._column(name, (record for record, _ in documents.records(Stretch(name, kind))))
             if column is None:
                 return []
+        parts = [(size, 0, None)]
         if kind == "parquet":
-            return [(bytes_, Stretch(name, kind, start, stop, column)) for bytes_, start, stop in _row_groups(name)]
-        if kind in ("text", "jsonl") and not compressed:
+            parts = _row_groups(name)
+        elif kind in ("text", "jsonl") and not compressed:
             starts = range(0, size or 1, UNIT_BYTES)
             ends = [*starts[1:], None]
-            return [
-                (min(UNIT_BYTES, size), Stretch(name, kind, start, stop, column))
-                for start, stop in zip(starts, ends, strict=True)
-            ]
-        return [(size, Stretch(name, kind, column=column))]
+            parts = [(min(UNIT_BYTES, size), start, stop) for start, stop in zip(starts, ends, strict=True)]
+        return [(n_bytes, Stretch(name, kind, start, stop, column, may_skip)) for n_bytes, start, stop in parts]
 
     def _column(self, label: str, records: Iterable[dict[str, Any] | None]) -> str | None:
         """The column of the text; None where there is no record at all."""
@@ -276,7 +312,9 @@ class Corpus:
         missing = f"has no column {wanted!r}" if wanted else "does not say which column holds the text"
         # csv has None for what a row has more than the header.
         names = ", ".join(" ".join(str(name).split()) for name in known if name is not None)
-        raise UserError(f"{label} {missing}; its columns are {names[:300] or 'none'}: give one as --text_column.")
+        raise NoTextColumnError(
+            f"{label} {missing}; its columns are {names[:300] or 'none'}: give one as --text_column."
+        )
 
     def _find(self, entry: str) -> list[TextFile]:
         """The files an entry of `--input` names, in a fixed order.
@@ -291,28 +329,52 @@ class Corpus:
         named = [str(path)] if is_one else sorted(glob.glob(str(path), recursive=True), key=lambda p: Path(p).parts)
         if "**" in entry:  # which matches folders as well as all that is in them
             named = [match for match in named if os.path.isfile(match)]
-        links = self.links
-        found = [
-            file for match in named for file in (self._inside(match) if os.path.isdir(match) else [TextFile.at(match)])
-        ]
+        if not is_one:
+            root = os.path.dirname(entry[: re.search(r"[*?[]|$", entry).start()])
+            root = os.path.join(Path(root).expanduser(), "") if root else ""
+            named = [match for match in named if not self._is_excluded(match.removeprefix(root), and_parents=True)]
+        links, found = self.links, []
+        for match in named:
+            if os.path.isdir(match):
+                found += self._inside(match)
+            elif is_one or os.path.isfile(match):
+                found.append(TextFile.at(match, is_one))
+            elif os.path.islink(match):
+                self.skipped.note_unreadable(match, 0, UserError("it is a broken link"))
         if not found:
             what = "an empty folder" if path.is_dir() else "no file, folder, glob or Hub dataset"
+            if self.arguments.exclude and (path.is_dir() or not is_one):
+                what += f", or holds nothing but what --exclude {' '.join(self.arguments.exclude)} leaves out"
             if self.links > links:
                 what = "a folder of links, which are not followed unless a glob names them"
             raise UserError(f"{entry} is {what}; nothing to read there.")
         return found
 
-    def _inside(self, folder: str) -> Iterator[TextFile]:
+    def _is_excluded(self, path: str, and_parents: bool = False) -> bool:
+        """Whether `path`, below an input, ends with what a pattern of --exclude says."""
+        below = PurePath(path)
+        paths = [below, *below.parents] if and_parents else [below]
+        return any(each.match(pattern) for pattern in self.arguments.exclude for each in paths)
+
+    def _inside(self, folder: str, below: str = "") -> Iterator[TextFile]:
+        """The files in a folder; `below`: its path from the input on."""
         try:
             with os.scandir(folder) as inside:
                 entries = [entry for entry in inside if not entry.name.startswith(".")]
         except OSError as error:
-            raise UserError(f"{folder} cannot be read: {error.strerror}; mend that or leave it out.") from error
+            problem = UserError(f"{folder} cannot be read: {error.strerror}; mend that or leave it out.")
+            if not below:
+                raise problem from error
+            self.skipped.note_unreadable(folder, 0, problem)
+            return
         for entry in sorted(entries, key=lambda entry: entry.name):
+            path = os.path.join(below, entry.name)
+            if self._is_excluded(path):
+                continue
             if entry.is_symlink():
                 self.links += 1
             elif entry.is_dir():
-                yield from self._inside(entry.path)
+                yield from self._inside(entry.path, path)
             elif entry.is_file():
                 yield TextFile.at(entry.path)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TextIO
 from errors import UserError
 from tokenizer import files
 from tokenizer.chat import ChatTemplate
+from tokenizer.files import UnreadableError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,6 +63,13 @@ class Stretch:
     start: int = 0
     stop: int | None = None  # None: to the end
     column: str | None = None  # of a record, which holds its text or its chat
+    may_skip: bool = False  # where it cannot be read: it was found in a folder, not named
+
+    @property
+    def n_bytes(self) -> int:
+        """Of a stretch of a text; of a parquet file, all of it."""
+        size = os.path.getsize(self.path)
+        return size if self.kind == "parquet" else (size if self.stop is None else self.stop) - self.start
 
 
 @dataclass
@@ -72,6 +80,9 @@ class Counts:
     bytes: int = 0  # of their text, in UTF-8, as it was read
     blank: int = 0  # documents
     binary_files: int = 0
+    tables: int = 0  # files of records without a column of text
+    unreadable_files: int = 0  # or parts of them
+    unreadable_bytes: int = 0  # of the files
     bad_bytes: int = 0  # bytes that are not UTF-8, and lone surrogates: now U+FFFD
     empty_records: int = 0  # broken ones, and those without text
     cut_words: int = 0  # runs without any place to cut, which may have become other tokens for that
@@ -81,6 +92,10 @@ class Counts:
         if number:
             setattr(self, name, getattr(self, name) + number)
             self.first.setdefault(name, [path, place])
+
+    def note_unreadable(self, path: str, n_bytes: int, error: UserError) -> None:
+        self.note("unreadable_files", 1, path, why=str(error).removesuffix("."))
+        self.unreadable_bytes += n_bytes
 
     def add(self, later: "Counts") -> None:
         for name, value in vars(later).items():
@@ -101,9 +116,20 @@ class Reader:
         """Every document of a stretch that is not blank.
 
         Raises:
-            UserError: a file that cannot be read to its end.
+            UserError: a file that cannot be read to its end, unless it may be skipped: then its documents end there.
         """
-        return self._not_blank(self._of_text(stretch) if stretch.kind == "text" else self._of_records(stretch))
+        ended = True
+        try:
+            pieces = self._of_text(stretch) if stretch.kind == "text" else self._of_records(stretch)
+            for piece in self._not_blank(pieces):
+                ended = piece.ends_document
+                yield piece
+        except UnreadableError as error:
+            if not stretch.may_skip:
+                raise
+            self.counts.note_unreadable(stretch.path, stretch.n_bytes, error)
+            if not ended:
+                yield Piece("", False, True)
 
     def _not_blank(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         counts = self.counts
@@ -233,13 +259,14 @@ def _in_blocks(text: str) -> Iterator[tuple[str, bool]]:
 def readable(path: str) -> Iterator[None]:
     """
     Raises:
-        UserError: what stands within fails to read `path`.
+        UserError: what stands within fails to read `path`; an `UnreadableError` unless the file was changed meanwhile.
     """
     try:
         yield
     except (ValueError, OSError, RecursionError, csv.Error) as error:
         reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())[:300]
-        raise UserError(f"{path} cannot be read: {reason}; mend it or leave it out.") from error
+        kind = UserError if isinstance(error, FileNotFoundError) or reason == SHORTER else UnreadableError
+        raise kind(f"{path} cannot be read: {reason}; mend it or leave it out.") from error
 
 
 # ---- what is a document in a plain text: blocks -> (text, whether a document ends with it) ----------------------------
@@ -344,7 +371,7 @@ def is_binary(head: bytes, path: str) -> bool:
     """Whether a file that begins so is something else than text.
 
     Raises:
-        UserError: it is text of another encoding that is easily told.
+        UnreadableError: it is text of another encoding that is easily told.
     """
     refuse_utf16(head, path)
     return head.count(0) > NUL_SHARE * len(head)
@@ -354,7 +381,7 @@ def refuse_utf16(head: bytes, path: str) -> None:
     marked = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     halves = head[::2], head[1::2]
     if marked or any(not nul.strip(b"\0") and ASCII_TEXT.fullmatch(text) for text, nul in (halves, halves[::-1])):
-        raise UserError(f"{path} is UTF-16 text; save it as UTF-8.")
+        raise UnreadableError(f"{path} is UTF-16 text; save it as UTF-8.")
 
 
 # ---- records: (a record or None for a broken one, where it stands) ------------------------------------------------------

@@ -15,6 +15,7 @@ from errors import UserError
 from tokenizer import documents, files
 from tokenizer.corpus import UNIT_BYTES, Corpus, TextFile, kind_of
 from tokenizer.documents import Stretch
+from tokenizer.files import UnreadableError
 from tokenizer.hub import HubDataset
 from tokenizer.making import Making, cores
 from tokenizer.recipe import Recipe
@@ -105,7 +106,9 @@ def _sample_files(corpus: Corpus, folder: Path) -> tuple[float, str]:
     share, sample_by = SAMPLE_BYTES / corpus.text_size, corpus.arguments.sample_by
     passed = taken = read = 0
     for number, file in enumerate(corpus.all_files):
-        kind = kind_of(file.path, corpus.arguments.text_column)
+        kind = _kind(file, corpus.arguments.text_column)
+        if kind is None:
+            continue
         n_bytes = _taken_at_a_time(file, kind)
         chosen = []
         for chunk, start in enumerate(range(0, file.size, n_bytes)):
@@ -119,18 +122,37 @@ def _sample_files(corpus: Corpus, folder: Path) -> tuple[float, str]:
         name = Path(file.path).name
         name = os.path.splitext(name)[0] if files.is_compressed(name) else name
         to = folder / f"{number:08}-{name[-40:]}"
-        if kind == "parquet":
-            read += _copy_rows(file, len(chosen) * n_bytes, to)
-            continue
-        with documents.readable(file.path):
-            if n_bytes == CHUNK_BYTES:
-                sample = _chunks(file, kind, chosen, sample_by)
-                read += len(sample)
-            else:
-                sample = _head(file, len(chosen) * n_bytes)
-                read += min(len(chosen) * n_bytes, file.size)
-        to.write_bytes(sample)
+        try:
+            read += _copy_sample(file, kind, chosen, n_bytes, sample_by, to)
+        except UnreadableError:  # which is skipped and counted when all is read
+            if file.is_named:
+                raise
     return corpus.size / read, f"{read / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
+
+
+def _kind(file: TextFile, text_column: str | None) -> str | None:
+    """None for a file in a folder that cannot be read."""
+    try:
+        return kind_of(file.path, text_column)
+    except UnreadableError:
+        if file.is_named:
+            raise
+        return None
+
+
+def _copy_sample(file: TextFile, kind: str, chosen: list[int], n_bytes: int, sample_by: str, to: Path) -> int:
+    """Writes the chosen parts, of `n_bytes` each, to a file of their own; returns the bytes of `file` that they are."""
+    if kind == "parquet":
+        return _copy_rows(file, len(chosen) * n_bytes, to)
+    with documents.readable(file.path):
+        if n_bytes == CHUNK_BYTES:
+            sample = _chunks(file, kind, chosen, sample_by)
+            read = len(sample)
+        else:
+            sample = _head(file, len(chosen) * n_bytes)
+            read = min(len(chosen) * n_bytes, file.size)
+    to.write_bytes(sample)
+    return read
 
 
 def _taken_at_a_time(file: TextFile, kind: str) -> int:

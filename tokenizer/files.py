@@ -12,6 +12,11 @@ from typing import BinaryIO, TextIO
 
 from errors import UserError
 
+
+class UnreadableError(UserError):
+    """A file that is damaged, or is something else than its name says. Found in a folder, it is skipped and counted."""
+
+
 INFLATED_BLOCK = 1 << 18
 ZST_BLOCK = 512  # bytes, all of which inflate at once: to 16 MiB in a bomb
 ZST_WINDOW = 1 << 31  # of `zstd --long=31`, by which large crawls are packed
@@ -66,7 +71,7 @@ def opened(path: str) -> BinaryIO:
     """The content of a file, decompressed where its name says so.
 
     Raises:
-        UserError, when read: a truncated or damaged archive, or one that inflates without end.
+        UnreadableError, when read: a truncated or damaged archive, or one that inflates without end.
     """
     if not is_compressed(path):
         return open(path, "rb")
@@ -81,7 +86,7 @@ def inflated_head(path: str, n_bytes: int) -> Iterator[bytes]:
     """What the first `n_bytes` of a file hold, about, decompressed where its name says so.
 
     Raises:
-        UserError, when read: as `opened`.
+        UnreadableError, when read: as `opened`.
     """
     if is_compressed(path):
         return _inflated(path, n_bytes)
@@ -99,7 +104,7 @@ def _inflated(path: str, most: float = math.inf) -> Iterator[bytes]:
             for block in INFLATERS[os.path.splitext(path.lower())[1]](file):
                 inflated += len(block)
                 if inflated > max(BOMB_BYTES, BOMB_RATIO * file.tell()):
-                    raise UserError(
+                    raise UnreadableError(
                         f"{path} inflates to more than {BOMB_RATIO} times its size, which text does not; if it is text all "
                         f"the same, decompress it first."
                     )
@@ -107,7 +112,9 @@ def _inflated(path: str, most: float = math.inf) -> Iterator[bytes]:
                 if file.tell() > most:
                     return
         except (EOFError, OSError, ValueError, zlib.error) as error:
-            raise UserError(f"{path} is truncated or damaged ({error}); fetch it again or leave it out.") from error
+            raise UnreadableError(
+                f"{path} is truncated or damaged ({error}); fetch it again or leave it out."
+            ) from error
 
 
 class _Stream(io.RawIOBase):

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,7 @@ class Making:
         plan = json.loads((self.work / "plan.json").read_text(encoding="utf-8"))
         self.settings = Settings(**plan["settings"])
         self.units = [Unit.from_json(unit) for unit in plan["units"]]
+        self.skipped = Counts(**plan.get("skipped", {}))
 
     def _go_on(self, is_cache: bool) -> bool:
         path = self.work / "plan.json"
@@ -224,6 +225,7 @@ class Making:
             "format_version": FORMAT_VERSION,
             "settings_of_user": self.settings_of_user,
             "inputs": self.inputs,
+            "skipped": asdict(self.corpus.skipped),
             "settings": asdict(settings),
             "units": [unit.to_json() for unit in units],
         }
@@ -300,7 +302,7 @@ class Making:
     def _do(self, units: list[int]) -> list[Part]:
         """Does what is not yet done of `units`; returns all their parts in order."""
         parts = {part.unit: part for part in done_parts(self.work, units)}
-        counts = Counts()
+        counts = replace(self.skipped)
         for part in parts.values():
             counts.add(part.counts)
         with Progress(self.corpus.text_size, counts.bytes, len(units) - len(parts), self.say) as progress:
@@ -324,7 +326,7 @@ class Making:
         everything = list(range(len(self.units)))
         if merge_only:
             self._refuse_missing(everything)
-        counts, outcomes, lost = Counts(), {}, 0
+        counts, outcomes, lost = replace(self.skipped), {}, 0
         for part in self._do(everything):
             counts.add(part.counts)
             outcomes = cleaning.merged(outcomes, part.outcomes)

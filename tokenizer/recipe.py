@@ -1,6 +1,6 @@
 """All that decides about the tokens of a store, in one place."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,9 @@ from tokenizer.dedup import DedupArguments
 from tokenizer.vocabulary import VocabularyArguments
 
 SEED = 1337
+# Stores record their settings, and the names of cached stores are made from them. What was added since is left out of both at
+# its default, so that older stores are still recognized.
+ADDED_SETTINGS = {"exclude"}
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,13 @@ class Recipe:
         return None if self.vocabulary.tokenizer is None else vocabulary.load(self.vocabulary.tokenizer)
 
     def settings(self) -> dict[str, Any]:
-        """Every setting under its flag's name, and the content of what some of them name.
-
-        Stores record these settings, and the names of cached stores are made from them. So a setting that was added later
-        (`added` in its metadata) is left out at its default: older stores are still recognized.
-        """
+        """Every setting under its flag's name, and the content of what some of them name."""
         parts = (self.corpus, self.vocabulary, self.cleaning, self.dedup)
-        settings = {
-            each.name: getattr(part, each.name)
-            for part in parts
-            for each in fields(part)
-            if "added" not in each.metadata or getattr(part, each.name) != getattr(type(part)(), each.name)
-        }
+        settings = {name: value for part in parts for name, value in asdict(part).items()}
+        defaults = {name: value for part in parts for name, value in asdict(type(part)()).items()}
+        for name in ADDED_SETTINGS:
+            if settings[name] == defaults[name]:
+                del settings[name]
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
         if self.theirs is not None:
             settings["tokenizer_json"] = encode.sha256(self.theirs.backend_tokenizer)
