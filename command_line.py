@@ -24,6 +24,29 @@ HELP = frozenset({"-h", "--help", "--help_all"})
 EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
 
 
+class Problems:
+    """What is wrong with a command, to be reported together."""
+
+    def __init__(self):
+        self.sentences: list[str] = []
+        self.unsure: set[str] = set()  # settings whose value is not known, because what was given is wrong
+
+    def add(self, sentence: str, *names: str) -> None:
+        """Add a problem for which the values of the settings `names` are not known."""
+        self.sentences.append(sentence)
+        self.unsure |= set(names)
+
+    def add_of(self, check: Callable[..., None] | None, parts: list[Any]) -> None:
+        """Add what `check` raises, except for sentences about settings whose value is not known."""
+        try:
+            if check is not None:
+                check(*parts)
+        except UserError as error:
+            self.sentences += [
+                line for line in str(error).splitlines() if not self.unsure & set(re.findall(r"\w+", line))
+            ]
+
+
 class FlagParser(HfArgumentParser):
     """Transformers' parser over dataclasses, with whole flag names only and errors that are one sentence."""
 
@@ -48,55 +71,96 @@ class FlagParser(HfArgumentParser):
     def names(self) -> list[str]:
         return [field.name for dataclass_type in self.dataclass_types for field in fields(dataclass_type)]
 
-    def parse(self, arguments: list[str], default_config: Path | None = None) -> tuple[tuple, set[str]]:
+    def parse(
+        self,
+        arguments: list[str],
+        default_config: Path | None = None,
+        check: Callable[..., None] | None = None,
+    ) -> tuple[tuple, set[str]]:
         """The filled dataclasses, and the names of the fields the user set: by flag, or in a config file of their own.
 
-        `default_config` is read where no `--config` is given, and does not count as the user's word.
+        `default_config` is read where no `--config` is given, and does not count as the user's word. `check` is called with
+        the dataclasses and raises a `UserError` for what is wrong with their values.
 
         Raises:
-            UserError: an unknown flag or key (the nearest known one is named), a value of the wrong type, a missing
-                or unreadable file.
+            UserError: everything that is wrong, one problem a line: unknown flags and keys (the nearest known one is named),
+                values of the wrong type, a missing or unreadable file, what `check` finds.
         """
         if self.positional and arguments and not arguments[0].startswith("-"):
             arguments = [f"--{self.positional}", *arguments]
-        named = self.named_flags(arguments)
-        twice = sorted({name for name in named if named.count(name) > 1})
-        if twice:
-            raise UserError("\n".join(f"--{name} is given twice; give it once, with all its values." for name in twice))
-        given = set(named)
         config_path = self.named_config(arguments) or default_config
-        from_file = read_yaml(config_path, self.names) if config_path else {}
+        found = Problems()
+        try:
+            content = read_yaml(config_path) if config_path else {}
+        except UserError as error:
+            found.add(str(error))
+            content, check = {}, None  # whose values are not known
+        given = set(self.named_flags(arguments))
         if given & EXCLUSIVE:
-            from_file = {name: value for name, value in from_file.items() if name not in EXCLUSIVE}
-        checked = self._checked(from_file, config_path)
+            content = {name: value for name, value in content.items() if name not in EXCLUSIVE}
+        from_file = self._checked(content, config_path, found)
         if asked := HELP & set(arguments):
-            print(self.describe("--help_all" in asked or not self.main, checked, config_path))
+            print(self.describe("--help_all" in asked or not self.main, from_file, config_path))
             sys.exit(0)
-        self.set_defaults(**checked)
-        namespace, rest = self.parse_known_args(arguments)
-        if rest:
-            raise UserError(_unknown("flag", rest[0], [f"--{name}" for name in [*self.names, "config", "help_all"]]))
+        self.set_defaults(**from_file)
+        good = self._good_flags(arguments, found)
+        found.unsure -= set(self.named_flags(good))
+        namespace = self.parse_args(good)
         filled = []
         for dataclass_type in self.dataclass_types:
             filled.append(dataclass_type(**{f.name: getattr(namespace, f.name) for f in fields(dataclass_type)}))
+        found.add_of(check, filled)
+        if found.sentences:
+            raise UserError("\n".join(dict.fromkeys(found.sentences)))
         if config_path is not None and config_path != default_config:
-            given |= from_file.keys()
+            given |= content.keys()
         return tuple(filled), given
 
-    def _checked(self, content: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    def _good_flags(self, arguments: list[str], found: "Problems") -> list[str]:
+        """The arguments without those that are wrong. Each flag is parsed by itself, since argparse stops at the first error."""
+        groups: list[list[str]] = []
+        for argument in arguments:
+            if _is_flag(argument) or not groups:
+                groups.append([])
+            groups[-1].append(argument)
+        good, seen = [], set()
+        for group in groups:
+            flag = group[0]
+            name = _name(flag)
+            if flag.startswith("--") and name in seen:
+                found.add(f"--{name} is given twice; give it once, with all its values.", name)
+                continue
+            seen.add(name)
+            try:
+                _, rest = self.parse_known_args(group)
+            except UserError as error:
+                found.add(str(error), name)
+                continue
+            if rest:
+                self._add_unknown("flag", rest[0], [f"--{name}" for name in [*self.names, "config", "help_all"]], found)
+            else:
+                good += group
+        return good
+
+    def _checked(self, content: dict[str, Any], path: Path | None, found: "Problems") -> dict[str, Any]:
         """What a file says, its types and choices checked as argparse checks a flag's (and never a default's)."""
         actions = {action.dest: action for action in self._actions}
         hints = {name: hint for part in self.dataclass_types for name, hint in get_type_hints(part).items()}
-        checked, problems = {}, []
+        checked = {}
         for name, value in content.items():
+            if name not in hints:
+                self._add_unknown("key", str(name), self.names, found, f"{path}: ")
+                continue
             action = actions[name]
             takes_list = action.nargs == "+"
             if value is None and type(None) in get_args(hints[name]):
                 checked[name] = None
             elif value is None:
-                problems.append(f"{name} in {path} has no value; give it one or leave the line out.")
+                found.add(f"{name} in {path} has no value; give it one or leave the line out.", name)
+            elif isinstance(value, dict):
+                found.add(f"{name} in {path} is nested; keys are flat.", name)
             elif isinstance(value, list) and not takes_list:
-                problems.append(f"{name} in {path} is {value}; it takes one value, not a list.")
+                found.add(f"{name} in {path} is {value}; it takes one value, not a list.", name)
             else:
                 try:
                     items = [
@@ -106,10 +170,13 @@ class FlagParser(HfArgumentParser):
                         self._check_value(action, item)
                     checked[name] = items if takes_list else items[0]
                 except ArgumentError as error:
-                    problems.append(f"{name} in {path}: {error.message}.")
-        if problems:
-            raise UserError("\n".join(problems))
+                    found.add(f"{name} in {path}: {error.message}.", name)
         return checked
+
+    def _add_unknown(self, kind: str, name: str, known: list[str], found: "Problems", where: str = "") -> None:
+        nearest = difflib.get_close_matches(name.split("=")[0], known, n=1)
+        hint = f"Did you mean {nearest[0]}?" if nearest else "See --help for all of them."
+        found.add(f"{where}Unknown {kind} {name}. {hint}", *map(_name, nearest))
 
     def describe(self, everything: bool, from_file: dict[str, Any], path: Path | None) -> str:
         """Return the text of `--help_all`, or of `--help`: the main flags, and the groups of all.
@@ -147,7 +214,7 @@ class FlagParser(HfArgumentParser):
 
     @staticmethod
     def named_flags(arguments: list[str]) -> list[str]:
-        return [argument[2:].split("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+        return [_name(argument) for argument in arguments if _is_flag(argument)]
 
     def named_config(self, arguments: list[str]) -> Path | None:
         for position, argument in enumerate(arguments):
@@ -158,15 +225,15 @@ class FlagParser(HfArgumentParser):
         return None
 
 
-def read_yaml(path: Path, known: list[str] | None = None) -> dict[str, Any]:
-    """The keys and values of a flat YAML file; any keys where no known ones are given.
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys and values of a YAML file.
 
     Raises:
-        UserError: no such file, not YAML, not a flat mapping, or keys that are not in `known`.
+        UserError: no such file, not YAML, or not a mapping.
     """
     if not path.is_file():
         siblings = sorted(str(path.parent / other.name) for other in path.parent.glob("*.yaml"))
-        nearest = difflib.get_close_matches(str(path), siblings, n=1, cutoff=0.0)
+        nearest = difflib.get_close_matches(str(path), siblings, n=1)
         hint = f" Did you mean {nearest[0]}?" if nearest else ""
         raise UserError(f"There is no config file {path}.{hint}")
     try:
@@ -177,10 +244,6 @@ def read_yaml(path: Path, known: list[str] | None = None) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise UserError(f"{path} must be a list of `name: value` lines, but holds a {type(content).__name__}.")
-    unknown = [_unknown("key", str(key), known) for key in content if known is not None and key not in known]
-    nested = [f"{key} in {path} is nested; keys are flat." for key, value in content.items() if isinstance(value, dict)]
-    if unknown or nested:
-        raise UserError("\n".join([f"{path}: {sentence}" for sentence in unknown] + nested))
     return content
 
 
@@ -208,6 +271,16 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     sys.exit(0)
 
 
+def _is_flag(argument: str) -> bool:
+    """Whether argparse takes it for one: a value that begins with `--` holds a space."""
+    return argument.startswith("--") and " " not in argument.split("=")[0]
+
+
+def _name(flag: str) -> str:
+    """The field that a flag sets."""
+    return flag.removeprefix("--").split("=")[0].replace("-", "_")
+
+
 def _program() -> str:
     """The command of this process, as a user types it."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
@@ -232,9 +305,3 @@ def _entry(name: str, text: str, column: int, width: int) -> str:
     )
     name = f"  {name}"
     return "\n".join([name, *lines] if len(name) > column - 2 else [name + lines[0][len(name) :], *lines[1:]])
-
-
-def _unknown(kind: str, name: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(name.split("=")[0], known, n=1)
-    hint = f" Did you mean {nearest[0]}?" if nearest else " See --help for all of them."
-    return f"Unknown {kind} {name}.{hint}"

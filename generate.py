@@ -82,8 +82,7 @@ def write(text: str) -> None:
 
 def main(arguments: list[str]) -> None:
     parser = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model")
-    (options,), _ = parser.parse(arguments)
-    options.check()
+    (options,), _ = parser.parse(arguments, check=GenerateArguments.check)
     source = find_model(options.model)
     try:
         # Safetensors only: a pickle is never opened.

@@ -47,16 +47,25 @@ class PushArguments:
     dry_run: bool = field(default=False, metadata={"help": "Assemble and verify, but do not upload."})
 
     def check(self) -> None:
-        missing = [name for name in ("run", "repo_id") if getattr(self, name) is None]
-        if missing:
-            raise UserError(f"{' and '.join(missing)} missing: python push_to_hub.py runs/x --repo_id user/name")
-        check_repo_id(self.repo_id)
+        problems = []
+        if missing := [name for name in ("run", "repo_id") if getattr(self, name) is None]:
+            problems.append(f"{' and '.join(missing)} missing: python push_to_hub.py runs/x --repo_id user/name")
+        for needed, find in (
+            (self.repo_id, lambda: check_repo_id(self.repo_id)),
+            (self.run, lambda: find_source(Path(self.run), self.checkpoint)),
+        ):
+            try:
+                if needed is not None:
+                    find()
+            except UserError as error:
+                problems.append(str(error))
+        if problems:
+            raise UserError("\n".join(problems))
 
 
 def main(arguments: list[str]) -> None:
     parser = FlagParser((PushArguments, FolderArguments), __doc__.splitlines()[0], positional="run")
-    (push, wanted), _ = parser.parse(arguments)
-    push.check()
+    (push, wanted), _ = parser.parse(arguments, check=lambda push, _: push.check())
     source = find_source(Path(push.run), push.checkpoint)
     if push.revisions and source.run is None:
         raise UserError(f"{source.model} is a model without a run, so there are no checkpoints for --revisions.")

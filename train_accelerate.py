@@ -40,7 +40,7 @@ from training.device import (
 from training.loss import NextTokenLoss
 from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
-from training.plan import make_plan
+from training.plan import check, make_plan
 from training.planning.advice import is_gpu, outlook
 from training.planning.cost import watts_of_all
 from training.planning.forecast import assumed_here, forecast_of
@@ -64,7 +64,7 @@ from training.validation import Validation
 
 
 def main(arguments: list[str]) -> None:
-    config = read_config(arguments)
+    config = read_config(arguments, check)
     if config.cost.plan:
         show_plan(config)
         return
@@ -93,7 +93,7 @@ def train(
     """Returns why it stopped before its end, or None."""
     # Decide: whatever can be wrong is found here, before the first step.
     say = voice(accelerator)
-    store = open_store(config.recipe, say, config.problems())
+    store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
     plan = make_plan(config, store, tokenizer, accelerator, setup)
     tokens, eval_tokens = (

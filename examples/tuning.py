@@ -106,8 +106,7 @@ def parse(documentation: str, arguments: list[str]) -> Tuning:
         UserError: what cannot be, all at once.
     """
     parser = FlagParser((Tuning,), documentation.splitlines()[0], positional="model")
-    (tuning,), _ = parser.parse(arguments)
-    tuning.check()
+    (tuning,), _ = parser.parse(arguments, check=Tuning.check)
     return tuning
 
 

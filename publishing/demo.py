@@ -70,8 +70,7 @@ class DemoArguments:
 
 def main(arguments: list[str]) -> None:
     parser = FlagParser((DemoArguments,), __doc__.splitlines()[0], positional="models")
-    (options,), _ = parser.parse(arguments)
-    options.check()
+    (options,), _ = parser.parse(arguments, check=DemoArguments.check)
     if options.space is None:
         show(options.models, options.port, options.share)
     else:

@@ -204,6 +204,27 @@ def test_help_names_the_command(launch):
     assert done.stdout.startswith("usage: python -m tokenizer.pretokenize [--config FILE.yaml] [--FLAG VALUE ...]\n")
 
 
+def test_flags_keys_and_values_that_are_wrong_come_together(yaml):
+    def check(model: Model, length: Length) -> None:
+        raise UserError(
+            f"n_layer is {model.n_layer}; too many.\nlearning_rate is {model.learning_rate}.\nmax_steps is {length.max_steps}."
+        )
+
+    path = yaml("n_layers: 3\nlearning_rate: high\nmax_steps: -1\n")
+    arguments = ["--zzz", "1", "--torch_compile", "maybe", "--name", "a", "--name", "b", "extra"]
+    assert refused("--config", path, *arguments, check=check).splitlines() == [
+        f"{path}: Unknown key n_layers. Did you mean n_layer?",
+        f"learning_rate in {path}: invalid float value: 'high'.",
+        "Unknown flag --zzz. See --help for all of them.",
+        "Argument --torch_compile/--torch-compile: Truthy value expected: got maybe but expected one of yes/no, true/false, "
+        "t/f, y/n, 1/0 (case insensitive). See --help.",
+        "--name is given twice; give it once, with all its values.",
+        "max_steps is -1.",  # the values of n_layer and learning_rate are not known
+    ]
+    assert "n_layer is 7; too many." in refused("--config", path, "--n_layer", "7", check=check)
+    assert "max_steps is" not in refused("--config", f"{path}.yaml", "--zzz", check=check)  # its values are not known
+
+
 # ---- files that are wrong -------------------------------------------------------------------------------------------
 
 

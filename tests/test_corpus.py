@@ -565,7 +565,7 @@ def test_a_table_without_a_text_column_is_skipped_in_a_folder_and_refused_where_
     assert (counts.documents, counts.tables, counts.unreadable_files) == (1, 1, 0)
     assert counted(folder / "*").tables == 1
     assert "its columns are a, b: give one as --text_column." in refusal(folder / "numbers.csv", folder / "words.txt")
-    assert "1 tables without a text column" in refusal(folder, strict=True)
+    assert "1 table without a text column" in refusal(folder, strict=True)
     (folder / "words.txt").unlink()
     assert "its columns are a, b: give one as --text_column." in refusal(folder)  # nothing but tables
 

@@ -116,7 +116,7 @@ def test_compilation_needs_the_headers_of_python(monkeypatch, tmp_path):
     setup = decide(DeviceArguments(), 64)
     assert not setup.torch_compile
     assert any("Python's headers (Python.h)" in note and "python3-dev" in note for note in setup.notes)
-    with pytest.raises(UserError, match="it cannot work here: Python.s headers"):
+    with pytest.raises(UserError, match=r"it cannot work here: Python.s headers"):
         decide(DeviceArguments(torch_compile="true"), 64)
     assert not decide(DeviceArguments(torch_compile="false"), 64).notes
 

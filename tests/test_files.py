@@ -119,7 +119,7 @@ def test_characters_across_blocks_of_an_archive_are_kept(tmp_path, suffix):
 def test_a_plain_archive_is_not_taken_for_a_tar(tmp_path):
     header = b"a.txt".ljust(100, b"\0") + b"0000644\0" + bytes(404)
     path = write(tmp_path / "a.tar.gz", gzip.compress(header + b"text".ljust(512, b"\0") + bytes(1024)))
-    assert refusal(path) == f"{path} holds no text: 1 binary files."
+    assert refusal(path) == f"{path} holds no text: 1 binary file."
 
 
 @pytest.mark.parametrize(

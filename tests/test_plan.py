@@ -185,6 +185,26 @@ def test_all_problems_come_at_once(store, tmp_path, capsys):
     ]
 
 
+def test_the_problems_of_every_kind_come_at_once(launch, store, tmp_path):
+    (tmp_path / "own.yaml").write_text("n_embd: 100\nn_head: 3\nlearning_rat: 1\nsave_steps: 0\n")
+    settings = {"config": tmp_path / "own.yaml", "output_dir": tmp_path / "run", "n_positions": 8192}
+    wrong = {"tokens_per_step": 100, "vocab_size": 301, "mixed_precision": "fp16", "warmup_steps": "x"}
+    result = launch("train_accelerate.py", *flags(data=store.folder, **settings, **wrong), CUDA_VISIBLE_DEVICES="")
+    assert result.stderr.splitlines() == [
+        f"error: {tmp_path}/own.yaml: Unknown key learning_rat. Did you mean learning_rate?",
+        "error: Argument --warmup_steps/--warmup-steps: invalid int value: 'x'. See --help.",
+        "error: mixed_precision is fp16, but there is no GPU here and CPUs train in bf16 or no; use auto.",
+        "error: save_steps is 0; it must be at least 1.",
+        f"error: vocab_size is 301, but the store {store.folder} has 300 tokens; leave --vocab_size out.",
+        f"error: The training split has {store.metadata.train.tokens:,} tokens, fewer than one context of 8192 and its next "
+        "token; give it more text or a smaller n_positions.",
+        "error: n_embd 100 is not divisible by n_head 3.",
+        "error: tokens_per_step 100 is not a multiple of 8192 (context 8192 x 1 process); the nearest are 8192.",
+    ]
+    assert (result.returncode, result.stdout) == (1, "")
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_wrong_is_said_before_a_text_is_tokenized(tmp_path, capsys):
     (tmp_path / "my.txt").write_text(prose(1))
     settings = {

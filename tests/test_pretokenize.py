@@ -259,12 +259,23 @@ def test_a_tokenizer_that_would_lose_text_is_refused(tmp_path, text):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "--input and --output are needed. See --help."),
-        (["--input", "a.txt"], "--output is needed. See --help."),
+        ([], "--input is needed. See --help.\n--output is needed. See --help."),
+        (
+            ["--input", "no.txt"],
+            "--output is needed. See --help.\nno.txt is no file, folder, glob or Hub dataset; nothing to read there.",
+        ),
         (["--output", "store"], "--input is needed. See --help."),
         (["--inptu", "a.txt", "--output", "store"], "Unknown flag --inptu. Did you mean --input?"),
-        (["--vocabsize=300"], "Unknown flag --vocabsize=300. Did you mean --vocab_size?"),
-        (["my.txt"], "Unknown flag my.txt. See --help for all of them."),
+        (
+            ["--inptu", "a.txt", "--vocab_size", "300", "--sample_bytes", "0"],
+            "Unknown flag --inptu. Did you mean --input?\n--output is needed. See --help.\n"
+            "sample_bytes is 0; it must be at least 1.",
+        ),
+        (
+            ["--vocabsize=300", "--input", __file__, "--output", "store"],
+            "Unknown flag --vocabsize=300. Did you mean --vocab_size?",
+        ),
+        (["my.txt", "--input", __file__, "--output", "store"], "Unknown flag my.txt. See --help for all of them."),
     ],
 )
 def test_flags_that_are_missing_or_unknown_are_named(arguments, sentence):

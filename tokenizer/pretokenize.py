@@ -18,7 +18,7 @@ from command_line import FlagParser, run
 from errors import UserError
 from tokenizer import archive, export
 from tokenizer.cleaning import CleaningArguments
-from tokenizer.corpus import CorpusArguments
+from tokenizer.corpus import Corpus, CorpusArguments
 from tokenizer.dedup import DedupArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import SEED, Recipe
@@ -64,7 +64,7 @@ class PretokenizeArguments:
         return tuple(map(int, self.shard.split("/"))) if self.shard is not None else None
 
     def problems(self) -> list[str]:
-        found = []
+        found = [f"--{name} is needed. See --help." for name in ("input", "output") if not getattr(self, name)]
         if self.num_proc is not None and self.num_proc < 1:
             found.append(f"num_proc is {self.num_proc}; it must be at least 1.")
         if self.shard is None:
@@ -77,16 +77,30 @@ class PretokenizeArguments:
         return found
 
 
+def _recipe(door: PretokenizeArguments, *parts) -> Recipe:
+    return Recipe(door.input, *parts, door.seed, door.weights)
+
+
+def check(door: PretokenizeArguments, *parts) -> None:
+    """
+    Raises:
+        UserError: everything that can be known to be wrong before the text is read, one problem a line.
+    """
+    problems = door.problems() + _recipe(door, *parts).problems()
+    if problems:  # otherwise the text is looked for once
+        try:
+            Corpus(door.input, parts[0])
+        except UserError as error:
+            problems.append(str(error))
+        raise UserError("\n".join(problems))
+
+
 def main(arguments: list[str]) -> None:
     kinds = (PretokenizeArguments, CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
-    (door, *parts), _ = FlagParser(kinds, __doc__.splitlines()[0], main=MAIN).parse(arguments)
-    missing = [f"--{name}" for name in ("input", "output") if not getattr(door, name)]
-    if missing:
-        raise UserError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed. See --help.")
-    if problems := door.problems():
-        raise UserError("\n".join(problems))
+    parser = FlagParser(kinds, __doc__.splitlines()[0], main=MAIN)
+    (door, *parts), _ = parser.parse(arguments, check=check)
     say = (lambda text: None) if door.quiet else print
-    recipe = Recipe(door.input, *parts, door.seed, door.weights)
+    recipe = _recipe(door, *parts)
     folder = Path(door.output).expanduser()
     store = pretokenize(recipe, folder, say, door.num_proc, door.share, door.merge)
     if store is not None and door.compress:

@@ -2,6 +2,7 @@
 where none is named and the run's own where one is resumed."""
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ class TrainConfig:
         """What can be seen to be wrong without looking at data or device."""
         found = [
             problem
-            for part in (self.optim, self.changes, self.health, self.stopping, self.journal, self.cost)
+            for part in (self.length, self.optim, self.changes, self.health, self.stopping, self.journal, self.cost)
             for problem in part.problems()
         ]
         found += self.backup.problems(self.run.output_dir)
@@ -140,19 +141,33 @@ class TrainConfig:
 PARTS = tuple(part.type for part in fields(TrainConfig) if part.name != "flags")
 
 
-def read_config(arguments: list[str]) -> TrainConfig:
+def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lambda config: None) -> TrainConfig:
     """From the command line.
 
     Raises:
-        UserError: see `FlagParser.parse`; the run to resume is not there; or no data is named.
+        UserError: see `FlagParser.parse`; the run to resume is not there; no data is named; what `check` finds.
     """
     parser = FlagParser(PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN)
-    named, resumed = parser.named_config(arguments), resume_source(arguments)
-    if named and resumed:
-        raise UserError(f"{resumed} brings its own {CONFIG_FILE}; leave --config out and override settings by flags.")
+    named, resumed, no_source = parser.named_config(arguments), None, None
+    try:
+        resumed = resume_source(arguments)
+        if named and resumed:
+            no_source = f"{resumed} brings its own {CONFIG_FILE}; leave --config out and override settings by flags."
+    except UserError as error:
+        no_source = str(error)
+
+    def compose(parts: tuple) -> TrainConfig:
+        if no_source is not None:
+            raise UserError(no_source)
+        return _composed(parts, set(parser.named_flags(arguments)), named, resumed)
+
     behind = named or (resumed / CONFIG_FILE if resumed else QUICKSTART)
-    filled, _ = parser.parse(arguments, default_config=behind)
-    config = TrainConfig(*filled, flags=set(parser.named_flags(arguments)))
+    filled, _ = parser.parse(arguments, default_config=behind, check=lambda *parts: check(compose(parts)))
+    return compose(filled)
+
+
+def _composed(parts: tuple, flags: set[str], named: Path | None, resumed: Path | None) -> TrainConfig:
+    config = TrainConfig(*parts, flags=flags)
     if config.data.data is None:
         raise UserError("Name what to train on: --data, a text file, a folder or a token store.")
     config.data.data = os.path.normpath(config.data.data)

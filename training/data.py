@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,18 +53,15 @@ class Placement:
         return {"device": "on the device", "ram": "in RAM", "mmap": "memory-mapped"}[self.where]
 
 
-def open_store(recipe: Recipe, say: Callable[[str], None], known: Sequence[str] = ()) -> TokenStore:
+def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
     """The store that the recipe's one input is; or, where it is text, the store made from it, cached by its content and the
     settings.
 
     Raises:
-        UserError: there is neither, or the text or the store is bad; or a store would have to be made and there are other
-            problems `known`.
+        UserError: there is neither, or the text or the store is bad.
     """
-    if not is_store(recipe.inputs[0]):
-        problems = recipe.problems()
-        if problems or (known and find_store(recipe) is None):
-            raise UserError("\n".join([*problems, *known]))
+    if not is_store(recipe.inputs[0]) and (problems := recipe.problems()):
+        raise UserError("\n".join(problems))
     folder = _folder_of(recipe)
     if is_store(str(folder)):
         return TokenStore(folder)

@@ -267,8 +267,8 @@ class EvaluateDoor:
 
 
 def main(arguments: list[str]) -> None:
-    (door,), _ = FlagParser((EvaluateDoor,), __doc__.splitlines()[0], positional="model").parse(arguments)
-    door.check()
+    parser = FlagParser((EvaluateDoor,), __doc__.splitlines()[0], positional="model")
+    (door,), _ = parser.parse(arguments, check=EvaluateDoor.check)
     chosen = door.model if door.checkpoint is None else str(find_checkpoint(Path(door.model), door.checkpoint))
     folder, *others = map(find_model, (chosen, *door.compare_with))
     if len({folder, *others}) <= len(others):

@@ -16,19 +16,19 @@ class LengthArguments:
     )
     max_train_tokens: int | None = field(default=None, metadata={"help": "Length of the run in tokens."})
 
+    def problems(self) -> list[str]:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) > 1:
+            pairs = " and ".join(f"{name} {value}" for name, value in given.items())
+            return [f"{pairs} are given together; the length of a run is only one of them."]
+        wrong = {name: value for name, value in given.items() if not 0 < value < math.inf}
+        return [f"{name} is {value}; it must be above 0 and finite." for name, value in wrong.items()]
 
-def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> tuple[int | None, list[str]]:
-    """The number of steps, or what is wrong with the wish. A last step that is begun is done whole."""
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    if len(given) > 1:
-        pairs = " and ".join(f"{name} {value}" for name, value in given.items())
-        return None, [f"{pairs} are given together; the length of a run is only one of them."]
-    wrong = {name: value for name, value in given.items() if not 0 < value < math.inf}
-    problems = [f"{name} is {value}; it must be above 0 and finite." for name, value in wrong.items()]
-    if problems:
-        return None, problems
+
+def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> int:
+    """The number of steps. A last step that is begun is done whole."""
     if arguments.max_steps is not None:
-        return arguments.max_steps, []
+        return arguments.max_steps
     if arguments.max_train_tokens is not None:
-        return math.ceil(arguments.max_train_tokens / (batches.sequences * batches.context)), []
-    return math.ceil((arguments.num_train_epochs or 1) * windows / batches.sequences), []
+        return math.ceil(arguments.max_train_tokens / (batches.sequences * batches.context))
+    return math.ceil((arguments.num_train_epochs or 1) * windows / batches.sequences)

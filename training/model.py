@@ -33,10 +33,10 @@ class ModelArguments:
 
 
 def model_config(
-    arguments: ModelArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase
+    arguments: ModelArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[GPT2ScratchConfig | None, list[str]]:
     """The configuration, or the problems that forbid it."""
-    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
         return GPT2ScratchConfig(vocab_size=vocab_size, **asdict(arguments), **special), []
     except StrictDataclassError as error:

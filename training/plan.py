@@ -1,5 +1,6 @@
 """Everything that is decided before the first step: model, batches, length. All problems are found here, together."""
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from errors import UserError, counted
 from modeling_gpt2scratch import GPT2ScratchConfig
+from tokenizer.corpus import Corpus
 from tokenizer.store import SPLITS, TokenStore
 from training.batches import BatchPlan, WindowOrder, plan_batches
 from training.config import ABOUT_TEXT, TrainConfig
 from training.data import Placement, bytes_of, choose_placement, processes_of_this_machine
-from training.device import Setup
+from training.device import Setup, decide, without_kernels
 from training.length import steps_of
 from training.model import ModelArguments, model_config
 from training.planning.memory import Memory
@@ -95,6 +97,74 @@ class Plan:
         return strategy == "steps" and step % every == 0
 
 
+def setup_of(config: TrainConfig) -> Setup:
+    """Device, precision and compilation: those of this machine, or of the device that is planned for.
+
+    Raises:
+        UserError: see `decide`; or the device that is planned for is unknown, or lacks the precision.
+    """
+    if config.cost.plan_device is None:
+        return decide(config.device, config.model.n_positions, config.batch.mask_documents)
+    if config.cost.plan_device not in RENTALS:
+        raise UserError("\n".join(config.cost.problems()))
+    asked = config.device.mixed_precision
+    rental = RENTALS[config.cost.plan_device]
+    best = "fp16" if rental.datasheet in ("T4", "V100") else "bf16"
+    if (asked, best) == ("bf16", "fp16"):
+        raise UserError(f"mixed_precision is bf16, but a {rental.name} has none; use fp16 or auto.")
+    notes = ()
+    if rental.too_old is not None:
+        notes = (without_kernels(f"the {rental.name}", rental.too_old, "PyTorch's build for CUDA 13"),)
+    precision, device = best if asked == "auto" else asked, config.device
+    compiles = device.torch_compile != "false"
+    return Setup(precision, compiles, "sdpa", notes, torch_compile_mode=device.torch_compile_mode)
+
+
+def check(config: TrainConfig) -> None:
+    """
+    Raises:
+        UserError: everything that can be known to be wrong before text is tokenized and processes meet, one problem a line.
+    """
+    problems = config.recipe.problems() if config.text else []
+    try:
+        setup_of(config)
+    except UserError as error:
+        problems.append(str(error))
+    problems += config.problems()
+    context, vocab_size = config.model.n_positions, config.vocabulary.vocab_size or 1
+    try:
+        if config.text:
+            Corpus([config.data.data], config.corpus)
+        else:
+            store = TokenStore(config.data.data)
+            vocab_size = store.metadata.vocab_size
+            problems += _vocabulary_problems(config, store)
+            WindowOrder(store.metadata.train.tokens, context, config.seed)
+    except UserError as error:
+        problems.append(str(error))
+    problems += model_config(config.model, vocab_size)[1]
+    if context > 0:
+        problems += plan_batches(config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1)[1]
+    attention = config.device.attn_implementation
+    if config.batch.mask_documents and attention.startswith("flash_attention"):
+        problems.append(
+            f"mask_documents needs attn_implementation sdpa, eager or flex_attention: {attention}, as Transformers calls "
+            f"it, would see documents only in a batch of one row."
+        )
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(line for problem in problems for line in problem.splitlines())))
+
+
+def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> list[str]:
+    vocab_size = store.metadata.vocab_size
+    if "vocab_size" not in config.flags or config.overridden_vocab_size(vocab_size) is None:
+        return []
+    return [
+        f"vocab_size is {config.vocabulary.vocab_size}, but the store {store.folder} has {vocab_size} tokens; "
+        f"leave --vocab_size out."
+    ]
+
+
 def make_plan(
     config: TrainConfig,
     store: TokenStore,
@@ -102,27 +172,16 @@ def make_plan(
     accelerator: Accelerator,
     setup: Setup,
 ) -> Plan:
-    """After a restart, this heeds what the process before this one has learned (see restart.py).
+    """For a configuration that `check` accepts. After a restart, this heeds what the process before this one has learned
+    (see restart.py).
 
     Raises:
-        UserError: everything about the configuration that cannot be, one problem a line.
+        UserError: what is wrong with data and memory, one problem a line.
     """
-    problems = config.problems()
-    vocab_size = store.metadata.vocab_size
-    if "vocab_size" in config.flags and config.overridden_vocab_size(vocab_size) is not None:
-        problems.append(
-            f"vocab_size is {config.vocabulary.vocab_size}, but the store {store.folder} has {vocab_size} tokens; "
-            f"leave --vocab_size out."
-        )
-    model, model_problems = model_config(config.model, vocab_size, tokenizer)
+    problems = _vocabulary_problems(config, store)
+    model, model_problems = model_config(config.model, store.metadata.vocab_size, tokenizer)
     problems += model_problems
-    attention = setup.attn_implementation
-    if config.batch.mask_documents and attention.startswith("flash_attention"):
-        problems.append(
-            f"mask_documents needs attn_implementation sdpa, eager or flex_attention: {attention}, as Transformers calls "
-            f"it, would see documents only in a batch of one row."
-        )
-    placement = batches = order = steps = memory = None
+    placement = batches = order = memory = None
     restarted = restart.restarted()
     try:
         local = processes_of_this_machine(accelerator)
@@ -143,19 +202,18 @@ def make_plan(
         except UserError as error:
             problems.append(str(error))
     if batches is not None and not memory.copies_to_host:  # as on a CPU, where there are no such graphs
-        problems += _graph_problems(setup, config.device.torch_compile_mode, batches)
-    if batches is not None and order is not None:
-        steps, length_problems = steps_of(config.length, batches, order.windows)
-        problems += length_problems
+        problems += _graph_problems(setup, batches)
     if problems:
         raise UserError("\n".join(problems))
+    steps = steps_of(config.length, batches, order.windows)
     position = Position(passed_over=tuple(map(tuple, restarted.get("passed_over", ()))))
     settings = _settings(config, store, steps, accelerator.mixed_precision)
     return Plan(model, batches, order, steps, placement, memory, available, settings, position)
 
 
-def _graph_problems(setup: Setup, mode: str | None, batches: BatchPlan) -> list[str]:
+def _graph_problems(setup: Setup, batches: BatchPlan) -> list[str]:
     """CUDA graphs write every gradient to the same memory: a second micro-batch, or DDP's buckets, would spoil the first."""
+    mode = setup.torch_compile_mode
     if not setup.torch_compile or mode is None or not torch._inductor.list_mode_options(mode).get("triton.cudagraphs"):
         return []
     instead = "max-autotune-no-cudagraphs" if "max" in mode else "no torch_compile_mode"

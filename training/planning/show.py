@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 
-from errors import UserError
 from training.batches import WindowOrder
 from training.config import TrainConfig
 from training.data import estimate_store, open_store, place_tokens
-from training.device import Setup, decide, describe, start_accelerator, without_kernels
-from training.plan import Plan, make_plan
+from training.device import Setup, describe, start_accelerator
+from training.plan import Plan, make_plan, setup_of
 from training.planning.advice import is_gpu, outlook
 from training.planning.forecast import Throughput, assumed_speed, forecast_of, rentals
 from training.planning.probe import measure
@@ -41,27 +40,13 @@ def show_plan(config: TrainConfig) -> None:
 
 def _show_plan(config: TrainConfig, folder: Path) -> None:
     """`folder` is for a sample, where the text is large and not tokenized yet."""
-    problems = []
-    try:
-        if config.cost.plan_device is None:
-            setup = decide(config.device, config.model.n_positions, config.batch.mask_documents)
-        else:
-            setup = _rented(config)
-    except UserError as error:
-        problems.append(str(error))
-        setup = Setup("no", False, "sdpa", ())
+    setup = setup_of(config)
     accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
     say = voice(accelerator)
-    known = [*problems, *config.problems()]
-    estimate = None if known else estimate_store(config.recipe, folder, say)
-    sample = open_store(config.recipe, say, known) if estimate is None else estimate.sample
+    estimate = estimate_store(config.recipe, folder, say)
+    sample = open_store(config.recipe, say) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole
-    try:
-        plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
-    except UserError as error:
-        problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(dict.fromkeys(problem for told in problems for problem in told.splitlines())))
+    plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
 
     throughput = _throughput(config, plan, setup, accelerator, sample)
     forecast = forecast_of(config, plan, throughput, store)
@@ -83,21 +68,6 @@ def _estimated(plan: Plan, estimate: "Estimate") -> str:
         f"from them;\n         tokenizing it all, which comes before the first step, should take about "
         f"{clock(estimate.seconds)}"
     )
-
-
-def _rented(config: TrainConfig) -> Setup:
-    """What would be chosen on the device that is planned for."""
-    if config.cost.plan_device not in RENTALS:
-        raise UserError("\n".join(config.cost.problems()))
-    asked = config.device.mixed_precision
-    rental = RENTALS[config.cost.plan_device]
-    best = "fp16" if rental.datasheet in ("T4", "V100") else "bf16"
-    if (asked, best) == ("bf16", "fp16"):
-        raise UserError(f"mixed_precision is bf16, but a {rental.name} has none; use fp16 or auto.")
-    notes = ()
-    if rental.too_old is not None:
-        notes = (without_kernels(f"the {rental.name}", rental.too_old, "PyTorch's build for CUDA 13"),)
-    return Setup(best if asked == "auto" else asked, config.device.torch_compile != "false", "sdpa", notes)
 
 
 def _throughput(config: TrainConfig, plan: Plan, setup: Setup, accelerator: Accelerator, store) -> Throughput | None:
