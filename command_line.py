@@ -9,9 +9,10 @@ import signal
 import sys
 import textwrap
 from argparse import Action, ArgumentError
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
@@ -56,12 +57,13 @@ class FlagParser(HfArgumentParser):
         description: str,
         positional: str | None = None,
         main: tuple[str, ...] = (),
+        other_names: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ):
         """`positional` names the field that a first argument without a flag fills; `main`, the flags that `--help` explains,
-        where there are too many to explain them all."""
+        where there are too many to explain them all; `other_names`, what settings of other programs are called here."""
         super().__init__(dataclass_types, allow_abbrev=False, add_help=False, description=description)
         self.positional = positional
-        self.main = main
+        self.main, self.other_names = main, other_names
         self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of settings; flags override it.")
 
     def error(self, message: str) -> NoReturn:
@@ -116,7 +118,7 @@ class FlagParser(HfArgumentParser):
             given |= content.keys()
         return tuple(filled), given
 
-    def _good_flags(self, arguments: list[str], found: "Problems") -> list[str]:
+    def _good_flags(self, arguments: list[str], found: Problems) -> list[str]:
         """The arguments without those that are wrong. Each flag is parsed by itself, since argparse stops at the first error."""
         groups: list[list[str]] = []
         for argument in arguments:
@@ -137,19 +139,19 @@ class FlagParser(HfArgumentParser):
                 found.add(str(error), name)
                 continue
             if rest:
-                self._add_unknown("flag", rest[0], [f"--{name}" for name in [*self.names, "config", "help_all"]], found)
+                self._add_unknown("flag", rest[0], found)
             else:
                 good += group
         return good
 
-    def _checked(self, content: dict[str, Any], path: Path | None, found: "Problems") -> dict[str, Any]:
+    def _checked(self, content: dict[str, Any], path: Path | None, found: Problems) -> dict[str, Any]:
         """What a file says, its types and choices checked as argparse checks a flag's (and never a default's)."""
         actions = {action.dest: action for action in self._actions}
         hints = {name: hint for part in self.dataclass_types for name, hint in get_type_hints(part).items()}
         checked = {}
         for name, value in content.items():
             if name not in hints:
-                self._add_unknown("key", str(name), self.names, found, f"{path}: ")
+                self._add_unknown("key", str(name), found, f"{path}: ")
                 continue
             action = actions[name]
             takes_list = action.nargs == "+"
@@ -173,10 +175,15 @@ class FlagParser(HfArgumentParser):
                     found.add(f"{name} in {path}: {error.message}.", name)
         return checked
 
-    def _add_unknown(self, kind: str, name: str, known: list[str], found: "Problems", where: str = "") -> None:
-        nearest = difflib.get_close_matches(name.split("=")[0], known, n=1)
-        hint = f"Did you mean {nearest[0]}?" if nearest else "See --help for all of them."
-        found.add(f"{where}Unknown {kind} {name}. {hint}", *map(_name, nearest))
+    def _add_unknown(self, kind: str, given: str, found: Problems, where: str = "") -> None:
+        dashes, hint = "--" if kind == "flag" else "", "See --help for all of them."
+        if names := self.other_names.get(_name(given), ()):
+            hint = f"Here it is {', '.join(dashes + name for name in names)}."
+        elif names := difflib.get_close_matches(
+            _name(given), [*self.names, *(["config", "help_all"] if dashes else [])], n=1
+        ):
+            hint = f"Did you mean {dashes}{names[0]}?"
+        found.add(f"{where}Unknown {kind} {given}. {hint}", *names)
 
     def describe(self, everything: bool, from_file: dict[str, Any], path: Path | None) -> str:
         """Return the text of `--help_all`, or of `--help`: the main flags, and the groups of all.

@@ -1,6 +1,6 @@
 """Flags over a YAML file over defaults, and errors that are one sentence."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +12,8 @@ import train_accelerate
 import training.evaluate
 from command_line import FlagParser, run
 from errors import UserError
+from training.config import PARTS, read_config
+from training.other_names import OTHER_NAMES
 
 
 @dataclass
@@ -202,6 +204,38 @@ def test_help_names_the_command(launch):
     done = launch("-m", "tokenizer.pretokenize", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: python -m tokenizer.pretokenize [--config FILE.yaml] [--FLAG VALUE ...]\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("lr", "Here it is --learning_rate."),
+        ("batch_size", "Here it is --per_device_train_batch_size, --tokens_per_step."),
+        ("epochs", "Here it is --num_train_epochs."),
+        ("block-size", "Here it is --n_positions."),
+        ("dropout", "Here it is --embd_pdrop, --attn_pdrop, --resid_pdrop."),
+        ("wandb", "Here it is --report_to."),
+        ("fp16", "Here it is --mixed_precision."),
+        ("xy", "See --help for all of them."),
+    ],
+)
+def test_names_of_nanogpt_and_trainer_are_answered_with_ours(tmp_path, given, hint):
+    with pytest.raises(UserError) as error:
+        read_config([f"--{given}=3"])
+    assert str(error.value) == f"Unknown flag --{given}=3. {hint}"
+    (tmp_path / "own.yaml").write_text(f"{given}: 3\n")
+    with pytest.raises(UserError) as error:
+        read_config(["--config", str(tmp_path / "own.yaml"), "--data", "x"])
+    hint = hint.replace("--", "").replace("See help", "See --help")
+    assert str(error.value) == f"{tmp_path / 'own.yaml'}: Unknown key {given}. {hint}"
+
+
+def test_every_name_that_is_answered_exists():
+    names = {field.name for part in PARTS for field in fields(part)} | {"config"}
+    assert {name for targets in OTHER_NAMES.values() for name in targets} <= names
+    assert not OTHER_NAMES.keys() & names
+    own = {field.name for field in fields(generate.GenerateArguments)}
+    assert {name for targets in generate.OTHER_NAMES.values() for name in targets} <= own
 
 
 def test_flags_keys_and_values_that_are_wrong_come_together(yaml):

@@ -24,6 +24,7 @@ from training.evaluate import EvaluationArguments
 from training.length import LengthArguments
 from training.model import ModelArguments
 from training.optim import OptimArguments
+from training.other_names import OTHER_NAMES
 from training.planning.cost import CostArguments
 from training.reliability.backup import BackupArguments
 from training.reliability.changes import ChangeArguments
@@ -147,7 +148,9 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
     Raises:
         UserError: see `FlagParser.parse`; the run to resume is not there; no data is named; what `check` finds.
     """
-    parser = FlagParser(PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN)
+    parser = FlagParser(
+        PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN, other_names=OTHER_NAMES
+    )
     named, resumed, no_source = parser.named_config(arguments), None, None
     try:
         resumed = resume_source(arguments)
