@@ -35,6 +35,10 @@ class CostArguments:
             found.append(f"hourly_price is {self.hourly_price}; it must be at least 0.")
         if self.plan_device is not None and self.plan_device not in RENTALS:
             found.append(f"plan_device is {self.plan_device!r}; it must be one of {', '.join(RENTALS)}.")
+        elif self.plan_device is not None and not self.plan:
+            found.append(
+                f"plan_device is {self.plan_device} without --plan, which it is for; add --plan, or leave it out."
+            )
         if self.plan_steps < 0:
             found.append(f"plan_steps is {self.plan_steps}; it must be at least 0.")
         return found
