@@ -1,0 +1,197 @@
+"""Every command line of README.md and docs/ is run, in their order, or has a substitute and the reason for it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from conftest import REPOSITORY, prose
+
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+SHORT = "--max_steps 4 --eval_steps 2 --save_steps 2 --max_eval_samples 8 --sample_tokens 8 --tokens_per_step 256"
+SMALL = f"{SHORT} --n_layer 1 --n_head 2 --n_embd 32 --n_positions 64 --torch_compile false"
+TRAIN = "python train_accelerate.py"
+PUSH = "python push_to_hub.py"
+
+# Commands that are run, and the flags that make them short or keep them from needing the Hub.
+RUN = {
+    'python generate.py runs/quickstart --prompt "def "': "",
+    f"{PUSH} runs/quickstart --repo_id YOUR_NAME/quickstart": "--dry_run",
+    f"{TRAIN} --data my.txt": SHORT,
+    f"{PUSH} runs/my --repo_id YOUR_NAME/my-model": "--dry_run",
+    "python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/books --vocab_size 16000 --dedup exact": "",
+    f"{TRAIN} --config presets/gpt2_small_seed.yaml --data data/books --plan": f"{SMALL} --plan_steps 1",
+    f"{TRAIN} --config presets/gpt2_small_seed.yaml --data data/books": SMALL,
+    f"{TRAIN} --resume_from_checkpoint runs/gpt2_small_seed": "--max_steps 6",
+    "python -m modeling_gpt2scratch.conversion_gpt2scratch runs/quickstart/model models/twin --to gpt2": "",
+    f"{PUSH} runs/x --repo_id YOUR_NAME/x --checkpoint best --revisions": "--dry_run",
+    "python -m training.evaluate runs/x --compare --memorization": "",
+    "accelerate launch --quiet --config_file launch/two_cpu_processes.yaml train_accelerate.py --output_dir runs/two": SHORT,
+    "python -m training.evaluate runs/quickstart": "",
+    "python -m training.evaluate runs/quickstart --checkpoint best": "",
+    f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb": "",
+    f"{PUSH} runs/x --repo_id YOUR_NAME/x --dry_run": "",
+    f"{PUSH} runs/x --repo_id YOUR_NAME/x --license mit --language en": "--dry_run",
+    f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt --profile": f"{SMALL} --max_steps 8",
+}
+
+# Commands that are not run: why, and a command or a file of tests that is run in their place.
+INSTEAD = {
+    "make train": ("installs", f"{TRAIN} {SHORT}"),
+    "make test": ("runs all tests", "tests/test_house.py"),
+    "source .venv/bin/activate": ("the environment of these tests is another", "python -c pass"),
+    "pip install -e .": ("installs", "tests/test_house.py"),
+    "pip install -e '.[demo]'": ("installs", "tests/test_demo.py"),
+    "pip install -e '.[demo]' && python -m publishing.demo runs/quickstart": (
+        "installs; runs until Ctrl-C",
+        "tests/test_demo.py",
+    ),
+    "python -m publishing.demo runs/a runs/b": ("runs until Ctrl-C", "tests/test_demo.py"),
+    "python -m publishing.demo YOUR_NAME/a YOUR_NAME/b --space YOUR_NAME/demo": ("needs the Hub", "tests/test_demo.py"),
+    "python -m modeling_gpt2scratch.conversion_gpt2scratch openai-community/gpt2 models/gpt2": (
+        "needs the Hub",
+        "tests/test_conversion.py",
+    ),
+    f"{PUSH} runs/x --repo_id YOUR_NAME/x --format both --gguf f16 q8_0": (
+        "needs the extra gguf",
+        "tests/test_publishing.py",
+    ),
+    "python -m examples.finetune_chat runs/x --data chats.jsonl": ("needs TRL", "tests/test_finetuning.py"),
+    "accelerate launch --quiet --config_file launch/one_node.yaml --num_processes 4 train_accelerate.py --config presets/gpt2.yaml --data data/my": (
+        "needs GPUs",
+        "tests/test_several_processes.py",
+    ),
+    "accelerate launch --quiet --config_file launch/fsdp2.yaml --num_processes 4 train_accelerate.py --config presets/gpt2_xl.yaml --data data/my": (
+        "needs GPUs",
+        "tests/test_several_processes.py",
+    ),
+    "python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/books": (
+        "the store is there, made by other settings",
+        "python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/my --vocab_size 300",
+    ),
+    "python -m training.evaluate runs/quickstart --compare": (
+        "takes long, and ran with --memorization",
+        "tests/test_evaluate.py",
+    ),
+    "python -m training.evaluate runs/quickstart --compare_with runs/quickstart/checkpoints/step_00001600": (
+        "the run here is shorter",
+        "python -m training.evaluate runs/quickstart --compare_with runs/quickstart/checkpoints/step_00000002",
+    ),
+    "python -m training.evaluate runs/x --compare_with openai-community/gpt2 --compare_documents 200": (
+        "needs the Hub",
+        "tests/test_evaluate.py",
+    ),
+    "python -m training.evaluate runs/quickstart --memorization": (
+        "takes long, and ran with --compare",
+        "tests/test_evaluate.py",
+    ),
+    'pip install "lm_eval[hf]>=0.4.13"': ("installs", "tests/test_lm_eval.py"),
+    "pip install -e '.[gguf]'": ("installs", "tests/test_gguf.py"),
+    "python -m publishing.gguf_file runs/x x-f16.gguf": ("needs the extra gguf", "tests/test_gguf.py"),
+    "python -m publishing.gguf_file runs/x x-q8_0.gguf --type q8_0": ("needs the extra gguf", "tests/test_gguf.py"),
+    'llama-completion -m x-f16.gguf -p "Once upon a time" -n 100 -no-cnv': ("needs llama.cpp", "tests/test_gguf.py"),
+    "llama-server -m x-f16.gguf": ("needs llama.cpp", "tests/test_gguf.py"),
+    'ollama create x -f Modelfile && ollama run x "Once upon a time"': ("needs ollama", "tests/test_gguf.py"),
+    "cd GPT2Scratch && source .venv/bin/activate": ("the environment of these tests is another", "python -c pass"),
+    "python -m tokenizer.pretokenize --input /shared/crawl/ --output /shared/crawl-store --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT": (
+        "needs Slurm",
+        "python -m tokenizer.pretokenize --input books/ --output data/crawl --vocab_size 300 --shard 0/1",
+    ),
+    "python -m tokenizer.pretokenize --input /shared/crawl/ --output /shared/crawl-store --merge": (
+        "needs Slurm",
+        "python -m tokenizer.pretokenize --input books/ --output data/crawl --vocab_size 300 --merge",
+    ),
+    f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan": (
+        "too large",
+        f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan {SMALL} --plan_steps 1",
+    ),
+    "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": (
+        "needs wandb",
+        f"{TRAIN} --data my.txt --report_to tensorboard --output_dir runs/tracked {SMALL}",
+    ),
+    "tensorboard --logdir runs": ("runs until Ctrl-C", "tests/test_training.py"),
+    "vllm serve YOUR_NAME/x --trust-remote-code": ("needs vLLM", "tests/vllm/run.sh"),
+    "hf auth login": ("needs the Hub", "tests/test_publishing.py"),
+    "mkdir -p /content/drive/MyDrive/runs": ("the path is Colab's", "mkdir -p drive"),
+    f"{TRAIN} --config presets/gpt2.yaml --data data/my --backup_dir /content/drive/MyDrive/runs --max_hours 11.5": (
+        "the path is Colab's",
+        f"{TRAIN} --config presets/gpt2.yaml --data data/my --backup_dir drive --max_hours 11.5 {SMALL}",
+    ),
+    f"{TRAIN} --resume_from_checkpoint runs/gpt2": (
+        "too large",
+        f"{TRAIN} --resume_from_checkpoint runs/gpt2 --max_steps 6",
+    ),
+}
+LM_EVAL = "python -m lm_eval "
+
+
+def commands() -> list[str]:
+    """The lines of all ```bash blocks in order, without comments, each once."""
+    found = []
+    for document in DOCUMENTS:
+        for block in re.findall(r"^```bash\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+            lines = (
+                " ".join(re.sub(r"(^|\s)#.*", "", line).split()) for line in block.replace("\\\n", " ").splitlines()
+            )
+            found += filter(None, lines)
+    return list(dict.fromkeys(found))
+
+
+def substitute(command: str) -> str | None:
+    """What is run for a command; None where nothing is written down for it."""
+    if command in RUN:
+        return f"{command} {RUN[command]}".strip()
+    if command.startswith(LM_EVAL):
+        return "tests/test_lm_eval.py"
+    return INSTEAD[command][1] if command in INSTEAD else None
+
+
+def test_every_command_is_known_and_no_other():
+    documented = commands()
+    assert [command for command in documented if substitute(command) is None] == []
+    assert {*RUN, *INSTEAD} <= {*documented}
+    files = {text for text in map(substitute, documented) if text.startswith("tests/")}
+    assert [name for name in files if not (REPOSITORY / name).is_file()] == []
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A copy of the repository with the texts that the documents name."""
+    folder = tmp_path_factory.mktemp("clone") / "GPT2Scratch"
+    left_out = shutil.ignore_patterns(".*", "runs", "data", "wandb", "build", "__pycache__", "tests")
+    shutil.copytree(REPOSITORY, folder, ignore=left_out)
+    (folder / "books").mkdir()
+    for i in range(8):
+        (folder / "books" / f"{i}.txt").write_text(prose(i, 2000), encoding="utf-8")
+    notes = "".join(json.dumps({"text": prose(i, 200)}) + "\n" for i in range(20, 40))
+    (folder / "notes.jsonl.zst").write_bytes(zstandard.compress(notes.encode()))
+    for name in ("my.txt", "tinyshakespeare.txt"):
+        (folder / name).write_text(prose(50, 8000), encoding="utf-8")
+    return folder
+
+
+def run(command: str, clone: Path) -> subprocess.CompletedProcess:
+    unset = ("ACCELERATE", "OMP", "PYTEST")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True, timeout=1200, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [command for command in commands() if not (substitute(command) or "").startswith("tests/")]
+)
+def test_a_documented_command_works(command, clone):
+    text = substitute(command)
+    if "runs/x" in command and not (clone / "runs" / "x").exists():
+        shutil.copytree(clone / "runs" / "quickstart", clone / "runs" / "x")
+    done = run(text, clone)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
