@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture: our models need no trust_remote_code here
@@ -100,6 +100,7 @@ def main(arguments: list[str]) -> None:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=options.dtype, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    model.generation_config = GenerationConfig()  # only the flags count: a max_length of its own warns in every window
     tokenizer = vocabulary.load(source)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu").eval()
     if options.num_return_sequences == 1:

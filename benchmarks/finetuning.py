@@ -93,7 +93,7 @@ def answers(folder: Path, questions: list[str]) -> list[tuple[str, bool]]:
     for question in questions:
         chat = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-        ids = model.generate(**prompt, do_sample=False)[0]
+        ids = model.generate(**prompt, do_sample=False, max_length=model.config.n_positions)[0]
         ended = ids[-1].item() in model.generation_config.eos_token_id
         said.append((tokenizer.decode(ids[prompt["input_ids"].shape[1] :], skip_special_tokens=True), ended))
     return said

@@ -208,8 +208,6 @@ def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Orig
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    # A text ends at the context. Left to themselves, pipelines ask for 256 new tokens, which a small context has not.
-    model.generation_config.max_length = model.config.max_position_embeddings
     store = original_store(tuning, model.config.vocab_size)
     tuning.decide(model.config.hidden_size, store is not None)
     return model, vocabulary.load(source), OriginalText(store, model.config.max_position_embeddings)

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 import generate
 from conftest import trained
@@ -63,6 +63,15 @@ def test_bfloat16_is_used_where_asked_for(run, capsys, monkeypatch):
         generate.main([str(run), "--prompt", "The", "--max_new_tokens", "4", *more])
     assert dtypes == [torch.float32, torch.bfloat16]
     assert capsys.readouterr().out.startswith("The")
+
+
+def test_a_models_own_generation_settings_neither_warn_nor_count(run, a_copy, launch):
+    """As in models fine-tuned by earlier versions: Transformers warned of max_length, once per window."""
+    GenerationConfig(max_length=16, repetition_penalty=9.0, do_sample=True).save_pretrained(a_copy / "model")
+    arguments = ["--prompt", "The", "--max_new_tokens", "40", "--temperature", "0"]
+    plain, tuned = (launch("generate.py", model / "model", *arguments) for model in (run, a_copy))
+    assert tuned.stdout == plain.stdout
+    assert (plain.stderr, tuned.stderr) == ("", "")
 
 
 def test_a_gpt2_that_transformers_made_is_continued_too(run, tmp_path, capsys):

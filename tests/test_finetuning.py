@@ -169,6 +169,9 @@ def test_the_folder_is_that_of_a_model(run, tuned):
     keys = [set(safe_open(folder / "model.safetensors", "pt").keys()) for folder in (run / "model", tuned[0])]
     assert keys[0] == keys[1]
     assert str(run) not in (tuned[0] / "README.md").read_text()
+    assert "max_length" not in json.loads(
+        (tuned[0] / "generation_config.json").read_text()
+    )  # else max_new_tokens warns
 
 
 def test_the_adapter_alone_on_its_base_is_the_merged_model(run, tuned):

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, run
@@ -277,6 +278,7 @@ def main(arguments: list[str]) -> None:
         vocabulary.load(other)  # what is not there is said before minutes of scoring
     store, mask_documents = store_and_masking(chosen, door.data)
     model = GPT2ScratchForCausalLM.from_pretrained(folder, use_safetensors=True)
+    model.generation_config = GenerationConfig()  # plain sampling, whatever the model's own settings are
     if model.config.vocab_size != store.metadata.vocab_size:
         raise UserError(
             f"{folder} has a vocabulary of {model.config.vocab_size} tokens, {store.folder} one of "

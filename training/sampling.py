@@ -113,6 +113,7 @@ def continue_texts(
         UserError: the prompt has a character that the tokenizer does not know, or is empty where it cannot be.
     """
     context, eos = model.config.max_position_embeddings, model.config.eos_token_id
+    ends = eos if isinstance(eos, list) else [eos]
     prompt_ids = encode_prompt(tokenizer, prompt)[-context + 1 :]  # one that fills the context leaves room for nothing
     tokens = torch.tensor([prompt_ids] * number, device=model.device)  # (B, T)
     config.pad_token_id, config.eos_token_id = model.config.pad_token_id, eos
@@ -125,9 +126,10 @@ def continue_texts(
         output = model.generate(tokens, attention_mask=mask, generation_config=config, streamer=stream)
         max_new_tokens -= config.max_new_tokens
         new = output[:, T:].tolist()
-        for row, ids in zip(rows, new, strict=True):
-            row += ids[: ids.index(eos)] if eos in ids else ids  # behind the end there is padding
-        going = [i for i, ids in enumerate(new) if eos not in ids]
+        lengths = [next((i for i, id in enumerate(ids) if id in ends), None) for ids in new]  # after an end: padding
+        for row, ids, length in zip(rows, new, lengths, strict=True):
+            row += ids[:length]
+        going = [i for i, length in enumerate(lengths) if length is None]
         rows = [rows[i] for i in going]
         tokens = output[going, -max(1, context // 2) :]
     return tokenizer.batch_decode(texts, skip_special_tokens=True)
