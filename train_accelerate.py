@@ -146,7 +146,7 @@ def train(
         ):
             journal.start_trackers(config.journal.project, config.flat())
             if start.step == 0:
-                validation.write_some_text(0, journal, aloud=True)
+                validation.write_some_text(0, journal, aloud=False)
             if start.owes_validation:
                 validation.run(start.step, journal, keeper.stops)
             for step in keeper.steps():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conftest import REPOSITORY, TINY, flags
-from training.reporting.screen import Screen, View, clock, perplexity, sparkline
+from training.reporting.screen import Screen, View, clock, perplexity, sparkline, wrapped
 
 ENTRY = {
     "step": 100,
@@ -55,6 +55,23 @@ def test_the_best_is_claimed_by_the_loss_that_compares(capsys):
     ]
 
 
+def test_lines_break_at_words_and_commands_stay_whole():
+    text = "Memory:  0.52 GB of 23.3 a device, for 4 sequences at once\n  python generate.py runs/a-long-name --prompt 'def '\nDone."
+    assert wrapped(text, 32).split("\n") == [
+        "Memory:  0.52 GB of 23.3 a",
+        "         device, for 4 sequences",
+        "         at once",
+        "  python generate.py runs/a-long-name --prompt 'def '",
+        "Done.",
+    ]
+    assert wrapped("         (weights 0.00, gradients 0.00)", 30) == "         (weights 0.00,\n         gradients 0.00)"
+
+
+def test_what_is_no_terminal_hears_once_that_it_compiles(capsys):
+    Screen(100, 0, [], compiles=True)
+    assert capsys.readouterr().out == "Compiling for the first step, which may take minutes ...\n"
+
+
 @pytest.mark.parametrize(
     ("values", "width", "drawn"),
     [
@@ -96,6 +113,8 @@ def test_on_a_terminal_a_few_lines_stay_in_place(store, tmp_path):
     os.close(ours)
     assert process.wait() == 0
     text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", said.decode())
+    assert re.search(r"step +0/40 ━+ first step \.\.\. 0:\d\d", text)
+    assert "--- step 0" not in text
     stays = r"\rstep 40/40  loss [\d.]+  [\d,]+ tok/s  data [\d.]+%  peak [\d.]+ GB *\r"
     assert re.search(stays, text)
     last = text[text.rindex("step 40/40 ━") :]

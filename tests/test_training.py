@@ -18,6 +18,7 @@ from training.evaluate import eval_windows, store_and_masking
 from training.reliability.run_folder import RunFolder
 from training.reliability.status import now
 from training.reporting.metrics import comparable_loss
+from training.sampling import fenced, read_samples
 
 
 def weights(run) -> dict[str, torch.Tensor]:
@@ -109,6 +110,20 @@ def test_the_report_tells_what_was_planned_and_what_was_noticed(train, tmp_path)
     assert 0 < float(rows["| dollars"][0]) < float(rows["| dollars"][1])
     assert "as the first seconds let expect them" in report
     assert "## Noticed\n\n- step 4: It is flat.\n- step 4: went on from step_00000004\n" in report
+
+
+def test_the_report_shows_every_prompt_as_training_went_on(train, tmp_path, capsys):
+    run = train(tmp_path / "run", "--sample_prompts", "the", "They are", sample_prompts=None)
+    samples = read_samples(run / "samples.md")
+    assert list(samples) == [0, 3, 6]
+    section = (run / "report.md").read_text().split("## What it writes\n\n")[1].split("## Data")[0]
+    first, second = section.removeprefix("### Prompt 1\n\n").split("### Prompt 2\n\n")
+    for nth, shown in enumerate((first, second)):
+        moments = [f"After {step} steps:\n\n{fenced(samples[step][nth])}\n\n" for step in (0, 3, 6)]
+        assert shown == "".join(moments)
+    said = capsys.readouterr().out
+    assert "--- step 0" not in said
+    assert f"--- step 6:\n{samples[6][1]}\n" in said
 
 
 def test_evaluation_scores_every_token_of_the_split_once(train, store, tmp_path):

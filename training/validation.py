@@ -76,11 +76,11 @@ class Validation:
             write_report(self.folder, self.about)
 
     def write_some_text(self, step: int, journal: Journal, aloud: bool) -> None:
-        """Prompts and their continuations, into samples.md and, `aloud`, onto the screen."""
+        """Writes prompts and their continuations to samples.md, and to the screen if `aloud`: before the first step, they are noise."""
         with generating(self.model):
             samples = sample(self.model, self.tokenizer, self.prompts, self.config.sampling, self.config.seed)
         if not self.accelerator.is_main_process:
             return
         write_samples(self.folder.samples, step, samples)
         for prompt, text in samples if aloud else []:
-            journal.say(f"--- step {step}: {prompt!r}\n{prompt}{text}")
+            journal.say(f"--- step {step}:\n{prompt}{text}")

@@ -50,7 +50,7 @@ class Journal:
         if self.main:
             self.began = time.monotonic() - 3600 * hours(read_metrics(folder.events), datetime.now(UTC))
             self.diagnosis = Diagnosis(folder, forecast.plan, accelerator.device.type == "cuda")
-            self.screen = Screen(self.max_steps, first_step, [loss for _, loss in self.diagnosis.lines])
+            self.screen = Screen(self.max_steps, first_step, [loss for _, loss in self.diagnosis.lines], compiled)
 
     def __enter__(self) -> "Journal":
         return self

@@ -180,14 +180,17 @@ def _cell(text: str) -> str:
 
 
 def _samples(samples: dict[int, list[str]]) -> str:
-    """The first prompt as training went on, then what the model makes of all of them at the end."""
-    told = {step: texts for step, texts in samples.items() if texts}
-    if not told:
+    """What the model made of each prompt as training went on."""
+    written = {step: texts for step, texts in samples.items() if texts}
+    if not written:
         return ""
-    moments = evenly(sorted(told), MOMENTS)
-    before = [f"After {counted(step, 'step')}:\n\n{fenced(told[step][0])}" for step in moments[:-1]]
-    last = [f"After {counted(moments[-1], 'step')}:", *map(fenced, told[moments[-1]])]
-    return "\n\n".join(["## What it writes", *before, *last])
+    sections, moments = ["## What it writes"], evenly(sorted(written), MOMENTS)
+    number = max(map(len, written.values()))
+    for nth in range(number):
+        sections += [f"### Prompt {nth + 1}"] * (number > 1)
+        told = [(step, written[step][nth]) for step in moments if nth < len(written[step])]
+        sections += [f"After {counted(step, 'step')}:\n\n{fenced(text)}" for step, text in told]
+    return "\n\n".join(sections)
 
 
 def _data(data: Metadata) -> str:

@@ -1,7 +1,10 @@
 """What a user sees of a run: on a terminal a few lines that stay in place, elsewhere one line for each log line."""
 
 import os
+import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +30,7 @@ LONG_SILENCE = 60  # seconds, where no terminal shows that something goes on
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 24  # bars of the loss curve
 MANY = 10_000  # losses, of which some are enough for it
+LABEL = re.compile(r"[A-Z][a-z]+: +| *")  # at the start of a line: how far its continuation is indented
 AT_ONCE = partial(print, flush=True)
 
 
@@ -66,10 +70,20 @@ class View:
         return "  ".join(filter(None, [*parts, self.dollars()]))
 
 
+class Stopwatch:
+    """Its text is `compiling ... 0:37`, counting: the thread that redraws the picture formats it each time."""
+
+    def __init__(self, what: str):
+        self.what, self.since = what, time.monotonic()
+
+    def __str__(self) -> str:
+        return f"{self.what} ... {clock(time.monotonic() - self.since)}"
+
+
 class Screen:
     """Used by the main process."""
 
-    def __init__(self, max_steps: int, first_step: int, losses: list[float]):
+    def __init__(self, max_steps: int, first_step: int, losses: list[float], compiles: bool = False):
         self.max_steps = max_steps
         self.losses = losses  # of the log lines
         self.tenths_shown = first_step * 10 // max_steps
@@ -78,9 +92,11 @@ class Screen:
         self.said_last = time.monotonic()
         # rich alone takes a file for a terminal where FORCE_COLOR is set.
         if self.console.file.isatty() and self.console.is_interactive and not IN_NOTEBOOK:
-            self._go_live(first_step)
+            self._go_live(first_step, compiles)
+        elif compiles:
+            self.say("Compiling for the first step, which may take minutes ...")
 
-    def _go_live(self, first_step: int) -> None:
+    def _go_live(self, first_step: int, compiles: bool) -> None:
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),  # in a narrow terminal, the bar yields first
@@ -88,8 +104,8 @@ class Screen:
             TextColumn("{task.fields[left]}"),
         )
         self.bar = Progress(*columns, console=self.console, expand=True)
-        self.task = self.bar.add_task("train", total=self.max_steps, completed=first_step, left="first step ...")
-        self.left = ""  # on its right
+        self.left = Stopwatch("compiling" if compiles else "first step")  # on its right
+        self.task = self.bar.add_task("train", total=self.max_steps, completed=first_step, left=self.left)
         self.rows: dict[str, str] = {}  # below it
         self.live = Live(self._picture(), console=self.console, refresh_per_second=PICTURES_A_SECOND)
         self.live.start()
@@ -106,6 +122,7 @@ class Screen:
 
     def first_step_done(self) -> None:
         if self.live is not None:
+            self.left = ""
             self.bar.update(self.task, left="")
 
     def show(self, step: int, view: View) -> None:
@@ -187,9 +204,29 @@ def voice(accelerator: Accelerator) -> Callable[[str], None]:
 def say(text: str, through: Callable[[str], object] = AT_ONCE) -> None:
     """Whoever read the output (a terminal, a pipe into `tee`) may be gone: that is no reason to lose a run."""
     try:
-        through(text)
+        is_shown = sys.stdout is not None and sys.stdout.isatty()  # None where it was closed
+        through(wrapped(text, shutil.get_terminal_size().columns) if is_shown else text)
     except (OSError, SystemExit):  # the latter from rich
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def wrapped(text: str, width: int) -> str:
+    """Breaks lines at words, and indents what follows a label (`Memory:  `) as the terminal's own breaks would not. Commands,
+    indented by two spaces, stay whole: they are there to be copied."""
+    return "\n".join(part for line in text.split("\n") for part in _wrapped(line, width))
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    if len(line) <= width or re.match(r"  \S", line):
+        return [line]
+    indent = " " * LABEL.match(line).end()
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=indent if len(indent) < width // 2 else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def clock(seconds: float) -> str:
