@@ -93,8 +93,10 @@ def _which_checkpoint(source: Source, title: str) -> str:
     if source.step is None:
         return title
     record = source.validation
-    scored = "" if record is None else f", validation loss {record['eval_loss']:.4f}"
-    return f"{title}\n\nThese are the weights after step {source.step:,} ({source.tokens:,} tokens{scored})."
+    scored = ""
+    if record is not None:
+        scored = f" Their validation loss is {record['eval_loss']:.4f}, on {record['eval_tokens']:,} tokens."
+    return f"{title}\n\nThese are the weights after step {source.step:,} ({source.tokens:,} tokens).{scored}"
 
 
 def _some_text(source: Source, context: int, new_tokens: int) -> tuple[str, str]:

@@ -284,10 +284,23 @@ def test_the_card_tells_the_run(run, monkeypatch):
     values = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert values == {name: round(scored[f"eval_{name}"], 4) for name in ("loss", "perplexity", "bits_per_byte")}
     assert "11,648 parameters" in card.text
-    assert f"These are the weights after step 4 (256 tokens, validation loss {scored['eval_loss']:.4f})." in card.text
+    assert (
+        f"These are the weights after step 4 (256 tokens). Their validation loss is {scored['eval_loss']:.4f}, on "
+        f"{scored['eval_tokens']:,} tokens." in card.text
+    )
     headings = re.findall(r"^## (.*)$", re.sub(r"```.*?```", "", card.text, flags=re.DOTALL), flags=re.MULTILINE)
     assert headings == [
-        *("Use", "Results", "What it writes", "Data", "Training", "Speed", "Plan and reality", "Cost", "Limitations"),
+        *(
+            "Use",
+            "Results",
+            "What it writes",
+            "Data",
+            "Training",
+            "Speed",
+            "Estimate vs. actual",
+            "Cost",
+            "Limitations",
+        ),
         *("Licence", "Citation"),
     ]
     rows = [row for row in card.text.splitlines() if re.match(r"\| [246] \|", row)]

@@ -101,15 +101,15 @@ def test_the_report_tells_what_was_planned_and_what_was_noticed(train, tmp_path)
     train(run, "--resume_from_checkpoint", str(run), max_steps=8, hourly_price=3600.0)
     report = (run / "report.md").read_text()
     assert "![Throughput, learning rate and gradient norm](course.png)" in report
-    table = report.split("## Plan and reality\n\n")[1].split("\n\n")[0].splitlines()
+    table = report.split("## Estimate vs. actual\n\n")[1].split("\n\n")[0].splitlines()
     assert table[2] == "| steps | 8 | 8 |"
     rows = {row.split(" | ")[0]: [cell.strip(" |") for cell in row.split(" | ")[1:]] for row in table[3:]}
     assert list(rows) == ["| tokens a second", "| time", "| memory at most", "| dollars"]
     planned, came = (float(cell.split()[0]) for cell in rows["| memory at most"])
     assert came == pytest.approx(planned, rel=0.3)  # within the program that runs all other tests
     assert 0 < float(rows["| dollars"][0]) < float(rows["| dollars"][1])
-    assert "as the first seconds let expect them" in report
-    assert "## Noticed\n\n- step 4: It is flat.\n- step 4: went on from step_00000004\n" in report
+    assert "are estimated from the first seconds of the run" in report
+    assert "## Noticed\n\n- step 4: It is flat.\n- step 4: resumed from step_00000004\n" in report
 
 
 def test_the_report_shows_every_prompt_as_training_went_on(train, tmp_path, capsys):

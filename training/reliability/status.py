@@ -40,9 +40,13 @@ def check_run_format(path: Path) -> None:
 
 
 def record(path: Path, event: str, step: int, **details: Any) -> None:
-    """Adds a line to events.jsonl, if the disk lets it."""
-    with suppress(OSError), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": now(), "event": event, "step": step, **details}) + "\n")
+    """Adds a line to events.jsonl, if the disk lets it; after one that a crash cut off, on a line of its own."""
+    with suppress(OSError), path.open("ab+") as file:
+        file.seek(-min(1, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        is_cut = file.read() not in (b"", b"\n")
+        file.write(
+            b"\n" * is_cut + json.dumps({"time": now(), "event": event, "step": step, **details}).encode() + b"\n"
+        )
 
 
 def now() -> str:

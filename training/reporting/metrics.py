@@ -8,7 +8,7 @@ from tokenizer.store import write_whole
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl, up to a line that is none, such as a last one cut off by a crash."""
+    """Return the entries of a metrics.jsonl, without lines that are none, such as one cut off by a crash."""
     if not path.is_file():
         return []
     entries = []
@@ -16,10 +16,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
-            break
-        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
-            break
-        entries.append(entry)
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            entries.append(entry)
     return entries
 
 

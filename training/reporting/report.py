@@ -59,7 +59,7 @@ def write_report(folder: RunFolder, about: About) -> None:
         _training(settings, starts_in_force(events), about.data),
         _speed(entries, about.model),
         _picture("Throughput, learning rate and gradient norm", plot_course, entries, folder.plots["course"]),
-        _plan_and_reality(entries, events, hours_in_all, hourly_price),
+        _estimate_and_actual(entries, events, hours_in_all, hourly_price),
         _noticed(events),
         describe_cost(hours_in_all, hourly_price, about.watts),
         _limitations(about),
@@ -310,10 +310,10 @@ def _picture(
     return f"![{title}]({path.name})" if plot(entries, path) else ""
 
 
-def _plan_and_reality(
+def _estimate_and_actual(
     entries: list[dict[str, Any]], events: list[dict[str, Any]], hours_in_all: float, hourly_price: float | None
 ) -> str:
-    """What the run was thought to take when it last began, and what it has taken."""
+    """What the run was estimated to take when it last started, and what it has taken."""
     planned = next((event["planned"] for event in reversed(events) if "planned" in event), None)
     timed = [entry for entry in entries if "tokens_per_second" in entry]
     if planned is None or not timed:
@@ -324,14 +324,16 @@ def _plan_and_reality(
         speed = _first_speed(timed)
         tokens = planned["steps"] * last["tokens"] / last["step"]
         time = (_seconds_to_first_step(entries) + tokens / speed / (1 - planned["evaluation_share"])) / 3600
-        note = "\n\nSpeed and time as the first seconds let expect them: before that, nothing was known of this device."
+        note = (
+            "\n\nSpeed and time are estimated from the first seconds of the run: no figures were known for this device."
+        )
     time *= (
         1 - events[0]["step"] / planned["steps"]
     )  # the steps of the run whose checkpoint it goes on from took theirs there
     reached = float(np.median([entry["tokens_per_second"] for entry in timed]))
     memory = max(entry.get("peak_memory_gb", 0.0) for entry in timed)  # older versions did not log it
     rows = [
-        "| | planned | came |\n|---|--:|--:|",
+        "| | estimated | actual |\n|---|--:|--:|",
         f"| steps | {planned['steps']:,} | {last['step']:,} |",
         f"| tokens a second | {speed:,.0f} | {reached:,.0f} |",
         f"| time | {clock(time * 3600)} | {clock(hours_in_all * 3600)} |",
@@ -339,7 +341,7 @@ def _plan_and_reality(
     ]
     if hourly_price is not None:
         rows.append(f"| dollars | {time * hourly_price:,.2f} | {hours_in_all * hourly_price:,.2f} |")
-    return "## Plan and reality\n\n" + "\n".join(rows) + note
+    return "## Estimate vs. actual\n\n" + "\n".join(rows) + note
 
 
 def _first_speed(timed: list[dict[str, Any]]) -> float:
@@ -356,7 +358,7 @@ def _first_speed(timed: list[dict[str, Any]]) -> float:
 def _noticed(events: list[dict[str, Any]]) -> str:
     """What a reader of the curves should know of."""
     told = {
-        "resumed": lambda event: f"went on from {event.get('checkpoint', 'its beginning')}",
+        "resumed": lambda event: f"resumed from {event.get('checkpoint', 'its beginning')}",
         "stopped": lambda event: f"stopped ({event.get('because')})",
         "spike": lambda event: (
             f"the loss leapt to {event['loss']:.3f}, {event['z_score']:.1f} standard deviations above its mean"
