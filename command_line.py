@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import time
 from argparse import Action, ArgumentError
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -21,6 +22,7 @@ from transformers import HfArgumentParser
 from errors import UserError
 
 # Ways to say the same thing, how long a run is: one given as a flag clears all of them in the file.
+SAYING = 10.0  # seconds that a process of a job waits for the one that reports a problem of all
 HELP = frozenset({"-h", "--help", "--help_all"})
 EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
 
@@ -268,6 +270,8 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_said):
             for sentence in str(error).splitlines():
                 print(f"error{f' (rank {rank})' if rank != '0' else ''}: {sentence}", file=sys.stderr, flush=True)
+        elif not error.is_said:  # the first that ends makes the launcher end the one that says it
+            time.sleep(SAYING)
         sys.exit(1)
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

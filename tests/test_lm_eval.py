@@ -46,11 +46,11 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 def write_tasks(folder) -> None:
     """The documentation's task for one's own text, and a multiple-choice one."""
     documented = re.search(r"```yaml\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)[1]
-    assert "held_out.jsonl" in documented
+    assert "tasks/held_out.jsonl" in documented
     for name, task, rows in (
         (
             "my_text",
-            documented.replace("held_out.jsonl", f"{folder}/my_text.jsonl"),
+            documented.replace("tasks/held_out.jsonl", f"{folder}/my_text.jsonl"),
             [{"text": page} for page in PAGES],
         ),
         ("which", MULTIPLE_CHOICE.replace("FOLDER", str(folder)), CHOICES),
