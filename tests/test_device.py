@@ -7,7 +7,7 @@ import torch
 
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.device import DeviceArguments, _kernel_of_sdpa, decide, has_kernels
+from training.device import DeviceArguments, decide, has_kernels, kernel_of_sdpa
 from training.loss import NextTokenLoss
 from training.model import build_model
 
@@ -49,7 +49,7 @@ def test_the_residual_stream_is_in_bf16_if_asked_and_the_weights_are_not(bf16_re
 )
 def test_the_kernel_of_attention_is_asked_for(dropout, mask_documents, kernel):
     config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"attn_pdrop": dropout})
-    assert _kernel_of_sdpa(torch.device("cpu"), "bf16", config, mask_documents) == kernel
+    assert kernel_of_sdpa(torch.device("cpu"), "bf16", config, mask_documents) == kernel
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="is about glibc")

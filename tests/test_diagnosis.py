@@ -12,14 +12,14 @@ from training.reporting.diagnosis import Diagnosis
 HEALTHY = {"learning_rate": 1e-3, "data_share": 0.01, "peak_memory_gb": 30.0, "grad_norm": 0.5}
 
 
-def diagnosis(folder, on_gpu=True, where="ram", accumulation=1) -> Diagnosis:
+def diagnosis(folder, on_gpu=True, where="ram", accumulation=1, usual_mfu=None) -> Diagnosis:
     plan = SimpleNamespace(
         placement=SimpleNamespace(where=where),
         batches=SimpleNamespace(micro_batch=8, accumulation=accumulation),
         available=int(80e9),
         max_steps=100_000,
     )
-    return Diagnosis(RunFolder(folder), plan, on_gpu)
+    return Diagnosis(RunFolder(folder), plan, on_gpu, usual_mfu)
 
 
 def told(it: Diagnosis, entries, waited=0.5) -> list[str]:
@@ -50,6 +50,16 @@ def test_a_device_that_waits_for_data(tmp_path):
     assert told(diagnosis(tmp_path), five, waited=0.3) == []  # the device was behind all the same
     assert told(diagnosis(tmp_path), five[:4], waited=0.0) == []  # not yet a habit
     assert "end it, or give the run more cores." in told(diagnosis(tmp_path), five, waited=0.0)[0]
+
+
+def test_a_device_far_slower_than_others_report(tmp_path):
+    five = lines([3.0] * 5, mfu=0.12)
+    assert told(diagnosis(tmp_path, usual_mfu=0.38), five) == [
+        "MFU is 12%, and others reach about 38% on this device; the line Device says what is not as usual (not compiled, fp32, "
+        "attention: math), and --profile where the time goes."
+    ]
+    assert told(diagnosis(tmp_path, usual_mfu=None), five) == []
+    assert told(diagnosis(tmp_path, usual_mfu=0.38), [*five[:4], *lines([3.0], mfu=0.3)]) == []
 
 
 def test_a_micro_batch_that_leaves_a_device_empty(tmp_path):

@@ -398,6 +398,20 @@ def keep_freed_memory() -> None:
         libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
+def memory_of_others() -> str:
+    """Say that other processes fill the GPU; empty where they take less than a tenth of it."""
+    if not torch.cuda.is_available():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()
+    if others < total / 10:  # CUDA's own half a gigabyte is among it
+        return ""
+    return (
+        f"{others / 1e9:.0f} of {total / 1e9:.0f} GB of the GPU are in use by other processes (nvidia-smi lists them): end them, or "
+        f"choose another GPU by CUDA_VISIBLE_DEVICES"
+    )
+
+
 def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig, mask_documents: bool) -> str:
     """One line: `CPU (2 threads), fp32, compiled, attention: sdpa (flash), 1 process`; of a GPU, with its peak by the datasheet."""
     if accelerator.device.type == "cuda":
@@ -413,11 +427,11 @@ def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig, m
     shared = ", model and optimizer sharded" if setup.shards(accelerator) else ""
     attention = setup.attn_implementation
     if attention == "sdpa" and accelerator.device.type in ("cpu", "cuda"):
-        attention += f" ({_kernel_of_sdpa(accelerator.device, setup.mixed_precision, model, mask_documents)})"
+        attention += f" ({kernel_of_sdpa(accelerator.device, setup.mixed_precision, model, mask_documents)})"
     return f"{where}, {precision}, {compiled}, attention: {attention}, {processes}{shared}"
 
 
-def _kernel_of_sdpa(device: torch.device, precision: str, model: GPT2ScratchConfig, mask_documents: bool) -> str:
+def kernel_of_sdpa(device: torch.device, precision: str, model: GPT2ScratchConfig, mask_documents: bool) -> str:
     """What PyTorch chooses for tensors as those of a step (asked, not assumed): cudnn, flash, efficient; or math, which is
     slow and keeps the matrix of scores."""
     T, dtype = model.n_positions, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)

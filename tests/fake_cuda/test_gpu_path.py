@@ -40,12 +40,12 @@ def on_card(card: str, *command: str | Path, **environment: str | Path) -> subpr
 ATTENTION = """if True:
     import torch
     from modeling_gpt2scratch import GPT2ScratchConfig
-    from training.device import _kernel_of_sdpa
+    from training.device import kernel_of_sdpa
     for precision in ("fp16", "bf16", "no"):
         for dropout in (0.0, 0.1):
             for mask in (False, True):
                 model = GPT2ScratchConfig(attn_pdrop=dropout)
-                print(precision, dropout, mask, _kernel_of_sdpa(torch.device("cuda"), precision, model, mask))
+                print(precision, dropout, mask, kernel_of_sdpa(torch.device("cuda"), precision, model, mask))
 """
 
 

@@ -8,7 +8,8 @@ import psutil
 import torch
 
 from training.config import TrainConfig
-from training.device import Setup
+from training.device import Setup, kernel_of_sdpa, memory_of_others
+from training.plan import Plan
 from training.planning.forecast import FILLS_A_GPU, TOKENS_A_PARAMETER, Forecast, describe_forecast
 
 FEW_TOKENS = 8192  # of a micro-batch, which leave a GPU idle between its kernels
@@ -49,6 +50,8 @@ def advice(config: TrainConfig, forecast: Forecast, setup: Setup, on_gpu: bool) 
         told.append("torch_compile is off; compiled, a step is faster, on a GPU by far.")
     if on_gpu and setup.mixed_precision == "no":
         told.append("mixed_precision is no, so tensor cores compute in TF32 at best; bf16 is about twice as fast.")
+    if on_gpu and config.cost.plan_device is None:
+        told += _about_the_gpu(plan, setup, config.batch.mask_documents)
     usual = usual_learning_rate(N)
     if not usual / RATE_FACTOR <= config.optim.learning_rate <= usual * RATE_FACTOR:
         told.append(
@@ -78,6 +81,20 @@ def advice(config: TrainConfig, forecast: Forecast, setup: Setup, on_gpu: bool) 
         told.append(
             f"Validation takes about {forecast.evaluation_share:.0%} of the time; raise eval_steps or set max_eval_samples."
         )
+    return told
+
+
+def _about_the_gpu(plan: Plan, setup: Setup, mask_documents: bool) -> list[str]:
+    told, model = [], plan.model
+    if others := memory_of_others():
+        told.append(f"{others}.")
+    if setup.attn_implementation == "sdpa":
+        device = torch.device("cuda")
+        if kernel_of_sdpa(device, setup.mixed_precision, model, mask_documents) == "math":
+            told.append(
+                f"Attention runs in PyTorch's math kernel, the slowest, which keeps all scores: heads are {model.n_embd / model.n_head:g} "
+                f"wide, and the fast kernels need a multiple of 8 up to 256; change n_head or n_embd."
+            )
     return told
 
 

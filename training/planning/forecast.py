@@ -21,7 +21,7 @@ from training.plan import Plan
 from training.planning.cost import CostArguments
 from training.planning.datasheet import model_of, peak_of
 from training.planning.flops import flops_per_token
-from training.planning.rentals import DOLLARS_A_COLAB_UNIT, PRICES_OF, RENTALS, reported_mfu
+from training.planning.rentals import DOLLARS_A_COLAB_UNIT, PRICES_OF, RENTALS, REPORTED_MFU, reported_mfu
 from training.reporting.screen import clock
 
 TOKENS_A_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
@@ -39,6 +39,7 @@ class Throughput:
     mfu: float | None = None
     peak_bytes: int | None = None  # of memory, where steps were really done
     first_step: float = 0.0  # seconds, until it is done
+    reported_mfu: float | None = None  # that others usually reach on the device
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def assumed_speed(datasheet: str, plan: Plan, setup: Setup, devices: int) -> Thr
         f"assumed: {usual:.0%} of its peak; others report {least:.0%} to {most:.0%}, which would be "
         f"{least * at_peak:,.0f} to {most * at_peak:,.0f} tokens/s"
     )
-    return Throughput(usual * at_peak, known, usual)
+    is_reported = model_of(datasheet).split()[0] in REPORTED_MFU
+    return Throughput(usual * at_peak, known, usual, reported_mfu=usual if is_reported else None)
 
 
 def forecast_of(config: TrainConfig, plan: Plan, speed: Throughput | None, store: TokenStore) -> Forecast:
@@ -170,6 +172,7 @@ def _memory(forecast: Forecast) -> str:
     includes = "the program itself included" if plan.memory.copies_to_host else "without CUDA's context and workspaces"
     peak = "" if measured is None else f"; measured, {includes}: a peak of {measured / 1e9:.2f} GB"
     told = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+    told += "; max-autotune takes more while it tries kernels in the first step" if plan.memory.autotunes else ""
     return (
         f"{sum(parts.values()) / 1e9:.2f} GB of {plan.available / 1e9:.1f} a device, for {counted(micro, 'sequence')} at once; "
         f"{plan.memory.largest_micro_batch(plan.available):,} should fit{peak}\n         ({told})"

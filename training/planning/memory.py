@@ -25,6 +25,7 @@ class Memory:
     # On a CPU, the copy that is saved and the program itself lie in the memory that is trained in.
     copies_to_host: bool = False
     program: int = 0  # bytes
+    autotunes: bool = False  # torch.compile tries kernels on the device, which takes memory that is not counted here
 
     @property
     def parameters(self) -> int:

@@ -6,6 +6,7 @@ import os
 import torch
 
 from errors import UserError
+from training.device import memory_of_others
 from training.plan import Plan
 from training.reliability.health import DivergenceError
 from training.reliability.restart import Restart, remembering
@@ -43,6 +44,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _out_of_memory(plan: Plan, asked: str, folder: RunFolder) -> Exception:
     micro, last_good = plan.batches.micro_batch, folder.last_good()
     what = f"Out of memory with a micro-batch of {micro} sequence{'s' * (micro > 1)} of {plan.batches.context} tokens"
+    if plan.memory.autotunes:
+        what += (
+            ", while max-autotune takes memory for the kernels it tries (leave torch_compile_mode out, and more fit)"
+        )
+    others = memory_of_others()
+    what += f". {others}" if others else ""
+    if micro == 1 and others:
+        return UserError(f"{what}; {last_good}.")
     if micro == 1:
         return UserError(
             f"{what}: not even one fits; {last_good}. Use --gradient_checkpointing, a smaller model or n_positions, or FSDP2 "

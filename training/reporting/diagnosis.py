@@ -17,6 +17,7 @@ from training.reliability.run_folder import RunFolder
 from training.reporting.metrics import comparable_loss, read_metrics
 
 IN_A_ROW = 5  # log lines, before something is taken for a habit
+SLOW = 0.5  # of the MFU that others reach on the device
 IDLE = 0.1  # of the time, spent on nothing but data
 ROOM = 0.8  # of a device's memory, to be filled without fear
 LONG = 40  # log lines at least, or a fifth of them all, over which the loss is looked at
@@ -30,19 +31,22 @@ NORMS = 100  # log lines that the median is of
 
 @dataclass(frozen=True)
 class Advice:
-    about: str  # data, micro_batch, gradient, rising, flat, overfitting
+    about: str  # data, mfu, micro_batch, gradient, rising, flat, overfitting
     text: str
 
 
 class Diagnosis:
     """Looks at each line of metrics.jsonl as it is written."""
 
-    def __init__(self, folder: RunFolder, plan: Plan, on_gpu: bool):
+    def __init__(self, folder: RunFolder, plan: Plan, on_gpu: bool, usual_mfu: float | None = None):
+        """`usual_mfu`: that others reach on this device; None where that is not known."""
+        self.usual_mfu = usual_mfu
         self.folder, self.plan, self.on_gpu = folder, plan, on_gpu
         self.told = {event["about"] for event in read_metrics(folder.events) if event["event"] == "advice"}
         self.lines: list[tuple[int, float]] = []  # step and loss
         self.norms: deque[float] = deque(maxlen=NORMS)
         self.idle: deque[float] = deque(maxlen=IN_A_ROW)
+        self.mfu: deque[float] = deque(maxlen=IN_A_ROW)
         self.evaluations: list[tuple[int, float]] = []  # step and loss
         for entry in read_metrics(folder.metrics):
             self._take(entry)
@@ -54,7 +58,14 @@ class Diagnosis:
             found = [self._overfitting()]
         else:
             self.idle.append(max(0.0, entry.get("data_share", 0.0) - waited))
-            found = [self._data(), self._micro_batch(entry), self._gradient(), *self._course(entry["learning_rate"])]
+            self.mfu.append(entry.get("mfu", 1.0))
+            found = [
+                self._data(),
+                self._speed(),
+                self._micro_batch(entry),
+                self._gradient(),
+                *self._course(entry["learning_rate"]),
+            ]
         new = [advice for advice in found if advice is not None and advice.about not in self.told]
         self.told |= {advice.about for advice in new}
         return new
@@ -77,6 +88,15 @@ class Diagnosis:
             "device": "its work is too small: a larger micro-batch gives it more at a time",
         }[where]
         return Advice("data", f"The device waits for its batches {share:.0%} of the time; {remedy}.")
+
+    def _speed(self) -> Advice | None:
+        if self.usual_mfu is None or len(self.mfu) < IN_A_ROW or max(self.mfu) > SLOW * self.usual_mfu:
+            return None
+        return Advice(
+            "mfu",
+            f"MFU is {statistics.median(self.mfu):.0%}, and others reach about {self.usual_mfu:.0%} on this device; the line Device says "
+            f"what is not as usual (not compiled, fp32, attention: math), and --profile where the time goes.",
+        )
 
     def _micro_batch(self, entry: dict[str, Any]) -> Advice | None:
         batches, peak = self.plan.batches, entry["peak_memory_gb"] * 1e9

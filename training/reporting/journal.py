@@ -49,7 +49,8 @@ class Journal:
         self.main = accelerator.is_main_process
         if self.main:
             self.began = time.monotonic() - 3600 * hours(read_metrics(folder.events), datetime.now(UTC))
-            self.diagnosis = Diagnosis(folder, forecast.plan, accelerator.device.type == "cuda")
+            usual_mfu = forecast.speed.reported_mfu if forecast.speed is not None else None
+            self.diagnosis = Diagnosis(folder, forecast.plan, accelerator.device.type == "cuda", usual_mfu)
             self.screen = Screen(self.max_steps, first_step, [loss for _, loss in self.diagnosis.lines], compiled)
 
     def __enter__(self) -> "Journal":
