@@ -80,13 +80,13 @@ class Counts:
     bytes: int = 0  # of their text, in UTF-8, as it was read
     blank: int = 0  # documents
     binary_files: int = 0
-    tables: int = 0  # files of records without a column of text
-    unreadable_files: int = 0  # or parts of them
-    unreadable_bytes: int = 0  # of the files
     bad_bytes: int = 0  # bytes that are not UTF-8, and lone surrogates: now U+FFFD
     empty_records: int = 0  # broken ones, and those without text
     cut_words: int = 0  # runs without any place to cut, which may have become other tokens for that
     first: dict[str, list] = field(default_factory=dict)  # where the first of each stands: a path, and a byte or a line
+    tables: int = 0  # files of records without a column of text
+    unreadable_files: int = 0  # or parts of them
+    unreadable_bytes: int = 0  # of the files
 
     def note(self, name: str, number: int, path: str, **place: Any) -> None:
         if number:
