@@ -17,6 +17,7 @@ from training.reliability.status import record
 from training.reporting.metrics import read_metrics
 from training.reporting.report import About, hours, write_report
 from training.reporting.speed import Speed, in_words, peak_memory
+from training.sampling import write_samples
 from training.tokens import Tokens
 
 
@@ -137,9 +138,11 @@ def test_the_report_sums_up_the_log_lines(store, tmp_path):
         for i in range(11)
     ]
     folder.metrics.write_text("\n".join(lines) + "\n")
+    write_samples(folder.samples, 0, [("Äther", " und Zeit")])
     about = About(GPT2ScratchConfig(), 134_601_216, store.metadata, 700.0)
     write_report(folder, about)
     assert " --config config.yaml --data data/mine\n" in folder.report.read_text()
+    assert 'tokenizer("Äther und ", return_tensors="pt")' in folder.report.read_text()
     folder.config.write_text("data: /home/me/mine\n")
     write_report(folder, about)
     assert " --config config.yaml --data path/to/mine\n" in folder.report.read_text()

@@ -30,6 +30,7 @@ from training.sampling import fenced, read_samples
 MOST_ROWS = 16  # of the table of results; metrics.jsonl has them all
 MOMENTS = 5  # at which the report shows what the model wrote
 SAID = 60  # characters of it in a row of the table
+OPENING = 10  # characters of a sample, as a prompt where none is given
 LEAST_SECONDS = 3.0  # of steps, from which a speed is told
 
 
@@ -51,7 +52,7 @@ def write_report(folder: RunFolder, about: About) -> None:
     sections = [
         f"# {folder.path.name}",
         _what_it_is(about.model, about.parameters, about.data),
-        _how_to_use(folder.model, settings, about.model.n_positions),
+        _how_to_use(folder.model, settings, samples, about.model.n_positions),
         _results(entries, samples),
         _picture("Loss of training and validation, by tokens and by time", plot_loss, entries, folder.plots["loss"]),
         _samples(samples),
@@ -109,8 +110,9 @@ def _kind(data: Metadata) -> str:
     return "byte-level BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type
 
 
-def _how_to_use(model: Path, settings: dict[str, Any], context: int) -> str:
-    prompt = (settings.get("sample_prompts") or ["Once"])[0]
+def _how_to_use(model: Path, settings: dict[str, Any], samples: dict[int, list[str]], context: int) -> str:
+    openings = [texts[0][:OPENING] for texts in samples.values() if texts]  # in characters that the tokenizer knows
+    prompt = [*settings.get("sample_prompts", []), *openings, "Once"][0]
     return f"""## Use
 
 ```python
