@@ -161,3 +161,27 @@ def test_the_report_sums_up_the_log_lines(store, tmp_path):
         "MFU counts 685.4 MFLOP a token (6 N + 6 L C T, with N weights in matrix products; causal attention) against the "
         "peak that the device's datasheet gives, named above. As PaLM and nanoGPT count (12 L C T), it would be 46.9%.",
     ]
+
+
+def test_the_report_names_the_hardware_of_each_part_of_the_run(store, tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("data: data/mine\n")
+    folder.metrics.write_text('{"step": 1, "loss": 9.0, "tokens": 64}\n')
+    about = About(GPT2ScratchConfig(), 134_601_216, store.metadata, None)
+
+    def report_after(*details: dict) -> str:
+        for event in details:
+            record(folder.events, "resumed" if event["step"] else "begun", **event)
+        write_report(folder, about)
+        return folder.report.read_text().split("## Training\n\n")[1].split("\n\n")[0]
+
+    assert report_after({"step": 0, "environment": "CPU"}) == "CPU."
+    assert report_after({"step": 5, "environment": "CPU"}) == "CPU."
+    # The GPU's steps after step 5 were lost with it: the run was resumed from step 5 again.
+    assert report_after({"step": 5, "environment": "GPU"}, {"step": 5, "environment": "2 GPUs"}) == (
+        "- after step 0: CPU\n- after step 5: 2 GPUs"
+    )
+    folder.events.unlink()  # a branch of this run
+    earlier = [{"step": 0, "environment": "CPU"}]
+    branch = {"step": 5, "environment": "TPU", "earlier": earlier}
+    assert report_after(branch) == "- after step 0: CPU\n- after step 5: TPU"
