@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from functools import partial
@@ -113,6 +114,17 @@ def launch():
         )
 
     return run
+
+
+def pytest_sessionfinish(session):
+    """Where all that tests need is installed, a skip is a mistake, unless CI expects its reason (EXPECTED_SKIPS, a pattern)."""
+    expected, reporter = os.environ.get("EXPECTED_SKIPS"), session.config.pluginmanager.get_plugin("terminalreporter")
+    if expected is None or reporter is None:  # the latter in a worker of xdist
+        return
+    reasons = {report.longrepr[2] for report in reporter.stats.get("skipped", [])}
+    for reason in sorted(reason for reason in reasons if not re.search(expected, reason)):
+        reporter.write_line(f"\nUnexpected skip: {reason}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture

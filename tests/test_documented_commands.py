@@ -14,8 +14,8 @@ import zstandard
 from conftest import REPOSITORY, prose
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-SHORT = "--max_steps 4 --eval_steps 2 --save_steps 2 --max_eval_samples 8 --sample_tokens 8 --tokens_per_step 256"
-SMALL = f"{SHORT} --n_layer 1 --n_head 2 --n_embd 32 --n_positions 64 --torch_compile false"
+SHORT = "--max_steps 4 --eval_steps 2 --save_steps 2 --max_eval_samples 8 --sample_tokens 8"
+SMALL = f"{SHORT} --tokens_per_step 256 --n_layer 1 --n_head 2 --n_embd 32 --n_positions 64 --torch_compile false"
 TRAIN = "python train_accelerate.py"
 PUSH = "python push_to_hub.py"
 
