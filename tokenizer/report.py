@@ -85,9 +85,11 @@ def _left_out(metadata: Metadata) -> Iterator[tuple[str, str]]:
         yield f"{counted(number, 'document')} dropped by {rule}", ""
     if repeated := metadata.repeated_documents:
         yield counted(repeated, "document that repeats an earlier one", "documents that repeat an earlier one"), ""
+    if not counts:  # a store of format 1
+        return
     unique = counts["documents"] - sum(dropped.values()) - repeated
     more = metadata.train.documents + metadata.val.documents - unique
-    if more and metadata.settings["weights"]:
+    if more and metadata.settings.get("weights"):
         change = "more" if more > 0 else "fewer"
         yield f"{counted(abs(more), 'document')} {change} after --weights and a split for validation", ""
     elif more:
