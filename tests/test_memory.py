@@ -87,3 +87,37 @@ def test_a_sharded_model_keeps_its_share_and_whole_gradients():
     alone, eighth = (Memory(GPT2ScratchConfig(), True, False, False, sharded_by=n).fixed() for n in (1, 8))
     assert eighth["optimizer"] == alone["optimizer"] // 8
     assert eighth["gradients"] == alone["gradients"] // 8 + alone["gradients"]
+
+
+# Peaks that the allocator counted on the fake CUDA runtime (tests/fake_cuda), gradients of an earlier micro-batch included:
+# layers, width, sequences, context, vocabulary, half precision, checkpointing, compiled, GB.
+PEAKS = [
+    (1, 768, 64, 512, 32_000, True, False, False, 4.71),
+    (3, 768, 64, 512, 32_000, True, False, False, 6.78),
+    (12, 768, 64, 512, 32_000, True, False, False, 16.13),
+    (1, 768, 64, 512, 32_000, False, False, False, 5.61),
+    (12, 768, 64, 512, 32_000, False, False, False, 24.60),
+    (12, 768, 8, 512, 32_000, True, False, False, 4.57),
+    (4, 256, 64, 256, 65, True, False, False, 0.86),
+    (4, 256, 64, 256, 65, False, False, False, 1.31),
+    (3, 768, 64, 512, 32_000, True, True, False, 4.36),
+    (12, 768, 64, 512, 32_000, True, True, False, 6.43),
+    (4, 256, 64, 256, 65, True, True, False, 0.44),
+    (3, 768, 64, 512, 32_000, True, False, True, 5.09),
+    (3, 768, 64, 512, 32_000, False, False, True, 7.48),
+    (4, 256, 64, 256, 65, True, False, True, 0.80),
+    (3, 768, 64, 512, 32_000, True, True, True, 2.85),
+]
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "rows", "context", "vocabulary", "half", "again", "compiled", "peak"), PEAKS
+)
+def test_the_peak_of_a_gpu_is_planned_within_a_tenth(
+    layers, width, rows, context, vocabulary, half, again, compiled, peak
+):
+    config = GPT2ScratchConfig(
+        n_layer=layers, n_embd=width, n_head=4, n_positions=context, vocab_size=vocabulary, tie_word_embeddings=False
+    )
+    memory = Memory(config, half, False, again, on_gpu=True, compiled=compiled)
+    assert memory.total(rows) / 1e9 == pytest.approx(peak, rel=0.1)

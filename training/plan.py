@@ -259,6 +259,8 @@ def _memory(model: GPT2ScratchConfig, config: TrainConfig, accelerator: Accelera
         checkpointing=config.device.gradient_checkpointing,
         sharded_by=accelerator.num_processes if setup.shards(accelerator) else 1,
         copies_to_host=on_host,
+        on_gpu=not on_host,
+        compiled=setup.torch_compile,
         autotunes=setup.torch_compile and "max-autotune" in (setup.torch_compile_mode or ""),
         program=psutil.Process().memory_info().rss + PROGRAM_GROWS if on_host else 0,
     )

@@ -2,8 +2,9 @@
 
 python tests/fake_cuda/observed_run.py RESULT.json [the flags of train_accelerate.py]
 
-Every step but the first runs under `set_sync_debug_mode("error")`. What the first one compiled is read from Inductor's cache,
-which has to be empty before (TORCHINDUCTOR_CACHE_DIR), with TORCHINDUCTOR_BENCHMARK_KERNEL=1 for the bytes of each kernel.
+Every step but the first runs under `set_sync_debug_mode("error")`. Validation is left out: the number of tokens that it scored comes
+from the device, where nothing is counted. What the first step compiled is read from Inductor's cache, where
+TORCHINDUCTOR_CACHE_DIR names an empty folder; TORCHINDUCTOR_BENCHMARK_KERNEL=1 adds the bytes of each kernel.
 """
 
 import ctypes
@@ -20,23 +21,23 @@ import torch
 import train_accelerate
 from command_line import run
 from training.step import Trainer
+from training.validation import Validation
 
 KERNEL = re.compile(r"^(triton_\w+) = async_compile\.triton\(.*?'kernel_num_gb': ([\d.e-]+)", re.MULTILINE | re.DOTALL)
 BUFFER = re.compile(r"= empty_strided_cuda\(\(([\d, ]+)\), \([\d, ]*\), torch\.float32\)")
 
 
-def compiled_graphs() -> dict:
-    """Bytes that the Triton kernels of all graphs read and write, once each, and the shapes of their fp32 buffers."""
-    gigabytes, buffers = {}, set()
-    for file in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py"):
+def compiled_graphs(cache: Path) -> dict:
+    """Return the gigabytes that the Triton kernels of all graphs read and write, and the shapes of their fp32 buffers."""
+    gigabytes, buffers = 0.0, set()
+    for file in cache.rglob("*.py"):
         code = file.read_text(encoding="utf-8")
         if "class Runner" in code:  # not the file of a single kernel
             sizes = {name: float(size) for name, size in KERNEL.findall(code)}
-            launched = re.findall(r"(triton_\w+)\.run\(", code.split("class Runner")[1].split("def benchmark")[0])
-            gigabytes[file.name] = [(name, sizes[name]) for name in launched]
-            buffers |= {tuple(map(int, shape.strip(", ").split(", "))) for shape in BUFFER.findall(code)}
-    total = sum(size for kernels in gigabytes.values() for _, size in kernels)
-    return {"triton_gb": round(total, 4), "fp32_buffers": sorted(buffers), "kernels": list(gigabytes.values())}
+            called = code.split("class Runner")[1].split("def benchmark")[0]
+            gigabytes += sum(sizes[name] for name in re.findall(r"(triton_\w+)\.run\(", called))
+            buffers |= {tuple(map(int, shape.strip(", ").split(", "))) for shape in BUFFER.findall(called)}
+    return {"triton_gb": round(gigabytes, 2), "fp32_buffers": sorted(buffers)}
 
 
 def main(arguments: list[str]) -> None:
@@ -46,20 +47,21 @@ def main(arguments: list[str]) -> None:
 
     def step(self: Trainer, number: int, learning_rate: float):
         mark(f"step {number}".encode())
-        if number > 0:
-            torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error" if number > 0 else "default")
         try:
             return plain(self, number, learning_rate)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            mark(b"after")
+            mark(b"after a step")
             if number == 0 and "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-                observed.update(compiled_graphs())
-            observed["steps"] = number + 1
-            observed["peak_bytes"] = torch.cuda.max_memory_allocated()
+                observed.update(compiled_graphs(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])))
+            plan = self.batches.plan
+            observed.update(steps=number + 1, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
+            observed["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
             Path(result).write_text(json.dumps(observed), encoding="utf-8")
 
     Trainer.step = step
+    Validation.run = lambda *_: None
     train_accelerate.main_or_restart(flags)
 
 

@@ -1,14 +1,22 @@
 """The GPU path on a CUDA runtime that computes nothing. See README.md."""
 
+import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-BUILD = Path(__file__).parent / "build"
+
+from benchmarks.results import about, write
+from benchmarks.workload import make_store
+
+HERE = Path(__file__).parent
+BUILD = HERE / "build"
 CARDS = {  # name, compute capability, multiprocessors, GB
     "P100": "Tesla P100-PCIE-16GB,60,56,17.1",
     "V100": "Tesla V100-SXM2-16GB,70,80,16.9",
@@ -35,6 +43,161 @@ def on_card(card: str, *command: str | Path, **environment: str | Path) -> subpr
         text=True,
         check=False,
     )
+
+
+@pytest.fixture(scope="session")
+def stores(tmp_path_factory):
+    """Token stores by the size of their vocabulary."""
+    folder = tmp_path_factory.mktemp("stores")
+    for vocab_size in (32_000, 50_257):
+        make_store(folder / str(vocab_size), vocab_size)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def record():
+    """What was counted; written to benchmarks/results/ by a session that ran all tests that count."""
+    counted = {"memory": []}
+    yield counted
+    if "step" in counted and len(counted["memory"]) == len(MEMORY):
+        head = about("", []) | {
+            "command": "make test-fake-cuda",
+            "device": "none: a CUDA runtime that computes nothing",
+        }
+        write("fake-cuda", head | counted)
+
+
+def planned(card: str, folder: Path, store: Path, *flags: str, **environment: str | Path) -> dict:
+    """Runs a few steps under --plan; returns what observed_run.py saw and the memory that was planned."""
+    result = folder / "observed.json"
+    flags = ("--data", store, "--output_dir", folder / "run", "--plan", "--plan_steps", "1", *flags)
+    done = on_card(card, HERE / "observed_run.py", result, *flags, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    observed = json.loads(result.read_text(encoding="utf-8"))
+    assert observed["steps"] > 2
+    observed["planned_gb"] = float(re.search(r"Memory:  ([\d.]+) GB", done.stdout)[1])
+    observed["said"] = done.stdout + done.stderr
+    return observed
+
+
+MEMORY = [(card, preset) for card in ("T4", "L4", "H100") for preset in ("gpt2_small_seed", "gpt2", "shakespeare_char")]
+
+
+@pytest.mark.parametrize(("card", "preset"), MEMORY)
+def test_memory_is_what_was_planned_and_no_step_synchronizes(card, preset, stores, tmp_path, record):
+    """With the micro-batch that `auto` takes; on a T4 in fp16 with its scaler; accumulated where the preset's batch is larger."""
+    store = stores / ("50257" if preset == "gpt2" else "32000")
+    seen = planned(card, tmp_path, store, "--config", f"presets/{preset}.yaml", "--torch_compile", "false")
+    if preset == "gpt2":
+        assert seen["accumulation"] > 1
+    named = ("micro_batch", "accumulation", "planned_gb", "peak_gb")
+    record["memory"].append({"card": card, "preset": preset, **{name: seen[name] for name in named}})
+    assert seen["peak_gb"] == pytest.approx(seen["planned_gb"], rel=0.1)
+
+
+def test_fp16_with_its_scaler_compiled_and_accumulated_on_a_small_gpu(stores, tmp_path):
+    flags = ("--config", "presets/shakespeare_char.yaml", "--n_layer", "1", "--tokens_per_step", "16384")
+    seen = planned("T4", tmp_path, stores / "32000", *flags, "--per_device_train_batch_size", "32")
+    assert "fp16, compiled" in seen["said"]
+    assert seen["accumulation"] == 2
+    assert "Not enough SMs" not in seen["said"]
+
+
+def test_the_step_of_the_seeds_run_keeps_to_its_budget(stores, tmp_path, record):
+    """12 layers, 64 x 512 tokens, compiled: kernel launches, bytes that Triton's kernels move, and no fp32 logits."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache", "TORCHINDUCTOR_BENCHMARK_KERNEL": "1"}
+    flags = ("--config", "presets/gpt2_small_seed.yaml", "--per_device_train_batch_size", "64")
+    seen = planned("H100", tmp_path, stores / "32000", *flags, FAKE_GPU_LOG=tmp_path / "log", **cache)
+    steps = [log.read_text(errors="replace").split("MARK step 2\n") for log in tmp_path.glob("log.*")]
+    [step] = [parts[1].split("MARK after")[0] for parts in steps if len(parts) > 1]
+    events = Counter(line.split()[0] for line in step.splitlines())
+    launches = sum(events[name] for name in ("KERNEL", "TRITON", "MEMSET"))
+    record["step"] = {
+        "preset": "gpt2_small_seed, 64 x 512 tokens, bf16, compiled for sm_90",
+        "launches": launches,
+        "of_triton": events["TRITON"],
+        "synchronizations": events["SYNC"],
+        "copies": events["COPY"] + events["COPY_SYNC"],
+        **{name: seen[name] for name in ("triton_gb", "planned_gb", "peak_gb")},
+    }
+    assert events["SYNC"] == 0
+    assert launches <= 700
+    assert seen["triton_gb"] <= 50
+    assert [shape for shape in seen["fp32_buffers"] if 32_000 in shape and shape != (32_000, 768)] == []
+    assert seen["peak_gb"] == pytest.approx(seen["planned_gb"], rel=0.1)
+
+
+# Plans as if three times the memory were usable, so that the first micro-batch does not fit.
+TOO_MUCH = """if True:
+    import sys
+    sys.path.insert(0, "tests/fake_cuda")
+    from training.planning import memory
+    memory.USABLE = 3
+    import observed_run
+    observed_run.main(sys.argv[1:])
+"""
+SMALL = ("--config", "presets/shakespeare_char.yaml", "--torch_compile", "false", "--sample_tokens", "0")
+
+
+def test_a_run_that_is_out_of_memory_goes_on_in_a_fresh_process_with_half_the_micro_batch(stores, tmp_path):
+    flags = ("--data", stores / "32000", "--output_dir", tmp_path / "run", "--tokens_per_step", str(2**20))
+    done = on_card("T4", "-c", TOO_MUCH, tmp_path / "seen.json", *SMALL, *flags, "--max_steps", "3")
+    assert done.returncode == 0, done.stderr[-3000:]
+    tried = [int(size) for size in re.findall(r"Out of memory with a micro-batch of (\d+) sequences", done.stdout)]
+    assert tried
+    assert json.loads((tmp_path / "seen.json").read_text())["micro_batch"] == tried[-1] // 2
+    assert [first // 2 for first in tried[:-1]] == tried[1:]
+    assert "step 3/3" in done.stdout
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_the_copy_that_is_saved_is_page_locked_and_no_larger_than_it(stores, tmp_path):
+    flags = ("--data", stores / "32000", "--output_dir", tmp_path / "run", "--n_embd", "320", "--max_steps", "1")
+    log = tmp_path / "log"
+    done = on_card("H100", HERE / "observed_run.py", tmp_path / "seen.json", *SMALL, *flags, FAKE_GPU_LOG=log)
+    assert done.returncode == 0, done.stderr[-3000:]
+    parameters = int(re.search(r"([\d,]+) parameters", done.stdout)[1].replace(",", ""))
+    lines = [line.split() for path in tmp_path.glob("log.*") for line in path.read_text(errors="replace").splitlines()]
+    pinned = sum(int(line[1]) for line in lines if line[0] == "PINNED")
+    assert 12 * parameters <= pinned <= 1.05 * 12 * parameters
+    saved = [line for line in lines if line[:2] == ["COPY", "devicetohost"] and int(line[2]) > 4096]
+    assert len(saved) >= 3 * 4
+    assert not [line for line in saved if line[-1] == "pageable"]
+
+
+@pytest.mark.parametrize(("card", "capability"), [("V100", "7.0"), ("P100", "6.0")])
+def test_a_gpu_without_kernels_is_refused_before_text_is_read(card, capability, tmp_path):
+    done = on_card(card, "train_accelerate.py", "--data", "README.md", "--output_dir", tmp_path / "run")
+    assert done.returncode == 1
+    assert f"of compute capability {capability}: install a build for CUDA 12.6" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_that_others_fill_is_said_to_be_full(stores, tmp_path):
+    flags = ("--data", stores / "32000", "--output_dir", tmp_path / "run", "--plan", "--plan_steps", "0")
+    done = on_card("H100", "train_accelerate.py", *SMALL, *flags, FAKE_GPU_TAKEN_GB="74")
+    assert "Better:  74 of 85 GB of the GPU are in use by other processes" in done.stdout, done.stderr[-3000:]
+
+
+def test_attention_avoids_cudnn_with_masks_at_lengths_where_it_gave_nan(stores, tmp_path):
+    flags = (
+        "--data",
+        stores / "32000",
+        "--output_dir",
+        tmp_path / "run",
+        "--plan",
+        "--plan_steps",
+        "0",
+        "--mask_documents",
+        "true",
+    )
+    for context, kernel in (("64", "efficient"), ("128", "cudnn")):
+        done = on_card(
+            "H100", "train_accelerate.py", *SMALL, *flags, "--n_positions", context, "--tokens_per_step", "8192"
+        )
+        assert f"attention: sdpa ({kernel})" in done.stdout, done.stderr[-3000:]
+        assert ("Attention avoids cuDNN" in done.stdout) == (kernel == "efficient")
 
 
 ATTENTION = """if True:

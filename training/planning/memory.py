@@ -11,6 +11,10 @@ BYTES_KEPT_WHOLE = 4  # of each parameter's gradient, on every process of a shar
 KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
 # The same for each token, head and position that it looks at, where attention is written out.
 SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
+# What a GPU holds for a while beside that, as its allocator counted it for 1, 3, 4 and 12 layers (tests/fake_cuda), each as
+# (not compiled, compiled): bytes of the loss for each logit of a chunk, and of a block's backward pass for each token and unit of width.
+LOSS_IN_FP32, LOSS_IN_HALF = (21, 8), (19, 4)
+BACKWARD = (36, 24)
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Memory:
     sharded_by: int = 1  # processes that the model is divided among
     # On a CPU, the copy that is saved and the program itself lie in the memory that is trained in.
     copies_to_host: bool = False
+    on_gpu: bool = False
+    compiled: bool = False
     program: int = 0  # bytes
     autotunes: bool = False  # torch.compile tries kernels on the device, which takes memory that is not counted here
 
@@ -48,7 +54,8 @@ class Memory:
         return parts
 
     def parts(self, micro_batch: int) -> dict[str, int]:
-        parts = self.fixed() | {"activations": self._activations(micro_batch), "logits": self._logits(micro_batch)}
+        passing = "loss or backward pass" if self.on_gpu else "logits"
+        parts = self.fixed() | {"activations": self._activations(micro_batch), passing: self._passing(micro_batch)}
         return parts | ({"Python and PyTorch": self.program} if self.program else {})
 
     def total(self, micro_batch: int) -> int:
@@ -58,23 +65,47 @@ class Memory:
         """Sequences that should fit `free` bytes; 1 at least, which is tried then."""
         left = USABLE * (free - sum(self.fixed().values()))
         fits, too_many = 1, 2
-        while self._activations(too_many) + self._logits(too_many) <= left:
+        while self._activations(too_many) + self._passing(too_many) <= left:
             fits, too_many = too_many, 2 * too_many
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            needed = self._activations(middle) + self._logits(middle)
+            needed = self._activations(middle) + self._passing(middle)
             fits, too_many = (middle, too_many) if needed <= left else (fits, middle)
         return fits
 
     def _activations(self, micro_batch: int) -> int:
+        layers, block = self.model.n_layer, self._block(micro_batch)
+        stream = 4 * micro_batch * self.model.n_positions * self.model.n_embd  # between blocks
+        blocks = layers * block
+        if self.checkpointing:  # and on a CPU the one that is recomputed
+            blocks = layers * stream + (0 if self.on_gpu else block)
+        return int(blocks + 2 * stream)  # and around the last LayerNorm
+
+    def _block(self, micro_batch: int) -> float:
+        """What one block keeps for its backward pass."""
         model, tokens = self.model, micro_batch * self.model.n_positions
         block = tokens * model.n_embd * (KEPT_IN_HALF if self.in_half else KEPT_IN_FP32)
         if self.written_out:
             scores = tokens * model.n_head * model.n_positions
             block += scores * (SCORES_IN_HALF if self.in_half else SCORES_IN_FP32)
-        stream = 4 * tokens * model.n_embd  # between blocks
-        blocks = block + model.n_layer * stream if self.checkpointing else model.n_layer * block
-        return int(blocks + 2 * stream)  # and around the last LayerNorm
+        return block
+
+    def _passing(self, micro_batch: int) -> int:
+        """What comes on top for a while: the logits; on a GPU, if that is more, the backward pass of the last block."""
+        if not self.on_gpu:
+            return self._logits(micro_batch)
+        N, V, C = micro_batch * self.model.n_positions, self.model.vocab_size, self.model.n_embd
+        rows = min(N, max(ENOUGH_ROWS, -(-N // CHUNKS)))
+        loss = rows * V * (LOSS_IN_HALF if self.in_half else LOSS_IN_FP32)[self.compiled]
+        if self.compiled:  # the head's gradient of each chunk, in half precision; else two in fp32
+            loss += V * C * (2 * -(-N // rows) if self.in_half else 8)
+        else:
+            loss += 4 * V * C
+        backward = BACKWARD[self.compiled] * N * C
+        if self.checkpointing:
+            block = int(self._block(micro_batch))
+            backward = max(backward, block) if self.compiled else backward + block
+        return max(loss, backward)
 
     def _logits(self, micro_batch: int) -> int:
         """Of one chunk: as computed, and twice in fp32; their gradient in the head's; the sum of it."""
