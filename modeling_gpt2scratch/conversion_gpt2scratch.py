@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import constants, get_session, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -278,10 +278,30 @@ def _read_config(source: str) -> dict:
         if not (path / "config.json").is_file():
             raise ConversionError(f"{source} holds no config.json, so there is nothing to recognise.")
         return _read_json(path / "config.json")
+    _require_hub(source)
     try:
         return PreTrainedConfig.get_config_dict(source)[0]
     except OSError as error:
         raise ConversionError(f"{source} is neither a folder here nor a model on the Hub.") from error
+
+
+def _require_hub(source: str) -> None:
+    """Ask once whether the Hub can be reached; its libraries would ask six times for each file. If not, use their cache."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+        return
+    except Exception as error:  # the HTTP library behind the Hub, and its exceptions, differ by version
+        why = f"{constants.ENDPOINT}: {_first_line(error)}" if not constants.HF_HUB_OFFLINE else "HF_HUB_OFFLINE is set"
+    constants.HF_HUB_OFFLINE = True
+    try:
+        is_id_without_files = not isinstance(try_to_load_from_cache(source, "config.json"), str)
+    except HFValidationError:
+        return
+    if is_id_without_files:
+        raise ConversionError(
+            f"{source} is not a local path, the local cache of the Hub does not hold a model of this name, and the Hub cannot "
+            f"be reached ({why})."
+        )
 
 
 def _seed_folder(source: str) -> str:

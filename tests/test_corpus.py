@@ -139,7 +139,10 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch, entry):
 def test_a_misspelt_path_that_reads_like_a_hub_dataset_is_answered_as_both(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "books" / "a.txt", "text")
-    assert refusal("boks/a.txt") == "boks/a.txt is no file or folder here, and the Hub cannot be reached to look."
+    assert (
+        refusal("boks/a.txt")
+        == "boks/a.txt is not a local path, and the Hub cannot be reached (HF_HUB_OFFLINE is set)."
+    )
     assert refusal("books/b.txt") == "books/b.txt is no file, folder, glob or Hub dataset; nothing to read there."
 
 

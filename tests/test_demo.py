@@ -295,7 +295,7 @@ def test_a_space_is_published_with_models_that_everyone_can_see(hub, tmp_path, m
         ([], "Name a model"),
         (["a/b", "a/c", "a/d", "a/e", "a/f"], "5 models are given; at most 4 fit"),
         (["no/such/run"], "neither a folder here nor a Hub id"),
-        (["nobody/nothing"], "nobody/nothing cannot be loaded"),
+        (["nobody/nothing"], "nobody/nothing is not a local path"),
         (["RUN", "me/b", "--space", "me/demo"], "is not on the Hub.*push_to_hub"),
         (["me/a", "--dry_run"], "--dry_run is for a Space; add --space user/name"),
         (["me/a", "--space", "me/demo", "--port", "7900"], "--port is for the page here"),

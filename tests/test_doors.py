@@ -106,7 +106,7 @@ def test_a_seed_repeats_the_text(run, capsys):
         ([], "Name a model"),
         (["RUN", "--temperature", "-1", "--top_p", "2"], "temperature is -1.0.*\n.*top_p is 2.0"),
         (["RUN", "--max_new_token", "3"], "Did you mean --max_new_tokens"),
-        (["nobody/nothing"], "nobody/nothing cannot be loaded"),
+        (["nobody/nothing"], "nobody/nothing is not a local path"),
     ],
 )
 def test_bad_requests_end_in_a_sentence(run, arguments, expected):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -275,7 +276,7 @@ def test_a_connection_that_is_lost_for_a_moment_is_no_matter(found):
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        ("user/nothing", r"user/nothing is no file or folder here, and the Hub has no such dataset\."),
+        ("user/nothing", r"user/nothing is not a local path, and the Hub has no such dataset\."),
         ("user/name@v9", r"user/name has no revision v9 on the Hub; leave it out or name another\."),
         ("user/name:nothing", rf"user/name:nothing@{NEWEST} cannot be read from the Hub: .*'nothing' not found.*\."),
         (
@@ -360,3 +361,51 @@ def test_a_large_dataset_is_estimated_by_its_number_of_records(tmp_path):
         "(python -m tokenizer.pretokenize --input user/unsaid --output data/unsaid), and plan with that as --data."
     )
     assert small == "None"
+
+
+# ---- without a network -------------------------------------------------------------------------------------------------
+
+# Nothing listens at port 9. The tests' own processes are kept from the Hub by HF_HUB_OFFLINE; these have to find it out.
+NO_NETWORK = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}
+RUN = REPOSITORY / "tests" / "formats" / "run_v2"
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A cache of the Hub that holds the model me/cached."""
+    snapshot = tmp_path / "hub" / "models--me--cached" / "snapshots" / ("0" * 40)
+    shutil.copytree(RUN / "checkpoints" / "step_00000004", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    return {**NO_NETWORK, "HF_HOME": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ("-m tokenizer.pretokenize --input me/other --output {}/out --quiet", ""),
+        ("-m tokenizer.pretokenize --input LICENSE --output {}/out --quiet --tokenizer me/other", "a tokenizer"),
+        ("generate.py me/other --prompt The", "a model"),
+        ("-m modeling_gpt2scratch.conversion_gpt2scratch me/other {}/out", "a model"),
+    ],
+)
+def test_without_a_network_one_sentence_says_so(launch, tmp_path, cache, command, what):
+    done = launch(*command.format(tmp_path).split(), **cache)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: me/other is not a local path, ")
+    assert f"the local cache of the Hub does not hold {what} of this name" in line or not what
+    assert line.endswith("the Hub cannot be reached (http://127.0.0.1:9: [Errno 111] Connection refused).")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "-m tokenizer.pretokenize --input tests/formats/unfinished_v1/text --output {}/out --quiet --tokenizer me/cached",
+        "generate.py me/cached --prompt The --max_new_tokens 2",
+    ],
+)
+def test_without_a_network_the_cache_is_used(launch, tmp_path, cache, command):
+    done = launch(*command.format(tmp_path).split(), **cache)
+    assert done.returncode == 0, done.stderr
+    assert "Retrying" not in done.stderr

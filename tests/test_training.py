@@ -385,7 +385,7 @@ def test_all_problems_arrive_in_one_message(train, tmp_path):
         ({"num_train_epochs": 1}, "are given together"),
         ({"tokens_per_step": 65}, "nearest are 64 or 80"),
         ({"data": "no/such/file.txt"}, "is no file, folder, glob or Hub dataset"),
-        ({"data": "no/such"}, "no/such is no file or folder here, and the Hub cannot be reached"),
+        ({"data": "no/such"}, "no/such is not a local path, and the Hub cannot be reached"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one of these is fine on a GPU")

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from errors import UserError
-from tokenizer import encode
+from tokenizer import encode, hub
 from tokenizer.bpe import byte_level_alphabet
 from tokenizer.words import END, WordSplitter
 
@@ -217,12 +217,14 @@ def load(name: str | Path) -> PreTrainedTokenizerBase:
         UserError: there is none, or only a slow one.
     """
     folder = Path(name)
+    if not folder.exists():
+        hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():  # AutoTokenizer would make up an empty one
         raise UserError(f"{name} holds no tokenizer.json, so there is no fast tokenizer to load.")
     try:
         tokenizer = _tokenizer_class(folder).from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:  # the Rust library raises nothing narrower
-        raise UserError(f"No tokenizer can be loaded from {name}: {' '.join(str(error).split())[:200]}.") from error
+        raise UserError(f"No tokenizer can be loaded from {name}: {hub.shortened(error)}.") from error
     if not tokenizer.is_fast:
         raise UserError(f"{name} is a slow tokenizer; only fast ones (tokenizer.json) are supported.")
     return tokenizer

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from errors import UserError, counted
+from tokenizer import hub
 from training.reliability import checkpoint as checkpoints
 from training.reliability.status import check_run_format
 from training.reporting.metrics import comparable_loss, forget_after, read_metrics
@@ -222,7 +223,7 @@ def find_model(name: str) -> str:
     """A loadable model for a run folder, a checkpoint, a model folder or a Hub id.
 
     Raises:
-        UserError: the folder holds no model, or there is no such folder and it is no Hub id.
+        UserError: the folder holds no model; there is no such folder and it is no Hub id; or the Hub cannot be reached.
     """
     path = Path(name)
     for candidate in (path / "model", path, *reversed(checkpoints.complete_checkpoints(path / "checkpoints"))):
@@ -234,4 +235,5 @@ def find_model(name: str) -> str:
         raise UserError(f"{name} holds no model{hint}.")
     if len(name.strip("/").split("/")) != 2 or name.startswith((".", "/", "runs/")):
         raise UserError(f"{name} is neither a folder here nor a Hub id (user/name).")
+    hub.require(name, "a model", "config.json")
     return name
