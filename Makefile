@@ -37,7 +37,7 @@ install: $(INSTALLED)
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or later is needed, this is {sys.version.split()[0]}; make PYTHON=python3.11")'
 	@echo 'Installing gpt2scratch[$(EXTRAS)] into $(abspath $(VENV)): PyTorch, Transformers and what they need.'
-	@echo 'Disk space: about 1.7 GB with PyTorch for CPUs, about 5.6 GB with PyTorch for CUDA; the extra "everything" adds 0.5 GB.'
+	@echo 'Disk space: about 1.7 GB with PyTorch for CPUs, about 5.6 GB with PyTorch for CUDA; the extra "everything" adds 0.6 GB.'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@

@@ -32,6 +32,9 @@ OTHER_NAMES = {
     "always_save_checkpoint": ("save_strategy",),
     "wandb": ("report_to",),
     "wandb_log": ("report_to",),
+    "wandb_project": ("project",),
+    "wandb_run_name": ("output_dir",),
+    "tracker_project_name": ("project",),
     "dtype": ("mixed_precision",),
     "compile": ("torch_compile",),
     # Trainer
