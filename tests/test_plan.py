@@ -53,11 +53,9 @@ def test_a_plan_says_what_the_run_will_take_and_leaves_nothing(store, tmp_path, 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_cuda_graphs_are_refused_where_gradients_add_up(store, tmp_path, capsys, mode):
     settings = {"plan_device": "h100-80gb", "torch_compile": "auto", "torch_compile_mode": mode}
-    with pytest.raises(
-        UserError, match=f"{mode} uses CUDA graphs, which would overwrite gradients that 2 micro-batches"
-    ) as error:
-        planned(store, tmp_path, capsys, per_device_train_batch_size=2, min_learning_rate=1.0, **settings)
-    assert "min_learning_rate" in str(error.value)  # all problems together
+    refusal = f"{mode} uses CUDA graphs, which would overwrite gradients that 2 micro-batches"
+    with pytest.raises(UserError, match=refusal):
+        planned(store, tmp_path, capsys, per_device_train_batch_size=2, **settings)
     _fresh()
     assert "compiled" in planned(store, tmp_path, capsys, per_device_train_batch_size=4, **settings)
     _fresh()

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
-
 from benchmarks.results import about, write
 from benchmarks.workload import make_store
 
+REPOSITORY = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 BUILD = HERE / "build"
 CARDS = {  # name, compute capability, multiprocessors, GB
