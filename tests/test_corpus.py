@@ -189,8 +189,8 @@ def test_links_in_a_folder_are_not_followed_and_counted(tmp_path):
     (tmp_path / "books" / "broken").symlink_to(tmp_path / "nothing")
     (tmp_path / "books" / "round").symlink_to(tmp_path / "books")
     assert documents(tmp_path / "books") == ["in"]
-    assert corpus(tmp_path / "books").left_out_words(Counts()) == "4 links, not followed"
-    assert "is not clean (4 links, not followed), and --strict" in refusal(tmp_path / "books", strict=True)
+    assert corpus(tmp_path / "books").left_out_words(Counts()) == "4 links that were not followed"
+    assert "is not clean (4 links that were not followed), and --strict" in refusal(tmp_path / "books", strict=True)
 
 
 def test_a_link_that_is_named_is_followed(tmp_path):
