@@ -1,5 +1,8 @@
 import itertools
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -68,3 +71,18 @@ def test_rungs_train_the_same_model_whatever_their_levers(tmp_path):
     found = compete(tmp_path, Measurement(1, 2, 1), "raw", **naive)
     assert len(found["seconds_a_step"]) == 2
     assert found["recompiles"] == 0
+
+
+def test_the_first_hour_on_a_gpu_runs_at_tiny_sizes_on_a_cpu(tmp_path):
+    """Its commands exist, take their flags, and resume to the bit; what they show about a GPU is for whoever has one."""
+    done = subprocess.run(
+        ["bash", "benchmarks/first_hour_on_gpu.sh", "--smoke"],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("exit code 0 after") == 8
+    assert "measured, the program itself included: a peak of" in done.stdout
