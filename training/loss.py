@@ -8,6 +8,7 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.tokens import IGNORED
 
 CHUNKS = 8  # of the batch's rows, whose logits exist one after the other
+CHUNKS_COMPILED = 4  # for a GPU, where a chunk's logits are bf16 alone and each chunk costs five launches
 ENOUGH_ROWS = 1024  # for a matrix product to be worth its start
 MULTIPLE = 128  # of columns that matrix kernels like: 50257 become 50304, as in nanoGPT
 
@@ -43,7 +44,7 @@ def linear_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, targ
     dtype, V = _dtype(weight), len(weight)
     states, matrix = hidden_states.to(dtype), _padded(weight, dtype)
     total = torch.zeros((), device=targets.device)
-    for rows in _chunks(len(states)):
+    for rows in _chunks(states):
         total += _nats(_log_probabilities(states[rows], matrix, V), targets[rows])
     return total
 
@@ -54,7 +55,7 @@ def token_nats(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch
     dtype, V = _dtype(weight), len(weight)
     states, matrix = hidden_states.to(dtype), _padded(weight, dtype)
     parts = []
-    for rows in _chunks(len(states)):
+    for rows in _chunks(states):
         log_probabilities = _log_probabilities(states[rows], matrix, V)
         parts.append(F.nll_loss(log_probabilities, targets[rows], reduction="none", ignore_index=IGNORED))
     return torch.cat(parts)
@@ -72,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=targets.device)
         grad_states = torch.empty_like(states)
         grad_matrix = torch.zeros(matrix.shape, device=matrix.device)  # fp32: sums over chunks
-        for rows in _chunks(len(states)):
+        for rows in _chunks(states):
             log_probabilities, targets_here = _log_probabilities(states[rows], matrix, V), targets[rows, None]
             total += _nats(log_probabilities, targets[rows])
             # Of the logits, row by row: between -1 and 1, which fp16 can hold too.
@@ -106,9 +107,15 @@ def _widened(gradient: torch.Tensor, width: int) -> torch.Tensor:
     return F.pad(gradient, (0, width - V)) if width > V else gradient
 
 
-def _chunks(N: int) -> list[slice]:
+def rows_of_chunk(N: int, compiled_for_gpu: bool) -> int:
     """Of N rows."""
-    size = max(ENOUGH_ROWS, -(-N // CHUNKS))
+    return min(N, max(ENOUGH_ROWS, -(-N // (CHUNKS_COMPILED if compiled_for_gpu else CHUNKS))))
+
+
+def _chunks(states: torch.Tensor) -> list[slice]:
+    """Of its rows."""
+    N = len(states)
+    size = rows_of_chunk(N, states.is_cuda and torch.compiler.is_compiling())
     return [slice(start, start + size) for start in range(0, N, size)]
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.loss import CHUNKS, ENOUGH_ROWS
+from training.loss import rows_of_chunk
 
 USABLE = 0.8  # of what is free: the rest is for workspaces, fragments and what compilation keeps besides
 BYTES_KEPT_WHOLE = 4  # of each parameter's gradient, on every process of a sharded model, while micro-batches add up
@@ -95,7 +95,7 @@ class Memory:
         if not self.on_gpu:
             return self._logits(micro_batch)
         N, V, C = micro_batch * self.model.n_positions, self.model.vocab_size, self.model.n_embd
-        rows = min(N, max(ENOUGH_ROWS, -(-N // CHUNKS)))
+        rows = rows_of_chunk(N, self.compiled)
         loss = rows * V * (LOSS_IN_HALF if self.in_half else LOSS_IN_FP32)[self.compiled]
         if self.compiled:  # the head's gradient of each chunk, in half precision; else two in fp32
             loss += V * C * (2 * -(-N // rows) if self.in_half else 8)
@@ -109,7 +109,6 @@ class Memory:
 
     def _logits(self, micro_batch: int) -> int:
         """Of one chunk: as computed, and twice in fp32; their gradient in the head's; the sum of it."""
-        rows = micro_batch * self.model.n_positions
-        rows = min(rows, max(ENOUGH_ROWS, -(-rows // CHUNKS)))
+        rows = rows_of_chunk(micro_batch * self.model.n_positions, compiled_for_gpu=False)
         V, C = self.model.vocab_size, self.model.n_embd
         return rows * V * ((2 if self.in_half else 4) + 8) + 4 * V * C
