@@ -9,6 +9,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from training.batches import TrainBatches, mix
+from training.compilation import remove_incomplete_libraries
 from training.device import Setup
 from training.loss import NextTokenLoss
 from training.sharding import shard, whole
@@ -20,6 +21,8 @@ def prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) ->
     Compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot be one
     graph (huggingface/accelerate#3991). The autocast that Accelerate puts on `forward` is part of the graph either way.
     """
+    if setup.torch_compile:
+        remove_incomplete_libraries()
     if setup.shards(accelerator):
         return shard(loss, accelerator, setup.sharding, setup.compile_settings)
     if setup.compile_settings is not None:

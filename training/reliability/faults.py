@@ -4,6 +4,8 @@ import errno
 import os
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from errors import UserError
 from training.device import memory_of_others
@@ -26,6 +28,11 @@ def made_of(error: Exception, plan: Plan, asked_micro_batch: str, folder: RunFol
         return UserError(f"{error} {_sentence(folder.last_good())}")
     if is_out_of_memory(error):
         return _out_of_memory(plan, asked_micro_batch, folder)
+    if isinstance(error, BackendCompilerFailed):
+        return UserError(
+            f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, {cache_dir()}, and give the "
+            f"same command again; if that does not help, add --torch_compile false."
+        )
     if isinstance(error, OSError) and error.errno in OF_THE_DISK:
         return UserError(
             f"{error.filename or folder.path}: {os.strerror(error.errno)}. The run ends here; {folder.last_good()}. Mend "

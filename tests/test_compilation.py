@@ -1,0 +1,53 @@
+"""Inductor's cache after a kill: incomplete libraries go, complete ones and those that are being written stay."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from training import compilation
+from training.compilation import remove_incomplete_libraries
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libraries of other systems are not ELF files")
+LIBRARY = Path(torch.__file__).parent / "lib" / "libshm.so"  # some real one, small
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilation, "LINKING", 0.5)
+    content = LIBRARY.read_bytes()
+    parts = {"empty": b"", "header": content[:1000], "almost": content[:-1], "zeros": bytes(5000), "whole": content}
+    for name, part in parts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.main.so").write_bytes(part)
+    return tmp_path
+
+
+def left(cache: Path) -> set[str]:
+    return {path.name.split(".")[0] for path in cache.rglob("*.so")}
+
+
+def test_incomplete_libraries_are_removed(cache):
+    remove_incomplete_libraries(cache)
+    assert left(cache) == {"whole"}
+
+
+def test_a_library_that_is_being_linked_stays(cache):
+    path, done = cache / "header" / "header.main.so", threading.Event()
+
+    def link() -> None:
+        while not done.wait(0.01):
+            os.utime(path, ns=(time.time_ns(), time.time_ns()))
+
+    linker = threading.Thread(target=link)
+    linker.start()
+    try:
+        remove_incomplete_libraries(cache)
+    finally:
+        done.set()
+        linker.join()
+    assert left(cache) == {"whole", "header"}
