@@ -190,6 +190,8 @@ def test_attention_avoids_cudnn_with_masks_at_lengths_where_it_gave_nan(stores, 
         "0",
         "--mask_documents",
         "true",
+        "--attn_pdrop",
+        "0",
     )
     for context, kernel in (("64", "efficient"), ("128", "cudnn")):
         done = on_card(
