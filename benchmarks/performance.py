@@ -165,10 +165,28 @@ def generate(path: Path, result: dict[str, Any]) -> str:
     return "\n\n".join([told, *sections, measured_on(result, path)])
 
 
+def fake_cuda(path: Path, result: dict[str, Any]) -> str:
+    """Counts, not times: see tests/fake_cuda/README.md."""
+    step = result["step"]
+    rows = [
+        [f"{found['preset']} on {found['card']}", *(f"{found[name]:,}" for name in ("micro_batch", "accumulation"))]
+        + [f"{found[name]:.2f}" for name in ("planned_gb", "peak_gb")]
+        for found in result["memory"]
+    ]
+    head = ["not compiled, micro-batch auto", "micro-batch", "accumulation", "planned, GB", "the allocator's peak, GB"]
+    told = (
+        f"A step of {step['preset']}, takes {step['launches']} kernel launches, {step['triton_gb']:.1f} GB of reads and writes by Triton's "
+        f"kernels, {step['synchronizations']} synchronizations and {step['copies']} copy of its batch; planned {step['planned_gb']:.2f} GB, peak "
+        f"{step['peak_gb']:.2f} GB."
+    )
+    return "\n\n".join([told, table(head, rows), measured_on(result, path)])
+
+
 CHAPTERS = {
     "train-step": ("A training step", train_step),
     "ladder": ("The ladder", ladder),
     "generate": ("Generation", generate),
+    "fake": ("A GPU's memory and launches, counted without a GPU", fake_cuda),
 }
 
 
