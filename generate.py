@@ -100,7 +100,8 @@ def main(arguments: list[str]) -> None:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=options.dtype, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    model.generation_config = GenerationConfig()  # only the flags count: a max_length of its own warns in every window
+    # Of its settings only the ends of a text; otherwise the flags count: a max_length of its own would warn in every window.
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     tokenizer = vocabulary.load(source)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu").eval()
     if options.num_return_sequences == 1:

@@ -145,7 +145,8 @@ def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> It
     At temperature 0 these are the tokens of generate.py. `generate` draws from the one generator that all share; here each
     text has its own, so that a seed gives the same text whoever else is writing.
     """
-    context, ends = model.config.max_position_embeddings, model.config.eos_token_id
+    context, ends = model.config.max_position_embeddings, model.generation_config.eos_token_id
+    ends = model.config.eos_token_id if ends is None else ends
     ends = set(ends if isinstance(ends, list) else [ends])
     generator = torch.Generator(model.device).manual_seed(settings.seed)
     process = settings.processors()

@@ -40,7 +40,7 @@ def test_each_of_several_texts_goes_on_where_it_stood_and_ends_where_it_ends(let
 @torch.no_grad()
 def test_a_text_ends_at_any_of_several_end_tokens(letters):
     model, tokenizer = letters
-    model.config.eos_token_id = [END, 3]
+    model.generation_config.eos_token_id = [END, 3]  # as a chat model, whose config names one
     torch.manual_seed(1)
     texts = continue_texts(model, tokenizer, "a", 64, 30, generation_config(1.0, top_k=4))
     assert not {END, 3} & {id for text in texts for id in tokenizer.encode(text)}

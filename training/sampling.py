@@ -112,7 +112,9 @@ def continue_texts(
     Raises:
         UserError: the prompt has a character that the tokenizer does not know, or is empty where it cannot be.
     """
-    context, eos = model.config.max_position_embeddings, model.config.eos_token_id
+    context = model.config.max_position_embeddings
+    eos = model.generation_config.eos_token_id  # with the end of a chat's turn
+    eos = model.config.eos_token_id if eos is None else eos
     ends = eos if isinstance(eos, list) else [eos]
     prompt_ids = encode_prompt(tokenizer, prompt)[-context + 1 :]  # one that fills the context leaves room for nothing
     tokens = torch.tensor([prompt_ids] * number, device=model.device)  # (B, T)
