@@ -192,8 +192,9 @@ def make_plan(
     available = _available(accelerator, config.cost.plan_device, reserved)
     if model is not None:
         memory = _memory(model, config, accelerator, setup)
-        largest = torch.tensor([memory.largest_micro_batch(available)], device=accelerator.device)
-        largest = int(accelerator.gather(largest).min())
+        largest = memory.largest_micro_batch(available)
+        if accelerator.num_processes > 1:
+            largest = int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
         largest = min(largest, restarted.get("micro_batch", largest))
         batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
         problems += batch_problems
