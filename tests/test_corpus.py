@@ -84,44 +84,30 @@ def test_a_folder_is_read_in_the_order_of_its_names_without_hidden_files(tmp_pat
     for name in ("b.txt", "a.txt", "sub/c.md", ".hidden.txt", ".git/config", "sub/.cache/d.txt"):
         write(tmp_path / "books" / name, name)
     assert documents(tmp_path / "books") == ["a.txt", "b.txt", "sub/c.md"]
+    given = [tmp_path / "books" / name for name in ("b.txt", ".hidden.txt", "a.txt")]
+    assert documents(*given) == ["b.txt", ".hidden.txt", "a.txt"]  # files that are named: as they are
 
 
-def test_a_hidden_file_that_is_named_is_read(tmp_path):
-    assert documents(write(tmp_path / ".hidden.txt", "text")) == ["text"]
-
-
-def test_inputs_are_read_in_the_order_given(tmp_path):
-    later, first = write(tmp_path / "a.txt", "later"), write(tmp_path / "b.txt", "first")
-    assert documents(first, later) == ["first", "later"]
-
-
-def test_a_glob_finds_files_in_a_fixed_order(tmp_path):
-    for name in ("b.txt", "a.txt", "no.md", "deep/er/c.txt"):
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*.txt", ["a.txt", "b.txt"]),
+        ("**/*.txt", ["a.txt", "b.txt", "deep/er/c.txt", "en/d.txt"]),
+        ("**", ["a.txt", "b.txt", "deep/er/c.txt", "deep/no.md", "en/d.txt"]),
+        ("*e*", ["deep/er/c.txt", "deep/no.md", "en/d.txt"]),  # folders
+    ],
+)
+def test_a_glob_finds_every_file_once_in_a_fixed_order(tmp_path, pattern, found):
+    for name in ("b.txt", "a.txt", "en/d.txt", "deep/no.md", "deep/er/c.txt", "deep/.hidden"):
         write(tmp_path / name, name)
-    assert documents(tmp_path / "*.txt") == ["a.txt", "b.txt"]
-    assert documents(tmp_path / "**" / "*.txt") == ["a.txt", "b.txt", "deep/er/c.txt"]
+    assert documents(tmp_path / pattern) == found
 
 
-def test_a_glob_of_everything_reads_every_file_once(tmp_path):
-    for name in ("a.txt", "deep/b.txt", "deep/er/c.txt", "deep/.hidden"):
-        write(tmp_path / name, name)
-    assert documents(tmp_path / "**") == ["a.txt", "deep/b.txt", "deep/er/c.txt"]
-
-
-def test_a_glob_of_folders_reads_what_is_inside(tmp_path):
-    for name in ("en/a.txt", "en/deep/b.txt", "de/c.txt", "d.txt"):
-        write(tmp_path / name, name)
-    assert documents(tmp_path / "*e*") == ["de/c.txt", "en/a.txt", "en/deep/b.txt"]
-
-
-@pytest.mark.parametrize("name", ["my notes.txt", "Über 雪 👩‍👩‍👧.txt", "draft [1].txt", "50% #2?.txt", "none"])
-def test_a_text_file_may_have_any_name(tmp_path, name):
+@pytest.mark.parametrize("name", ["my notes", "Über 雪 👩‍👩‍👧", "50% #2?", "draft [1]", "a::b"])
+def test_a_file_may_have_any_name(tmp_path, name):
+    assert documents(write(tmp_path / "a folder" / f"{name}.txt", "text")) == ["text"]
     assert documents(write(tmp_path / "a folder" / name, "text")) == ["text"]
-
-
-@pytest.mark.parametrize("name", ["my notes.jsonl", "雪 #1 50%.jsonl", "draft [1].jsonl", "why?.jsonl", "a::b.jsonl"])
-def test_a_file_of_records_may_have_any_name(tmp_path, name):
-    assert documents(write_records(tmp_path / "a folder" / name, [{"text": "one"}])) == ["one"]
+    assert documents(write_records(tmp_path / "a folder" / f"{name}.jsonl", [{"text": "one"}])) == ["one"]
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
@@ -130,25 +116,17 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     assert documents("~/a.txt") == documents("~/*.txt") == ["text"]
 
 
-@pytest.mark.parametrize("entry", ["nothing.txt", "no*.txt", "a b/c.txt", "~/nothing here", "one/two/three.txt"])
-def test_what_is_not_there_is_named(tmp_path, monkeypatch, entry):
-    monkeypatch.chdir(tmp_path)
-    assert refusal(entry) == f"{entry} is no file, folder, glob or Hub dataset; nothing to read there."
-
-
-def test_a_misspelt_path_that_reads_like_a_hub_dataset_is_answered_as_both(tmp_path, monkeypatch):
+def test_what_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "books" / "a.txt", "text")
+    write(tmp_path / "empty" / ".hidden", "text")
+    for entry in ("nothing.txt", "no*.txt", "a b/c.txt", "~/nothing here", "one/two/three.txt", "books/b.txt"):
+        assert refusal(entry) == f"{entry} is no file, folder, glob or Hub dataset; nothing to read there."
     assert (
         refusal("boks/a.txt")
         == "boks/a.txt is not a local path, and the Hub cannot be reached (HF_HUB_OFFLINE is set)."
     )
-    assert refusal("books/b.txt") == "books/b.txt is no file, folder, glob or Hub dataset; nothing to read there."
-
-
-def test_an_empty_folder_is_named(tmp_path):
-    write(tmp_path / ".hidden", "text")
-    assert refusal(tmp_path) == f"{tmp_path} is an empty folder; nothing to read there."
+    assert refusal("empty") == "empty is an empty folder; nothing to read there."
 
 
 def test_a_pipe_that_is_named_is_refused_and_one_in_a_folder_left_out(tmp_path):
@@ -193,11 +171,15 @@ def test_links_in_a_folder_are_not_followed_and_counted(tmp_path):
     assert "is not clean (4 links that were not followed), and --strict" in refusal(tmp_path / "books", strict=True)
 
 
-def test_a_link_that_is_named_is_followed(tmp_path):
+def test_a_link_that_is_named_is_followed_unless_it_is_broken(tmp_path):
     write(tmp_path / "elsewhere" / "b.txt", "out")
     (tmp_path / "a.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
     (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
     assert documents(tmp_path / "a.txt") == documents(tmp_path / "folder") == documents(tmp_path / "*.txt") == ["out"]
+    for name, target in (("broken", "nothing"), ("round", "round")):
+        link = tmp_path / name
+        link.symlink_to(tmp_path / target)
+        assert refusal(link) == f"{link} is a broken link; mend it or leave it out."
 
 
 def test_a_folder_of_links_is_refused_with_the_remedy(tmp_path):
@@ -206,12 +188,6 @@ def test_a_folder_of_links_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "books" / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
     assert "is a folder of links, which are not followed unless a glob names them" in refusal(tmp_path / "books")
     assert documents(tmp_path / "books" / "*") == ["out"]
-
-
-@pytest.mark.parametrize("target", ["nothing", "link"])
-def test_a_broken_link_that_is_named_is_refused(tmp_path, target):
-    (tmp_path / "link").symlink_to(tmp_path / target)
-    assert refusal(tmp_path / "link") == f"{tmp_path / 'link'} is a broken link; mend it or leave it out."
 
 
 def test_a_file_that_is_named_twice_is_refused_with_the_remedy(tmp_path, monkeypatch):
@@ -226,10 +202,21 @@ def test_a_file_that_is_named_twice_is_refused_with_the_remedy(tmp_path, monkeyp
 # ---- kinds ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["A.JSONL", "a.ndjson", "a.b.jsonl"])
-def test_a_record_format_is_known_by_its_suffix(tmp_path, name):
-    path = write(tmp_path / name, '{"text": "one"}\n{"text": "two"}\n')
-    assert documents(path) == ["one", "two"]
+TWO = '{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("A.JSONL", TWO), ("a.ndjson", TWO), ("a.b.jsonl", TWO), ("a.json", TWO.rstrip())),
+        ("a.json", '[{"text": "one"}, {"text": "two"}]'),
+        ("a.json", '\ufeff \n[\n  {"text": "one"},\n  {"text": "two"}\n]\n'),
+        ("a.json", '["one", "two"]'),
+        ("a.json", '\ufeff{"prose": "one"}\n{"prose": "two"}\n'),
+    ],
+)
+def test_records_are_known_by_the_suffix_and_json_may_be_a_list_or_a_record_a_line(tmp_path, name, content):
+    assert documents(write(tmp_path / name, content)) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -240,29 +227,11 @@ def test_a_json_file_that_holds_no_records_is_text(tmp_path, content):
     assert documents(write(tmp_path / "config.json", content)) == [content]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        '[{"text": "one"}, {"text": "two"}]',
-        '\ufeff \n[\n  {"text": "one"},\n  {"text": "two"}\n]\n',
-        '["one", "two"]',
-        '{"text": "one"}\n{"text": "two"}',
-        '\ufeff{"prose": "one"}\n{"prose": "two"}\n',
-    ],
-)
-def test_a_json_file_may_be_a_list_or_a_record_a_line(tmp_path, content):
-    assert documents(write(tmp_path / "a.json", content)) == ["one", "two"]
-
-
 def test_a_json_file_of_one_record_is_known_by_its_column(tmp_path):
     assert documents(write(tmp_path / "a.json", '{"id": 1, "content": "one"}\n')) == ["one"]
     path = write(tmp_path / "b.json", '{"id": 1, "prose": "one"}\n')
     assert documents(path) == ['{"id": 1, "prose": "one"}\n']
     assert documents(path, text_column="prose") == ["one"]
-
-
-def test_a_json_list_of_nothing_is_no_text(tmp_path):
-    assert refusal(write(tmp_path / "a.json", "[]\n")).endswith("a.json holds no text: nothing was found.")
 
 
 # ---- columns ----------------------------------------------------------------------------------------------------------
@@ -279,10 +248,7 @@ def test_a_record_is_a_document_and_its_text_column_is_found(tmp_path, suffix, c
 def test_text_goes_before_content_and_both_before_others(tmp_path):
     records = [{"title": "no", "content": "no", "text": "yes"}, {"title": "no", "content": "no", "text": "too"}]
     assert documents(write_records(tmp_path / "a.jsonl", records)) == ["yes", "too"]
-
-
-def test_a_column_of_numbers_is_not_the_text(tmp_path):
-    assert documents(write(tmp_path / "a.csv", "id,score,prose\n1,-0.5,one\n2,3,two\n")) == ["one", "two"]
+    assert documents(write(tmp_path / "a.csv", "id,score,prose\n1,-0.5,one\n2,3,two\n")) == ["one", "two"]  # no numbers
 
 
 def test_the_column_is_found_where_the_first_records_are_broken_or_lack_it(tmp_path):
@@ -291,14 +257,10 @@ def test_the_column_is_found_where_the_first_records_are_broken_or_lack_it(tmp_p
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_a_text_column_can_be_named(tmp_path, suffix):
-    path = write_records(tmp_path / f"records.{suffix}", [{"text": "no", "summary": "yes"}])
+def test_a_text_column_can_be_named_and_one_that_is_not_there_is_answered_with_those_that_are(tmp_path, suffix):
+    path = write_records(tmp_path / f"a.{suffix}", [{"text": "no", "summary": "yes"}])
     assert documents(path, text_column="summary") == ["yes"]
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_a_text_column_that_is_not_there_is_answered_with_those_that_are(tmp_path, suffix):
-    path = write_records(tmp_path / f"records.{suffix}", [{"question": "a", "answer": "b"}])
+    path = write_records(tmp_path / f"b.{suffix}", [{"question": "a", "answer": "b"}])
     given = "its columns are question, answer: give one as --text_column."
     assert refusal(path, text_column="texts") == f"{path} has no column 'texts'; {given}"
     assert refusal(path) == f"{path} does not say which column holds the text; {given}"
@@ -318,18 +280,14 @@ def test_all_files_whose_column_cannot_be_told_are_named(tmp_path):
     assert [Path(line.split()[0]).name for line in str(error.value).splitlines()] == ["a.jsonl", "b.jsonl"]
 
 
-def test_a_column_of_chats_is_found(tmp_path):
+def test_a_column_of_chats_is_found_where_none_of_text_is(tmp_path):
     chat = [{"role": "user", "content": "Hi"}]
     for column in ("messages", "conversations"):
-        source = corpus(
-            write_records(tmp_path / f"{column}.jsonl", [{"id": "1", column: []}, {"id": "2", column: chat}])
-        )
+        records = [{"id": "1", column: []}, {"id": "2", column: chat}]
+        source = corpus(write_records(tmp_path / f"{column}.jsonl", records))
         [unit] = source.units()
         assert (unit.stretches[0].column, source.has_chats) == (column, True)
-
-
-def test_a_column_of_text_is_no_chat(tmp_path):
-    source = corpus(write_records(tmp_path / "a.jsonl", [{"text": "one", "messages": [{"role": "a", "content": "b"}]}]))
+    source = corpus(write_records(tmp_path / "a.jsonl", [{"text": "one", "messages": chat}]))
     source.units()
     assert not source.has_chats
 
@@ -341,24 +299,18 @@ def ranges(source: Corpus) -> list[list[tuple]]:
     return [[(Path(s.path).name, s.start, s.stop) for s in unit.stretches] for unit in source.units()]
 
 
-def test_small_files_share_a_unit_and_large_ones_are_divided(tmp_path, monkeypatch):
+def test_small_files_share_a_unit_and_large_ones_are_divided_but_for_archives_and_json_lists(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", 100)
-    for name, size in {"a.txt": 40, "b.txt": 60, "c.txt": 1, "d.txt": 250}.items():
+    for name, size in {"a.txt": 40, "b.txt": 60, "c.txt": 1, "d.txt": 250, "e.txt.gz": 1000}.items():
         write(tmp_path / name, "x" * size)
+    write_records(tmp_path / "f.json", [{"text": "x" * 1000}])
     assert ranges(corpus(tmp_path)) == [
         [("a.txt", 0, None), ("b.txt", 0, None)],
         [("c.txt", 0, None)],
-        [("d.txt", 0, 100)],
-        [("d.txt", 100, 200)],
-        [("d.txt", 200, None)],
+        *([("d.txt", 0, 100)], [("d.txt", 100, 200)], [("d.txt", 200, None)]),
+        [("e.txt.gz", 0, None)],
+        [("f.json", 0, None)],
     ]
-
-
-def test_a_compressed_file_and_a_json_list_are_never_divided(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 10)
-    write(tmp_path / "a.txt.gz", b"x" * 100)
-    write_records(tmp_path / "b.json", [{"text": "x" * 100}])
-    assert ranges(corpus(tmp_path)) == [[("a.txt.gz", 0, None)], [("b.json", 0, None)]]
 
 
 def test_a_parquet_file_is_divided_by_its_row_groups(tmp_path, monkeypatch):
@@ -370,33 +322,24 @@ def test_a_parquet_file_is_divided_by_its_row_groups(tmp_path, monkeypatch):
     assert documents(tmp_path) == texts
 
 
-def test_inputs_do_not_share_units_and_each_has_its_weight(tmp_path):
-    for name in ("a", "b"):
-        write(tmp_path / f"{name}.txt", name)
-    units = corpus(tmp_path / "a.txt", tmp_path / "b.txt", weights=[1, 0.5]).units()
-    assert [unit.copies for unit in units] == [1, 0.5]
-
-
-def test_units_survive_being_written_down(tmp_path):
+def test_inputs_do_not_share_units_which_keep_their_weights_when_written_down(tmp_path):
     write(tmp_path / "a.txt", GOOD)
     write_records(tmp_path / "b.jsonl", [{"prose": "one"}])
-    units = corpus(tmp_path, weights=[3]).units()
+    units = corpus(tmp_path / "a.txt", tmp_path / "b.jsonl", weights=[1, 0.5]).units()
+    assert [unit.copies for unit in units] == [1, 0.5]
     assert [Unit.from_json(json.loads(json.dumps(unit.to_json()))) for unit in units] == units
 
 
 # ---- identity ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_fingerprint_follows_content_and_kind_and_not_names_or_times(tmp_path):
+def test_the_fingerprint_follows_content_kind_and_order_and_not_names_or_times(tmp_path):
     first = corpus(write(tmp_path / "a.txt", '{"text": "one"}\n')).fingerprint()
     os.utime(tmp_path / "a.txt", (1, 1))
     assert corpus(tmp_path / "a.txt").fingerprint() == first
     assert corpus(write(tmp_path / "moved" / "b.md", '{"text": "one"}\n')).fingerprint() == first
     assert corpus(write(tmp_path / "a.jsonl", '{"text": "one"}\n')).fingerprint() != first
     assert corpus(write(tmp_path / "a.txt", '{"text": "two"}\n')).fingerprint() != first
-
-
-def test_the_fingerprint_follows_order_and_where_a_file_ends(tmp_path):
     ab, c, a, bc = (write(tmp_path / f"{i}.txt", text) for i, text in enumerate(["ab", "c", "a", "bc"]))
     assert len({corpus(*inputs).fingerprint() for inputs in ((ab, c), (c, ab), (a, bc))}) == 3
 
@@ -440,6 +383,7 @@ def test_a_file_that_goes_away_before_it_is_read_is_named(tmp_path):
         ("a.jsonl", "broken\n", "1 record without text"),
         ("a.csv", "", "nothing was found"),
         ("a.csv", "text,id\n", "nothing was found"),
+        ("a.json", "[]\n", "nothing was found"),
     ],
 )
 def test_input_without_any_text_is_refused(tmp_path, name, content, why):
@@ -457,27 +401,17 @@ def test_blank_documents_and_binary_files_are_left_out_and_counted(tmp_path):
     assert corpus(tmp_path).left_out_words(counts) == "2 blank documents, 1 binary file"
 
 
-@pytest.mark.parametrize(("bad", "refused"), [(10, False), (11, True)])
-def test_up_to_one_percent_of_the_bytes_may_be_invalid(tmp_path, bad, refused):
-    path = write(tmp_path / "a.txt", b"x" * 490 + b"\n" + b"\xff" * bad + b"x" * (509 - bad))
-    if refused:
-        assert (
-            refusal(path)
-            == f"{path} is not UTF-8 text: 11 of 1,000 bytes are invalid; the first in {path}, line 2; convert it."
-        )
-    else:
-        assert read(path)[1].bad_bytes == 10
+def test_up_to_one_percent_of_all_bytes_may_be_invalid(tmp_path):
+    def with_bad(number: int) -> Path:
+        return write(tmp_path / "a.txt", b"x" * 490 + b"\n" + b"\xff" * number + b"x" * (509 - number))
 
-
-def test_the_share_is_of_all_text_and_not_of_each_file(tmp_path):
-    write(tmp_path / "a.txt", "é".encode("latin-1"))
-    write(tmp_path / "b.txt", GOOD)
-    assert documents(tmp_path) == ["\ufffd", GOOD]
-
-
-def test_text_in_another_encoding_is_refused(tmp_path):
-    path = write(tmp_path / "a.txt", ("déjà vu à la crème " * 10).encode("latin-1"))
-    assert "a.txt is not UTF-8 text: 40 of 190 bytes are invalid; the first in" in refusal(path)
+    assert read(with_bad(10))[1].bad_bytes == 10
+    path = with_bad(11)
+    sentence = f"{path} is not UTF-8 text: 11 of 1,000 bytes are invalid; the first in {path}, line 2; convert it."
+    assert refusal(path) == sentence
+    latin = write(tmp_path / "a.txt", "é".encode("latin-1"))
+    assert "a.txt is not UTF-8 text: 1 of 1 bytes are invalid; the first in" in refusal(latin)
+    assert documents(latin, write(tmp_path / "b.txt", GOOD)) == ["\ufffd", GOOD]  # the share is not of each file
 
 
 @pytest.mark.parametrize(
@@ -530,14 +464,10 @@ def test_strict_refuses_what_is_otherwise_mended_and_says_where_it_stands(tmp_pa
         documents(tmp_path, strict=True)
 
 
-def test_strict_takes_clean_text_as_it_is(tmp_path):
-    assert documents(write(tmp_path / "a.txt", "très \ufffd clean\r\n"), strict=True) == ["très \ufffd clean\r\n"]
-
-
-def test_strict_takes_blank_documents(tmp_path):
-    write(tmp_path / "a.txt", "text")
+def test_strict_takes_clean_text_as_it_is_and_blank_documents(tmp_path):
+    write(tmp_path / "a.txt", "très \ufffd clean\r\n")
     write(tmp_path / "b.txt", "")
-    assert documents(tmp_path, strict=True) == ["text"]
+    assert documents(tmp_path, strict=True) == ["très \ufffd clean\r\n"]
 
 
 # ---- files in folders that are no text ---------------------------------------------------------------------------------

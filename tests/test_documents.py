@@ -69,35 +69,36 @@ def joined(found: list[Piece]) -> str:
 # ---- what is a document -----------------------------------------------------------------------------------------------
 
 
-def test_a_text_file_is_one_document_kept_to_the_byte(tmp_path):
-    text = "  First line\r\n\r\n\tsecond\u2028line \n\n"
+@pytest.mark.parametrize(
+    "text", ["  First line\r\n\r\n\tsecond\u2028line \n\n", "one\n", "one", "\n\none\n", "one\x00\n" + GOOD]
+)
+def test_a_text_file_is_one_document_kept_to_the_byte(tmp_path, text):
     texts, counts = read(write(tmp_path / "a.txt", text))
     assert texts == [text]
     assert counts == Counts(documents=1, bytes=len(text.encode()))
 
 
-@pytest.mark.parametrize("text", ["one\n", "one", "\n\none\n", "one\x00\n" + GOOD])
-def test_a_text_file_may_end_and_begin_in_any_way(tmp_path, text):
-    assert documents(write(tmp_path / "a.txt", text)) == [text]
-
-
-def test_lines_are_documents_without_their_ends(tmp_path):
-    path = write(tmp_path / "a.txt", "one\r\n  two \n\n \t\nthree\rthree\u2028\x85three\nfour")
-    texts, counts = read(path, sample_by="line")
-    assert texts == ["one", "  two ", "three\rthree\u2028\x85three", "four"]
-    assert (counts.documents, counts.blank) == (4, 2)
-
-
-def test_paragraphs_are_documents_between_blank_lines(tmp_path):
-    path = write(tmp_path / "a.txt", "\n\none\r\none\r\n\r\n  two\ntwo  \n \t\n\u3000\n\nthree\n")
-    texts, counts = read(path, sample_by="paragraph")
-    assert texts == ["one\none", "  two\ntwo  ", "three"]
-    assert counts.documents == 3
-
-
-@pytest.mark.parametrize("sample_by", ["line", "paragraph"])
-def test_records_are_documents_whatever_a_plain_text_is_divided_into(tmp_path, sample_by):
-    text = "one\n\ntwo\nthree"
+@pytest.mark.parametrize(
+    ("sample_by", "text", "expected", "blank"),
+    [
+        (
+            "line",
+            "one\r\n  two \n\n \t\nthree\rthree\u2028\x85three\nfour",
+            ["one", "  two ", "three\rthree\u2028\x85three", "four"],
+            2,
+        ),
+        (
+            "paragraph",
+            "\n\none\r\none\r\n\r\n  two\ntwo  \n \t\n\u3000\n\nthree\n",
+            ["one\none", "  two\ntwo  ", "three"],
+            0,
+        ),
+    ],
+)
+def test_lines_and_paragraphs_of_plain_text_are_documents(tmp_path, sample_by, text, expected, blank):
+    texts, counts = read(write(tmp_path / "a.txt", text), sample_by=sample_by)
+    assert texts == expected
+    assert (counts.documents, counts.blank) == (len(expected), blank)
     assert documents(write_records(tmp_path / "a.jsonl", [{"text": text}]), sample_by=sample_by) == [text]
 
 
@@ -115,23 +116,25 @@ def test_counts_of_several_parts_add_up_and_keep_the_first_place():
 # ---- records ----------------------------------------------------------------------------------------------------------
 
 
-def test_fields_of_csv_hold_quotes_commas_and_line_breaks(tmp_path):
-    path = write(tmp_path / "a.csv", 'id,text\r\n1,"He said, ""no""\r\n\n  twice"\r\n2,plain\r\n')
-    assert documents(path) == ['He said, "no"\r\n\n  twice', "plain"]
-
-
-@pytest.mark.parametrize(("name", "mark"), [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", "\t")])
-def test_fields_of_csv_may_be_parted_by_semicolons_and_tabs(tmp_path, name, mark):
-    assert documents(write(tmp_path / name, f"id{mark}text\n1{mark}one, two\n")) == ["one, two"]
-
-
-def test_a_csv_file_may_hold_nuls_and_end_lines_with_cr_alone(tmp_path):
-    assert documents(write(tmp_path / "a.csv", "text,id\rone\0one,1\rtwo,2")) == ["one\0one", "two"]
-
-
-def test_words_that_csv_readers_take_for_nothing_are_text(tmp_path):
-    words = ["word", "null", "NA", "None", "nan"]
-    assert documents(write_records(tmp_path / "a.csv", [{"text": text} for text in words])) == words
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "a.csv",
+            'id,text\r\n1,"He said, ""no""\r\n\n  twice"\r\n2,plain\r\n',
+            ['He said, "no"\r\n\n  twice', "plain"],
+        ),
+        ("a.csv", "id;text\n1;one, two\n", ["one, two"]),
+        ("a.csv", "id\ttext\n1\tone, two\n", ["one, two"]),
+        ("a.tsv", "id\ttext\n1\tone, two\n", ["one, two"]),
+        ("a.csv", "text,id\rone\0one,1\rtwo,2", ["one\0one", "two"]),
+        ("a.csv", "text\nword\nnull\nNA\nNone\nnan\n", ["word", "null", "NA", "None", "nan"]),
+        ("a.csv", 'text\n"' + "words, and more\n" * 70_000 + '"\n', ["words, and more\n" * 70_000]),  # a megabyte
+    ],
+    ids=["quotes", "semicolons", "tabs", "tsv", "NULs and CR alone", "words for nothing", "a long field"],
+)
+def test_fields_of_csv(tmp_path, name, content, expected):
+    assert documents(write(tmp_path / name, content)) == expected
 
 
 def test_csv_rows_that_are_too_short_are_counted_and_too_long_ones_read(tmp_path):
@@ -141,67 +144,48 @@ def test_csv_rows_that_are_too_short_are_counted_and_too_long_ones_read(tmp_path
     assert (counts.empty_records, counts.first["empty_records"]) == (1, [str(tmp_path / "a.csv"), {"line": 202}])
 
 
-def test_a_csv_field_of_a_megabyte_is_text(tmp_path):
-    text = "words, and more\n" * 70_000
-    assert documents(write_records(tmp_path / "a.csv", [{"text": text}])) == [text]
-
-
 @pytest.mark.parametrize("last", ['{"text": "cut o', '{"text": "cut"', '{"te', "{", '{"text": "caf\\u00'])
-def test_a_broken_last_line_is_counted(tmp_path, last):
+@pytest.mark.parametrize("value", ["true", '{"a": "b"}', "[" * 10_000 + "]" * 10_000, "1" * 5000, "NaN"])
+def test_a_broken_last_line_and_a_value_that_is_no_text_are_counted(tmp_path, last, value):
     lines = [json.dumps({"text": f"document {i}"}) for i in range(200)]
-    texts, counts = read(write(tmp_path / "a.jsonl", "\n".join([*lines, last])))
-    assert len(texts) == 200
-    assert counts.empty_records == 1
+    lines = [*lines[:7], f'{{"text": {value}}}', *lines[7:], last]
+    texts, counts = read(write(tmp_path / "a.jsonl", "\n".join(lines)))
+    assert texts == [f"document {i}" for i in range(200)]
+    assert (counts.empty_records, counts.documents) == (2, 200)
 
 
 def test_a_last_record_without_line_end_is_read(tmp_path):
     assert documents(write(tmp_path / "a.jsonl", '{"text": "one"}\r\n\r\n{"text": "two"}')) == ["one", "two"]
 
 
-@pytest.mark.parametrize(
-    "value", ["null", "5", "true", '["a"]', '{"a": "b"}', "[" * 10_000 + "]" * 10_000, "1" * 5000, "NaN"]
-)
-def test_a_value_that_is_no_text_is_counted(tmp_path, value):
-    lines = [json.dumps({"text": f"document {i}"}) for i in range(200)]
-    texts, counts = read(write(tmp_path / "a.jsonl", "\n".join([*lines[:7], f'{{"text": {value}}}', *lines[7:]])))
-    assert len(texts) == 200
-    assert (counts.empty_records, counts.documents) == (1, 200)
-
-
-def test_lone_surrogates_in_json_are_replaced_and_pairs_are_characters(tmp_path):
-    lines = ['{"text": "a\\ud800b\\udc00"}', '{"text": "\\ud83d\\ude42"}', json.dumps({"text": GOOD})]
+def test_surrogates_and_bytes_in_a_record_that_are_not_utf8_are_replaced_and_counted(tmp_path):
+    lines = [json.dumps({"text": GOOD}), '{"text": "a\\ud800b\\udc00"}', '{"text": "\\ud83d\\ude42"}']
     texts, counts = read(write(tmp_path / "a.jsonl", "\n".join(lines)))
-    assert texts == ["a\ufffdb\ufffd", "🙂", GOOD]
-    assert (counts.bad_bytes, counts.bytes) == (2, 8 + 4 + len(GOOD))
-
-
-def test_a_byte_in_a_record_that_is_not_utf8_is_replaced_and_counted(tmp_path):
-    texts, counts = read(write(tmp_path / "a.jsonl", json.dumps({"text": GOOD}).encode() + b'\n{"text": "caf\xe9"}'))
+    assert texts == [GOOD, "a\ufffdb\ufffd", "🙂"]
+    assert (counts.bad_bytes, counts.bytes) == (2, len(GOOD) + 8 + 4)
+    texts, counts = read(write(tmp_path / "a.jsonl", lines[0].encode() + b'\n{"text": "caf\xe9"}'))
     assert texts == [GOOD, "caf\ufffd"]
     assert (counts.bad_bytes, counts.first["bad_bytes"][1]) == (1, {"byte": len(GOOD) + 13})
 
 
 def test_a_record_that_is_too_long_for_the_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(documents_module, "LONGEST_RECORD", 1 << 20)
-    long = "words " * 200_000
-    jsonl = write_records(tmp_path / "a.jsonl", [{"text": "one"}, {"text": long}])
-    assert "a.jsonl cannot be read: line 2 is longer than 1 MiB, too long for one record; mend it" in refusal(jsonl)
-    assert "write it as jsonl, a record a line" in refusal(write_records(tmp_path / "a.json", [{"text": long}]))
-    csv = write_records(tmp_path / "a.csv", [{"text": "one"}, {"text": long}])
-    assert "a.csv cannot be read: it is longer than 1 Mi characters, too long for one record, in line 3;" in refusal(
-        csv
-    )
-    quoted = write_records(tmp_path / "b.csv", [{"text": "one"}, {"text": "words\n" * 200_000}])
+    records = [{"text": "one"}, {"text": "words " * 200_000}]
+    for name, sentence in (
+        ("a.jsonl", r"a\.jsonl cannot be read: line 2 is longer than 1 MiB, too long for one record; mend it"),
+        ("a.json", "write it as jsonl, a record a line"),
+        ("a.csv", r"a\.csv cannot be read: it is longer than 1 Mi characters, too long for one record, in line 3;"),
+    ):
+        assert re.search(sentence, refusal(write_records(tmp_path / name, records)))
+    quoted = refusal(write_records(tmp_path / "b.csv", [{"text": "one"}, {"text": "words\n" * 200_000}]))
     assert re.search(
-        r"b\.csv cannot be read: field larger than field limit \(1048576\), in line [\d,]+; mend it", refusal(quoted)
+        r"b\.csv cannot be read: field larger than field limit \(1048576\), in line [\d,]+; mend it", quoted
     )
 
 
 def test_a_broken_json_list_is_refused_with_the_place(tmp_path):
-    path = write(tmp_path / "a.json", '[{"text": "one"}, {"text": "tw')
-    assert re.search(
-        r"a\.json cannot be read: Unterminated string .*char 27\); mend it or leave it out\.$", refusal(path)
-    )
+    sentence = refusal(write(tmp_path / "a.json", '[{"text": "one"}, {"text": "tw'))
+    assert re.search(r"a\.json cannot be read: Unterminated string .*char 27\); mend it or leave it out\.$", sentence)
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int8(), pa.string())])
@@ -212,18 +196,12 @@ def test_parquet_text_may_be_of_any_kind_and_in_many_row_groups(tmp_path, kind):
     assert documents(tmp_path / "a.parquet") == texts
 
 
-def test_null_text_in_parquet_is_counted(tmp_path):
-    pq.write_table(pa.table({"text": ["one", None] + ["more"] * 150}), tmp_path / "a.parquet", row_group_size=2)
+def test_parquet_text_that_is_null_or_breaks_its_promise_of_utf8_is_counted(tmp_path):
+    column = pa.array([GOOD.encode(), None, b"caf\xe9", *[b"more"] * 150]).view(pa.string())
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=2)
     texts, counts = read(tmp_path / "a.parquet")
-    assert texts == ["one"] + ["more"] * 150
+    assert texts == [GOOD, "caf\ufffd", *["more"] * 150]
     assert (counts.empty_records, counts.first["empty_records"][1]) == (1, {"record": 2})
-
-
-def test_parquet_text_that_breaks_its_promise_of_utf8_is_replaced_and_counted(tmp_path):
-    column = pa.array([GOOD.encode(), b"caf\xe9"]).view(pa.string())
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    texts, counts = read(tmp_path / "a.parquet")
-    assert texts == [GOOD, "caf\ufffd"]
     assert counts.bad_bytes == 1
 
 
@@ -254,10 +232,8 @@ def test_a_byte_order_mark_at_the_start_is_no_text_and_one_inside_is_kept(tmp_pa
         write(tmp_path / "b.txt", mark * 2 + b"five"),
     ]
     assert documents(*paths) == ["Ün\ufeffder", "two", "three", "four", "\ufefffive"]
-    assert documents(write(tmp_path / "lines.txt", mark + b"six\n" + mark + b"seven"), sample_by="line") == [
-        "six",
-        "\ufeffseven",
-    ]
+    lines = write(tmp_path / "lines.txt", mark + b"six\n" + mark + b"seven")
+    assert documents(lines, sample_by="line") == ["six", "\ufeffseven"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
@@ -288,16 +264,13 @@ def test_bytes_that_are_not_utf8_are_replaced_one_by_one_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("character", ["é", "雪", "🙂"])
-def test_characters_that_lie_across_read_blocks_are_kept(tmp_path, character):
+def test_characters_that_lie_across_read_blocks_are_kept_and_broken_ones_counted_once(tmp_path, character):
     size = len(character.encode())
     for lead in range(size):
         text = "a" * lead + character * (PIECE_BYTES // size + 1) + "é"
         found, counts = pieces(write(tmp_path / "a.txt", text))
         assert joined(found) == text
         assert counts.bad_bytes == 0
-
-
-def test_a_broken_character_across_read_blocks_is_counted_once(tmp_path):
     found, counts = pieces(write(tmp_path / "a.txt", b"x" * (PIECE_BYTES - 1) + b"\xc3" + b"x" * 100))
     assert joined(found) == "x" * (PIECE_BYTES - 1) + "\ufffd" + "x" * 100
     assert counts.bad_bytes == 1
@@ -313,14 +286,11 @@ def test_line_ends_that_lie_across_read_blocks_are_ends(tmp_path, monkeypatch, s
     assert sum(piece.ends_document for piece in found) == 2
 
 
-def test_a_document_that_begins_with_a_megabyte_of_nothing_is_kept(tmp_path):
-    text = "\n" * 2_500_000 + "text\n"
-    assert documents(write(tmp_path / "a.txt", text)) == [text]
-
-
-def test_megabytes_of_nothing_are_one_blank_document(tmp_path):
+def test_megabytes_of_nothing_are_one_blank_document_unless_text_follows(tmp_path):
     found, counts = pieces(write(tmp_path / "a.txt", " \n" * 1_200_000))
     assert (found, counts.blank, counts.documents, counts.bytes) == ([], 1, 0, 0)
+    text = "\n" * 2_500_000 + "text\n"
+    assert documents(write(tmp_path / "a.txt", text)) == [text]
 
 
 # ---- pieces -----------------------------------------------------------------------------------------------------------
@@ -482,30 +452,23 @@ def test_bytes_that_are_not_utf8_are_counted_once_wherever_units_are_cut(tmp_pat
         assert counts.bad_bytes == bad
 
 
-def test_a_binary_file_of_several_units_is_counted_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1000)
-    found, counts = pieces(write(tmp_path / "a.dat", b"\0\1" * 1000 + b"some text here" * 1000))
-    assert (found, counts.binary_files) == ([], 1)
-
-
-def test_a_word_that_lies_across_units_is_not_cut(tmp_path, monkeypatch):
+def test_words_across_units_are_not_cut_and_a_binary_file_of_several_is_counted_once(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", 10)
     found, counts = pieces(write(tmp_path / "a.txt", "one two threefourfive six seven"))
     assert [piece.text for piece in found if piece.text] == ["one two threefourfive", " six seven"]
     assert counts.cut_words == 0
+    found, counts = pieces(write(tmp_path / "a.dat", b"\0\1" * 1000 + b"some text here" * 1000))
+    assert (found, counts.binary_files) == ([], 1)
 
 
 def test_a_file_that_became_shorter_meanwhile_is_refused(tmp_path):
-    texts = [write(tmp_path / "a.txt", "text"), write(tmp_path / "a.jsonl", '{"text": "one"}')]
-    table = write_records(tmp_path / "a.parquet", [{"text": "one"}])
-    stretches = [
-        Stretch(str(path), path.suffix[1:].replace("txt", "text"), 10, 1000, "text") for path in [*texts, table]
-    ]
-    for stretch in stretches:
-        with pytest.raises(
-            UserError, match=r"cannot be read: it has become shorter since its parts were planned; mend it"
-        ):
-            list(Reader().pieces(stretch))
+    write(tmp_path / "a.text", "text")
+    for kind in ("jsonl", "parquet"):
+        write_records(tmp_path / f"a.{kind}", [{"text": "one"}])
+    sentence = r"cannot be read: it has become shorter since its parts were planned; mend it"
+    for kind in ("text", "jsonl", "parquet"):
+        with pytest.raises(UserError, match=sentence):
+            list(Reader().pieces(Stretch(str(tmp_path / f"a.{kind}"), kind, 10, 1000, "text")))
 
 
 def test_a_file_that_grew_meanwhile_is_read_to_its_end(tmp_path):
@@ -517,12 +480,12 @@ def test_a_file_that_grew_meanwhile_is_read_to_its_end(tmp_path):
 
 
 def test_reading_leaves_no_file_open(tmp_path):
-    paths = [
-        write_records(tmp_path / f"a.{kind}", [{"text": "one"}] * 9) for kind in ("jsonl", "json", "csv", "parquet")
-    ]
-    paths += [write(tmp_path / "a.txt", "text"), write(tmp_path / "a.txt.gz", gzip.compress(b"text"))]
+    for kind in ("jsonl", "json", "csv", "parquet"):
+        write_records(tmp_path / f"a.{kind}", [{"text": "one"}] * 9)
+    write(tmp_path / "a.txt", "text")
+    write(tmp_path / "a.txt.gz", gzip.compress(b"text"))
     before = len(os.listdir("/dev/fd"))
-    for unit in Corpus([str(path) for path in paths], CorpusArguments()).units():
+    for unit in Corpus([str(tmp_path)], CorpusArguments()).units():
         for stretch in unit.stretches:
             found = Reader().pieces(stretch)
             next(found)
