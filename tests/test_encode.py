@@ -151,10 +151,7 @@ def test_fuzzed_texts_become_the_ids_of_tokenizers(rust, fuzz):
     words = WordEncoder(rust, np.dtype("<u2"))
     for start in range(0, len(fuzz), 5000):
         assert_same(words, rust, fuzz[start : start + 5000])
-
-
-def test_one_long_text_becomes_the_ids_of_tokenizers(rust, fuzz):
-    assert_same(WordEncoder(rust, np.dtype("<u2")), rust, ["".join(fuzz)])
+    assert_same(words, rust, ["".join(fuzz)])
 
 
 def test_megabytes_of_source_code_become_the_ids_of_tokenizers(rust):
@@ -197,13 +194,6 @@ def test_a_bpe_that_does_not_know_every_byte_is_left_to_rust(rust, fuzz):
     assert_same(words, lacking, fuzz[:1000])
 
 
-@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
-def test_ids_come_in_the_dtype_of_the_store(rust, dtype):
-    for kind in (WordEncoder, RustEncoder):
-        ids, counts = kind(rust, np.dtype(dtype))([b"some text", b""], [0, NOTHING])
-        assert (ids.dtype, counts.dtype) == (np.dtype(dtype), np.int64)
-
-
 # ---- what follows a text --------------------------------------------------------------------------------------------
 
 
@@ -214,6 +204,7 @@ def test_each_text_is_followed_by_its_own_id_or_nothing(rust, fuzz, kind):
     assert_same(kind(rust, np.dtype("<u2")), rust, texts, [pick.choice([NOTHING, 0, 1, 2, 899]) for _ in texts])
 
 
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 @pytest.mark.parametrize("kind", [WordEncoder, RustEncoder])
 @pytest.mark.parametrize(
     ("texts", "followed_by", "ids", "counts"),
@@ -224,112 +215,59 @@ def test_each_text_is_followed_by_its_own_id_or_nothing(rust, fuzz, kind):
         (["!", "", "!"], [NOTHING, 1, 0], [3, 1, 3, 0], [1, 1, 2]),
     ],
 )
-def test_texts_without_a_character_may_be_followed_too(rust, kind, texts, followed_by, ids, counts):
+def test_texts_without_a_character_may_be_followed_too(rust, kind, texts, followed_by, ids, counts, dtype):
     assert rust.token_to_id("!") == 3
-    found = kind(rust, np.dtype("<u2"))([text.encode() for text in texts], followed_by)
+    found = kind(rust, np.dtype(dtype))([text.encode() for text in texts], followed_by)
     assert (found[0].tolist(), found[1].tolist()) == (ids, counts)
+    assert (found[0].dtype, found[1].dtype) == (np.dtype(dtype), np.int64)
 
 
 # ---- which way for which tokenizer ----------------------------------------------------------------------------------
 
 
-def test_a_bpe_of_ours_is_encoded_word_by_word(rust):
-    assert type(encoder(rust, np.dtype("<u2"))) is WordEncoder
+NO_PATTERN = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+OTHER_WORDS = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\p{L}+|[^\p{L}\p{N}]+"), "isolated")
+END = ("<|endoftext|>", 0)
+TEMPLATE = processors.TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=[END])
+CHANGES = {
+    "none": (WordEncoder, lambda rust: None),
+    "dropout": (RustEncoder, lambda rust: setattr(rust.model, "dropout", 0.1)),
+    "normalizer": (RustEncoder, lambda rust: setattr(rust, "normalizer", normalizers.NFKC())),
+    "prefix space": (RustEncoder, lambda rust: setattr(rust, "pre_tokenizer", pre_tokenizers.ByteLevel())),
+    "no words": (RustEncoder, lambda rust: setattr(rust, "pre_tokenizer", NO_PATTERN)),
+    "other words": (
+        RustEncoder,
+        lambda rust: setattr(rust, "pre_tokenizer", pre_tokenizers.Sequence([OTHER_WORDS, NO_PATTERN])),
+    ),
+    "added words": (RustEncoder, lambda rust: rust.add_tokens(["the", " and", "\n\n"])),
+    "no dropout": (WordEncoder, lambda rust: setattr(rust.model, "dropout", 0.0)),
+    "added control token": (
+        WordEncoder,
+        lambda rust: rust.add_special_tokens([AddedToken("<|tool|>", lstrip=True, rstrip=True)]),
+    ),
+    "template": (WordEncoder, lambda rust: setattr(rust, "post_processor", TEMPLATE)),
+    "offsets": (WordEncoder, lambda rust: setattr(rust, "post_processor", processors.ByteLevel(trim_offsets=True))),
+    # As Llama 3 and GPT-4's, which take whole words first.
+    "whole words": (WordEncoder, lambda rust: setattr(rust.model, "ignore_merges", True)),
+}
 
 
-def with_dropout(rust: Tokenizer) -> None:
-    rust.model.dropout = 0.1
-
-
-def with_a_normalizer(rust: Tokenizer) -> None:
-    rust.normalizer = normalizers.NFKC()
-
-
-def with_a_prefix_space(rust: Tokenizer) -> None:
-    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-
-
-def without_words(rust: Tokenizer) -> None:
-    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-
-
-def with_other_words(rust: Tokenizer) -> None:
-    pattern = Regex(r"\p{N}{1,3}|\p{L}+|[^\p{L}\p{N}]+")
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    rust.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), words])
-
-
-def with_an_added_word(rust: Tokenizer) -> None:
-    rust.add_tokens(["the", " and", "\n\n"])
-
-
-CHANGES = [with_dropout, with_a_normalizer, with_a_prefix_space, without_words, with_other_words, with_an_added_word]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_any_other_bpe_is_encoded_by_the_library(trained, change):
+@pytest.mark.parametrize(("kind", "change"), CHANGES.values(), ids=CHANGES)
+def test_only_what_changes_words_leaves_a_bpe_to_the_library(trained, fuzz, kind, change):
     rust = encode.load_rust(trained / "tokenizer.json")
     change(rust)
     ours = encoder(rust, np.dtype("<u2"))
-    assert type(ours) is RustEncoder
-    if change is not with_dropout:
-        assert_same(ours, rust, [*SCRIPTS.values(), "", prose(3, 200)], [0] * (len(SCRIPTS) + 2))
+    assert type(ours) is kind
+    if not rust.model.dropout:
+        assert_same(ours, rust, [*SCRIPTS.values(), "", prose(3, 200), *fuzz[:2000], " <|tool|> a"])
 
 
-def with_no_dropout(rust: Tokenizer) -> None:
-    rust.model.dropout = 0.0
-
-
-def with_an_added_control_token(rust: Tokenizer) -> None:
-    rust.add_special_tokens([AddedToken("<|tool|>", lstrip=True, rstrip=True)])
-
-
-def with_a_template(rust: Tokenizer) -> None:
-    end = ("<|endoftext|>", 0)
-    rust.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=[end])
-
-
-def with_offsets_of_its_own(rust: Tokenizer) -> None:
-    rust.post_processor = processors.ByteLevel(trim_offsets=True)
-
-
-@pytest.mark.parametrize(
-    "change", [with_no_dropout, with_an_added_control_token, with_a_template, with_offsets_of_its_own]
-)
-def test_what_changes_no_word_leaves_a_bpe_to_be_encoded_word_by_word(trained, fuzz, change):
-    rust = encode.load_rust(trained / "tokenizer.json")
-    change(rust)
-    ours = encoder(rust, np.dtype("<u2"))
-    assert type(ours) is WordEncoder
-    assert_same(ours, rust, [*SCRIPTS.values(), *fuzz[:1000], " <|tool|> a"])
-
-
-def test_a_bpe_that_takes_whole_words_first_is_encoded_as_the_library_does(trained, fuzz):
-    rust = encode.load_rust(trained / "tokenizer.json")
-    rust.model.ignore_merges = True  # as Llama 3 and GPT-4's
-    ours = encoder(rust, np.dtype("<u2"))
-    assert type(ours) is WordEncoder
-    assert_same(ours, rust, [*SCRIPTS.values(), *fuzz[:2000]])
-
-
-def of_pieces(byte_fallback: bool = True) -> Tokenizer:
+def of_pieces() -> Tokenizer:
     """In the form of Llama 2: a blank is a character of its words, an unknown character its bytes."""
-    names = [
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *sorted({*prose(0, 500), "▁"} - {" "}),
-        "▁t",
-        "he",
-        "▁the",
-    ]
-    model = models.BPE(
-        {name: i for i, name in enumerate(names)},
-        [("▁", "t"), ("h", "e"), ("▁t", "he")],
-        unk_token="<unk>",
-        fuse_unk=True,
-        byte_fallback=byte_fallback,
-    )
-    rust = Tokenizer(model)
+    characters = sorted({*prose(0, 500), "▁"} - {" "})
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters, "▁t", "he", "▁the"]
+    vocab, merges = {name: i for i, name in enumerate(names)}, [("▁", "t"), ("h", "e"), ("▁t", "he")]
+    rust = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     rust.decoder = decoders.Sequence(steps)
@@ -349,9 +287,8 @@ def of_word_pieces() -> Tokenizer:
     """In the form of BERT."""
     rust = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     rust.pre_tokenizer, rust.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
-    rust.train_from_iterator(
-        [prose(0, 2000)], trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]"], show_progress=False)
-    )
+    trainer = trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]"], show_progress=False)
+    rust.train_from_iterator([prose(0, 2000)], trainer)
     return rust
 
 
@@ -360,12 +297,8 @@ def test_tokenizers_of_another_kind_are_encoded_by_the_library(make, fuzz):
     rust = make()
     ours = encoder(rust, np.dtype("<u2"))
     assert type(ours) is RustEncoder
-    assert_same(
-        ours,
-        rust,
-        [prose(1, 200), *SCRIPTS.values(), "", *fuzz[:500]],
-        [0, 1, NOTHING, 2, 3, 4, 5, 6] + [NOTHING] * 500,
-    )
+    texts = [prose(1, 200), *SCRIPTS.values(), "", *fuzz[:500]]
+    assert_same(ours, rust, texts, [0, 1, NOTHING, 2, 3, 4, 5, 6] + [NOTHING] * 500)
 
 
 def test_text_that_a_tokenizer_has_no_token_for_is_refused():
@@ -395,11 +328,10 @@ def test_characters_become_the_ids_of_tokenizers(fuzz):
     assert type(ours) is CharacterEncoder
     pick = random.Random(2)
     assert_same(ours, rust, fuzz[:5000], [pick.choice([NOTHING, 0, 7]) for _ in range(5000)])
-
-
-def test_characters_of_nothing_are_none():
-    ids, counts = encoder(characters_of("ab"), np.dtype("<u2"))([b"", b""], [NOTHING, NOTHING])
-    assert (ids.tolist(), counts.tolist()) == ([], [0, 0])
+    assert_same(ours, rust, ["", ""])
+    few = characters_of("ab雪")
+    assert token_bytes(few) == [b"a", b"b", "雪".encode()]
+    assert text_lengths(few) is None  # nothing can be lost
 
 
 def letters(unknown: str, words: pre_tokenizers.PreTokenizer | None) -> Tokenizer:
@@ -465,9 +397,3 @@ def test_a_tokenizer_without_all_bytes_can_lose_text():
     lossy.train_from_iterator(["abc abc"], trainers.BpeTrainer(vocab_size=100, show_progress=False))
     ids, _ = encoder(lossy, np.dtype("<u2"))([b"abc xyz"], [NOTHING])
     assert text_lengths(lossy)[ids].sum() == 4
-
-
-def test_a_character_tokenizer_loses_nothing():
-    rust = characters_of("ab雪")
-    assert token_bytes(rust) == [b"a", b"b", "雪".encode()]
-    assert text_lengths(rust) is None
