@@ -55,22 +55,16 @@ def test_what_is_unpacked_is_the_store(store, packed, tmp_path):
     assert contents(unpacked.folder) == contents(store.folder)
 
 
-def test_the_same_store_packs_to_the_same_bytes(packed, tmp_path):
+def test_the_same_store_packs_to_the_same_bytes_and_another_file_of_that_name_is_kept(packed, tmp_path):
+    store, before = TokenStore(tmp_path / "my.store"), packed.stat().st_mtime_ns
+    assert archive.pack(store) == packed
+    assert packed.stat().st_mtime_ns == before
     first = packed.rename(tmp_path / "first")
     (tmp_path / "my.store" / "train.bin").touch()
-    assert archive.pack(TokenStore(tmp_path / "my.store")).read_bytes() == first.read_bytes()
-
-
-def test_packing_again_leaves_what_is_there(packed, tmp_path):
-    before = packed.stat().st_mtime_ns
-    assert archive.pack(TokenStore(tmp_path / "my.store")) == packed
-    assert packed.stat().st_mtime_ns == before
-
-
-def test_another_file_of_that_name_is_kept(packed, tmp_path):
+    assert archive.pack(store).read_bytes() == first.read_bytes()
     packed.write_bytes(b"mine")
     with pytest.raises(UserError, match=r"my\.store\.tar\.zst exists and is not .*my\.store, packed; move it away"):
-        archive.pack(TokenStore(tmp_path / "my.store"))
+        archive.pack(store)
     assert packed.read_bytes() == b"mine"
 
 
@@ -83,29 +77,41 @@ def test_a_changed_store_is_not_packed(packed, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["my.store"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9, 0.999])
-def test_a_truncated_file_is_refused(packed, tmp_path, share):
-    content = packed.read_bytes()
-    packed.write_bytes(content[: int(share * len(content))])
-    assert refused(packed, tmp_path / "out").endswith("get it anew.")
-
-
-def test_a_changed_file_is_refused(packed, tmp_path):
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9, 0.999, "changed"])
+def test_a_truncated_or_changed_file_is_refused(packed, tmp_path, share):
     content = bytearray(packed.read_bytes())
-    content[len(content) // 2] ^= 1
+    if share == "changed":
+        content[len(content) // 2] ^= 1
+    else:
+        content = content[: int(share * len(content))]
     packed.write_bytes(content)
     assert refused(packed, tmp_path / "out").endswith("get it anew.")
 
 
-def test_a_file_with_other_tokens_than_its_metadata_say_is_refused(packed, tmp_path):
-    files = [(info, text[:-2] + b"\1\0" if info.name.endswith("val.bin") else text) for info, text in members(packed)]
-    sentence = refused(repacked(packed, files), tmp_path / "out")
-    assert "was changed or damaged: val.bin in it is not what its metadata say; get it anew." in sentence
+def changed(name: str, change):
+    """Changes the content of one file among those of a packed store."""
+    return lambda files: [(info, change(text) if info.name.endswith(name) else text) for info, text in files]
 
 
-def test_a_file_that_lacks_something_is_refused(packed, tmp_path):
-    sentence = refused(repacked(packed, members(packed)[:-1]), tmp_path / "out")
-    assert "lacks val.bin: it is truncated or damaged" in sentence
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            changed("val.bin", lambda text: text[:-2] + b"\1\0"),
+            "was changed or damaged: val.bin in it is not what its metadata say; get it anew.",
+        ),
+        (changed("train.bin", lambda text: text + b"\0\0"), "train.bin in it has"),  # before it is written
+        (
+            changed("metadata.json", lambda text: json.dumps(json.loads(text) | {"format_version": 3}).encode()),
+            "was written by a newer version of GPT2Scratch (format 3; this version reads formats up to 2). Update with `git pull`.",
+        ),
+        (lambda files: files[:-1], "lacks val.bin: it is truncated or damaged"),
+        (lambda files: files[::-1], "is not a packed store"),  # metadata come first
+    ],
+    ids=["other tokens", "larger", "newer format", "lacking", "reversed"],
+)
+def test_what_its_metadata_do_not_say_is_refused(packed, tmp_path, change, sentence):
+    assert sentence in refused(repacked(packed, change(members(packed))), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -125,30 +131,11 @@ def test_links_and_devices_are_refused(packed, tmp_path, kind):
     assert "is none of a store's files" in refused(repacked(packed, files), tmp_path / "out")
 
 
-def test_a_file_larger_than_its_metadata_say_is_refused_before_it_is_written(packed, tmp_path):
-    files = [(info, text + b"\0\0" if info.name.endswith("train.bin") else text) for info, text in members(packed)]
-    assert "train.bin in it has" in refused(repacked(packed, files), tmp_path / "out")
-
-
-def test_metadata_come_first(packed, tmp_path):
-    assert "is not a packed store" in refused(repacked(packed, members(packed)[::-1]), tmp_path / "out")
-
-
-def test_a_store_of_a_newer_format_is_refused(packed, tmp_path):
-    (first, metadata), *others = members(packed)
-    newer = json.dumps(json.loads(metadata) | {"format_version": 3}).encode()
-    sentence = refused(repacked(packed, [(first, newer), *others]), tmp_path / "out")
-    assert sentence.endswith("is a store of format 3; this version reads format 2. Update.")
-
-
-def test_too_little_room_is_said_before_the_work(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    assert "has 0.0 GB free; make room or name a folder on another disk." in refused(packed, tmp_path / "out")
-
-
-def test_an_output_that_is_taken_is_left_alone(packed, tmp_path):
+def test_too_little_room_and_an_output_that_is_taken_are_said_before_the_work(packed, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not an empty folder; name another"):
         archive.unpack(packed, tmp_path / "my.store")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    assert "has 0.0 GB free; make room or name a folder on another disk." in refused(packed, tmp_path / "out")
 
 
 def test_the_door_names_the_folder_by_the_file(packed, tmp_path, capsys):

@@ -58,10 +58,6 @@ def yaml(tmp_path):
 # ---- what wins ------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_given_leaves_the_defaults():
-    assert parse() == (Model(), Length(), set())
-
-
 def test_a_file_gives_defaults_that_flags_override(yaml):
     path = yaml("n_layer: 6\nlearning_rate: 3e-4\ntorch_compile: true\nlr_scheduler_type: linear\ninput: [a, b c]\n")
     model, _, given = parse("--config", path, "--n_layer", "2")
@@ -79,20 +75,19 @@ def test_a_default_file_is_read_only_where_no_other_is_named_and_is_not_the_user
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "expected"),
     [
-        *(["--n_layer", "3"], ["--n_layer=3"], ["--n-layer", "3"], ["--n-layer=3"]),
-        ["--torch_compile", "false", "--n_layer", "3"],
+        ([], Model()),
+        *((["--n_layer", "3"], Model(3)), (["--n_layer=3"], Model(3)), (["--n-layer", "3"], Model(3))),
+        *((["--n-layer=3"], Model(3)), (["--torch_compile", "false", "--n_layer", "3"], Model(3))),
+        (["--input", "a b", "ü*.txt", "--torch_compile"], Model(torch_compile=True, input=["a b", "ü*.txt"])),
     ],
 )
-def test_a_flag_may_be_written_in_any_of_its_forms(arguments):
-    model, _, given = parse(*arguments)
-    assert model == Model(n_layer=3)
-    assert "n_layer" in given
-
-
-def test_a_list_takes_several_values_and_a_switch_needs_none():
-    assert parse("--input", "a b", "ü*.txt", "--torch_compile")[0] == Model(torch_compile=True, input=["a b", "ü*.txt"])
+def test_a_flag_may_be_written_in_any_of_its_forms(arguments, expected):
+    model, length, given = parse(*arguments)
+    assert (model, length) == (expected, Length())
+    flags = {argument.split("=")[0] for argument in arguments if argument.startswith("--")}
+    assert given == {flag[2:].replace("-", "_") for flag in flags}
 
 
 @pytest.mark.parametrize("flag", [["--max_steps", "5"], ["--num_train_epochs=2"], ["--max-train-tokens", "1000"]])
@@ -103,18 +98,9 @@ def test_a_flag_for_the_length_clears_what_the_file_says_about_it(yaml, flag, in
     assert length == wanted.get(flag[0], Length(max_train_tokens=1000))
 
 
-def test_a_length_in_the_file_stands_where_no_flag_speaks_of_it(yaml):
-    assert parse("--config", yaml("max_train_tokens: 1_000\nmax_steps:\n"), "--n_layer=2")[1] == Length(
-        None, None, 1000
-    )
-
-
-def test_a_first_argument_without_a_flag_fills_the_positional_field():
+def test_first_arguments_without_a_flag_fill_the_positional_field():
     (model,), given = FlagParser((Model,), "A door.", positional="name").parse(["runs/x", "--n_layer=2"])
     assert (model, given) == (Model(n_layer=2, name="runs/x"), {"name", "n_layer"})
-
-
-def test_first_arguments_without_a_flag_fill_a_positional_list():
     arguments = ["runs/x", "runs/y", "--n_layer", "2"]
     (model,), given = FlagParser((Model,), "A door.", positional="input").parse(arguments)
     assert (model, given) == (Model(n_layer=2, input=["runs/x", "runs/y"]), {"input", "n_layer"})
@@ -136,20 +122,16 @@ def test_first_arguments_without_a_flag_fill_a_positional_list():
         (["--n_layer"], "Argument --n_layer/--n-layer: expected one argument. See --help."),
         (["--input", "--n_layer", "2"], "Argument --input: expected at least one argument. See --help."),
         (["--config"], "Argument --config: expected one argument. See --help."),
+        (
+            ["--lr_scheduler_type", "cubic"],
+            "Argument --lr_scheduler_type/--lr-scheduler-type: invalid choice: 'cubic' (choose from 'cosine', 'linear'). See --help.",
+        ),
+        (["--input", "a", "--input", "b"], "--input is given twice; give it once, with all its values."),
+        (["--n_layer=2", "--n-layer", "3"], "--n_layer is given twice; give it once, with all its values."),
     ],
 )
 def test_a_wrong_flag_is_one_sentence(arguments, sentence):
     assert refused(*arguments) == sentence
-
-
-def test_a_choice_that_there_is_not_is_answered_with_those_that_are():
-    sentence = refused("--lr_scheduler_type", "cubic")
-    assert all(word in sentence for word in ("lr_scheduler_type", "'cubic'", "cosine", "linear"))
-
-
-@pytest.mark.parametrize("arguments", [["--input", "a", "--input", "b"], ["--n_layer=2", "--n-layer", "3"]])
-def test_a_flag_given_twice_loses_nothing_silently(arguments):
-    assert arguments[0].split("=")[0] in refused(*arguments)
 
 
 def helped(capsys, *arguments: str, main: tuple[str, ...] = (), **options) -> str:
@@ -274,7 +256,7 @@ def test_all_wrong_keys_are_reported_together_with_the_nearest(yaml):
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("content", "words"),
     [
         ("n_layer: many", ("n_layer", "'many'")),
         ("n_layer: 3.5", ("n_layer", "'3.5'")),
@@ -282,46 +264,33 @@ def test_all_wrong_keys_are_reported_together_with_the_nearest(yaml):
         ("n_layer: [1, 2]", ("n_layer", "[1, 2]")),
         ("n_layer:", ("n_layer",)),
         ("torch_compile: maybe", ("torch_compile", "maybe")),
-        ("lr_scheduler_type: cubic", ("lr_scheduler_type", "cubic", "cosine")),
+        ("lr_scheduler_type: cubic", ("lr_scheduler_type", "'cubic'", "cosine", "linear")),
+        ("- n_layer\n", ("must be a list of `name: value` lines, but holds a list",)),
+        ("just words", ("must be a list of `name: value` lines, but holds a str",)),
+        ("n_layer: [3\nname: x", ("is not valid YAML",)),
+        ("n_layer:\t3\n\tname: x", ("is not valid YAML",)),
+        ("name: café".encode("latin-1"), ("is not valid YAML",)),
     ],
 )
-def test_a_value_of_the_wrong_type_in_a_file_is_one_sentence(yaml, line, words):
-    sentence = refused("--config", yaml(line))
+def test_a_wrong_value_in_a_file_or_a_file_that_is_no_flat_yaml_is_one_sentence(yaml, content, words):
+    sentence = refused("--config", yaml(content))
     assert "\n" not in sentence
     assert all(word in sentence for word in words)
 
 
-def test_a_single_value_of_a_list_needs_no_brackets(yaml):
-    assert parse("--config", yaml("input: my text.txt\n"))[0].input == ["my text.txt"]
-
-
-def test_a_list_in_a_file_may_be_empty_or_hold_what_looks_like_a_flag(yaml):
-    assert parse("--config", yaml("input: []\nname: --odd\n"))[0] == Model(name="--odd")
-    assert parse("--config", yaml("input: [--odd, 3]\n"))[0].input == ["--odd", "3"]
-
-
-def test_nothing_is_a_value_where_nothing_is_allowed(yaml):
-    assert parse("--config", yaml("name: null\nmax_steps: ~\n"))[:2] == (Model(), Length())
-
-
-def test_an_empty_file_changes_nothing(yaml):
-    assert parse("--config", yaml("# n_layer: 3\n"))[0] == Model()
-
-
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "model", "length"),
     [
-        ("- n_layer\n", "must be a list of `name: value` lines, but holds a list"),
-        ("just words", "must be a list of `name: value` lines, but holds a str"),
-        ("n_layer: [3\nname: x", "is not valid YAML"),
-        ("n_layer:\t3\n\tname: x", "is not valid YAML"),
-        ("name: café".encode("latin-1"), "is not valid YAML"),
+        ("# n_layer: 3\n", Model(), Length()),
+        ("input: my text.txt\n", Model(input=["my text.txt"]), Length()),
+        ("input: []\nname: --odd\n", Model(name="--odd"), Length()),
+        ("input: [--odd, 3]\n", Model(input=["--odd", "3"]), Length()),
+        ("name: null\nmax_steps: ~\n", Model(), Length()),
+        ("max_train_tokens: 1_000\nmax_steps:\n", Model(), Length(None, None, 1000)),
     ],
 )
-def test_a_file_that_is_no_flat_yaml_is_one_sentence(yaml, content, words):
-    sentence = refused("--config", yaml(content))
-    assert words in sentence
-    assert "\n" not in sentence
+def test_a_file_may_hold_these_values(yaml, content, model, length):
+    assert parse("--config", yaml(content))[:2] == (model, length)
 
 
 def test_a_config_file_that_is_not_there_is_answered_with_the_nearest(yaml, tmp_path):
@@ -337,30 +306,25 @@ def test_a_config_file_that_is_not_there_is_answered_with_the_nearest(yaml, tmp_
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "rank", "code", "said", "seconds"),
     [
-        (UserError("This is wrong.\nSo is that."), 1, "error: This is wrong.\nerror: So is that.\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (UserError("This is wrong.\nSo is that."), None, 1, "error: This is wrong.\nerror: So is that.\n", []),
+        (KeyboardInterrupt(), None, 130, "interrupted\n", []),
+        (UserError("This is wrong."), "1", 1, "", [10.0]),  # or the launcher might end the process that speaks
     ],
 )
-def test_a_door_says_what_is_wrong_and_leaves_with_a_code(capsys, monkeypatch, error, code, said):
+def test_one_process_says_what_is_wrong_and_all_leave_with_a_code(
+    capsys, monkeypatch, error, rank, code, said, seconds
+):
     def main(arguments: list[str]) -> None:
         raise error
 
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit) as leaving:
-        run(main)
-    assert (leaving.value.code, capsys.readouterr().err) == (code, said)
-
-
-def test_one_process_of_a_job_speaks_for_all(capsys, monkeypatch):
-    def main(arguments: list[str]) -> None:
-        raise UserError("This is wrong.")
-
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
-    monkeypatch.setenv("RANK", "1")
+    if rank is None:
+        monkeypatch.delenv("RANK", raising=False)
+    else:
+        monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as leaving:
         run(main)
-    assert (leaving.value.code, capsys.readouterr().err) == (1, "")
-    assert waited == [10.0]  # or the launcher might end the process that speaks
+    assert (leaving.value.code, capsys.readouterr().err, waited) == (code, said, seconds)
