@@ -61,6 +61,12 @@ def until(condition, seconds: float = 300.0) -> None:
         time.sleep(0.01)
 
 
+def submit_all(copies: Backup, run: RunFolder) -> None:
+    for checkpoint in sorted(run.checkpoints.iterdir()):
+        copies.submit(checkpoint)
+        until(lambda name=checkpoint.name: copies.copied == name)
+
+
 def fork(story: Callable[[], None]) -> int:
     """A process of its own that need not import everything anew; returns its id."""
     child = os.fork()
@@ -102,20 +108,18 @@ def test_what_it_leaves_is_a_run_folder(make, drive, tmp_path):
     log(run, 3, loss=1.0)  # after the last checkpoint
     copies.finish()
     there = RunFolder(drive / "x")
-    assert {path.name for path in there.path.iterdir()} == {"config.yaml", "metrics.jsonl", "samples.md", "checkpoints"}
+    files = {"config.yaml", "metrics.jsonl", "samples.md"}
+    assert {path.name for path in there.path.iterdir()} == files | {"checkpoints"}
+    assert all((there.path / name).read_bytes() == (run.path / name).read_bytes() for name in files)
     assert there.newest_checkpoint(said.append) == there.checkpoints / "step_00000002"
     assert names(there) == ["step_00000002"]
-    for name in ("config.yaml", "metrics.jsonl", "samples.md"):
-        assert (there.path / name).read_bytes() == (run.path / name).read_bytes()
     assert said == [f"Backup:  step_00000002 is in {there.path}"]
 
 
 def test_the_newest_and_the_best_are_kept_there(make, drive, tmp_path):
     run = write_run(tmp_path / "x", 1, 2, 3, 4)
     copies, _ = make(run, limit=2)
-    for step in (1, 2, 3, 4):
-        copies.submit(run.checkpoints / f"step_{step:08d}")
-        until(lambda name=f"step_{step:08d}": copies.copied == name)
+    submit_all(copies, run)
     (copies.there.checkpoints / ".step_00000009.unfinished").mkdir()
     copies.submit(write_checkpoint(run.checkpoints, 5))
     copies.finish()
@@ -240,22 +244,21 @@ def test_a_removed_checkpoint_is_given_up_and_a_damaged_one_is_said(make, tmp_pa
 
 
 def test_work_that_the_run_did_not_go_on_from_is_left_alone(make, tmp_path):
-    days_of_work = write_run(tmp_path / "old" / "x", 500)
-    copies, _ = make(days_of_work)
-    copies.submit(days_of_work.checkpoints / "step_00000500")
-    copies.finish()
+    def back_up(run: RunFolder, **begin) -> tuple[list[str], list[str]]:
+        copies, said = make(run, limit=1)
+        if begin:
+            copies.begin(0, **begin)
+        [checkpoint] = run.checkpoints.iterdir()
+        copies.submit(checkpoint)
+        copies.finish()
+        return names(copies.there), said
+
+    back_up(write_run(tmp_path / "old" / "x", 500))
     anew = write_run(tmp_path / "x", 1)
-    copies, said = make(anew, limit=1)
-    copies.begin(0, may_replace=False)
-    copies.submit(anew.checkpoints / "step_00000001")
-    copies.finish()
+    kept, said = back_up(anew, may_replace=False)
     assert "it holds step_00000500, which this run did not go on from" in said[0]
-    assert names(copies.there) == ["step_00000500"]
-    copies, _ = make(anew, limit=1)
-    copies.begin(0, may_replace=True)  # --overwrite_output_dir
-    copies.submit(anew.checkpoints / "step_00000001")
-    copies.finish()
-    assert names(copies.there) == ["step_00000001"]
+    assert kept == ["step_00000500"]
+    assert back_up(anew, may_replace=True)[0] == ["step_00000001"]  # --overwrite_output_dir
 
 
 def test_the_run_folder_itself_is_no_backup(tmp_path):
@@ -273,9 +276,7 @@ def backed_up(make, tmp_path) -> RunFolder:
     """A run with steps 1 and 2 on the drive, whose own folder is lost."""
     run = write_run(tmp_path / "x", 1, 2)
     copies, _ = make(run)
-    for checkpoint in sorted(run.checkpoints.iterdir()):
-        copies.submit(checkpoint)
-        until(lambda name=checkpoint.name: copies.copied == name)
+    submit_all(copies, run)
     copies.finish()
     run.path.rename(tmp_path / "lost")
     return run
@@ -297,7 +298,7 @@ def test_a_lost_run_comes_back(make, backed_up, tmp_path):
     assert names(copies.there) == ["step_00000001", "step_00000002", "step_00000003"]
 
 
-def test_what_is_newer_here_stays(make, backed_up, tmp_path):
+def test_what_is_newer_here_stays_unless_it_is_damaged(make, backed_up, tmp_path):
     (tmp_path / "lost").rename(backed_up.path)
     copies, _ = make(backed_up)
     assert copies.newest(2) is None
@@ -305,7 +306,11 @@ def test_what_is_newer_here_stays(make, backed_up, tmp_path):
     log(backed_up, 9)
     before = backed_up.metrics.read_text()
     backed_up.config.write_text("learning_rate: 0.02\n")
-    assert copies.restore(1).name == "step_00000002"
+    damaged = backed_up.checkpoints / "step_00000002"
+    (damaged / "tokenizer.json").write_bytes(b"x" * 1000)  # the size is right
+    assert copies.restore(1) == damaged
+    assert damage(damaged) is None
+    assert names(backed_up) == ["step_00000001", "step_00000002"]
     assert backed_up.metrics.read_text() == before
     assert "0.02" in backed_up.config.read_text()
 
@@ -316,23 +321,14 @@ def test_a_damaged_checkpoint_there_is_passed_over(make, backed_up):
     copies, said = make(backed_up)
     assert copies.restore(None).name == "step_00000001"
     assert names(backed_up) == ["step_00000001"]
+    assert len(said) == 1
+    assert "tokenizer.json was changed or damaged" in said[0]
     (newest / "tokenizer.json").write_bytes(b"x")
-    copies, more = make(backed_up)
+    copies, said = make(backed_up)
     assert copies.newest(1) is None
     assert copies.restore(1) is None
-    assert "tokenizer.json was changed or damaged" in said[0]
-    assert len(said) == len(more) == 1
-    assert "tokenizer.json has 1 bytes instead of 1,000" in more[0]
-
-
-def test_a_damaged_checkpoint_here_is_replaced_by_the_sound_one_there(make, backed_up, tmp_path):
-    (tmp_path / "lost").rename(backed_up.path)
-    damaged = backed_up.checkpoints / "step_00000002"
-    (damaged / "tokenizer.json").write_bytes(b"x" * 1000)  # the size is right
-    copies, _ = make(backed_up)
-    assert copies.restore(1) == damaged
-    assert damage(damaged) is None
-    assert names(backed_up) == ["step_00000001", "step_00000002"]
+    assert len(said) == 1
+    assert "tokenizer.json has 1 bytes instead of 1,000" in said[0]
 
 
 @pytest.mark.parametrize(

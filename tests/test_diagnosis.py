@@ -36,9 +36,24 @@ def noisy(loss, number, fall=0.0, noise=0.002):
     return [loss - fall * i / number + draw(0, noise) for i in range(number)]
 
 
-def test_nothing_is_said_of_a_healthy_run(tmp_path):
-    losses = [3 + 7 / (1 + i / 20) for i in range(400)]
-    assert told(diagnosis(tmp_path), lines(losses)) == []
+def evaluations(*losses) -> list[dict]:
+    return [{"step": 100 * (i + 1), "eval_loss": loss} for i, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        lines([3 + 7 / (1 + i / 20) for i in range(400)]),
+        lines([0.0] * 60, grad_norm=0.0),  # of a text of one character
+        lines(noisy(3.0, 300, noise=0.2)),  # which hides the course
+        lines(noisy(3.0, 200), first=95_000),  # flat at the end of the run
+        *(evaluations(3.0, 2.0, 2.005, 2.009), evaluations(3.0, 2.0, 2.1, 2.05)),
+        *(evaluations(3.0, 2.0, 2.1), evaluations(2.0, 2.1)),
+        [*evaluations(3.0, 2.0, 2.05), {"step": 400, "eval_loss": 2.2, "eval_sampled_loss": 2.01}],  # of more text
+    ],
+)
+def test_nothing_is_said_of_a_healthy_run(tmp_path, entries):
+    assert told(diagnosis(tmp_path), entries) == []
 
 
 def test_a_device_that_waits_for_data(tmp_path):
@@ -83,10 +98,6 @@ def test_a_gradient_that_explodes(tmp_path):
     ]
 
 
-def test_a_gradient_of_nothing(tmp_path):
-    assert told(diagnosis(tmp_path), lines([0.0] * 60, grad_norm=0.0)) == []  # of a text of one character
-
-
 def test_a_loss_that_is_flat_or_rises(tmp_path):
     falling = noisy(5.0, 200, fall=2)
     [flat] = told(diagnosis(tmp_path), lines(falling + noisy(3.0, 80)))
@@ -95,38 +106,12 @@ def test_a_loss_that_is_flat_or_rises(tmp_path):
     assert rising.startswith("The loss rises: 3.0")
 
 
-def test_a_loss_whose_noise_hides_its_course_is_left_alone(tmp_path):
-    assert told(diagnosis(tmp_path), lines(noisy(3.0, 300, noise=0.2))) == []
-
-
-def test_the_end_of_a_run_may_be_flat(tmp_path):
-    assert told(diagnosis(tmp_path), lines(noisy(3.0, 200), first=95_000)) == []
-
-
-def evaluations(*losses) -> list[dict]:
-    return [{"step": 100 * (i + 1), "eval_loss": loss} for i, loss in enumerate(losses)]
-
-
-@pytest.mark.parametrize("losses", [(3.0, 2.0, 2.005, 2.009), (3.0, 2.0, 2.1, 2.05), (3.0, 2.0, 2.1), (2.0, 2.1)])
-def test_a_validation_loss_that_wavers(tmp_path, losses):
-    assert told(diagnosis(tmp_path), evaluations(*losses)) == []
-
-
-def test_a_validation_loss_that_rises(tmp_path):
-    [text] = told(diagnosis(tmp_path), evaluations(3.0, 2.0, 2.05, 2.2))
+def test_a_validation_loss_that_rises_is_said_once_also_across_a_resume(tmp_path):
+    rising = evaluations(3.0, 2.0, 2.05, 2.2, 2.3)
+    [text] = told(diagnosis(tmp_path), rising)
     assert text.startswith(
         "The validation loss rises, from 2.0000 at step 200 to 2.2000: the model learns its text by heart."
     )
-
-
-def test_a_last_validation_of_more_text_than_before_is_no_rise(tmp_path):
-    rising = evaluations(3.0, 2.0, 2.05, 2.2)
-    assert told(diagnosis(tmp_path), [*rising[:3], rising[3] | {"eval_sampled_loss": 2.01}]) == []
-
-
-def test_it_is_said_once_also_across_a_resume(tmp_path):
-    it, rising = diagnosis(tmp_path), evaluations(3.0, 2.0, 2.05, 2.2, 2.3)
-    assert len(told(it, rising)) == 1
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rising[:3]))
     assert len(told(diagnosis(tmp_path), rising[3:])) == 1  # it knows what was logged before
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "advice", "step": 400, "about": "overfitting"}) + "\n")

@@ -85,11 +85,7 @@ def test_devices_by_their_datasheets(name, precision, teraflops):
         "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA A10-24Q",  # a share of one
-        "NVIDIA H20",
-        "NVIDIA L40",
-        "Quadro RTX 6000",
-        "AMD Radeon Graphics",
-        "",
+        *("NVIDIA H20", "NVIDIA L40", "Quadro RTX 6000", "AMD Radeon Graphics", ""),
     ],
 )
 def test_a_device_that_is_not_in_the_table_is_no_other(name):
