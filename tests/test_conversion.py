@@ -263,9 +263,14 @@ SEED_NAMES = {
 }
 
 
-def test_a_seed_checkpoint_keeps_its_logits_loss_and_gradients(converted):
-    _, seed, folder = converted
+def test_a_seed_checkpoint_keeps_its_configuration_logits_loss_and_gradients(converted):
+    kind, seed, folder = converted
     ours = AutoModelForCausalLM.from_pretrained(folder)
+    config = ours.config
+    assert (config.n_inner, config.n_positions, config.activation_function) == (48, 32, "gelu")
+    assert (config.embd_pdrop, config.attn_pdrop, config.resid_pdrop) == (0.1, 0.1, 0.1)
+    assert (config.vocab_size, config.tie_word_embeddings) == (seed.head.out_features, False)
+    assert (config.eos_token_id, config.pad_token_id) == ((0, 1) if kind == "bpe" else (None, None))
     assert ours.num_parameters() == sum(parameter.numel() for parameter in seed.parameters())
     ids = tokens(2, 32, vocab_size=ours.config.vocab_size)
     output, logits = ours(ids, labels=ids), seed(ids)
@@ -280,16 +285,6 @@ def test_a_seed_checkpoint_keeps_its_logits_loss_and_gradients(converted):
         torch.testing.assert_close(parameter.grad, theirs.pop(f"{SEED_NAMES[module]}.{kind}"), rtol=1e-4, atol=1e-6)
     assert not theirs
     seed.zero_grad()
-
-
-def test_a_seed_checkpoint_keeps_its_configuration(converted):
-    kind, seed, folder = converted
-    config = AutoModelForCausalLM.from_pretrained(folder).config
-    assert (config.n_inner, config.n_positions, config.activation_function) == (48, 32, "gelu")
-    assert (config.embd_pdrop, config.attn_pdrop, config.resid_pdrop) == (0.1, 0.1, 0.1)
-    assert config.tie_word_embeddings is False
-    assert config.vocab_size == seed.head.out_features
-    assert (config.eos_token_id, config.pad_token_id) == ((0, 1) if kind == "bpe" else (None, None))
 
 
 def test_a_seed_tokenizer_keeps_its_ids_and_special_tokens(converted):

@@ -110,12 +110,6 @@ def test_a_file_may_have_any_name(tmp_path, name):
     assert documents(write_records(tmp_path / "a folder" / f"{name}.jsonl", [{"text": "one"}])) == ["one"]
 
 
-def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path / "a.txt", "text")
-    assert documents("~/a.txt") == documents("~/*.txt") == ["text"]
-
-
 def test_what_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "books" / "a.txt", "text")
@@ -129,15 +123,12 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch):
     assert refusal("empty") == "empty is an empty folder; nothing to read there."
 
 
-def test_a_pipe_that_is_named_is_refused_and_one_in_a_folder_left_out(tmp_path):
+def test_a_tilde_is_the_home_folder_and_a_store_or_a_pipe_in_it_is_no_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.txt", "text")
     os.mkfifo(tmp_path / "pipe")
-    write(tmp_path / "a.txt", "text")
-    assert documents(tmp_path) == ["text"]
-    assert "is a pipe or a device" in refusal(tmp_path / "pipe")
-
-
-def test_a_store_among_its_own_text_is_no_text(tmp_path):
-    write(tmp_path / "a.txt", "text")
+    assert documents("~/a.txt") == documents("~/*.txt") == documents("~") == ["text"]
+    assert "is a pipe or a device" in refusal("~/pipe")
     write(tmp_path / "store" / "report.md", "report")
     write(tmp_path / "store-notes.txt", "notes")
     source = Corpus([str(tmp_path)], CorpusArguments(), left_out=tmp_path / "store")
@@ -344,28 +335,14 @@ def test_the_fingerprint_follows_content_kind_and_order_and_not_names_or_times(t
     assert len({corpus(*inputs).fingerprint() for inputs in ((ab, c), (c, ab), (a, bc))}) == 3
 
 
-def test_identity_is_name_size_and_time_of_every_file(tmp_path):
+def test_identity_is_name_size_and_time_of_every_file_and_text_may_be_packed(tmp_path):
     path = write(tmp_path / "雪.txt", "雪")
     os.utime(path, ns=(5, 7))
     assert corpus(tmp_path).identity() == [[str(path), 3, 7]]
-
-
-def test_sizes_are_those_of_the_text_where_it_is_packed_about(tmp_path):
     plain, packed = write(tmp_path / "a.txt", b"x" * 10), write(tmp_path / "b.txt.gz", b"x" * 100)
     source = corpus(plain, packed)
-    assert (source.size, source.text_sizes, source.text_size) == (110, [10, 400], 410)
+    assert (source.size, source.text_sizes, source.text_size) == (110, [10, 400], 410)  # about
     assert source.describe() == f"{plain}, {packed} (2 files, 0.0 MB)"
-
-
-def test_a_file_that_goes_away_before_it_is_read_is_named(tmp_path):
-    source = corpus(write(tmp_path / "a.txt", "text"))
-    [unit] = source.units()
-    (tmp_path / "a.txt").unlink()
-    sentence = r"a\.txt cannot be read: No such file or directory; mend it or leave it out\.$"
-    with pytest.raises(UserError, match=sentence):
-        list(Reader().pieces(unit.stretches[0]))
-    with pytest.raises(UserError, match=sentence):
-        source.fingerprint()
 
 
 # ---- what is mended, left out, refused --------------------------------------------------------------------------------
@@ -429,12 +406,19 @@ def test_up_to_one_percent_of_the_records_may_be_without_text(tmp_path, broken):
     )
 
 
-def test_a_check_on_the_way_counts_on_the_text_that_is_still_to_come(tmp_path):
+def test_a_check_on_the_way_counts_on_the_text_that_is_still_to_come_and_names_what_went_away(tmp_path):
     source = corpus(write(tmp_path / "a.txt", GOOD))
     source.check(Counts(), at_least=1000)
     source.check(Counts(documents=1, bytes=300, bad_bytes=10, empty_records=1), at_least=1000)
     with pytest.raises(UserError, match="11 of 1,000 bytes are invalid"):
         source.check(Counts(documents=1, bytes=300, bad_bytes=11), at_least=1000)
+    [unit] = source.units()
+    (tmp_path / "a.txt").unlink()
+    sentence = r"a\.txt cannot be read: No such file or directory; mend it or leave it out\.$"
+    with pytest.raises(UserError, match=sentence):
+        list(Reader().pieces(unit.stretches[0]))
+    with pytest.raises(UserError, match=sentence):
+        source.fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -380,8 +380,16 @@ def random_text(seed: int) -> str:
     return "".join(some.choices(some.choices(CHARACTERS, k=8), k=some.choice([1, 5, 60, 200])))
 
 
+def random_bytes(seed: int) -> bytes:
+    parts = [b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x80" * 5, b"a", b"b", b" ", b"\n", b"\r\n", "雪".encode()]
+    return b"a" + b"".join(random.Random(seed).choices(parts, k=40))
+
+
 def whole_documents(text: str, sample_by: str) -> list[str]:
-    lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
+    text = text.removeprefix("\ufeff")
+    if sample_by == "document":
+        return [text] if text.strip() else []
+    lines = text.replace("\r\n", "\n").split("\n")
     if sample_by == "line":
         return [line for line in lines if line.strip()]
     groups = itertools.groupby(lines, key=lambda line: bool(line.strip()))
@@ -394,33 +402,20 @@ def any_text(monkeypatch):
     monkeypatch.setattr(documents_module, "NUL_SHARE", 1)
 
 
+@pytest.mark.parametrize("sample_by", ["document", "line", "paragraph"])
 @pytest.mark.parametrize("unit_bytes", [1, 2, 3, 5, 7, 64, 1000])
-def test_the_pieces_of_all_units_are_the_text(tmp_path, monkeypatch, any_text, unit_bytes):
-    monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
-    for seed in range(40):
-        text = random_text(seed)
-        found, counts = pieces(write(tmp_path / "a.txt", text))
-        text = text.removeprefix("\ufeff")
-        if found or not text.isspace():
-            assert joined(found) == text, seed
-        if found:
-            assert [piece.starts_document for piece in found] == [True] + [False] * (len(found) - 1)
-            assert [piece.ends_document for piece in found] == [False] * (len(found) - 1) + [True]
-        assert counts.documents == bool(found)
-        assert counts.bytes == len(joined(found).encode())
-        assert counts.bad_bytes == 0
-
-
-@pytest.mark.parametrize("sample_by", ["line", "paragraph"])
-@pytest.mark.parametrize("unit_bytes", [1, 2, 3, 7, 64, 1000])
 def test_the_documents_of_all_units_are_those_of_the_file(tmp_path, monkeypatch, any_text, sample_by, unit_bytes):
+    """Bytes that are not UTF-8 are counted once wherever units are cut."""
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
-    for seed in range(40):
-        text = random_text(seed)
-        found, counts = pieces(write(tmp_path / "a.txt", text), sample_by)
-        assert all(piece.starts_document and piece.ends_document for piece in found)
-        assert [piece.text for piece in found] == whole_documents(text, sample_by), seed
-        assert counts.documents == len(found)
+    for content in [*(random_text(seed).encode() for seed in range(40)), *map(random_bytes, range(30))]:
+        text, bad = re.subn("[\ud800-\udfff]", "\ufffd", content.decode(errors="surrogateescape"))
+        found, counts = pieces(write(tmp_path / "a.txt", content), sample_by)
+        starts = [i for i, piece in enumerate(found) if piece.starts_document]
+        texts = [joined(found[start:end]) for start, end in itertools.pairwise([*starts, len(found)])]
+        assert texts == whole_documents(text, sample_by), content
+        assert [i for i, piece in enumerate(found) if piece.ends_document] == [i - 1 for i in [*starts, len(found)][1:]]
+        n_bytes = len(joined(found).encode())
+        assert (counts.documents, counts.bytes, counts.bad_bytes) == (len(texts), n_bytes, bad)
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 7, 30, 1000])
@@ -432,24 +427,6 @@ def test_the_records_of_all_units_are_those_of_the_file(tmp_path, monkeypatch, u
     found, counts = pieces(path)
     assert [piece.text for piece in found] == texts
     assert (counts.documents, counts.empty_records) == (len(texts), 0)
-
-
-@pytest.mark.parametrize("sample_by", ["document", "line", "paragraph"])
-@pytest.mark.parametrize("unit_bytes", [1, 2, 3, 7, 64])
-def test_bytes_that_are_not_utf8_are_counted_once_wherever_units_are_cut(tmp_path, monkeypatch, sample_by, unit_bytes):
-    monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
-    for seed in range(30):
-        parts = [b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x80" * 5, b"a", b"b", b" ", b"\n", b"\r\n", "雪".encode()]
-        content = b"a" + b"".join(random.Random(seed).choices(parts, k=40))
-        text = content.decode(errors="surrogateescape")
-        bad = len(re.findall("[\ud800-\udfff]", text))
-        text = re.sub("[\ud800-\udfff]", "\ufffd", text)
-        found, counts = pieces(write(tmp_path / "a.txt", content), sample_by)
-        if sample_by == "document":
-            assert joined(found) == text
-        else:
-            assert [piece.text for piece in found] == whole_documents(text, sample_by)
-        assert counts.bad_bytes == bad
 
 
 def test_words_across_units_are_not_cut_and_a_binary_file_of_several_is_counted_once(tmp_path, monkeypatch):

@@ -28,13 +28,15 @@ from training.evaluation.memorization import find, hash_spans
 from training.evaluation.ratio import ratio, units
 from training.reliability.run_folder import RunFolder
 
-PAIR = (
-    "-m",
-    "accelerate.commands.launch",
-    "--quiet",
-    "--config_file",
-    REPOSITORY / "launch" / "two_cpu_processes.yaml",
-)
+CONFIG = REPOSITORY / "launch" / "two_cpu_processes.yaml"
+PAIR = ("-m", "accelerate.commands.launch", "--quiet", "--config_file", CONFIG)
+
+
+def made(folder, fraction: float, **vocabulary):
+    recipe = Recipe(
+        [str(folder)], CorpusArguments(validation_fraction=fraction), VocabularyArguments(**vocabulary), seed=1
+    )
+    return pretokenize(recipe, folder / "store", say=lambda text: None)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +45,7 @@ def many(tmp_path_factory):
     folder = tmp_path_factory.mktemp("many")
     for i in range(120):
         (folder / f"text{i}.txt").write_text(prose(i, 40 + 8 * (i % 7)), encoding="utf-8")
-    recipe = Recipe(
-        [str(folder)], CorpusArguments(validation_fraction=0.4), VocabularyArguments(vocab_size=300), seed=1
-    )
-    return pretokenize(recipe, folder / "store", say=lambda text: None)
+    return made(folder, 0.4, vocab_size=300)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +54,7 @@ def letters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("letters")
     choice = random.Random(0).choice
     (folder / "text.txt").write_text("".join(choice("ab\n") for _ in range(20_000)), encoding="utf-8")
-    recipe = Recipe(
-        [str(folder / "text.txt")],
-        CorpusArguments(validation_fraction=0.2),
-        VocabularyArguments(tokenizer_type="character"),
-        seed=1,
-    )
-    return pretokenize(recipe, folder / "store", say=lambda text: None)
+    return made(folder, 0.2, tokenizer_type="character")
 
 
 def saved(folder, store, knows_nothing: bool = False) -> GPT2ScratchForCausalLM:
@@ -85,13 +78,10 @@ def evaluated(capsys, *arguments) -> dict:
 # ---- the loss, and how sure it is -------------------------------------------------------------------------------------
 
 
-def test_the_standard_error_of_a_ratio_by_hand():
+def test_the_standard_error_by_hand_is_over_documents_or_blocks_of_a_text_of_few():
     """Deviations -0.5, -1 and 1.5 from 2.5 a unit of size: sqrt(3 / 2 * 3.5) / 6."""
     result = ratio(np.array([2.0, 4.0, 9.0]), np.array([1, 2, 3]))
     assert (result.value, result.stderr) == (2.5, pytest.approx(0.3818813))
-
-
-def test_units_are_documents_or_blocks_of_a_text_of_few():
     starts = np.arange(31) * 7
     assert units(starts) == (pytest.approx(starts), "30 documents")
     edges, what = units(np.array([0, 10, 1000]))
@@ -99,14 +89,16 @@ def test_units_are_documents_or_blocks_of_a_text_of_few():
 
 
 def test_a_model_that_knows_nothing_costs_the_logarithm_of_its_vocabulary(letters, tmp_path, capsys):
-    """Three characters of a byte each: log2(3) bits a byte, without any doubt."""
+    """Three characters of a byte each: log2(3) bits a byte, without any doubt. No token begins a text: the first costs as any."""
     saved(tmp_path / "model", letters, knows_nothing=True)
-    result = evaluated(capsys, tmp_path / "model", "--data", letters.folder)
+    result = evaluated(capsys, tmp_path / "model", "--data", letters.folder, "--compare")
     assert result["eval_bits_per_byte"] == pytest.approx(1.5849625)
     assert result["eval_perplexity"] == pytest.approx(3)
     assert result["eval_loss_stderr"] == pytest.approx(0, abs=1e-6)
     assert result["eval_stderr_over"] == "50 blocks of the text"
     assert result["eval_tokens"] == letters.metadata.val.tokens - 1
+    rows = {row["name"]: row for row in result["panel"]["rows"]}
+    assert rows[str(tmp_path / "model")]["bits_per_byte"] == pytest.approx(1.5849625)
 
 
 @torch.no_grad()
@@ -118,16 +110,14 @@ def test_the_loss_and_its_standard_error_are_those_of_documents(many, tmp_path, 
     costs = torch.zeros(len(tokens), dtype=torch.float64)
     for start in range(0, len(tokens) - 1, 16):
         window, after = tokens[start : start + 16][: len(tokens) - 1 - start], tokens[start + 1 : start + 17]
-        costs[start + 1 : start + 1 + len(after)] = (
-            -model(window[None]).logits[0].log_softmax(-1)[range(len(after)), after]
-        )
+        logits = model(window[None]).logits[0]
+        costs[start + 1 : start + 1 + len(after)] = -logits.log_softmax(-1)[range(len(after)), after]
     nats = [costs[a:b].sum().item() for a, b in pairwise(many.offsets("val"))]
     sizes = np.diff(many.offsets("val"))
     sizes[0] -= 1
     mean = sum(nats) / (len(tokens) - 1)
-    spread = (
-        sum((cost - mean * size) ** 2 for cost, size in zip(nats, sizes, strict=True)) * len(sizes) / (len(sizes) - 1)
-    )
+    squares = sum((cost - mean * size) ** 2 for cost, size in zip(nats, sizes, strict=True))
+    spread = squares * len(sizes) / (len(sizes) - 1)
     assert result["eval_loss"] == pytest.approx(mean, abs=1e-6)
     assert result["eval_loss_stderr"] == pytest.approx(math.sqrt(spread) / (len(tokens) - 1), rel=1e-4)
     assert result["eval_stderr_over"] == f"{len(sizes)} documents"
@@ -175,16 +165,8 @@ def test_a_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(many, store, 
     gpt2, theirs = GPT2LMHeadModel(config).eval(), store.load_tokenizer()
     gpt2.save_pretrained(tmp_path / "gpt2")
     theirs.save_pretrained(tmp_path / "gpt2")
-    arguments = (
-        tmp_path / "model",
-        "--data",
-        many.folder,
-        "--compare_documents",
-        31,
-        "--compare_with",
-        tmp_path / "gpt2",
-    )
-    panel = evaluated(capsys, *arguments)["panel"]
+    arguments = (tmp_path / "model", "--data", many.folder, "--compare_with", tmp_path / "gpt2")
+    panel = evaluated(capsys, *arguments, "--compare_documents", 31)["panel"]
     rows = {row["name"]: row for row in panel["rows"]}
     tokens, offsets, ours = many.memory_map("val"), many.offsets("val"), many.load_tokenizer()
     chosen = np.linspace(0, len(offsets) - 2, 31).astype(int)
@@ -204,20 +186,11 @@ def test_a_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(many, store, 
     assert set(rows) - {str(tmp_path / name) for name in bits} == {"unigram", "trigram", *baselines.COMPRESSORS}
 
 
-def test_without_a_token_that_begins_a_text_the_first_costs_as_any(letters, tmp_path, capsys):
-    saved(tmp_path / "model", letters, knows_nothing=True)
-    rows = evaluated(capsys, tmp_path / "model", "--data", letters.folder, "--compare")["panel"]["rows"]
-    assert {row["name"]: row for row in rows}[str(tmp_path / "model")]["bits_per_byte"] == pytest.approx(1.5849625)
-
-
-def test_a_unigram_by_hand():
-    """3, 1 and 0 of 4, a discount of 0.75 from two kinds: 1.5 / 4, shared by three."""
+def test_a_unigram_and_a_bigram_by_hand():
+    # 3, 1 and 0 of 4, a discount of 0.75 from two kinds: 1.5 / 4, shared by three.
     unigram = NGram(np.array([0, 0, 0, 1], dtype=np.uint16), 3, 1)
     assert unigram.probabilities(np.array([0, 1, 2])) == pytest.approx([0.6875, 0.1875, 0.125])
-
-
-def test_a_bigram_by_hand():
-    """0 stands after one kind of token, 1 after two: 1/3 and 2/3, discounted and mended by 1/2 each."""
+    # 0 stands after one kind of token, 1 after two: 1/3 and 2/3, discounted and mended by 1/2 each.
     bigram = NGram(np.array([0, 1, 0, 1, 1]), 2, 2)
     assert bigram.probabilities(np.array([0, 0]))[1] == pytest.approx(0.75 / 2 * (1 / 3))
     assert bigram.probabilities(np.array([0, 1])) == pytest.approx([1 / 3, 1.25 / 2 + 0.75 / 2 * (2 / 3)])
@@ -265,13 +238,8 @@ def test_a_planted_span_is_found_where_it_stands_and_an_absent_one_is_not(monkey
     wanted = np.stack([planted, edge, changed, tokens[-50:], planted]).astype(np.int64)
     assert find(again[:5000], wanted, Accelerator()).tolist() == [1234, 980, -1, 4950, 1234]
     assert find(tokens[:40], wanted, Accelerator()).tolist() == [-1] * 5
-
-
-def test_the_hash_of_a_span_does_not_depend_on_where_it_stands():
-    tokens = np.random.default_rng(0).integers(0, 300, 1000)
-    hashes = hash_spans(tokens, 7)
-    assert len(hashes) == 994
-    assert len(set(hashes.tolist())) == 994
+    hashes = hash_spans(tokens[:1000], 7)  # which do not depend on where a span stands
+    assert len(hashes) == len(set(hashes.tolist())) == 994
     assert all(hash_spans(tokens[i : i + 7], 7)[0] == hashes[i] for i in range(0, 994, 50))
 
 
@@ -287,9 +255,8 @@ def test_what_a_model_writes_is_looked_up(letters, tmp_path, capsys):
     assert (found["example"]["text"], found["example"]["document"]) == (text, 0)
     found = evaluated(capsys, *arguments, "--memorization_span", 60)["memorization"]
     assert (found["share"], found["share_stderr"], found["example"]) == (0.0, 0.0, None)
-    assert evaluated(capsys, *arguments, "--memorization_span", 9) == evaluated(
-        capsys, *arguments, "--memorization_span", 9
-    )
+    arguments = (*arguments, "--memorization_span", 9)
+    assert evaluated(capsys, *arguments) == evaluated(capsys, *arguments)
 
 
 def test_spans_end_with_the_document(many, tmp_path, capsys):
