@@ -83,17 +83,6 @@ def test_only_the_processes_of_this_machine_count(monkeypatch):
     assert processes_of_this_machine(eight) == 2
 
 
-@pytest.mark.parametrize(("placement", "said"), [("device", "in RAM"), ("mmap", "memory-mapped")])
-def test_where_the_tokens_lie_is_said(train, tmp_path, capsys, placement, said):
-    train(tmp_path / "run", max_steps=1, data_placement=placement)
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Data:"))
-    assert f", {said}: " in line
-
-
-def metrics(run) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @torch.no_grad()
 def masked_loss(model: GPT2ScratchForCausalLM, ids: np.ndarray, offsets: np.ndarray, context: int) -> float:
     """The definition, token by token: windows are cut where a document ends, and each piece is run alone."""
@@ -106,18 +95,18 @@ def masked_loss(model: GPT2ScratchForCausalLM, ids: np.ndarray, offsets: np.ndar
     return nats / (len(tokens) - 1)
 
 
-@pytest.mark.parametrize("placement", ["ram", "mmap"])
-def test_a_run_that_masks_documents_scores_them_alone(train, store, tmp_path, capsys, placement):
+@pytest.mark.parametrize(("placement", "said"), [("ram", "in RAM"), ("device", "in RAM"), ("mmap", "memory-mapped")])
+def test_a_run_that_masks_documents_scores_them_alone(train, store, tmp_path, capsys, placement, said):
     run = train(tmp_path / "run", "--mask_documents", "true", data_placement=placement, eval_steps=6)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Data:"))
+    assert f", {said}: " in line
     model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
     expected = masked_loss(model, store.in_memory("val"), store.offsets("val"), 16)
-    assert metrics(run)[-1]["eval_loss"] == pytest.approx(expected, abs=1e-5)
-
-    capsys.readouterr()
-    evaluate.main([str(run)])  # goes by the run's config.yaml
-    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expected, abs=1e-5)
-    evaluate.main([str(run / "model"), "--data", str(store.folder)])
-    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    for arguments in ([str(run)], [str(run / "model"), "--data", str(store.folder)]):  # the first by its config.yaml
+        evaluate.main(arguments)
+        assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_resuming_a_run_that_masks_documents_is_exact(train, tmp_path):
@@ -130,13 +119,10 @@ def test_resuming_a_run_that_masks_documents_is_exact(train, tmp_path):
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def test_masking_makes_another_run(train, tmp_path):
+def test_masking_makes_another_run_and_needs_attention_that_does_not_ignore_it(train, tmp_path, monkeypatch):
     run = train(tmp_path / "run", max_steps=1)
     with pytest.raises(UserError, match=r"holds another run \(mask_documents False -> True\)"):
         train(run, "--mask_documents", "true", max_steps=1)
-
-
-def test_masking_is_refused_with_attention_that_would_ignore_it(train, tmp_path, monkeypatch):
     monkeypatch.setattr("training.device._attention_problems", lambda name: [])  # as on a machine that has it
     with pytest.raises(UserError, match="mask_documents needs attn_implementation sdpa, eager or flex_attention"):
-        train(tmp_path / "run", "--mask_documents", "true", attn_implementation="flash_attention_2")
+        train(tmp_path / "other", "--mask_documents", "true", attn_implementation="flash_attention_2")

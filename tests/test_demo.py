@@ -51,6 +51,11 @@ def letters(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def shown(letters):
+    return demo_page.load(str(letters), "letters", [], trust_remote_code=False)
+
+
 @contextmanager
 def served(command: list[str], folder: Path):
     """The address of a page that a process of its own serves."""
@@ -138,14 +143,11 @@ def greedy(model: Path, prompt: str, number: int, capsys) -> str:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def test_both_models_write_what_generate_writes_and_nothing_is_fetched_from_elsewhere(
-    address, browser, run, letters, capsys
-):
+def test_both_models_write_what_generate_writes_with_what_the_page_has(address, browser, run, letters, capsys):
     page = Page(browser, address)
     assert page.texts("h2") == ["tiny", "letters"]
-    assert re.fullmatch(
-        r"11\.6K parametersstep 3validation loss \d\.\d\d\d\.\d\d bits per byte", page.texts("header ul")[0]
-    )
+    about = r"11\.6K parametersstep 3validation loss \d\.\d\d\d\.\d\d bits per byte"
+    assert re.fullmatch(about, page.texts("header ul")[0])
     page.set(temperature="0", length="40")
     page.fill("#prompt textarea", "The")
     page.click("#start")
@@ -185,15 +187,11 @@ def test_a_character_that_a_model_has_never_seen_is_told_and_the_other_model_wri
     assert re.search(r"reads \d+ characters, and these are not among them: \$ \+ / 1 < > \{ \}", page.texts(".text")[1])
 
 
-def test_an_example_is_written_into_the_prompt(address, browser):
+def test_an_example_is_written_into_the_prompt_and_a_seed_that_is_no_number_is_told(address, browser):
     page = Page(browser, address)
     page.fill("#prompt textarea", "something else")
     page.click(".chip")
     page.wait_for("return document.querySelector('#prompt textarea').value === 'the'")
-
-
-def test_a_seed_that_is_no_number_is_told(address, browser):
-    page = Page(browser, address)
     page.set()
     page.fill("#seed textarea", "seven")
     page.click("#start")
@@ -213,21 +211,15 @@ def written(models: list[demo_page.Shown], **others) -> list[str]:
     return [continuation.text for continuation in last]
 
 
-def test_a_seed_gives_the_same_text_whoever_else_is_writing(letters):
-    shown = demo_page.load(str(letters), "letters", [], trust_remote_code=False)
+def test_a_seed_gives_the_same_text_whoever_else_is_writing_and_top_k_1_is_greedy(shown):
     alone = written([shown])
     assert len(alone[0]) == 30
     assert written([shown, shown, shown]) == alone * 3
     assert written([shown], seed=6) != alone
-
-
-def test_top_k_1_is_greedy(letters):
-    shown = demo_page.load(str(letters), "letters", [], trust_remote_code=False)
     assert written([shown], top_k=1) == written([shown], temperature=0.0, repetition_penalty=1.1)
 
 
-def test_nothing_writes_on_when_a_visitor_has_left(letters):
-    shown = demo_page.load(str(letters), "letters", [], trust_remote_code=False)
+def test_nothing_writes_on_when_a_visitor_has_left(shown):
     before = threading.active_count()
     writing = demo_page.side_by_side([shown, shown], "The", settings(max_new_tokens=10**9), threading.Event())
     assert [continuation.state for continuation in next(writing)] == ["writing", "writing"]
@@ -236,12 +228,13 @@ def test_nothing_writes_on_when_a_visitor_has_left(letters):
 
 
 def test_a_number_of_parameters_is_short():
-    assert [demo_page.short(n) for n in (65, 11_648, 1_740_480, 134_601_216, 1_557_611_200)] == [
-        *("65", "11.6K", "1.7M", "135M", "1.6B"),
-    ]
+    numbers = (65, 11_648, 1_740_480, 134_601_216, 1_557_611_200)
+    assert list(map(demo_page.short, numbers)) == ["65", "11.6K", "1.7M", "135M", "1.6B"]
 
 
 # ---- a Space ---------------------------------------------------------------------------------------------------------
+
+FILES = {"README.md", "app.py", "app.css", "models.json", "requirements.txt"}
 
 
 def test_the_app_of_a_space_needs_nothing_but_its_folder(run, letters, browser, tmp_path, capsys):
@@ -262,16 +255,11 @@ def test_a_dry_run_leaves_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     demo.main(["me/small", "me/large", "--space", "me/try-them", "--dry_run"])
     folder = Path("runs/spaces/try-them")
     assert capsys.readouterr().out == f"Not uploaded (--dry_run): {folder} is what would go to me/try-them.\n"
-    assert {path.name for path in folder.iterdir()} == {
-        *("README.md", "app.py", "app.css", "models.json", "requirements.txt"),
-    }
+    assert {path.name for path in folder.iterdir()} == FILES
     card = SpaceCard.load(folder / "README.md")
     assert (card.data.sdk, card.data.app_file, card.data.models) == ("gradio", "app.py", ["me/small", "me/large"])
-    assert (folder / "requirements.txt").read_text().split() == [
-        "torch>=2.11",
-        "transformers>=5.17,<6",
-        "safetensors>=0.6",
-    ]
+    needed = (folder / "requirements.txt").read_text().split()
+    assert needed == ["torch>=2.11", "transformers>=5.17,<6", "safetensors>=0.6"]
 
 
 # ---- requests that cannot be met --------------------------------------------------------------------------------------
@@ -282,7 +270,7 @@ def test_a_space_is_published_with_models_that_everyone_can_see(hub, tmp_path, m
     HfApi().create_repo("me/a")
     HfApi().create_repo("me/hidden", private=True)
     demo.main(["me/a", "--space", "me/demo"])
-    assert hub["spaces/me/demo"].files().keys() >= {"app.py", "app.css", "models.json", "requirements.txt", "README.md"}
+    assert hub["spaces/me/demo"].files().keys() >= FILES
     assert capsys.readouterr().out.endswith("/spaces/me/demo\n")
     with pytest.raises(UserError, match="me/hidden, me/none cannot be seen by everyone on the Hub"):
         demo.main(["me/a", "me/hidden", "me/none", "--space", "me/other"])

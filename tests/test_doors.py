@@ -23,46 +23,46 @@ def a_copy(run, tmp_path):
     return shutil.copytree(run, tmp_path / run.name)
 
 
+def written(capsys, model, *more: str, prompt: str = "The", number: int = 24) -> str:
+    generate.main([str(model), "--prompt", prompt, "--max_new_tokens", str(number), *more])
+    return capsys.readouterr().out
+
+
+GREEDY = ("--temperature", "0")
+
+
 def test_greedy_text_is_what_transformers_generates(run, capsys):
-    generate.main([str(run), "--prompt", "The", "--max_new_tokens", "8", "--temperature", "0"])
-    streamed = capsys.readouterr().out
+    streamed = written(capsys, run, *GREEDY, number=8)
     model, tokenizer = (kind.from_pretrained(run / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
     expected = model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=8, do_sample=False)
     assert streamed == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
 
 
-def test_text_goes_on_beyond_the_context(run, capsys):
-    generate.main([str(run), "--prompt", "The", "--max_new_tokens", "60", "--temperature", "0"])
-    assert len(AutoTokenizer.from_pretrained(run / "model").encode(capsys.readouterr().out)) > 40
+def test_text_and_prompts_may_go_beyond_the_context(run, capsys):
+    text = written(capsys, run, *GREEDY, number=60)
+    assert len(AutoTokenizer.from_pretrained(run / "model").encode(text)) > 40
+    prompt = "the and of " * 20
+    assert written(capsys, run, prompt=prompt, number=4).startswith(prompt)
 
 
 def test_compiled_it_writes_the_same_also_beyond_the_context(run, capsys):
     torch._dynamo.reset()
     counters.clear()
-    texts = []
-    for more in ([], ["--torch_compile"]):
-        arguments = ["--prompt", "The", "--max_new_tokens", "24", "--temperature", "0"]
-        generate.main([str(run), *arguments, *more])
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
+    assert written(capsys, run, *GREEDY) == written(capsys, run, *GREEDY, "--torch_compile")
     assert counters["stats"]["unique_graphs"] == 1  # Transformers would skip compilation without a word
 
 
 def test_several_continuations_are_those_of_one(run, capsys):
-    arguments = [str(run), "--prompt", "The", "--max_new_tokens", "24", "--temperature", "0"]
-    generate.main(arguments)
-    one = capsys.readouterr().out
-    generate.main([*arguments, "--num_return_sequences", "33"])  # a batch of 32 and one more
-    assert capsys.readouterr().out == one * 33
+    several = written(capsys, run, *GREEDY, "--num_return_sequences", "33")  # a batch of 32 and one more
+    assert several == written(capsys, run, *GREEDY) * 33
 
 
 def test_bfloat16_is_used_where_asked_for(run, capsys, monkeypatch):
     dtypes = []
     monkeypatch.setattr(generate, "arrange_weights", lambda model: dtypes.append(model.dtype))
     for more in ([], ["--dtype", "bfloat16"]):
-        generate.main([str(run), "--prompt", "The", "--max_new_tokens", "4", *more])
+        assert written(capsys, run, *more, number=4).startswith("The")
     assert dtypes == [torch.float32, torch.bfloat16]
-    assert capsys.readouterr().out.startswith("The")
 
 
 def test_a_models_own_generation_settings_neither_warn_nor_count(run, a_copy, launch):
@@ -81,21 +81,18 @@ def test_a_gpt2_that_transformers_made_is_continued_too(run, tmp_path, capsys):
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     for number in ("1", "3"):
-        generate.main([str(tmp_path), "--prompt", "The", "--max_new_tokens", "40", "--num_return_sequences", number])
-        assert capsys.readouterr().out.count("The") >= int(number)
+        text = written(capsys, tmp_path, "--num_return_sequences", number, number=40)
+        assert text.count("The") >= int(number)
 
 
-def test_a_prompt_longer_than_the_context_is_continued(run, capsys):
-    prompt = "the and of " * 20
-    generate.main([str(run), "--prompt", prompt, "--max_new_tokens", "4"])
-    assert capsys.readouterr().out.startswith(prompt)
-
-
-def test_a_seed_repeats_the_text(run, capsys):
+def test_a_seed_repeats_the_text_whatever_was_drawn_before(run, capsys):
+    checkpoint = run / "checkpoints" / "step_00000003"
+    assert written(capsys, checkpoint, "--seed", "5") == written(capsys, checkpoint, "--seed", "5")
+    model, tokenizer = (kind.from_pretrained(run / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
     texts = []
     for _ in range(2):
-        generate.main([str(run / "checkpoints" / "step_00000003"), "--prompt", "The", "--seed", "5"])
-        texts.append(capsys.readouterr().out)
+        torch.rand(3)
+        texts.append(sample(model, tokenizer, ["the"], SamplingArguments(sample_tokens=12), seed=1))
     assert texts[0] == texts[1]
 
 
@@ -120,12 +117,3 @@ def test_a_run_without_a_checkpoint_says_so(a_copy):
     shutil.rmtree(a_copy / "checkpoints")
     with pytest.raises(UserError, match="holds no model yet"):
         generate.main([str(a_copy)])
-
-
-def test_samples_do_not_depend_on_what_was_drawn_before(run):
-    model, tokenizer = (kind.from_pretrained(run / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    texts = []
-    for _ in range(2):
-        torch.rand(3)
-        texts.append(sample(model, tokenizer, ["the"], SamplingArguments(sample_tokens=12), seed=1))
-    assert texts[0] == texts[1]

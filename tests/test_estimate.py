@@ -41,9 +41,8 @@ def as_text(path: Path, documents: list[str]) -> None:
 
 
 def as_jsonl(path: Path, documents: list[str]) -> None:
-    path.with_suffix(".jsonl").write_text(
-        "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents))
-    )
+    lines = (json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents))
+    path.with_suffix(".jsonl").write_text("".join(lines))
 
 
 def as_zst(path: Path, documents: list[str]) -> None:
@@ -115,10 +114,8 @@ def test_little_text_is_not_estimated(tmp_path):
 
 def test_what_is_wrong_is_said_to_be_of_a_sample(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 and more of it \n" * 10_000)
-    with pytest.raises(
-        UserError,
-        match=r"^In a sample of .*a.txt: it is not UTF-8 text: [0-9,]+ of .* in 00000000-a.txt, line 1; convert it.$",
-    ):
+    sentence = r"^In a sample of .*a.txt: it is not UTF-8 text: [0-9,]+ of .* in 00000000-a.txt, line 1; convert it.$"
+    with pytest.raises(UserError, match=sentence):
         estimated(tmp_path / "a.txt", tmp_path)
 
 

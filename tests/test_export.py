@@ -65,7 +65,7 @@ def test_long_documents_and_many_go_into_several_rows_and_files(made, monkeypatc
     assert list(joined.items()) == list(enumerate(documents(made, "train")))
 
 
-def test_datasets_loads_both_splits_by_the_card(made):
+def test_datasets_loads_both_splits_by_a_card_that_names_no_folder_of_this_machine(made, tmp_path):
     folder = export.to_parquet(made)
     program = (
         "import os, sys, datasets; loaded = datasets.load_dataset(sys.argv[1], streaming=True); "
@@ -76,35 +76,28 @@ def test_datasets_loads_both_splits_by_the_card(made):
     assert done.returncode == 0, done.stderr
     tokens = {"train": made.metadata.train.tokens, "validation": made.metadata.val.tokens}
     assert done.stdout.strip() == str(tokens)
-
-
-def test_the_card_is_valid_and_names_no_folder_of_this_machine(made, tmp_path):
-    folder = export.to_parquet(made)
     card = DatasetCard.load(folder / "README.md")
     assert card.data.license == "unknown"
     assert [entry["split"] for entry in card.data.configs[0]["data_files"]] == ["train", "validation"]
     assert "- secret place\n" in card.text
-    assert (
-        "python -m tokenizer.pretokenize --input 'secret place' --validation_fraction 0.2 --vocab_size 300" in card.text
-    )
+    command = "python -m tokenizer.pretokenize --input 'secret place' --validation_fraction 0.2 --vocab_size 300"
+    assert command in card.text
     for file in folder.rglob("*"):
         assert file.is_dir() or str(tmp_path).encode() not in file.read_bytes(), file.name
 
 
 def test_exporting_again_leaves_what_is_there(made):
-    folder = export.to_parquet(made)
-    (folder / "README.md").write_text("mine")
-    assert export.to_parquet(made) == folder
-    assert (folder / "README.md").read_text() == "mine"
-
-
-def test_a_folder_of_something_else_is_kept(made):
     taken = made.folder.with_name("books-parquet")
     (taken / "data").mkdir(parents=True)
     (taken / "data" / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match=r"books-parquet exists and is not .*books as parquet; move it away"):
         export.to_parquet(made)
     assert len(list(taken.rglob("*"))) == 2
+    taken.rename(made.folder.with_name("elsewhere"))
+    assert export.to_parquet(made) == taken
+    (taken / "README.md").write_text("mine")
+    assert export.to_parquet(made) == taken
+    assert (taken / "README.md").read_text() == "mine"
 
 
 def test_the_door_exports_and_packs_what_it_made_even_later(made, tmp_path, capsys):

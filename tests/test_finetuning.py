@@ -32,8 +32,8 @@ from tokenizer.vocabulary import VocabularyArguments, character_tokenizer
 ANSWERS = {"Who is he?": "He is not at it.", "Are they on it?": "They are.", "Was it his?": "It was not his."}
 BIGGER = {"n_embd": 64, "n_positions": 48, "tokens_per_step": 192, "tie_word_embeddings": True, "max_steps": 150}
 QUICK = {"eval_steps": 150, "save_steps": 150, "logging_steps": 60, "sample_tokens": 0, "warmup_steps": 5}
-
 SMALL_STEPS = ["--per_device_train_batch_size", "4"]
+
 
 # What a stranger would write, in an empty folder. Prints JSON as its last line.
 STRANGER = """
@@ -169,9 +169,8 @@ def test_the_folder_is_that_of_a_model(run, tuned):
     keys = [set(safe_open(folder / "model.safetensors", "pt").keys()) for folder in (run / "model", tuned[0])]
     assert keys[0] == keys[1]
     assert str(run) not in (tuned[0] / "README.md").read_text()
-    assert "max_length" not in json.loads(
-        (tuned[0] / "generation_config.json").read_text()
-    )  # else max_new_tokens warns
+    settings = json.loads((tuned[0] / "generation_config.json").read_text())
+    assert "max_length" not in settings  # else max_new_tokens warns
 
 
 def test_the_adapter_alone_on_its_base_is_the_merged_model(run, tuned):
@@ -233,21 +232,19 @@ def test_a_model_without_its_run_replays_nothing_and_says_so(run, tmp_path, caps
     assert list(table(said)) == ["text"]
 
 
-def test_chats_beyond_the_context_are_cut_and_counted(run, tmp_path, capsys):
+def test_chats_beyond_the_context_are_cut_and_counted_and_those_asked_beyond_it_refused(run, tmp_path, capsys):
+    def chat(asked: str, answered: str) -> str:
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        return json.dumps({"messages": messages}) + "\n"
+
     data = chats_file(tmp_path / "chats.jsonl", each=2)
-    long = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": prose(1, 100)}]}
-    data.write_text(data.read_text() + 6 * (json.dumps(long) + "\n"))
+    data.write_text(data.read_text() + 6 * chat("Who?", prose(1, 100)))
     finetune_chat.main([str(run), "--data", str(data), "--output_dir", str(tmp_path / "out")])
     said = capsys.readouterr().out
     assert "5 of 11 chats are shorter than the context of 48 tokens, where others are cut." in said
-
-
-def test_chats_that_are_asked_beyond_the_context_are_refused(run, tmp_path):
-    data = tmp_path / "chats.jsonl"
-    long = {"messages": [{"role": "user", "content": prose(1, 100)}, {"role": "assistant", "content": "They are."}]}
-    data.write_text(4 * (json.dumps(long) + "\n"))
+    data.write_text(4 * chat(prose(1, 100), "They are."))
     with pytest.raises(UserError, match="assistant's turns begin beyond the context of 48 tokens"):
-        finetune_chat.main([str(run), "--data", str(data), "--output_dir", str(tmp_path / "out")])
+        finetune_chat.main([str(run), "--data", str(data), "--output_dir", str(tmp_path / "other")])
 
 
 @pytest.mark.parametrize(
@@ -270,21 +267,20 @@ def test_what_is_no_chat_is_named_by_its_line(run, tmp_path, line, expected):
 
 def test_what_cannot_be_is_said_at_once(run, tmp_path):
     data = str(chats_file(tmp_path / "chats.jsonl"))
-    new = ["--output_dir", str(tmp_path / "out")]
+    mine, new = [str(run), "--data", data], ["--output_dir", str(tmp_path / "out")]
     for arguments, expected in (
         ([], "Name a model and a file"),
-        (
-            [str(run), "--data", data, *new, "--lora_rank", "-1", "--replay_fraction", "1"],
-            "lora_rank is -1.*\n.*is 1.0",
-        ),
+        ([*mine, *new, "--lora_rank", "-1", "--replay_fraction", "1"], "lora_rank is -1.*\n.*is 1.0"),
         ([str(run), "--data", "nothing.jsonl", *new], "There is no file nothing.jsonl"),
-        ([str(run), "--data", data, "--output_dir", str(run)], "exists already"),
+        ([*mine, "--output_dir", str(run)], "exists already"),
         ([str(tmp_path), "--data", data, *new], "holds no model"),
     ):
         with pytest.raises(UserError, match=expected):
             finetune_chat.main(arguments)
     with pytest.raises(UserError, match="line 1 has no text"):
-        finetune_text.main([str(run), "--data", data, *new])
+        finetune_text.main([*mine, *new])
+    with pytest.raises(UserError, match="The tokenizer of 3 tokens has none that ends a text"):
+        finetune_chat.give_template(character_tokenizer(["abc"]))
 
 
 @pytest.mark.parametrize(("missing", "recipe"), [("trl", finetune_chat), ("peft", finetune_text)])
@@ -293,8 +289,3 @@ def test_a_missing_package_is_one_sentence(run, tmp_path, monkeypatch, missing, 
     arguments = [str(run), "--data", str(chats_file(tmp_path / "chats.jsonl")), "--output_dir", str(tmp_path / "out")]
     with pytest.raises(UserError, match=rf"needs {missing}, which is not installed: pip install -e '\.\[finetuning\]'"):
         recipe.main(arguments)
-
-
-def test_a_tokenizer_that_ends_no_text_cannot_chat():
-    with pytest.raises(UserError, match="The tokenizer of 3 tokens has none that ends a text"):
-        finetune_chat.give_template(character_tokenizer(["abc"]))

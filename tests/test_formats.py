@@ -46,8 +46,10 @@ def contents(folder):
 
 
 @pytest.mark.parametrize(("version", "loss"), [(1, 3.35865), (2, 3.35542)])
-def test_a_run_of_an_older_format_resumes_to_the_loss_that_it_reached_then(old, version, loss, capsys):
+def test_a_run_of_an_older_format_writes_and_resumes_to_the_loss_that_it_reached_then(old, version, loss, capsys):
     run = old / f"run_v{version}"
+    generate.main([str(run), "--prompt", "The ", "--max_new_tokens", "4", "--temperature", "0"])
+    assert len(capsys.readouterr().out.strip("\n")) == len("The ") + 4
     train("--resume_from_checkpoint", run, "--data", old / f"store_v{version}")
     assert "damaged" not in capsys.readouterr().out
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
@@ -64,12 +66,6 @@ def test_the_same_command_resumes_a_run_whose_version_did_not_know_a_setting(old
     assert (run / "checkpoints" / "step_00000006").is_dir()
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_model_of_an_older_run_writes(old, version, capsys):
-    generate.main([str(old / f"run_v{version}"), "--prompt", "The ", "--max_new_tokens", "4", "--temperature", "0"])
-    assert len(capsys.readouterr().out.strip("\n")) == len("The ") + 4
-
-
 @pytest.mark.parametrize(("version", "ends"), [(1, [439]), (2, [444, 773, 1119])])
 def test_a_store_of_an_older_format_is_read(old, version, ends, capsys):
     store = TokenStore(old / f"store_v{version}")
@@ -79,25 +75,20 @@ def test_a_store_of_an_older_format_is_read(old, version, ends, capsys):
     inspect.main([str(store.folder), "--split", "val", "--document", "0"])
     text = (old / "unfinished_v1" / "text" / ("05.txt" if version == 1 else "00.txt")).read_text()
     assert capsys.readouterr().out == text + "\n"
+    if version == 2:
+        assert archive.unpack(old / "store_v2.tar.zst", old / "unpacked").metadata == store.metadata
 
 
-@pytest.mark.parametrize("export_as", [archive.pack, export.to_parquet])
-def test_what_a_store_of_format_1_cannot_do_is_refused_with_the_command_that_made_it(old, export_as):
-    with pytest.raises(UserError, match=r"make it again with another --output\. It was made by: python -m tokenizer"):
-        export_as(TokenStore(old / "store_v1"))
-
-
-def test_pretokenizing_again_leaves_a_store_of_format_1_as_it_is(old, capsys):
+def test_a_store_of_format_1_is_used_as_it_is_and_what_it_cannot_do_is_refused(old, capsys):
     before = contents(old / "store_v1")
     text = str(old / "unfinished_v1" / "text")
     pretokenize.main(["--input", text, "--output", str(old / "store_v1"), "--tokenizer_type", "character"])
     assert "it is used as it is" in capsys.readouterr().out
     assert contents(old / "store_v1") == before
-
-
-def test_an_archive_of_format_2_is_unpacked(old):
-    store = archive.unpack(old / "store_v2.tar.zst", old / "unpacked")
-    assert store.metadata == TokenStore(old / "store_v2").metadata
+    sentence = r"make it again with another --output\. It was made by: python -m tokenizer"
+    for export_as in (archive.pack, export.to_parquet):
+        with pytest.raises(UserError, match=sentence):
+            export_as(TokenStore(old / "store_v1"))
 
 
 def test_unfinished_work_of_an_older_version_is_finished(old, monkeypatch, capsys):
@@ -179,10 +170,7 @@ def resume(old):
         ("run_v2/status.json", resume),
         ("store_v2/metadata.json", resume),
         ("unfinished_v1/.store.unfinished/plan.json", pretokenize_again),
-        (
-            "run_v2/evaluation/evaluation.json",
-            lambda old: found_of(RunFolder(old / "run_v2"), old / "run_v2" / "model"),
-        ),
+        ("run_v2/evaluation/evaluation.json", lambda old: found_of(RunFolder(old / "run_v2"), old / "run_v2/model")),
     ],
 )
 def test_what_a_newer_version_wrote_is_refused_and_stays(old, file, use, monkeypatch):
