@@ -73,9 +73,8 @@ def test_what_begins_with_a_folder_that_is_here_is_no_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user").mkdir()
     assert HubDataset.parse("user/name") is None
-    assert opened("user/name@main") == HubDataset(
-        "user/name", revision="main"
-    )  # which was one when the work was planned
+    as_planned = HubDataset("user/name", revision="main")  # an id when the work was planned
+    assert opened("user/name@main") == as_planned
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------
@@ -232,45 +231,46 @@ ENTRIES = [
 ]
 
 
+def output_of(script: str, entries: list[str], environment: dict[str, str]) -> list[str]:
+    """The lines that a process prints about the entries."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *entries],
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, list[list[str]] | str]:
     """The texts of every unit of every entry, or the sentence that it ends in."""
-    command = [sys.executable, "-c", READ, *ENTRIES]
     texts = {FIRST: FILES | {"test.jsonl": jsonl("of the first version")}, NEWEST: FILES}
     with Hub(name=texts, tables={NEWEST: {"rows.parquet": parquet(*ROWS)}}) as hub:
         hub.lost["shaky.jsonl"] = 2
         hub.secret.add("secret.jsonl")
-        environment = os.environ | hub.environment(tmp_path_factory.mktemp("home"))
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600, check=False
-        )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(ENTRIES, map(json.loads, done.stdout.splitlines()), strict=True))
+        lines = output_of(READ, ENTRIES, hub.environment(tmp_path_factory.mktemp("home")))
+    return dict(zip(ENTRIES, map(json.loads, lines), strict=True))
 
 
-def test_a_dataset_is_read_shard_by_shard(found):
-    assert found["user/name"] == [["one", "naïve 雪"], ["three"]]
-
-
-def test_a_configuration_and_a_split_are_read_alone(found):
-    assert found["user/name:default:test"] == [["held out"]]
-
-
-@pytest.mark.parametrize("revision", ["v1", FIRST])
-def test_a_revision_is_read_as_it_was(found, revision):
-    assert found[f"user/name:default:test@{revision}"] == [["of the first version"]]
-
-
-def test_parquet_is_read_with_its_only_column(found):
-    assert [text for unit in found["user/tables"] for text in unit] == ROWS
-
-
-def test_chats_of_the_hub_are_chats(found):
-    assert found["user/name:chats"] == [["<|im_start|>user\nHi<|im_end|>\n"]]
-
-
-def test_a_connection_that_is_lost_for_a_moment_is_no_matter(found):
-    assert found["user/name:shaky"] == [["shaky"]]
+@pytest.mark.parametrize(
+    ("entry", "units"),
+    [
+        ("user/name", [["one", "naïve 雪"], ["three"]]),  # shard by shard
+        ("user/name:default:test", [["held out"]]),
+        ("user/name:default:test@v1", [["of the first version"]]),
+        (f"user/name:default:test@{FIRST}", [["of the first version"]]),
+        ("user/tables", [ROWS[:2], ROWS[2:4], ROWS[4:]]),  # with its only column, a unit a row group
+        ("user/name:chats", [["<|im_start|>user\nHi<|im_end|>\n"]]),
+        ("user/name:shaky", [["shaky"]]),  # whose connection is lost for a moment
+    ],
+)
+def test_configurations_splits_revisions_tables_and_chats_are_read(found, entry, units):
+    assert found[entry] == units
 
 
 @pytest.mark.parametrize(
@@ -342,17 +342,7 @@ def test_a_large_dataset_is_estimated_by_its_number_of_records(tmp_path):
     known = b"---\ndataset_info:\n  splits:\n  - {name: train, num_bytes: 1, num_examples: 200}\n---\n"
     datasets = {"large": {"README.md": known, **shards}, "unsaid": shards, "small": {"0.jsonl": jsonl("one", "two")}}
     with Hub(**{name: {NEWEST: files} for name, files in datasets.items()}) as hub:
-        done = subprocess.run(
-            [sys.executable, "-c", ESTIMATE, *(f"user/{name}" for name in datasets)],
-            cwd=REPOSITORY,
-            env=os.environ | hub.environment(tmp_path),
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    large, unsaid, small = done.stdout.splitlines()
+        large, unsaid, small = output_of(ESTIMATE, [f"user/{name}" for name in datasets], hub.environment(tmp_path))
     read, tokens = ast.literal_eval(large)
     assert read == "62 of 200 records"
     assert tokens == pytest.approx(25_523, rel=0.02)

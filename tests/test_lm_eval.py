@@ -26,9 +26,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="the harness is not installed: p
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 DOCUMENTATION = REPOSITORY / "docs" / "evaluation.md"
-PAGES = [prose(seed, 60) for seed in (11, 12)] + [
-    "The"
-]  # many windows of 16 tokens, the last one cut; and less than one
+PAGES = [prose(11, 60), prose(12, 60), "The"]  # many windows of 16 tokens, the last one cut; and less than one
 CHOICES = [{"query": "The of and", "choices": ["a to in", f"is {word}", word], "label": 0} for word in ("was", "he")]
 MULTIPLE_CHOICE = """
 task: which
@@ -47,12 +45,9 @@ def write_tasks(folder) -> None:
     """The documentation's task for one's own text, and a multiple-choice one."""
     documented = re.search(r"```yaml\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)[1]
     assert "tasks/held_out.jsonl" in documented
+    my_text = documented.replace("tasks/held_out.jsonl", f"{folder}/my_text.jsonl")
     for name, task, rows in (
-        (
-            "my_text",
-            documented.replace("tasks/held_out.jsonl", f"{folder}/my_text.jsonl"),
-            [{"text": page} for page in PAGES],
-        ),
+        ("my_text", my_text, [{"text": page} for page in PAGES]),
         ("which", MULTIPLE_CHOICE.replace("FOLDER", str(folder)), CHOICES),
     ):
         (folder / f"{name}.yaml").write_text(task)
@@ -119,7 +114,7 @@ def numbers(result: dict, task: str) -> dict[str, float]:
     return {name: value for name, value in result["results"][task].items() if isinstance(value, float)}
 
 
-def test_a_checkpoint_and_its_gpt2_get_the_same_results(results):
+def test_a_checkpoint_and_its_gpt2_get_the_same_results_and_the_bits_per_byte_of_the_text(results, models):
     (checkpoint, choices), (twin, choices_of_twin) = results["checkpoint"], results["twin"]
     assert checkpoint["max_length"] == twin["max_length"] == 16
     assert checkpoint["config"]["model_num_parameters"] == twin["config"]["model_num_parameters"] == 11648
@@ -127,11 +122,7 @@ def test_a_checkpoint_and_its_gpt2_get_the_same_results(results):
     assert len(choices) == 6
     for task in ("my_text", "which"):
         assert numbers(checkpoint, task) == pytest.approx(numbers(twin, task), rel=1e-6)
-
-
-def test_bits_per_byte_are_those_of_the_text(results, models):
-    result, _ = results["checkpoint"]
-    measured = result["results"]["my_text"]["bits_per_byte,none"]
+    measured = checkpoint["results"]["my_text"]["bits_per_byte,none"]
     assert measured == pytest.approx(bits_per_byte(models["checkpoint"]), rel=1e-5)
     assert 1.5 < measured < 3.5  # an even choice among 300 tokens would be 3.5
 

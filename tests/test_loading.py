@@ -132,45 +132,21 @@ def test_a_saved_folder_carries_its_code_and_names_it(published, folder):
         assert (published.folder / folder / name).read_bytes() == ours
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_stranger_loads_all_three_classes_from_the_folders_own_code(published, source):
-    seen = published.seen[source]
-    assert seen.classes == ["GPT2ScratchConfig", "GPT2ScratchModel", "GPT2ScratchForCausalLM"]
-    assert all(module.startswith("transformers_modules.") for module in seen.modules)
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_stranger_finds_no_weight_missing_or_left_over(published, source):
-    assert published.seen[source].problems == {"base": {}, "model": {}}
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_the_base_model_loads_without_a_warning_and_without_the_attribute_by_which_vllm_drops_the_head(
-    published, source
-):
-    assert "lm_head" not in published.seen[source].stderr
-    assert published.seen[source].dropped_by_vllm == []
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_stranger_gets_our_logits(published, source):
-    model, seen = published.models["tied" if source == "tied" else "untied"], published.seen[source]
+def test_a_stranger_loads_every_class_and_weight_with_the_folders_own_code_and_gets_our_logits(published, source):
+    seen, model = published.seen[source], published.models["tied" if source == "tied" else "untied"]
+    assert seen.classes == ["GPT2ScratchConfig", "GPT2ScratchModel", "GPT2ScratchForCausalLM"]
+    assert all(module.startswith("transformers_modules.") for module in seen.modules)
+    assert seen.problems == {"base": {}, "model": {}}
+    assert "lm_head" not in seen.stderr  # no warning from the base model
+    assert seen.dropped_by_vllm == []  # the attribute by which it would drop the head
+    assert seen.tied == (source == "tied")
     for logits in (seen.logits, seen.through_base):
         torch.testing.assert_close(torch.tensor(logits), model(IDS).logits, rtol=0, atol=1e-6)
-    expected = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert seen.generated == expected.tolist()
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_stranger_gets_tied_weights_tied(published, source):
-    assert published.seen[source].tied == (source == "tied")
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_stranger_who_trains_anew_gets_the_smaller_first_weights(published, source):
-    """1 / sqrt(2 * 2 layers) = 0.5; the custom code's own modules are those that Transformers once skipped."""
-    assert published.seen[source].residual_std == pytest.approx(0.5, rel=0.1)
+    assert seen.generated == model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+    # First weights: 1 / sqrt(2 * 2 layers); the custom code's own modules are those that Transformers once skipped.
+    assert seen.residual_std == pytest.approx(0.5, rel=0.1)
 
 
 def weight_names(folder):
@@ -184,17 +160,14 @@ def test_tied_weights_are_stored_once(published):
     assert "lm_head.weight" not in tied
 
 
-def test_a_compiled_model_is_saved_under_plain_names(tmp_path):
+def test_a_compiled_model_and_one_without_its_head_are_saved_with_their_code(tmp_path):
     model = tiny()
-    torch.compile(model).save_pretrained(tmp_path)
-    assert set(weight_names(tmp_path)) == set(model.state_dict())
-    assert {path.name for path in tmp_path.iterdir()} >= set(CODE)
-
-
-def test_the_model_without_its_head_is_saved_with_its_code_too(tmp_path):
-    tiny().transformer.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} >= {*CODE, "config.json", "model.safetensors"}
-    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
+    torch.compile(model).save_pretrained(tmp_path / "compiled")
+    assert set(weight_names(tmp_path / "compiled")) == set(model.state_dict())  # plain names
+    model.transformer.save_pretrained(tmp_path / "base")
+    for folder in (tmp_path / "compiled", tmp_path / "base"):
+        assert {path.name for path in folder.iterdir()} >= {*CODE, "config.json", "model.safetensors"}
+        assert json.loads((folder / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
 def imports_of(path):
@@ -206,17 +179,12 @@ def imports_of(path):
             yield node.level, node.module, [alias.name for alias in node.names]
 
 
-@pytest.mark.parametrize("name", CODE)
-def test_the_uploaded_files_import_nothing_that_a_stranger_lacks(published, name):
-    allowed = {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
-    foreign = [module.split(".")[0] for level, module, _ in imports_of(published.folder / "untied" / name) if not level]
-    assert set(foreign) <= allowed
-
-
-def test_the_uploaded_files_import_each_other_in_the_one_way_that_works(published):
+def test_the_uploaded_files_import_nothing_that_a_stranger_lacks_and_each_other_in_the_one_way_that_works(published):
     """As Transformers' scanner sees it, and as Python does: `from .configuration_gpt2scratch import GPT2ScratchConfig`."""
+    allowed = {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
     configuration, modeling = (published.folder / "untied" / name for name in CODE)
     assert get_relative_imports(configuration) == []
     assert get_relative_imports(modeling) == ["configuration_gpt2scratch"]
-    relative = [found for path in (configuration, modeling) for found in imports_of(path) if found[0]]
-    assert relative == [(1, "configuration_gpt2scratch", ["GPT2ScratchConfig"])]
+    found = [one for path in (configuration, modeling) for one in imports_of(path)]
+    assert {module.split(".")[0] for level, module, _ in found if not level} <= allowed
+    assert [one for one in found if one[0]] == [(1, "configuration_gpt2scratch", ["GPT2ScratchConfig"])]

@@ -116,7 +116,7 @@ def test_a_process_that_replaces_itself_takes_it_again(start, tmp_path):
     assert f"process {holder.pid} on" in refusal(tmp_path / "x")
 
 
-def test_an_orphan_that_is_about_to_end_is_waited_for(start, tmp_path):
+def test_an_orphan_that_is_about_to_end_is_waited_for_and_one_that_does_not_end_is_refused(start, tmp_path):
     launcher, orphan = start(LAUNCH_AND_DIE, tmp_path / "x", 1)
     launcher.wait()
     said = []
@@ -126,9 +126,6 @@ def test_an_orphan_that_is_about_to_end_is_waited_for(start, tmp_path):
     assert len(said) == 1
     assert f"process {orphan} on" in said[0]
     assert "about to end" in said[0]
-
-
-def test_an_orphan_that_does_not_end_is_refused(start, tmp_path):
     launcher, orphan = start(LAUNCH_AND_DIE, tmp_path / "x", 60)
     launcher.wait()
     try:
@@ -162,7 +159,5 @@ def test_a_disk_without_flock_is_locked_by_a_file(start, tmp_path):
     holder.kill()
     holder.wait()
     assert start(WITHOUT_FLOCK + HOLD, tmp_path / "x", 0)[1] == "held"
-    assert (
-        start(WITHOUT_FLOCK + BECOME_ANOTHER.replace(repr(HOLD), repr(WITHOUT_FLOCK + HOLD)), tmp_path / "x", 0)[1]
-        == "held"
-    )
+    become_another = WITHOUT_FLOCK + BECOME_ANOTHER.replace(repr(HOLD), repr(WITHOUT_FLOCK + HOLD))
+    assert start(become_another, tmp_path / "x", 0)[1] == "held"

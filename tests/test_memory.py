@@ -109,14 +109,10 @@ PEAKS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("layers", "width", "rows", "context", "vocabulary", "half", "again", "compiled", "peak"), PEAKS
-)
-def test_the_peak_of_a_gpu_is_planned_within_a_tenth(
-    layers, width, rows, context, vocabulary, half, again, compiled, peak
-):
-    config = GPT2ScratchConfig(
-        n_layer=layers, n_embd=width, n_head=4, n_positions=context, vocab_size=vocabulary, tie_word_embeddings=False
-    )
+@pytest.mark.parametrize("counted", PEAKS)
+def test_the_peak_of_a_gpu_is_planned_within_a_tenth(counted):
+    layers, width, rows, context, vocabulary, half, again, compiled, peak = counted
+    shape = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": context, "vocab_size": vocabulary}
+    config = GPT2ScratchConfig(**shape, tie_word_embeddings=False)
     memory = Memory(config, half, False, again, on_gpu=True, compiled=compiled)
     assert memory.total(rows) / 1e9 == pytest.approx(peak, rel=0.1)

@@ -123,17 +123,23 @@ def for_training(texts: list[str], fraction: float = 0.1) -> list[str]:
 # ---- as often as asked ----------------------------------------------------------------------------------------------
 
 
-def test_documents_come_in_the_order_of_the_text(tmp_path):
-    store = store_of(tmp_path, DOCUMENTS)
-    assert trained_on(store) == for_training(DOCUMENTS)
-    assert (len(trained_on(store)), len(held_out(store))) == (179, 21)
-    assert [ids[-1] for split in SPLITS for ids in ids_of_documents(store, split)] == [0] * 200
+def test_documents_come_in_the_order_of_the_text_with_repeated_ones(tmp_path):
+    store = store_of(tmp_path, DOCUMENTS, DOCUMENTS)
+    assert trained_on(store) == for_training(DOCUMENTS) * 2
+    assert (len(trained_on(store)), len(held_out(store))) == (2 * 179, 2 * 21)
+    assert [ids[-1] for split in SPLITS for ids in ids_of_documents(store, split)] == [0] * 400
+    assert store.metadata.repeated_documents == 0
 
 
-def test_with_weight_2_every_document_comes_twice_a_pass_apart(tmp_path):
-    once, twice = store_of(tmp_path, DOCUMENTS), store_of(tmp_path, DOCUMENTS, weights=(2,))
-    assert trained_on(twice) == trained_on(once) * 2
-    assert held_out(twice) == held_out(once)
+@pytest.mark.parametrize(("weight", "tokenizer_type"), [(2, "bpe"), (30, "bpe"), (2, "character")])
+def test_a_whole_weight_is_so_many_passes_of_every_document(tmp_path, weight, tokenizer_type):
+    stores = (
+        store_of(tmp_path, DOCUMENTS[:60], weights=some, tokenizer_type=tokenizer_type) for some in ((), (weight,))
+    )
+    once, often = stores
+    assert trained_on(often) == trained_on(once) * weight
+    assert held_out(often) == held_out(once)
+    assert once.metadata.eos_token_id == (None if tokenizer_type == "character" else 0)
 
 
 def test_each_input_has_its_own_weight(tmp_path):
@@ -152,15 +158,8 @@ def test_with_weight_half_about_half_of_the_documents_come_the_same_every_time(t
     assert len(held_out(half)) == 9
     beside = store_of(tmp_path, ["another\n"] * 9, DOCUMENTS[::-1], weights=(1, 0.5))
     assert set(trained_on(beside)) - {"another\n"} == set(chosen)
-
-
-def test_with_weight_two_and_a_half_the_same_half_comes_once_more(tmp_path):
-    half, store = (store_of(tmp_path, DOCUMENTS, weights=(weight,)) for weight in (0.5, 2.5))
-    assert trained_on(store) == for_training(DOCUMENTS) * 2 + trained_on(half)
-
-
-def test_a_large_weight_is_so_many_passes(tmp_path):
-    assert trained_on(store_of(tmp_path, DOCUMENTS[:20], weights=(30,))) == for_training(DOCUMENTS[:20]) * 30
+    more = store_of(tmp_path, DOCUMENTS, weights=(2.5,))
+    assert trained_on(more) == for_training(DOCUMENTS) * 2 + chosen
 
 
 def test_a_document_of_several_units_is_weighed_as_a_whole(tmp_path):
@@ -180,12 +179,6 @@ def test_a_document_of_several_units_is_weighed_as_a_whole(tmp_path):
     assert more == [text for text in train if text in more]
 
 
-def test_characters_are_weighed_too(tmp_path):
-    store = store_of(tmp_path, DOCUMENTS, weights=(2,), tokenizer_type="character")
-    assert store.metadata.eos_token_id is None
-    assert trained_on(store) == for_training(DOCUMENTS) * 2
-
-
 # ---- repeated documents ---------------------------------------------------------------------------------------------
 
 
@@ -195,12 +188,6 @@ def test_repeated_documents_are_left_out_wherever_they_stand(tmp_path):
     assert trained_on(store) == for_training([*DOCUMENTS, "One more.\n"])
     assert len(trained_on(store)) + len(held_out(store)) == 201
     assert store.metadata.repeated_documents == 215
-
-
-def test_without_dedup_repeated_documents_are_kept(tmp_path):
-    store = store_of(tmp_path, DOCUMENTS, DOCUMENTS)
-    assert trained_on(store) == for_training(DOCUMENTS) * 2
-    assert store.metadata.repeated_documents == 0
 
 
 def test_of_repeated_documents_the_first_decides_the_weight(tmp_path):
@@ -219,14 +206,8 @@ def test_a_document_that_is_not_used_takes_no_place_from_another(tmp_path):
 
 
 def test_a_long_document_is_repeated_where_all_of_it_is(tmp_path):
-    names = {
-        "a": LINES,
-        "b": LINES,
-        "c": LINES[:-9] + "otherwise",
-        "d": "O" + LINES[1:],
-        "e": LINES + "more",
-        "f": LINES,
-    }
+    changed = {"c": LINES[:-9] + "otherwise", "d": "O" + LINES[1:], "e": LINES + "more"}
+    names = {**dict.fromkeys("abf", LINES), **changed}
     for name, text in names.items():
         (tmp_path / f"{name}.txt").write_bytes(text.encode())
     making = making_of(sorted(map(str, tmp_path.glob("*.txt"))), tmp_path / "store", dedup="exact", fraction=1e-9)
@@ -274,7 +255,7 @@ def seed_apart(texts: list[str], fraction: float, all_to_validation: bool = Fals
 
 
 @pytest.mark.parametrize("all_to_validation", [False, True])
-@pytest.mark.parametrize("weight", [2, 3])
+@pytest.mark.parametrize("weight", [1, 2, 3])
 @pytest.mark.parametrize("tokenizer_type", ["bpe", "character"])
 def test_the_tail_of_a_lone_document_is_validated_with_and_never_trained_on(
     tmp_path, weight, all_to_validation, tokenizer_type
@@ -406,6 +387,7 @@ def test_blocks_and_records_of_any_size_give_the_same_bytes(tmp_path, monkeypatc
     monkeypatch.setattr(merge, "BLOCK_TOKENS", block)
     monkeypatch.setattr(merge, "BYTES_BETWEEN_RECORDS", between)
     assert merged(making, tmp_path / "copy") == expected
+    assert merged(making, tmp_path / "copy") == expected  # once more when all is done
 
 
 def is_killed_at(step: int, making: Making, work: Path) -> bool:
@@ -438,7 +420,7 @@ def merge_until(last: int, merger: Merger) -> None:
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_killed_at_any_step_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, name):
+def test_killed_at_any_step_and_again_and_again_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, name):
     making = parts_of(tmp_path, name)
     shutil.copytree(making.work, tmp_path / "whole")
     expected = merged(making, tmp_path / "whole")
@@ -452,25 +434,11 @@ def test_killed_at_any_step_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, 
         assert merged(making, work) == expected
         shutil.rmtree(work)
     assert killed_at > 60
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_killed_again_and_again_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, name):
-    making = parts_of(tmp_path, name)
-    shutil.copytree(making.work, tmp_path / "whole")
-    expected = merged(making, tmp_path / "whole")
-    monkeypatch.setattr(merge, "BYTES_BETWEEN_RECORDS", 1000)
-    steps = itertools.count(20)
+    steps = itertools.count(20)  # and again and again
     while is_killed_at(next(steps), making, making.work):
         pass
     assert next(steps) > 24
     assert merged(making, making.work) == expected
-
-
-def test_once_more_when_all_is_done_changes_nothing(tmp_path):
-    making = parts_of(tmp_path, "a tail that is cut off")
-    first = merged(making, making.work)
-    assert merged(making, making.work) == first
 
 
 # ---- damage -----------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_a_stranger_reads_the_same_model(make, fields, special, tmp_path):
     assert seen["chat_template"] == tokenizer.chat_template
 
 
-def test_what_other_programs_look_for_is_there(tmp_path):
+def test_what_other_programs_look_for_is_there_and_what_cannot_be_written_is_one_sentence(tmp_path):
     model_folder(tmp_path / "model", bpe())
     write_native(tmp_path / "model", tmp_path / "native")
     files = {path.name for path in (tmp_path / "native").iterdir()}
@@ -92,11 +92,7 @@ def test_what_other_programs_look_for_is_there(tmp_path):
     assert described["tokenizer_class"] == "PreTrainedTokenizerFast"  # TokenizersBackend is unknown to 4.57
     assert described["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
     assert "extra_special_tokens" not in described  # a list of them breaks 4.57
-
-
-def test_what_cannot_be_written_is_one_sentence(tmp_path):
-    model_folder(tmp_path / "model", bpe())
     with pytest.raises(UserError, match="is not empty; name a new folder"):
-        write_native(tmp_path / "model", tmp_path / "model")
+        write_native(tmp_path / "model", tmp_path / "native")
     with pytest.raises(UserError, match="neither a folder here nor a model on the Hub"):
-        write_native(tmp_path / "nothing", tmp_path / "native")
+        write_native(tmp_path / "nothing", tmp_path / "other")

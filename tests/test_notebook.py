@@ -45,14 +45,8 @@ def test_a_machine_is_lost_and_the_same_cells_go_on(store, tmp_path, monkeypatch
     for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("HF_HOME", str(tmp_path / "home"))):
         monkeypatch.setenv(name, value)
     run, drive = tmp_path / "machine" / "tiny", tmp_path / "drive"
-    parameters = {
-        "DATA": str(store.folder),
-        "RUN": str(run),
-        "DRIVE": str(drive),
-        "PROMPT": "the",
-        "LOOK_HOURS": 1e-6,
-        "FLAGS": " ".join(flags(**TINY, vocab_size=300)),
-    }
+    parameters = {"DATA": str(store.folder), "RUN": str(run), "DRIVE": str(drive), "PROMPT": "the", "LOOK_HOURS": 1e-6}
+    parameters["FLAGS"] = " ".join(flags(**TINY, vocab_size=300))
     said = execute("Train", **parameters)
     assert "Device:  CPU" in said["What it will take"]
     assert "step_00000006 is in" in said["What it will take"] + said["Train"]

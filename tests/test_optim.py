@@ -7,10 +7,7 @@ from training.optim import OptimArguments, build_optimizer, learning_rate_at
 COSINE = OptimArguments(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4)
 
 
-@pytest.mark.parametrize(
-    ("step", "rate"),
-    [(0, 0.25), (1, 0.5), (3, 1.0), (4, 1.0), (9, 0.55), (14, 0.1), (100, 0.1)],
-)
+@pytest.mark.parametrize(("step", "rate"), [(0, 0.25), (1, 0.5), (3, 1.0), (4, 1.0), (9, 0.55), (14, 0.1), (100, 0.1)])
 def test_cosine_with_warmup_at_known_steps(step, rate):
     assert learning_rate_at(step, 15, COSINE) == pytest.approx(rate, abs=1e-12)
 
@@ -20,10 +17,7 @@ def test_linear_and_constant():
     assert [learning_rate_at(step, 5, linear) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     constant = OptimArguments(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2, lr_scheduler_type="constant")
     assert [learning_rate_at(step, 5, constant) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
-
-
-def test_a_run_of_one_step_has_a_rate():
-    assert learning_rate_at(0, 1, OptimArguments(learning_rate=1.0, warmup_steps=0)) == 1.0
+    assert learning_rate_at(0, 1, OptimArguments(learning_rate=1.0, warmup_steps=0)) == 1.0  # a run of one step
 
 
 def test_only_matrices_decay():
@@ -37,8 +31,4 @@ def test_only_matrices_decay():
 
 def test_all_problems_are_named_together():
     wrong = OptimArguments(learning_rate=-1.0, warmup_steps=-2, adam_beta2=1.5)
-    assert [problem.split()[0] for problem in wrong.problems()] == [
-        "learning_rate",
-        "warmup_steps",
-        "adam_beta2",
-    ]
+    assert [problem.split()[0] for problem in wrong.problems()] == ["learning_rate", "warmup_steps", "adam_beta2"]

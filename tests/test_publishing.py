@@ -99,23 +99,16 @@ def test_the_checkpoint_is_the_one_that_is_asked_for(a_copy):
         find_source(a_copy, "best")
 
 
-def test_a_damaged_checkpoint_is_not_published(a_copy):
-    (a_copy / "checkpoints" / "step_00000006" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"step_00000006 is damaged: config\.json has 2 bytes instead of"):
-        push(a_copy, "--dry_run")
+def test_with_a_damaged_checkpoint_nothing_is_published(a_copy, hub):
+    for step, flag in ((2, "--revisions"), (6, "--dry_run")):
+        (a_copy / "checkpoints" / f"step_0000000{step}" / "config.json").write_text("{}")
+        with pytest.raises(UserError, match=rf"step_0000000{step} is damaged: config\.json has 2 bytes instead of"):
+            push(a_copy, flag)
+        assert not hub.repositories
 
 
 def as_a_folder(run: Path, destination: Path) -> Path:
     return shutil.copytree(run / "model", destination)
-
-
-def test_a_model_without_some_weights_is_not_published(run, tmp_path):
-    folder = as_a_folder(run, tmp_path / "broken")
-    weights = load_file(folder / WEIGHTS)
-    del weights["transformer.h.1.mlp.c_fc.weight"]
-    save_file(weights, folder / WEIGHTS, {"format": "pt"})
-    with pytest.raises(UserError, match=r"missing or unexpected weights: transformer\.h\.1\.mlp\.c_fc\.weight"):
-        push(folder, "--dry_run")
 
 
 def test_a_folder_beside_the_model_that_is_not_ours_is_left_alone(run, tmp_path, monkeypatch):
@@ -132,17 +125,16 @@ def test_a_folder_beside_the_model_that_is_not_ours_is_left_alone(run, tmp_path,
         push(Path("."), "--dry_run")
 
 
+OURS_BUT = b'{"model_type": "gpt2scratch", "n_embd": %d, "n_head": 2}'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
         ("config.json", b"{}", "its config.json is no model's: Unrecognized model"),
         ("config.json", b'{"model_type":', "its config.json is no model's: It looks like"),
-        (
-            "config.json",
-            b'{"model_type": "gpt2scratch", "n_embd": 5, "n_head": 2}',
-            "n_embd 5 is not divisible by n_head 2",
-        ),
-        ("config.json", b'{"model_type": "gpt2scratch", "n_embd": 4, "n_head": 2}', "it does not load: "),
+        ("config.json", OURS_BUT % 5, "n_embd 5 is not divisible by n_head 2"),
+        ("config.json", OURS_BUT % 4, "it does not load: "),
         (WEIGHTS, b"\x10\x00", "it does not load: "),
     ],
 )
@@ -187,28 +179,41 @@ def test_two_at_once_do_not_mix(a_copy):
         push(a_copy, "--dry_run")
 
 
-def test_a_model_without_its_code_is_not_published(run, tmp_path):
-    folder = as_a_folder(run, tmp_path / "broken")
+def without_some_weights(folder):
+    weights = load_file(folder / WEIGHTS)
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+
+
+def without_its_code(folder):
     (folder / "modeling_gpt2scratch.py").unlink()
-    with pytest.raises(UserError, match=r"lacks modeling_gpt2scratch\.py"):
-        push(folder, "--dry_run")
 
 
-def test_a_model_whose_code_computes_something_else_is_not_published(run, tmp_path):
-    folder = as_a_folder(run, tmp_path / "other")
+def with_other_code(folder):
     code = folder / "modeling_gpt2scratch.py"
     text = code.read_text()
     code.write_text(text.replace("hidden_states = self.drop(", "hidden_states = 1.01 * self.drop("))
     assert code.read_text() != text
-    with pytest.raises(UserError, match=r"computes logits that differ by \d\.\de-0\d in a fresh process"):
-        push(folder, "--dry_run")
 
 
-def test_code_that_needs_this_repository_is_not_published(run, tmp_path):
-    folder = as_a_folder(run, tmp_path / "needy")
-    code = folder / "configuration_gpt2scratch.py"
-    code.write_text(code.read_text() + "\nimport modeling_gpt2scratch\n")
-    with pytest.raises(UserError, match="does not load in a fresh process"):
+def with_code_that_needs_this_repository(folder):
+    with (folder / "configuration_gpt2scratch.py").open("a") as code:
+        code.write("\nimport modeling_gpt2scratch\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (without_some_weights, r"missing or unexpected weights: transformer\.h\.1\.mlp\.c_fc\.weight"),
+        (without_its_code, r"lacks modeling_gpt2scratch\.py"),
+        (with_other_code, r"computes logits that differ by \d\.\de-0\d in a fresh process"),
+        (with_code_that_needs_this_repository, "does not load in a fresh process"),
+    ],
+)
+def test_a_model_that_others_could_not_use_is_not_published(run, tmp_path, change, expected):
+    folder = as_a_folder(run, tmp_path / "broken")
+    change(folder)
+    with pytest.raises(UserError, match=expected):
         push(folder, "--dry_run")
 
 
@@ -290,18 +295,8 @@ def test_the_card_tells_the_run(run, monkeypatch):
     )
     headings = re.findall(r"^## (.*)$", re.sub(r"```.*?```", "", card.text, flags=re.DOTALL), flags=re.MULTILINE)
     assert headings == [
-        *(
-            "Use",
-            "Results",
-            "What it writes",
-            "Data",
-            "Training",
-            "Speed",
-            "Estimate vs. actual",
-            "Cost",
-            "Limitations",
-        ),
-        *("Licence", "Citation"),
+        *("Use", "Results", "What it writes", "Data", "Training", "Speed", "Estimate vs. actual", "Cost"),
+        *("Limitations", "Licence", "Citation"),
     ]
     rows = [row for row in card.text.splitlines() if re.match(r"\| [246] \|", row)]
     assert len(rows) == 3
@@ -333,21 +328,15 @@ def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [("of the and a to in is was", "of the a"), ('"a\\\n```é🙂', '"a\\\n```')],
+    ("prompt", "expected"), [("of the and a to in is was", "of the a"), ('"a\\\n```é🙂', '"a\\\n```')]
 )
 def test_the_prompt_of_a_card_leaves_room_for_its_answer(a_copy, prompt, expected):
     config = a_copy / "config.yaml"
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [prompt]}))
     card = model_card(find_source(a_copy, None), Edition("me/tiny"))
     assert card.count(f"({json.dumps(expected, ensure_ascii=False)}, max_new_tokens=8") == 1
-
-
-def test_a_card_does_not_prompt_with_nothing(a_copy):
-    config = a_copy / "config.yaml"
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [""]}))
-    card = model_card(find_source(a_copy, None), Edition("me/tiny"))
-    assert 'tokenizer("",' not in card
+    assert 'tokenizer("",' not in model_card(find_source(a_copy, None), Edition("me/tiny"))  # nothing is no prompt
 
 
 def test_a_card_made_from_a_card_loses_nothing_and_says_once_that_it_is_ours(run, tmp_path):
@@ -399,13 +388,16 @@ def test_rows_are_spread_evenly():
 # ---- the Hub
 
 
+def logged_in(address: str, home: Path) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": address, "HF_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    return environment | {"HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+
+
 def test_the_whole_way_in_processes_of_its_own(run, tmp_path):
     """What is sent holds no secret, no path and no file that was not asked for; the card's examples work."""
     with serving() as (hub, address):
-        home = tmp_path / "home"
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        environment |= {"HF_ENDPOINT": address, "HF_HOME": str(home), "OMP_NUM_THREADS": "1"}
-        with_token = environment | {"HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        with_token = logged_in(address, tmp_path / "home")
         command = [sys.executable, "push_to_hub.py", str(run), "--repo_id", "me/tiny", "--private", "--format", "both"]
         done = subprocess.run(command, env=with_token, capture_output=True, text=True, cwd=REPOSITORY, check=False)
         assert done.returncode == 0, done.stderr
@@ -414,14 +406,9 @@ def test_the_whole_way_in_processes_of_its_own(run, tmp_path):
         assert done.stdout.endswith(f"Published: {address}/me/tiny\n")
         assert TOKEN not in done.stdout + done.stderr
         files = hub["me/tiny"].files()
-        native = {
-            "config.json",
-            "generation_config.json",
-            "model.safetensors",
-            "tokenizer.json",
-            "tokenizer_config.json",
-        }
-        assert files.keys() == ALWAYS | {".gitattributes"} | {f"native/{name}" for name in native}
+        weights = {"config.json", "generation_config.json", "model.safetensors"}
+        native = {f"native/{name}" for name in (*weights, "tokenizer.json", "tokenizer_config.json")}
+        assert files.keys() == ALWAYS | {".gitattributes"} | native
         assert hub["me/tiny"].private
         sent = b"".join(hub.bodies)
         for secret in (TOKEN, str(run), str(run.parent), os.path.expanduser("~"), "training_state", "optimizer"):
@@ -432,14 +419,8 @@ def test_the_whole_way_in_processes_of_its_own(run, tmp_path):
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         code = "import sys; sys.modules['modeling_gpt2scratch'] = None\n" + "\n".join(blocks)
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            env=with_token,
-            cwd=elsewhere,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-P", "-c", code]
+        done = subprocess.run(command, env=with_token, cwd=elsewhere, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert 0 < float(done.stdout.splitlines()[-1]) < 8
 
@@ -458,13 +439,6 @@ def test_every_checkpoint_is_a_branch(a_copy, hub, capsys):
     assert repository.files()[WEIGHTS] == repository.files(names[-1])[WEIGHTS]
     assert sorted(path.name for path in a_copy.glob("hub*")) == ["hub"]
     assert capsys.readouterr().out.count("Verified in a fresh process (from the Hub)") == 3
-
-
-def test_of_a_run_with_a_damaged_checkpoint_nothing_is_published_by_halves(a_copy, hub):
-    (a_copy / "checkpoints" / "step_00000002" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="step_00000002 is damaged"):
-        push(a_copy, "--revisions")
-    assert not hub.repositories
 
 
 @pytest.fixture(scope="module")
@@ -522,8 +496,7 @@ def test_cut_off_it_changes_nothing_and_goes_on_where_it_stopped(folder, hub, mo
 def test_interrupted_it_says_how_to_go_on(run, tmp_path):
     with serving() as (hub, address):
         hub.hold.clear()
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        environment |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        environment = logged_in(address, tmp_path)
         command = [sys.executable, "push_to_hub.py", str(run), "--repo_id", "me/tiny"]
         # Whoever runs these tests in the background may ignore Ctrl-C, and what they start would inherit that.
         more = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
@@ -543,50 +516,37 @@ def test_interrupted_it_says_how_to_go_on(run, tmp_path):
         assert hub["me/tiny"].files().keys() == {".gitattributes"}
 
 
-def not_logged_in(hub, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")
-
-
-def wrong_token(hub, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "w" * 34)
-
-
-def no_token(hub, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_é")
-
-
-def for_reading(hub, monkeypatch):
-    hub.user["auth"]["accessToken"]["role"] = "read"
-
-
-def someone_else(hub, monkeypatch):
-    hub.user |= {"name": "other", "orgs": []}
-
-
-def offline(hub, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-
-
-def switched_off(hub, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+def switched_off(hub, patch):
+    patch.setattr(constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
-
-
-def public_already(hub, monkeypatch):
-    HfApi().create_repo("me/tiny")
 
 
 @pytest.mark.parametrize(
     ("trouble", "expected"),
     [
-        (not_logged_in, "You are not logged in to the Hub: run `hf auth login`"),
-        (wrong_token, "Could not look at me/tiny: the Hub refused: Invalid user token. The token from HF_TOKEN"),
-        (no_token, "The token has characters that no token has"),
-        (for_reading, "The token of me is for reading only"),
-        (someone_else, "me/tiny belongs to me, and you are logged in as other; name a repository of other,"),
-        (offline, "Could not look at me/tiny: the Hub cannot be reached"),
+        (lambda hub, patch: patch.delenv("HF_TOKEN"), "You are not logged in to the Hub: run `hf auth login`"),
+        (
+            lambda hub, patch: patch.setenv("HF_TOKEN", "hf_" + "w" * 34),
+            "Could not look at me/tiny: the Hub refused: Invalid user token. The token from HF_TOKEN",
+        ),
+        (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_é"), "The token has characters that no token has"),
+        (
+            lambda hub, patch: hub.user["auth"]["accessToken"].update(role="read"),
+            "The token of me is for reading only",
+        ),
+        (
+            lambda hub, patch: hub.user.update(name="other", orgs=[]),
+            "me/tiny belongs to me, and you are logged in as other; name a repository of other,",
+        ),
+        (
+            lambda hub, patch: patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9"),
+            "Could not look at me/tiny: the Hub cannot be reached",
+        ),
         (switched_off, "Could not look at me/tiny: HF_HUB_OFFLINE is set"),
-        (public_already, "me/tiny exists and is public, so --private cannot hide"),
+        (
+            lambda hub, patch: HfApi().create_repo("me/tiny"),
+            "me/tiny exists and is public, so --private cannot hide",
+        ),
     ],
 )
 def test_what_can_be_known_before_is_said_before_work_is_spent(run, hub, monkeypatch, trouble, expected):
@@ -600,19 +560,14 @@ def test_what_can_be_known_before_is_said_before_work_is_spent(run, hub, monkeyp
     assert not hub.large
 
 
-def no_rights(hub):
-    hub.read_only.add("us")
-
-
-def taken(hub):
-    hub.taken.add("us/tiny")
-
-
 @pytest.mark.parametrize(
     ("trouble", "expected"),
     [
-        (no_rights, "Could not upload to us/tiny: the Hub refused: "),
-        (taken, "us/tiny is taken on the Hub by something that is no model; name another."),
+        (lambda hub: hub.read_only.add("us"), "Could not upload to us/tiny: the Hub refused: "),
+        (
+            lambda hub: hub.taken.add("us/tiny"),
+            "us/tiny is taken on the Hub by something that is no model; name another.",
+        ),
     ],
 )
 def test_what_the_hub_refuses_is_one_sentence(folder, hub, trouble, expected):
@@ -652,18 +607,9 @@ def test_a_folder_without_a_run_is_published_with_the_card_that_it_has(run, tmp_
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (384, "384"),
-        (10_239, "10K"),
-        (1_740_800, "1741K"),
-        (33_554_432, "34M"),
-        (2 * 10**9, "2000M"),
-        (3 * 10**11, "300B"),
+        *((384, "384"), (10_239, "10K"), (1_740_800, "1741K")),
+        *((33_554_432, "34M"), (2 * 10**9, "2000M"), (3 * 10**11, "300B")),
     ],
 )
 def test_tokens_in_short(number, expected):
     assert in_short(number) == expected
-
-
-def test_the_cost_is_told_where_a_price_is(train, tmp_path):
-    run = train(tmp_path / "run", max_steps=1, hourly_price=2.5)
-    assert "At 2.50 dollars an hour: 0.0" in (run / "report.md").read_text()

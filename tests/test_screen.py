@@ -10,35 +10,19 @@ import pytest
 from conftest import REPOSITORY, TINY, flags
 from training.reporting.screen import Screen, View, clock, perplexity, sparkline, wrapped
 
-ENTRY = {
-    "step": 100,
-    "loss": 3.2141,
-    "learning_rate": 6e-4,
-    "grad_norm": 0.4237,
-    "tokens_per_second": 683_000.0,
-    "mfu": 0.47,
-    "data_share": 0.0004,
-    "peak_memory_gb": 11.2,
-}
+ENTRY = {"step": 100, "loss": 3.2141, "learning_rate": 6e-4, "grad_norm": 0.4237, "tokens_per_second": 683_000.0}
+ENTRY |= {"mfu": 0.47, "data_share": 0.0004, "peak_memory_gb": 11.2}
 
 
 def test_a_log_line():
     assert View(ENTRY, 120.0, 62.0, None).line() == (
         "loss 3.214  norm 0.42  lr 6.00e-04  683,000 tok/s  MFU 47%  data 0.0%  peak 11.2 GB  ETA 1:02"
     )
-
-
-def test_a_log_line_tells_what_was_spent_of_what():
     assert View(ENTRY, 1800.0, 5400.0, 2.0).line().endswith("  ETA 1:30:00  1.00 of 4.00 $")
     assert View(ENTRY, 1800.0, None, 2.0).line().endswith("  peak 11.2 GB  1.00 $")
-
-
-def test_a_log_line_of_steps_that_were_not_finite():
-    entry = {"learning_rate": 6e-4, "skipped_steps": 10, "peak_memory_gb": 1.0}
-    assert (
-        View(entry, 1.0, 1.0, None).line()
-        == "no finite loss  (10 skipped: not finite)  lr 6.00e-04  peak 1.0 GB  ETA 0:01"
-    )
+    skipped = {"learning_rate": 6e-4, "skipped_steps": 10, "peak_memory_gb": 1.0}
+    expected = "no finite loss  (10 skipped: not finite)  lr 6.00e-04  peak 1.0 GB  ETA 0:01"
+    assert View(skipped, 1.0, 1.0, None).line() == expected
 
 
 def test_the_best_is_claimed_by_the_loss_that_compares(capsys):
@@ -85,11 +69,8 @@ def test_a_curve_in_a_line(values, width, drawn):
     assert sparkline(values, width) == drawn
 
 
-def test_a_perplexity_has_no_hundred_digits():
+def test_a_perplexity_has_no_hundred_digits_and_a_clock_hours_where_there_are_any():
     assert [perplexity(value) for value in (44.3219, 6787.0, 1.139e108)] == ["44.32", "6,787.00", "1.1e+108"]
-
-
-def test_a_clock():
     assert [clock(seconds) for seconds in (0, 61, 3661.9, 360_000)] == ["0:00", "1:01", "1:01:01", "100:00:00"]
 
 

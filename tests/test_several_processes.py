@@ -83,14 +83,11 @@ def assert_same(run: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp_offloaded"])
-def test_two_processes_train_as_one_does(runs, name):
+def test_two_processes_train_as_one_does_also_with_a_tied_head_and_accumulation(runs, name):
+    assert_same(runs / "fsdp_tied", runs / "alone_tied")
     assert_same(runs / name, runs / "alone")
     assert metrics(runs / name).keys() == metrics(runs / "alone").keys()
     assert (runs / name / "samples.md").read_text() == (runs / "alone" / "samples.md").read_text()
-
-
-def test_a_tied_head_and_accumulation_are_sharded_too(runs):
-    assert_same(runs / "fsdp_tied", runs / "alone_tied")
 
 
 @pytest.mark.parametrize("name", ["alone_to_fsdp", "fsdp_to_ddp", "fsdp_to_alone", "ddp_to_alone"])

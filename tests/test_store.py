@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import random
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -130,16 +129,6 @@ def test_a_store_has_the_same_bytes_every_time(tmp_path):
 # ---- the split ------------------------------------------------------------------------------------------------------
 
 
-def test_copies_of_a_document_are_in_the_same_split(tmp_path):
-    texts = [f"This is document {i}.\n" for i in range(100)] * 3
-    random.Random(0).shuffle(texts)
-    store = make(tmp_path / "text", *texts, fraction=0.3)
-    train, val = Counter(documents(store, "train")), Counter(documents(store, "val"))
-    assert not train.keys() & val.keys()
-    assert set((train + val).values()) == {3}
-    assert 15 <= len(val) <= 45
-
-
 def test_the_seed_alone_decides_the_split(tmp_path):
     texts = [f"This is document {i}.\n" for i in range(100)]
     first = documents(make(tmp_path / "first" / "text", *texts, fraction=0.3), "val")
@@ -148,63 +137,39 @@ def test_the_seed_alone_decides_the_split(tmp_path):
     assert set(first) == set(again) != set(other)
 
 
-@pytest.mark.parametrize("hashed_to", ["train", "val"])
-def test_a_lone_document_gives_its_tail_cut_at_a_line_break(tmp_path, hashed_to):
-    fraction = 0.3
-    seed = next(seed for seed in range(100) if (share(LINES.encode(), seed) < fraction) == (hashed_to == "val"))
-    store = make(tmp_path / "text", LINES, fraction=fraction, seed=seed)
-    [train], [val] = documents(store, "train"), documents(store, "val")
-    assert train + val == LINES + "<|endoftext|>"
-    assert train.endswith("\n")
-    assert 0.29 < len(val) / len(LINES) < 0.31
-    assert store.metadata.train.bytes == len(train.encode())
-    assert store.metadata.val.bytes == len(val.encode()) - len("<|endoftext|>")
-
-
-def seed_that_holds_out_none(texts: list[str]) -> int:
-    return next(seed for seed in range(100) if all(share(text.encode(), seed) >= 0.01 for text in texts))
-
-
-def test_where_the_hash_picks_no_document_some_text_is_held_out_all_the_same(tmp_path):
-    texts = [f"{i}\n{LINES[:2000]}" for i in range(5)]
-    seed = seed_that_holds_out_none(texts)
+@pytest.mark.parametrize("more", [[], ["x"]], ids=["", "and a tiny last document"])
+def test_where_the_hash_picks_no_document_some_text_is_held_out_all_the_same(tmp_path, more):
+    texts = [*(f"{i}\n{LINES[:2000]}" for i in range(5)), *more]
+    seed = next(seed for seed in range(100) if all(share(text.encode(), seed) >= 0.01 for text in texts))
     store = make(tmp_path / "text", *texts, seed=seed)
     assert "".join(documents(store, "train") + documents(store, "val")).replace("<|endoftext|>", "") == "".join(texts)
+    assert store.metadata.val.bytes > 50
     assert 0.005 < store.metadata.val.bytes / len("".join(texts).encode()) < 0.05
 
 
-def test_a_tiny_last_document_is_not_all_that_is_held_out(tmp_path):
-    texts = [*(f"{i}\n{LINES[:2000]}" for i in range(5)), "x"]
-    seed = seed_that_holds_out_none(texts)
-    store = make(tmp_path / "text", *texts, seed=seed)
-    assert store.metadata.val.bytes > 50
-
-
-def test_a_title_above_one_long_line_is_not_all_that_is_trained_on(tmp_path):
-    text = "My title\n" + "a word or two and then more of it " * 100
-    store = make(tmp_path / "text", text)
-    assert "".join(documents(store, "train") + documents(store, "val")) == text + "<|endoftext|>"
-    assert 0 < store.metadata.val.bytes < len(text) / 10
-
-
-def test_a_lone_line_is_not_cut_within_a_character(tmp_path):
-    text = "🙂" * 1000
-    store = make(tmp_path / "text", text, vocab_size=258, fraction=0.0123)
-    assert "".join(documents(store, "train") + documents(store, "val")) == text + "<|endoftext|>"
-
-
 @pytest.mark.parametrize(
-    "settings", [{}, {"tokenizer_type": "character", "vocab_size": None}], ids=["bpe", "character"]
+    ("text", "settings"),
+    [
+        ("My title\n" + "a word or two and then more of it " * 100, {}),  # the title is not all that is trained on
+        ("🙂" * 1000, {"vocab_size": 258, "fraction": 0.0123}),  # no cut within a character
+    ],
 )
-def test_text_that_is_too_short_to_split_is_refused(tmp_path, settings):
+def test_a_long_line_is_cut_between_characters(tmp_path, text, settings):
+    store = make(tmp_path / "text", text, **settings)
+    assert "".join(documents(store, "train") + documents(store, "val")) == text + "<|endoftext|>"
+    assert 0 < store.metadata.val.bytes < len(text.encode()) / 10
+
+
+CHARACTER = {"tokenizer_type": "character", "vocab_size": None}
+
+
+@pytest.mark.parametrize("settings", [{}, CHARACTER], ids=["bpe", "character"])
+def test_text_that_is_too_short_to_split_is_refused_and_two_characters_are_enough(tmp_path, settings):
     with pytest.raises(UserError, match="too short") as error:
         make(tmp_path / "text", "a", **settings)
     assert "\n" not in str(error.value)
     assert not TokenStore.is_store(tmp_path / "text-store")
-
-
-def test_two_characters_are_enough(tmp_path):
-    store = make(tmp_path / "text", "ab", vocab_size=None, tokenizer_type="character")
+    store = make(tmp_path / "two", "ab", **CHARACTER)
     assert (documents(store, "train"), documents(store, "val")) == (["a"], ["b"])
 
 
@@ -247,15 +212,15 @@ def test_a_damaged_store_is_refused_with_the_remedy(finished, damage, sentence):
     assert "\n" not in str(error.value)
 
 
-def test_all_damage_is_reported_together(finished):
+def test_all_damage_is_reported_together_and_a_store_without_metadata_is_unfinished(finished):
     (finished / "val.bin").unlink()
     shorten(finished / "train.bin", 2)
     with pytest.raises(UserError) as error:
         TokenStore(finished)
     assert len(str(error.value).splitlines()) == 2
-
-
-def test_a_store_without_metadata_is_unfinished(finished):
+    edit(finished, format_version=3, something_new=1)
+    with pytest.raises(UserError, match=r"newer version .* \(format 3; this version reads formats up to 2\)"):
+        TokenStore(finished)
     (finished / "metadata.json").unlink()
     assert not TokenStore.is_store(finished)
     with pytest.raises(UserError, match=r"is an unfinished token store.*python -m tokenizer\.pretokenize --input"):
@@ -268,14 +233,6 @@ def test_what_is_no_store_is_said_to_be_none(tmp_path, name):
     (tmp_path / "file").write_text("text")
     with pytest.raises(UserError, match=rf"{name} is not a token store.*python -m tokenizer\.pretokenize --input"):
         TokenStore(tmp_path / name)
-
-
-def test_a_store_of_a_newer_format_is_refused(finished):
-    edit(finished, format_version=3, something_new=1)
-    with pytest.raises(
-        UserError, match=r"newer version of GPT2Scratch \(format 3; this version reads formats up to 2\)"
-    ):
-        TokenStore(finished)
 
 
 def test_an_id_beyond_the_vocabulary_is_found(finished):

@@ -123,13 +123,22 @@ def positions(offsets: list[int], starts: list[int], context: int, has_eos: bool
     return Documents(np.array(offsets), has_eos).positions(np.array(starts), context).tolist()
 
 
-def test_end_of_text_is_the_first_token_of_the_next_document():
-    # tokens  a b c E | d E | e f g h i E: ends at 4, 6 and 12
-    assert positions([0, 4, 6, 12], [0], 11, has_eos=True) == [[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5]]
-
-
-def test_without_end_of_text_a_document_starts_with_its_own_first_token():
-    assert positions([0, 4, 6, 12], [0], 11, has_eos=False) == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4]]
+@pytest.mark.parametrize(
+    ("offsets", "starts", "has_eos", "expected"),
+    [
+        # tokens  a b c E | d E | e f g h i E: ends at 4, 6 and 12; end-of-text is the first token of the next document
+        ([0, 4, 6, 12], [0], True, [[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5]]),
+        ([0, 4, 6, 12], [0], False, [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4]]),
+        # a boundary just outside of the window does not show
+        ([0, 4, 8, 12], [4], False, [[0, 1, 2, 3]]),
+        ([0, 4, 8, 12], [3], True, [[0, 1, 2, 3]]),
+        # empty documents change nothing, and a lone one has no boundaries
+        ([0, 0, 4, 4, 4, 6, 6], [0, 1], False, [[0, 1, 2, 3, 0], [0, 1, 2, 0, 1]]),
+        ([0, 100], [0, 40, 91], False, [list(range(8))] * 3),
+    ],
+)
+def test_positions_start_again_with_every_document(offsets, starts, has_eos, expected):
+    assert positions(offsets, starts, len(expected[0]), has_eos) == expected
 
 
 def test_windows_cut_documents_and_documents_windows():
@@ -142,19 +151,6 @@ def test_windows_cut_documents_and_documents_windows():
         8: [0, 1, 2, 0],  # g h i E: the next one starts with the last token
     }
     assert positions([0, 4, 6, 12], list(expected), 4, has_eos=True) == list(expected.values())
-
-
-def test_a_boundary_just_outside_the_window_does_not_show():
-    assert positions([0, 4, 8, 12], [4], 4, has_eos=False) == [[0, 1, 2, 3]]
-    assert positions([0, 4, 8, 12], [3], 4, has_eos=True) == [[0, 1, 2, 3]]
-
-
-def test_empty_documents_change_nothing():
-    assert positions([0, 0, 4, 4, 4, 6, 6], [0, 1], 5, has_eos=False) == [[0, 1, 2, 3, 0], [0, 1, 2, 0, 1]]
-
-
-def test_a_lone_document_has_no_boundaries():
-    assert positions([0, 100], [0, 40, 91], 8, has_eos=False) == [list(range(8))] * 3
 
 
 def test_many_documents_are_what_a_loop_finds():

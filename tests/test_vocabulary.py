@@ -88,7 +88,7 @@ def test_a_bpe_encodes_as_the_tokenizers_library_does(bpe, tmp_path):
         assert ids.tolist() == rust.encode(text).ids
 
 
-def test_ids_survive_saving_and_autotokenizer(tmp_path):
+def test_ids_survive_saving_and_loading_with_and_without_autotokenizer(tmp_path):
     tokenizer = train_bpe([PROSE], 400)
     vocabulary.save(tokenizer, tmp_path, context=64)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -96,22 +96,14 @@ def test_ids_survive_saving_and_autotokenizer(tmp_path):
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.model_max_length == 64
     assert loaded.decode(loaded("a , b . don 't").input_ids) == "a , b . don 't"  # nothing is cleaned up
-
-
-def test_a_bpe_loads_without_autotokenizer_as_with_it(bpe, tmp_path):
-    vocabulary.save(bpe, tmp_path)
     ours = vocabulary.load(tmp_path)
-    assert ours.special_tokens_map == bpe.special_tokens_map
-    assert ours(PROSE).input_ids == bpe(PROSE).input_ids
+    assert ours.special_tokens_map == loaded.special_tokens_map
+    assert ours(PROSE).input_ids == loaded(PROSE).input_ids
 
 
-def test_training_gives_the_same_json_twice():
-    one, other = (train_bpe([PROSE, "more text"], 400).backend_tokenizer.to_str() for _ in range(2))
-    assert one == other
-
-
-def test_how_a_text_is_divided_makes_no_difference_where_words_end():
+def test_training_is_repeatable_however_a_text_is_divided_where_words_end():
     whole = train_bpe([PROSE], 400).backend_tokenizer.to_str()
+    assert train_bpe([PROSE], 400).backend_tokenizer.to_str() == whole
     assert train_bpe(re.split("(?=[;.])", PROSE), 400).backend_tokenizer.to_str() == whole
     assert train_bpe(["", PROSE, ""], 400).backend_tokenizer.to_str() == whole
 
@@ -188,13 +180,10 @@ def test_ids_beyond_65535_are_whole():
 # ---- special tokens -------------------------------------------------------------------------------------------------
 
 
-def test_special_tokens_have_the_first_two_ids(bpe):
+def test_special_tokens_have_the_first_two_ids_and_stay_text_in_text(bpe):
     assert bpe.convert_ids_to_tokens([0, 1]) == ["<|endoftext|>", "<|pad|>"]
     assert (bpe.eos_token_id, bpe.bos_token_id, bpe.pad_token_id) == (0, 0, 1)
     assert token_bytes(bpe)[:2] == [b"", b""]
-
-
-def test_a_literal_special_token_in_text_stays_text(bpe):
     text = UNICODE["a literal special token"]
     assert 0 in bpe(text).input_ids  # what Transformers does on its own
     [ids] = encoded(bpe, text)
@@ -302,16 +291,13 @@ def test_a_tokenizer_is_made_from_a_sample_the_same_every_time(tmp_path, monkeyp
 CHARACTERS = "To be,\tor not\r\nto be 雪🙂e\u0301 ."
 
 
-def test_a_character_tokenizer_holds_exactly_the_characters():
+def test_a_character_tokenizer_holds_exactly_the_characters_and_survives_saving_and_autotokenizer(tmp_path):
     tokenizer = made(CHARACTERS[:9], CHARACTERS[9:], tokenizer_type="character")
     assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == sorted(set(CHARACTERS))
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (None, None, None)
     assert tokenizer.all_special_tokens == []
     assert vocabulary.is_character(tokenizer)
-
-
-def test_a_character_tokenizer_survives_saving_and_autotokenizer(tmp_path):
-    vocabulary.save(character_tokenizer([CHARACTERS]), tmp_path)
+    vocabulary.save(tokenizer, tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     ids = loaded(CHARACTERS).input_ids
     assert ids == [sorted(set(CHARACTERS)).index(character) for character in CHARACTERS]
@@ -343,12 +329,8 @@ def test_a_tokenizer_in_the_form_of_gpt2_is_loaded_from_its_folder(tmp_path):
     folder.mkdir()
     theirs.backend_tokenizer.save(str(folder / "tokenizer.json"))
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    content["post_processor"] = {
-        "type": "ByteLevel",
-        "add_prefix_space": True,
-        "trim_offsets": False,
-        "use_regex": True,
-    }
+    processor = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    content["post_processor"] = processor
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     (folder / "vocab.json").write_text(json.dumps(content["model"]["vocab"]), encoding="utf-8")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
@@ -371,12 +353,8 @@ def test_a_tokenizer_in_the_form_of_gpt2_is_loaded_from_its_folder(tmp_path):
 @pytest.mark.parametrize("kind", ["tokenizer", "tokenizer_type"])
 def test_a_vocab_size_that_is_not_the_tokenizers_is_answered_with_both(tmp_path, kind):
     vocabulary.save(train_bpe([PROSE], 280), tmp_path / "theirs")
-    arguments = {
-        "tokenizer": {"tokenizer": str(tmp_path / "theirs")},
-        "tokenizer_type": {"tokenizer_type": "character"},
-    }
-    size = {"tokenizer": 280, "tokenizer_type": len(set(PROSE))}[kind]
-    recipe = Recipe(["any"], vocabulary=VocabularyArguments(vocab_size=999, **arguments[kind]))
+    value, size = {"tokenizer": (str(tmp_path / "theirs"), 280), "tokenizer_type": ("character", len(set(PROSE)))}[kind]
+    recipe = Recipe(["any"], vocabulary=VocabularyArguments(vocab_size=999, **{kind: value}))
     with pytest.raises(UserError, match=rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"):
         build(recipe.vocabulary, recipe.theirs, lambda: [PROSE])
 
@@ -389,16 +367,13 @@ def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"version": "1.0"}', '{"model": {}, "added_tokens": []}'])
 @pytest.mark.parametrize("made_here", [False, True])
-def test_a_damaged_tokenizer_is_refused(tmp_path, content, made_here):
+def test_a_damaged_tokenizer_or_description_of_one_is_refused(bpe, tmp_path, content, made_here):
     if made_here:
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match="No tokenizer can be loaded from") as error:
         vocabulary.load(tmp_path)
     assert "\n" not in str(error.value)
-
-
-def test_a_damaged_description_of_a_tokenizer_is_refused(bpe, tmp_path):
     vocabulary.save(bpe, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": ')
     with pytest.raises(UserError, match="No tokenizer can be loaded from"):
@@ -425,14 +400,16 @@ def test_a_tokenizer_whose_words_begin_with_a_blank_loses_nothing_of_a_text(tmp_
     assert store.load_tokenizer().decode(ids) == prose(1)
 
 
-def test_added_tokens_stand_for_their_own_text():
+def test_added_tokens_stand_for_their_own_text_and_control_tokens_stay_out_of_it():
     theirs = train_bpe([PROSE], 300).backend_tokenizer
-    theirs.add_tokens(["    ", "é "])  # as in the tokenizers of GPT-NeoX and Phi
+    theirs.add_tokens(["    ", "é ", AddedToken("<|tool|>", special=True)])  # as in the tokenizers of GPT-NeoX and Phi
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=theirs, eos_token="<|endoftext|>")
-    text = "if:\n    caf\u00e9 au"
+    text = "if:\n    caf\u00e9 au <|tool|> call"
     [ids] = encoded(tokenizer, text)
     assert {300, 301} <= set(ids.tolist())
+    assert 302 not in ids
     assert as_bytes(tokenizer, ids) == text.encode()
+    assert token_bytes(tokenizer)[302] == b""
 
 
 def test_truncation_and_padding_of_an_existing_tokenizer_are_left_out(tmp_path):
@@ -451,12 +428,3 @@ def test_ids_come_text_by_text(bpe):
     ids = encoded(bpe, "one", "", "two words")
     assert [one.dtype for one in ids] == [np.uint32] * 3
     assert [bpe.decode(one) for one in ids] == ["one", "", "two words"]
-
-
-def test_a_control_token_that_is_added_stays_out_of_text():
-    theirs = train_bpe([PROSE], 300).backend_tokenizer
-    theirs.add_tokens([AddedToken("<|tool|>", special=True)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=theirs)
-    [ids] = encoded(tokenizer, "a <|tool|> call")
-    assert 300 not in ids
-    assert token_bytes(tokenizer)[300] == b""

@@ -68,26 +68,22 @@ def errors(job: Job) -> list[str]:
     return [re.sub(r"step \d+", "step N", line) for line in job.stderr().splitlines() if line.startswith("error: ")]
 
 
-def test_a_process_that_is_stopped_is_named_and_ends_the_job(job):
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [
+        (signal.SIGSTOP, r"has been silent for 3 s at step N \(its process is stopped\)"),
+        (signal.SIGKILL, "has died at step N"),
+    ],
+)
+def test_a_process_that_is_stopped_or_dies_is_named_and_ends_the_job(job, number, what):
     two = job("steps", "60")
-    os.kill(two.pid(1), signal.SIGSTOP)
+    os.kill(two.pid(1), number)
     assert two.wait_for_end(0)[-1] == "saved"
-    assert two.wait_for_end(1)[-1] == "saved"  # it was woken, to end in order
+    if number == signal.SIGSTOP:
+        assert two.wait_for_end(1)[-1] == "saved"  # it was woken, to end in order
     assert two.started.wait(60) == 1
     assert len(errors(two)) == 1
-    assert re.fullmatch(
-        rf"error: rank 1 \(.+, pid {two.pid(1)}\) has been silent for 3 s at step N \(its process is stopped\)\. {REMEDY}",
-        errors(two)[0],
-    )
-
-
-def test_a_process_that_dies_is_named_and_ends_the_job(job):
-    two = job("steps", "60")
-    os.kill(two.pid(1), signal.SIGKILL)
-    assert two.wait_for_end(0)[-1] == "saved"
-    assert two.started.wait(60) == 1
-    assert len(errors(two)) == 1
-    assert re.fullmatch(rf"error: rank 1 \(.+, pid {two.pid(1)}\) has died at step N\. {REMEDY}", errors(two)[0])
+    assert re.fullmatch(rf"error: rank 1 \(.+, pid {two.pid(1)}\) {what}\. {REMEDY}", errors(two)[0])
     assert "Connection closed by peer" not in two.stderr()
 
 
