@@ -289,12 +289,6 @@ def test_a_value_that_cannot_be_is_answered_in_one_sentence(tmp_path, text, flag
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("seed", ["0", "-1", str(2**64)])
-def test_any_whole_number_is_a_seed(tmp_path, text, seed):
-    pretokenize("--input", text, "--output", tmp_path / "store", *SMALL, "--seed", seed)
-    assert decoded(tmp_path / "store") == LINES + "<|endoftext|>"
-
-
 @pytest.mark.parametrize("output", ["full", "full/", "full/notes.txt", "full/notes.txt/store", ".", "full/../full"])
 def test_an_output_that_is_taken_is_left_alone(tmp_path, text, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
@@ -304,11 +298,14 @@ def test_an_output_that_is_taken_is_left_alone(tmp_path, text, monkeypatch, outp
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
 
 
-def test_a_tilde_is_the_home_folder_in_every_path_and_an_empty_folder_may_be_the_output(tmp_path, text, monkeypatch):
+@pytest.mark.parametrize("seed", ["0", "-1", str(2**64)])
+def test_any_whole_number_is_a_seed_a_tilde_the_home_folder_and_an_empty_folder_an_output(
+    tmp_path, text, monkeypatch, seed
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "store").mkdir()
-    pretokenize("--input", "~/my text.txt", "--output", "~/store", *SMALL)
+    pretokenize("--input", "~/my text.txt", "--output", "~/store", *SMALL, "--seed", seed)
     assert decoded(tmp_path / "store") == LINES + "<|endoftext|>"
 
 

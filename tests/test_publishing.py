@@ -151,9 +151,8 @@ def test_a_full_disk_is_one_sentence(run, form):
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # less than the weights have
     try:
-        with pytest.raises(
-            UserError, match=r"Could not publish .*step_00000006: .*File too large.*; mend that, then"
-        ) as told:
+        sentence = r"Could not publish .*step_00000006: .*File too large.*; mend that, then"
+        with pytest.raises(UserError, match=sentence) as told:
             push(run, "--dry_run", "--format", form)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
@@ -581,9 +580,8 @@ def test_what_the_hub_refuses_is_one_sentence(folder, hub, trouble, expected):
 def test_metadata_that_the_hub_does_not_know_is_one_sentence(folder, hub, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "README.md").write_text("---\nlicense: my own\n---\n")
-    with pytest.raises(
-        UserError, match=r"The Hub does not take the metadata of .*README\.md: \"license\" must be one of"
-    ) as told:
+    sentence = r"The Hub does not take the metadata of .*README\.md: \"license\" must be one of"
+    with pytest.raises(UserError, match=sentence) as told:
         upload(copy, "me/tiny")
     assert "\n" not in str(told.value)
     assert not hub.large
@@ -591,9 +589,8 @@ def test_metadata_that_the_hub_does_not_know_is_one_sentence(folder, hub, tmp_pa
 
 def test_a_folder_without_a_run_is_published_with_the_card_that_it_has(run, tmp_path, hub):
     folder = as_a_folder(run, tmp_path / "merged")
-    (folder / "README.md").write_text(
-        "---\nlibrary_name: peft\n---\n# merged\n\nTaught to chat.\n\n## How\n\nWith LoRA.\n"
-    )
+    card = "---\nlibrary_name: peft\n---\n# merged\n\nTaught to chat.\n\n## How\n\nWith LoRA.\n"
+    (folder / "README.md").write_text(card)
     push(folder, "--license", "mit")
     card = ModelCard(hub["me/tiny"].files()["README.md"].decode())
     assert card.data.library_name == "transformers"
