@@ -264,13 +264,13 @@ def found(tmp_path_factory) -> dict[str, list[list[str]] | str]:
         ("user/name:default:test", [["held out"]]),
         ("user/name:default:test@v1", [["of the first version"]]),
         (f"user/name:default:test@{FIRST}", [["of the first version"]]),
-        ("user/tables", [ROWS[:2], ROWS[2:4], ROWS[4:]]),  # with its only column, a unit a row group
         ("user/name:chats", [["<|im_start|>user\nHi<|im_end|>\n"]]),
         ("user/name:shaky", [["shaky"]]),  # whose connection is lost for a moment
     ],
 )
 def test_configurations_splits_revisions_tables_and_chats_are_read(found, entry, units):
     assert found[entry] == units
+    assert [text for unit in found["user/tables"] for text in unit] == ROWS  # with its only column
 
 
 @pytest.mark.parametrize(

@@ -725,13 +725,10 @@ def test_two_runs_in_one_folder_are_refused(start, train, tmp_path):
     train(tmp_path / "run", "--overwrite_output_dir", max_steps=1)
 
 
-def test_a_finished_run_brings_its_backup_up_to_date_which_replaces_a_lost_disk(train, tmp_path, capsys):
-    straight = train(tmp_path / "straight")
-    run = train(tmp_path / "run", backup_dir=tmp_path / "drive", max_steps=6)  # which is not there
+def test_a_lost_disk_is_replaced_by_the_backup_and_a_lost_backup_by_the_finished_run(train, tmp_path, capsys):
     (tmp_path / "drive").mkdir()
-    train(run, backup_dir=tmp_path / "drive", max_steps=6)
-    assert damage(tmp_path / "drive" / "run" / "checkpoints" / "step_00000006") is None
-    assert status(tmp_path / "drive" / "run")["state"] == "finished"
+    straight = train(tmp_path / "straight")
+    run = train(tmp_path / "run", backup_dir=tmp_path / "drive", max_steps=6)
     shutil.rmtree(run)
     shutil.rmtree(tmp_path / "drive" / "run" / "checkpoints" / "step_00000006")
     train(run, backup_dir=tmp_path / "drive", max_steps=6)
@@ -740,3 +737,7 @@ def test_a_finished_run_brings_its_backup_up_to_date_which_replaces_a_lost_disk(
     assert untimed(straight) == untimed(run)
     names = sorted(path.name for path in (tmp_path / "drive" / "run" / "checkpoints").iterdir())
     assert names == ["step_00000003", "step_00000006"]
+    shutil.rmtree(tmp_path / "drive" / "run")
+    train(run, backup_dir=tmp_path / "drive", max_steps=6)
+    assert damage(tmp_path / "drive" / "run" / "checkpoints" / "step_00000006") is None
+    assert status(tmp_path / "drive" / "run")["state"] == "finished"
