@@ -334,7 +334,7 @@ def test_a_long_document_gives_its_end_wherever_its_hash_would_send_it(tmp_path,
     assert Counter(train + val) == Counter(DOCUMENTS)
     assert [ids[-1] for split in SPLITS for ids in ids_of_documents(store, split)] == [0] * 202
     assert json.loads((store.folder / "metadata.json").read_text())["counts"]["tails"] == 1
-    assert "Of 1 of them, which are long, the end is held out" in (store.folder / "report.md").read_text()
+    assert "1 document split in two, the end for validation" in (store.folder / "report.md").read_text()
 
 
 def test_the_end_of_a_long_document_is_in_no_further_copy(tmp_path):
