@@ -610,3 +610,8 @@ def test_a_folder_without_a_run_is_published_with_the_card_that_it_has(run, tmp_
 )
 def test_tokens_in_short(number, expected):
     assert in_short(number) == expected
+
+
+def test_the_cost_is_told_where_a_price_is(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=1, hourly_price=2.5)
+    assert "At 2.50 dollars an hour: 0.0" in (run / "report.md").read_text()
