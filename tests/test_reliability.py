@@ -139,7 +139,6 @@ def kill_after_a_save(process: subprocess.Popen, run: Path, before: int, seconds
 
 
 def test_what_a_kill_left_half_done_is_made_up_for(train, tmp_path):
-    """The moments that a random kill seldom meets."""
     straight = train(tmp_path / "straight")
     run = Path(shutil.copytree(straight, tmp_path / "run"))
     shutil.copytree(run / "model", run / ".model.unfinished")
@@ -493,7 +492,6 @@ def test_files_are_readable_as_the_umask_says(train, tmp_path):
 
 
 def test_weights_that_do_not_fit_their_config_are_refused(run, train):
-    """A manifest that a stranger made to fit."""
     checkpoint = run / "checkpoints" / "step_00000006"
     tensors = load_file(checkpoint / "model.safetensors")
     save_file({"transformer.wte.weight": tensors["transformer.wte.weight"]}, checkpoint / "model.safetensors")
