@@ -6,7 +6,6 @@ python push_to_hub.py runs/x --repo_id user/name --checkpoint best --revisions  
 python push_to_hub.py runs/x --repo_id user/name --format both --gguf f16 q8_0    # also for vLLM, llama.cpp and others
 """
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,9 @@ from publishing.revisions import branch_of
 from publishing.source import Source, all_sources, find_source
 from publishing.upload import check_access, check_repo_id, download, upload
 from publishing.verify import Expected, Published, expect, verify
+from removal import discard
 from training.reliability.checkpoint import as_os_error
+from training.reliability.run_folder import HUB_FILES
 
 
 @dataclass
@@ -127,7 +128,7 @@ def publish(source: Source, push: PushArguments, wanted: FolderArguments, branch
         there = Published(push.repo_id, uploaded.commit, has_code=wanted.has_code, cache=Path(cache))
         check(there, expected, wanted)
     if branch is not None:
-        shutil.rmtree(folder)
+        discard(folder, HUB_FILES)
     return uploaded.url
 
 

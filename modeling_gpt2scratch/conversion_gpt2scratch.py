@@ -247,7 +247,7 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
     destination = Path(destination)
     if destination.exists() and not destination.is_dir():
         raise ConversionError(f"{destination} is a file; name a new folder.")
-    if destination.exists() and any(destination.iterdir()):
+    if destination.exists() and any(not path.name.startswith(".") for path in destination.iterdir()):
         raise ConversionError(f"{destination} is not empty; name a new folder.")
     config = _read_config(source)
     kind = "seed" if len(SEED_ONLY_KEYS & config.keys()) > 1 else config.get("model_type")

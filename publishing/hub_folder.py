@@ -13,7 +13,8 @@ from publishing.card import Edition, model_card
 from publishing.gguf_file import difference, write_gguf
 from publishing.native import write_native
 from publishing.source import Source
-from training.reliability.run_folder import PLOTS
+from removal import MARK, renew
+from training.reliability.run_folder import HUB_FILES, PLOTS
 
 # Nothing else is ever copied: no optimizer state, no logs with paths, no file that merely lies there.
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
@@ -70,14 +71,14 @@ def assemble(
     how far GGUF is from the model; `branch`: of the repository, where it is not the main one.
 
     Raises:
-        UserError: the model lacks a file that the folder needs, or cannot have the format that is asked for.
+        UserError: the model lacks a file that the folder needs, or cannot have the format that is asked for; `destination` holds
+            files that were not assembled here.
     """
     missing = [name for name in NEEDED if not (source.model / name).is_file()]
     if missing:
         raise UserError(f"{source.model} cannot be published: it lacks {', '.join(missing)}.")
-    _clear(destination)
+    renew(destination, "hub", HUB_FILES)
     if arguments.has_code:
-        destination.mkdir(parents=True)
         for path in source.files():
             if any(fnmatch(path.name, pattern) for pattern in ALLOWED):
                 shutil.copy(path, destination / path.name)
@@ -112,23 +113,7 @@ def _write_gguf(
     )
 
 
-def _clear(destination: Path) -> None:
-    """
-    Raises:
-        UserError: it is no folder, or holds something that was not assembled.
-    """
-    ours = (*OURS, "README.md")
-    theirs = [name for name, _ in sizes(destination) if not any(fnmatch(name, pattern) for pattern in ours)]
-    if theirs or destination.is_symlink() or destination.is_file():
-        raise UserError(
-            f"{destination / theirs[0] if theirs else destination} is in the way of the folder for the Hub, which is made "
-            f"anew; move it elsewhere."
-        )
-    if destination.exists():
-        shutil.rmtree(destination)
-
-
 def sizes(folder: Path) -> list[tuple[str, int]]:
-    """Name and bytes of every file."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Return name and bytes of every file that is uploaded."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
     return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in files]

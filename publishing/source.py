@@ -11,7 +11,7 @@ from errors import UserError
 from training.config import TrainConfig, read_config
 from training.reliability import checkpoint as checkpoints
 from training.reliability.checkpoint import complete_checkpoints, step_of
-from training.reliability.run_folder import CONFIG_FILE, RunFolder, find_checkpoint, is_checkpoint, run_of
+from training.reliability.run_folder import RunFolder, find_checkpoint, is_checkpoint, run_of
 from training.reporting.metrics import read_metrics
 
 
@@ -66,7 +66,7 @@ def find_source(path: Path, wanted: str | None) -> Source:
     Raises:
         UserError: there is no such model, or it is damaged.
     """
-    if (path / "config.json").is_file() and not is_checkpoint(path) and not (path.parent / CONFIG_FILE).is_file():
+    if (path / "config.json").is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
         try:
             kind = AutoConfig.from_pretrained(path).model_type
         except (OSError, ValueError, StrictDataclassError) as error:

@@ -9,8 +9,10 @@ from pathlib import Path
 from huggingface_hub import SpaceCard, SpaceCardData
 
 from errors import UserError
+from removal import renew
 
 REPOSITORY = Path(__file__).parent.parent
+FILES = ("app.py", "app.css", "models.json", "requirements.txt", "README.md")
 NEEDED = ("torch", "transformers", "safetensors")  # a Space installs gradio by its sdk_version
 
 
@@ -18,7 +20,7 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
     """Writes the folder of a Space that shows `models` (Hub ids) to `destination` (made anew), and returns it.
 
     Raises:
-        UserError: gradio is not installed, whose version a Space has to name.
+        UserError: gradio is not installed, whose version a Space has to name; `destination` holds other files.
     """
     try:
         gradio_version = version("gradio")
@@ -26,8 +28,7 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
         raise UserError(
             "A Space needs gradio, which is not installed: pip install -e '.[demo]' installs it."
         ) from error
-    shutil.rmtree(destination, ignore_errors=True)
-    destination.mkdir(parents=True)
+    renew(destination, "space", FILES)
     for suffix in (".py", ".css"):
         shutil.copy(Path(__file__).with_name(f"demo_page{suffix}"), destination / f"app{suffix}")
     (destination / "models.json").write_text(json.dumps({"title": title, "models": models}, indent=2) + "\n")

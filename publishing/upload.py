@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, validate_repo_id
 
 from errors import UserError
+from removal import MARK
 
 TOKENS = "https://huggingface.co/settings/tokens"
 
@@ -121,7 +122,11 @@ def upload(
         if branch is not None:
             hub.create_branch(repo_id, repo_type=repo_type, branch=branch, exist_ok=True)
         there = hub.list_repo_files(repo_id, repo_type=repo_type, revision=branch)
-        paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        paths = {
+            path.relative_to(folder).as_posix(): path
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.name != MARK
+        }
         stale = [name for name in there if name not in paths and any(fnmatch(name, pattern) for pattern in ours)]
         if keep is not None and "README.md" in there and keep(_card(hub, repo_id, repo_type, branch)):
             del paths["README.md"]
@@ -142,7 +147,11 @@ def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None
     """
     with _told(f"read {repo_id} back"), _progress():
         there = Path(HfApi().snapshot_download(repo_id, revision=commit, cache_dir=cache))
-    names = [path.relative_to(compare_with).as_posix() for path in compare_with.rglob("*") if path.is_file()]
+    names = [
+        path.relative_to(compare_with).as_posix()
+        for path in compare_with.rglob("*")
+        if path.is_file() and path.name != MARK
+    ]
     different = sorted(
         name
         for name in names

@@ -109,7 +109,7 @@ def test_what_it_leaves_is_a_run_folder(make, drive, tmp_path):
     copies.finish()
     there = RunFolder(drive / "x")
     files = {"config.yaml", "metrics.jsonl", "samples.md"}
-    assert {path.name for path in there.path.iterdir()} == files | {"checkpoints"}
+    assert {path.name for path in there.path.iterdir()} == files | {"checkpoints", ".gpt2scratch.json"}
     assert all((there.path / name).read_bytes() == (run.path / name).read_bytes() for name in files)
     assert there.newest_checkpoint(said.append) == there.checkpoints / "step_00000002"
     assert names(there) == ["step_00000002"]

@@ -255,7 +255,7 @@ def test_a_dry_run_leaves_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     demo.main(["me/small", "me/large", "--space", "me/try-them", "--dry_run"])
     folder = Path("runs/spaces/try-them")
     assert capsys.readouterr().out == f"Not uploaded (--dry_run): {folder} is what would go to me/try-them.\n"
-    assert {path.name for path in folder.iterdir()} == FILES
+    assert {path.name for path in folder.iterdir()} == FILES | {".gpt2scratch.json"}
     card = SpaceCard.load(folder / "README.md")
     assert (card.data.sdk, card.data.app_file, card.data.models) == ("gradio", "app.py", ["me/small", "me/large"])
     needed = (folder / "requirements.txt").read_text().split()

@@ -27,7 +27,7 @@ from errors import UserError
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from publishing.card import WRITTEN, Edition, is_kept, model_card
-from publishing.hub_folder import OURS
+from publishing.hub_folder import OURS, sizes
 from publishing.native import write_native
 from publishing.revisions import in_short
 from publishing.source import find_source
@@ -70,7 +70,7 @@ def test_a_dry_run_assembles_what_is_allowed_and_nothing_else(a_copy, capsys):
     (newest / ".env").write_text("HF_TOKEN=hf_secret")
     (newest / "notes.txt").write_text("private")
     push(a_copy, "--dry_run", "--license", "mit", "--language", "en")
-    assert {path.name for path in (a_copy / "hub").iterdir()} == ALWAYS
+    assert {path.name for path in (a_copy / "hub").iterdir()} == {*ALWAYS, ".gpt2scratch.json"}
     said = capsys.readouterr().out
     loss = find_source(a_copy, None).validation["eval_loss"]
     assert f"logits differ by 0.0e+00, validation loss {loss:.4f} (the run: {loss:.4f})" in said
@@ -116,12 +116,12 @@ def test_a_folder_beside_the_model_that_is_not_ours_is_left_alone(run, tmp_path,
     monkeypatch.chdir(folder)
     beside.mkdir()
     (beside / "thesis.txt").write_text("The only copy.")
-    with pytest.raises(UserError, match=r"merged-hub/thesis\.txt is in the way of the folder for the Hub"):
+    with pytest.raises(UserError, match="merged-hub exists and was not written by this command; move it"):
         push(Path("."), "--dry_run")
     assert (beside / "thesis.txt").is_file()
     shutil.rmtree(beside)
     beside.symlink_to("elsewhere")
-    with pytest.raises(UserError, match=r"merged-hub is in the way"):
+    with pytest.raises(UserError, match="merged-hub exists and was not written by this command"):
         push(Path("."), "--dry_run")
 
 
@@ -243,7 +243,7 @@ def test_an_untied_head_and_masked_documents_are_verified_too(train, tmp_path, c
 def test_the_native_format_brings_no_code_and_needs_none(run, launch):
     push(run, "--dry_run", "--format", "native")
     folder = run / "hub"
-    assert {path.name for path in folder.iterdir()} == {name for name in ALWAYS if not name.endswith("gpt2scratch.py")}
+    assert {name for name, _ in sizes(folder)} == {name for name in ALWAYS if not name.endswith("gpt2scratch.py")}
     native = AutoModelForCausalLM.from_pretrained(folder)
     assert type(native) is GPT2LMHeadModel
     ours = GPT2ScratchForCausalLM.from_pretrained(run / "model")

@@ -24,6 +24,7 @@ from conftest import REPOSITORY, TINY, flags, prose, untimed
 from errors import UserError
 from publishing.card import Edition, model_card
 from publishing.source import find_source
+from removal import mark
 from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
@@ -741,7 +742,8 @@ def test_allow_change_names_what_cannot_change(run, train):
 
 
 def test_a_run_killed_before_its_config_was_written_may_begin(train, tmp_path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    mark(tmp_path / "run", "run")
+    (tmp_path / "run" / "checkpoints").mkdir()
     (tmp_path / "run" / "config.yaml.tmp").touch()
     (tmp_path / "run" / "events.jsonl").touch()
     train(tmp_path / "run", max_steps=1)

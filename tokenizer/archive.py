@@ -86,7 +86,10 @@ def unpack(archive: Path, folder: Path) -> TokenStore:
         raise UserError(f"There is no file {archive}.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name another after {archive}.")
-    with in_place_when_done(folder, ".unpacking") as unfinished, _opened(archive) as tar:
+    with (
+        in_place_when_done(folder, ".unpacking", (*FILES, "tokenizer/*", "*.idx")) as unfinished,
+        _opened(archive) as tar,
+    ):
         unfinished.mkdir(parents=True)
         hashes = dict(_unpacked(tar, archive, unfinished))
         if missing := [name for name in FILES if name not in hashes]:

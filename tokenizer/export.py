@@ -39,7 +39,8 @@ def to_parquet(store: TokenStore) -> Path:
         if exported_identity(folder) == store.metadata.identity:
             return folder
         raise UserError(f"{folder} exists and is not {store.folder} as parquet; move it away or delete it.")
-    with in_place_when_done(folder, ".exporting") as unfinished:
+    store.check_hashes()
+    with in_place_when_done(folder, ".exporting", ("data/*.parquet", "tokenizer/*", "README.md")) as unfinished:
         (unfinished / "data").mkdir(parents=True)
         rows = sum(_write_shards(store, split, unfinished / "data") for split in SPLITS)
         shutil.copytree(store.folder / "tokenizer", unfinished / "tokenizer")

@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
 from errors import UserError, check_format, counted
+from removal import discard
 from tokenizer import cleaning, encode, megatron, report, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.cleaning import Cleaner, Outcome
@@ -36,6 +37,7 @@ from tokenizer.store import MAX_UINT16_VOCAB, TokenStore, disk_problem, finish, 
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.work import Part, Settings, Workers, done_parts
 
+UNFINISHED = ("plan.json*", "merged.json*", "parts/*", "store/*")  # files of unfinished work
 FORMAT_VERSION = 1  # of unfinished work; a plan.json without one is of format 1 too
 SAMPLED_UNITS = 4096  # at most, for making a tokenizer
 ESTIMATED_FROM = 1 << 16  # characters of text whose tokens are counted to estimate those of all
@@ -137,7 +139,7 @@ class Making:
             raise UserError(
                 f"{self.folder} is a store of other text or other settings ({changed}); name another --output or delete it."
             )
-        shutil.rmtree(self.work, ignore_errors=True)
+        discard(self.work, UNFINISHED)
         self.say(f"{self.folder} holds these tokens already.")
         return store
 
@@ -159,7 +161,7 @@ class Making:
         """Decides on units and tokenizer, unless that was done before."""
         self._check_writable()
         if not self._go_on(is_cache):
-            shutil.rmtree(self.work, ignore_errors=True)
+            discard(self.work, UNFINISHED)
             self._begin()
         plan = json.loads((self.work / "plan.json").read_text(encoding="utf-8"))
         self.settings = Settings(**plan["settings"])
@@ -346,7 +348,7 @@ class Making:
         if self.folder.exists():
             self.folder.rmdir()
         self.store.rename(self.folder)
-        shutil.rmtree(self.work)
+        discard(self.work, UNFINISHED)
         store = TokenStore(self.folder)
         self.say(report.summary(store))
         return store

@@ -16,8 +16,7 @@ indexes, no report.md and no inputs.json, and its metadata state neither setting
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from errors import UserError, check_format
+from removal import discard
 
 if TYPE_CHECKING:  # workers write stores too, and start at once without transformers
     from transformers import PreTrainedTokenizerBase
@@ -172,6 +172,25 @@ class TokenStore:
                     f"{self.metadata.vocab_size}; the file or metadata.json was changed. Delete it and make it anew."
                 )
 
+    def check_hashes(self, *splits: str) -> None:
+        """Compare the hashes of tokens and index, of all splits where none is named, with those in the metadata.
+
+        Raises:
+            UserError: a file was changed, or cannot be read.
+        """
+        names = [name for split in splits or SPLITS for name in (self.metadata.index_file(split), tokens_file(split))]
+        for name in names:
+            path, stated = self.folder / name, self.metadata.hashes[name]
+            try:
+                found = file_sha256(path)
+            except OSError as error:
+                raise UserError(f"{path} cannot be read ({error.strerror or error}); check its disk.") from error
+            if found != stated:
+                raise UserError(
+                    f"{path} was changed or damaged: its SHA-256 is {found}, and metadata.json states {stated}. Put the "
+                    f"original back, or delete {self.folder} and make it again."
+                )
+
 
 def tokens_file(split: str) -> str:
     return f"{split}.bin"
@@ -277,25 +296,18 @@ def durable(file: BinaryIO) -> None:
 
 
 @contextmanager
-def in_place_when_done(path: Path, suffix: str) -> Iterator[Path]:
-    """A name beside `path` for what is unfinished: it becomes `path`, or nothing is left of it.
+def in_place_when_done(path: Path, suffix: str, known: Iterable[str] = ()) -> Iterator[Path]:
+    """Yield a name next to `path` for unfinished work, which becomes `path`, or is deleted. `known`: see `discard`.
 
     Raises:
         UserError: it cannot be written.
     """
     unfinished = path.with_name(f".{path.name}{suffix}")
-    _remove(unfinished)
+    discard(unfinished, known)
     try:
         yield unfinished
         os.replace(unfinished, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror or error}); mend that and try again.") from error
     finally:
-        _remove(unfinished)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        discard(unfinished, known)

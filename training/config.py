@@ -115,7 +115,16 @@ class TrainConfig:
         """What can be seen to be wrong without looking at data or device."""
         found = [
             problem
-            for part in (self.length, self.optim, self.changes, self.health, self.stopping, self.journal, self.cost)
+            for part in (
+                self.run,
+                self.length,
+                self.optim,
+                self.changes,
+                self.health,
+                self.stopping,
+                self.journal,
+                self.cost,
+            )
             for problem in part.problems()
         ]
         found += self.backup.problems(self.run.output_dir)

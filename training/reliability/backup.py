@@ -11,7 +11,6 @@ size once it is written: reading it again would take a slow drive as long as wri
 import errno
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,18 +20,19 @@ from typing import Any, BinaryIO
 
 from command_line import read_yaml
 from errors import UserError
+from removal import discard, mark
 from training.reliability.checkpoint import (
+    FILES,
     MANIFEST,
     DamageError,
     complete_checkpoints,
     is_linked,
     listed_files,
     prune,
-    remove,
     step_of,
     sweep,
 )
-from training.reliability.run_folder import RunFolder
+from training.reliability.run_folder import RunFolder, may_hold_run
 from training.reporting.metrics import best_step, read_metrics
 from training.reporting.screen import clock
 
@@ -56,9 +56,14 @@ class BackupArguments:
         if self.backup_dir is None:
             return []
         run, there = Path(output_dir).resolve(), _folder_there(self.backup_dir, output_dir).resolve()
-        if run != there and run not in there.parents:
-            return []
-        return [f"backup_dir is {self.backup_dir}, where the run itself is; name a folder on another drive."]
+        if run == there or run in there.parents:
+            return [f"backup_dir is {self.backup_dir}, where the run itself is; name a folder on another drive."]
+        if there.parent.exists() and not there.parent.is_dir():
+            return [f"backup_dir is {self.backup_dir}, which is a file; name a folder on another drive."]
+        with suppress(OSError):  # a drive that cannot be read is reported when the run looks for its backup
+            if not may_hold_run(RunFolder(there)):
+                return [f"{there} exists and is not a backup of a run; name another --backup_dir or --output_dir."]
+        return []
 
 
 class Backup:
@@ -158,11 +163,11 @@ class Backup:
             self.say(f"WARNING: {checkpoint} is damaged: {damage}. Falling back to the one before.")
 
     def _bring_files(self, step: int) -> None:
-        """config.yaml first: a folder without it is not taken for a run. A log that reaches `step` is not replaced."""
-        self.run.path.mkdir(parents=True, exist_ok=True)
+        """Copy the logs and settings of the backup. A log that reaches `step` is not replaced."""
+        mark(self.run.path, "run")
         logged = read_metrics(self.run.metrics)
         is_older = not logged or logged[-1]["step"] < step
-        for theirs, ours in zip(self.there.contents, self.run.contents, strict=True):
+        for theirs, ours in zip(self.there.files, self.run.files, strict=True):
             is_wanted = not ours.exists() or (is_older and ours != self.run.config)
             if is_wanted and theirs.is_file() and not is_linked(theirs, self.there.path):
                 _copy_whole(theirs, ours)
@@ -212,7 +217,7 @@ class Backup:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             for checkpoint in complete_checkpoints(self.there.checkpoints):
                 if step_of(checkpoint) >= step and (self.may_replace or checkpoint not in self._strangers()):
-                    remove(checkpoint)
+                    discard(checkpoint, FILES)
         except OSError as error:
             self._tell(
                 f"WARNING: checkpoints of step {step:,} and more stay in {self.there.path} ({_reason(error)}); delete them."
@@ -297,7 +302,10 @@ class Backup:
 
     def _copy(self, checkpoint: Path) -> None:
         if not self.was_there:  # made once; missing later, the drive is gone, and its mount point is not filled instead
+            if not may_hold_run(self.there):
+                raise OSError("it is not a backup of a run; name another --backup_dir")
             self.there.path.mkdir(exist_ok=True)
+            mark(self.there.path, "run")
             self.was_there = True
         self.there.checkpoints.mkdir(exist_ok=True)
         strangers = self._strangers()
@@ -311,12 +319,12 @@ class Backup:
         if not _is_copy(self.there.checkpoints / checkpoint.name, checkpoint):
             copied = copy_checkpoint(checkpoint, self.there.checkpoints)
             if self.forgotten_from is not None and step_of(checkpoint) >= self.forgotten_from:
-                remove(copied)
+                discard(copied, FILES)
                 return
         self._copy_files()  # again: copying takes long, and the validation of this step may be there by now
         for stranger in strangers:
             if stranger.name != checkpoint.name:
-                remove(stranger)
+                discard(stranger, FILES)
         self._prune()
 
     def _strangers(self) -> list[Path]:
@@ -325,7 +333,7 @@ class Backup:
         return [path for path in there if step_of(path) > self.first_step and path.name not in self.own]
 
     def _copy_files(self) -> None:
-        for ours, theirs in zip(self.run.contents, self.there.contents, strict=True):
+        for ours, theirs in zip(self.run.files, self.there.files, strict=True):
             if ours.is_file():
                 _copy_whole(ours, theirs)
 
@@ -348,7 +356,7 @@ def copy_checkpoint(source: Path, folder: Path) -> Path:
     manifest = (source / MANIFEST).read_bytes()
     files = listed_files(source)
     final, unfinished = folder / source.name, folder / f".{source.name}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
+    discard(unfinished, FILES)
     try:
         # One by one: `parents=True` would build the way to a drive that is gone on the disk below it.
         folders = sorted({unfinished / parent for name in files for parent in PurePosixPath(name).parents})
@@ -362,12 +370,11 @@ def copy_checkpoint(source: Path, folder: Path) -> Path:
             _sync(file)
         for inside in folders:
             _sync_folder(inside)
-        if final.exists():
-            remove(final)
-        unfinished.rename(final)
+        discard(final, FILES, replacement=unfinished)
         _sync_folder(folder)
     except (OSError, DamageError):
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):  # what failed above is the reason
+            discard(unfinished, FILES)
         raise
     return final
 

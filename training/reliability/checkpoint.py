@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from errors import UserError, check_format
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from removal import discard
 from tokenizer import vocabulary
 from tokenizer.store import file_sha256
 from training.reliability.position import Position
@@ -44,6 +45,20 @@ STATE = f"{STATE_FOLDER}/state.json"
 NONSENSE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)  # what reading it raises
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 NEEDED = (WEIGHTS, OPTIMIZER, STATE, "config.json")
+MODEL_FILES = (  # names that are deleted with a model; other files are kept
+    *("config.json", "generation_config.json", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py"),
+    *(WEIGHTS, "model-*-of-*.safetensors", "model.safetensors.index.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+    ),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
+FILES = (*MODEL_FILES, OPTIMIZER, STATE, MANIFEST)
 
 
 @dataclass
@@ -79,8 +94,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """Everything that has the name of one, oldest first."""
-    return sorted(path for path in folder.glob("step_[0-9]*") if path.name[5:].isdecimal())
+    """Return every folder with the name of a checkpoint, oldest first. `step_9`, which no run writes, is not one."""
+    named = (path for path in folder.glob("step_[0-9]*") if path.name[5:].isdecimal())
+    return sorted((path for path in named if path.name == folder_name(step_of(path))), key=step_of)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -123,7 +139,7 @@ def write(
     """
     final = folder / folder_name(state.position.step)
     unfinished = folder / f".{final.name}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
+    discard(unfinished, FILES)
     try:
         unfinished.mkdir()  # the folder around it must still be there
         (unfinished / STATE_FOLDER).mkdir()
@@ -132,12 +148,11 @@ def write(
         save_file(snapshot.moments, unfinished / OPTIMIZER)
         (unfinished / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
         _seal(unfinished, state.position.step)
-        if final.exists():  # this step was reached before, in a run that went back
-            remove(final)
-        unfinished.rename(final)
+        discard(final, FILES, replacement=unfinished)  # there if a run that went back had reached this step
         sync(folder)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):  # what failed above is the reason
+            discard(unfinished, FILES)
         raise
     return final
 
@@ -182,15 +197,11 @@ def sync(path: Path) -> None:
 
 def copy_model(checkpoint: Path, destination: Path) -> None:
     """Makes `destination` the model of `checkpoint`, without the training state."""
-    fresh, old = (destination.with_name(f".{destination.name}.{what}") for what in ("unfinished", "old"))
-    for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    fresh = destination.with_name(f".{destination.name}.unfinished")
+    discard(fresh, MODEL_FILES)
     fresh.mkdir()  # in a folder that is still there
     shutil.copytree(checkpoint, fresh, ignore=shutil.ignore_patterns(STATE_FOLDER, MANIFEST), dirs_exist_ok=True)
-    if destination.exists():
-        destination.rename(old)
-    fresh.rename(destination)
-    shutil.rmtree(old, ignore_errors=True)
+    discard(destination, MODEL_FILES, replacement=fresh)
 
 
 def renew_model(checkpoint: Path, destination: Path) -> None:
@@ -205,26 +216,11 @@ def renew_model(checkpoint: Path, destination: Path) -> None:
 # ---- removing --------------------------------------------------------------------------------------------------------
 
 
-def remove(checkpoint: Path) -> None:
-    """Out of sight in one step: killed in between, what is left is not taken for a checkpoint."""
-    hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
-    delete(hidden)
-    checkpoint.rename(hidden)
-    delete(hidden)
-
-
-def delete(path: Path) -> None:
-    """A file, a link (and not what it leads to), a folder with all that is in it, or nothing."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def sweep(folder: Path) -> None:
     """Removes what a run that was killed left half written or half removed."""
-    for leftover in folder.glob(".step_*"):
-        delete(leftover)
+    for state in ("unfinished", "removed"):
+        for leftover in folder.glob(f".step_*.{state}"):
+            discard(leftover, FILES)
 
 
 def prune(
@@ -235,7 +231,7 @@ def prune(
         return
     for checkpoint in complete_checkpoints(folder)[: -max(1, limit)]:
         if step_of(checkpoint) != best_step and not is_in_use(checkpoint):
-            remove(checkpoint)
+            discard(checkpoint, FILES)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -289,6 +285,14 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
         if path.stat().st_size != size:
             raise DamageError(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
     return files
+
+
+def is_ours(checkpoint: Path) -> bool:
+    """Whether a folder has a manifest of this project, of any format, be the checkpoint damaged or not."""
+    with suppress(OSError, *NONSENSE):
+        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+        return type(manifest["format_version"]) is int and {WEIGHTS, STATE} <= set(manifest["files"])
+    return False
 
 
 def is_linked(path: Path, folder: Path) -> bool:

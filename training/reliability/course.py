@@ -96,7 +96,8 @@ def begin_run(
         UserError: the folder cannot be written.
     """
     try:
-        begin(folder, start.step, start.checkpoint)
+        for kept in begin(folder, start.step, start.checkpoint):
+            say(f"{kept} keeps files that were in {folder.path} and that no run wrote.")
         write_config(config, folder.config)
         folder.checkpoints.mkdir(exist_ok=True)
     except OSError as error:

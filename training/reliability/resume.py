@@ -10,7 +10,7 @@ from errors import UserError
 from training.reliability import checkpoint as checkpoints
 from training.reliability.backup import Backup
 from training.reliability.changes import NOT_THE_RUN
-from training.reliability.run_folder import RunArguments, RunFolder, is_checkpoint, run_of
+from training.reliability.run_folder import RunArguments, RunFolder, is_checkpoint, may_hold_run, run_of
 from training.reliability.status import check_run_format
 
 
@@ -48,9 +48,7 @@ def choose_checkpoint(
         UserError: the folder holds another run or something else; the checkpoint is missing or damaged.
     """
     folder = RunFolder(arguments.output_dir)
-    if folder.path.exists() and not folder.path.is_dir():
-        raise UserError(f"{folder.path} is a file; name another --output_dir.")
-    if not folder.config.is_file() and not folder.is_empty():
+    if not may_hold_run(folder):
         raise UserError(f"{folder.path} exists and is not a run folder; name another --output_dir.")
     check_run_format(folder.status)
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))

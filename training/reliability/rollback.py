@@ -8,6 +8,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from removal import discard
 from training.plan import Plan
 from training.reliability import checkpoint as checkpoints
 from training.reliability.backup import Backup
@@ -64,7 +65,7 @@ def forget_checkpoints_from(step: int, folder: RunFolder, backup: Backup | None)
     if backup is not None:
         backup.forget_from(checkpoints.step_of(kept[-1]) + 1)
     for checkpoint in complete[len(kept) :]:
-        checkpoints.remove(checkpoint)
+        discard(checkpoint, checkpoints.FILES)
 
 
 def _sample_of(checkpoint: Path | None) -> int:

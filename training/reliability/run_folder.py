@@ -1,6 +1,7 @@
 """The run folder: what lies where.
 
 runs/x/
+    .gpt2scratch.json  marks the folder as a run
     config.yaml      every setting; `--config` runs it again
     metrics.jsonl    one object a log line
     events.jsonl     what happened to the run, and when; status.json: how it stands
@@ -19,14 +20,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from errors import UserError, counted
+from removal import MARK, discard, is_marked, mark
 from tokenizer import hub
 from training.reliability import checkpoint as checkpoints
-from training.reliability.status import check_run_format
+from training.reliability.status import check_run_format, has_events, is_status
 from training.reporting.metrics import comparable_loss, forget_after, read_metrics
 from training.sampling import forget_samples_after
 
 CONFIG_FILE = "config.yaml"
 PLOTS = ("loss", "course")
+FOLDERS = {  # of a run, and the files in them that the next run in the same folder deletes
+    "tensorboard": ("*events.out.tfevents.*", "*hparams.yml"),
+    "profile": ("trace.json.gz", "summary.json"),
+    "evaluation": ("evaluation.json", "evaluation.md", "panel.png"),
+    "lm_eval": ("*results_*.json", "*samples_*.jsonl"),
+    "checkpoints": tuple(f"*step_*/{name}" for name in checkpoints.FILES),
+    "model": checkpoints.MODEL_FILES,
+}
+HUB_FILES = (*checkpoints.MODEL_FILES, "native/*", "*.gguf", *(f"{name}.png" for name in PLOTS), "README.md", MARK)
 
 
 @dataclass
@@ -42,6 +53,15 @@ class RunArguments:
         metadata={"help": "Go on with a run (its folder: the newest checkpoint) or from one of its checkpoints."},
     )
     seed: int = field(default=1337, metadata={"help": "Decides initial weights, data order and dropout."})
+
+    def problems(self) -> list[str]:
+        try:
+            if may_hold_run(RunFolder(self.output_dir)):
+                return []
+        except (OSError, ValueError) as error:  # too long a name, no permission, a null byte
+            reason = getattr(error, "strerror", None) or error
+            return [f"output_dir {self.output_dir[:200]!r} cannot be used ({reason}); name another."]
+        return [f"{self.output_dir} exists and is not a run folder; name another --output_dir."]
 
 
 class RunFolder:
@@ -64,20 +84,27 @@ class RunFolder:
         self.evaluations = self.path / "lm_eval"
 
     @property
-    def contents(self) -> tuple[Path, ...]:
-        """All that a run leaves; nothing else in the folder is ever deleted."""
-        files = (self.config, self.metrics, self.events, self.status, self.samples, self.report, self.tracker_id)
-        return (
-            *files,
-            *self.plots.values(),
-            self.tensorboard,
-            self.profile,
-            self.evaluation,
-            self.evaluations,
-            self.checkpoints,
-            self.model,
-            self.hub,
+    def files(self) -> tuple[Path, ...]:
+        """What a backup holds too."""
+        logs = (self.metrics, self.events, self.status, self.samples, self.report, self.tracker_id)
+        return (self.config, *logs, *self.plots.values())
+
+    def is_run(self) -> bool:
+        """Whether this project trained in the folder: it carries the mark, or, from before there was one, a checkpoint, or
+        status and events in our format. A config.yaml is not enough: any project may have one."""
+        if is_marked(self.path, "run"):
+            return True
+        return any(map(checkpoints.is_ours, checkpoints.complete_checkpoints(self.checkpoints))) or (
+            is_status(self.status) and has_events(self.events)
         )
+
+    def clear(self) -> list[Path]:
+        """Delete what an earlier run wrote. Return the folders that other files were kept in."""
+        kept = [discard(path, ()) for path in self.files]
+        kept += [discard(self.path / name, files) for name, files in FOLDERS.items()]
+        if is_marked(self.hub, "hub"):
+            kept.append(discard(self.hub, HUB_FILES))
+        return [path for path in kept if path is not None]
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
         """The newest complete checkpoint that is as it was written; damaged ones are named and passed over.
@@ -96,13 +123,8 @@ class RunFolder:
         return None
 
     def is_empty(self) -> bool:
-        """But for what a run leaves that was killed before it began, a lock, or a restoring that was killed."""
-        if not self.path.exists():
-            return True
-        no_checkpoints = not checkpoints.all_checkpoints(self.checkpoints)
-        left = {self.checkpoints.name, self.events.name, self.status.name} if no_checkpoints else set()
-        names = [path.name for path in self.path.iterdir()]
-        return all(name.startswith(".") or name.endswith(".tmp") or name in left for name in names)
+        """Whether nothing is there but hidden files, such as a lock."""
+        return all(path.name.startswith(".") for path in self.path.iterdir())
 
     def last_good(self) -> str:
         """What to go on from, in words."""
@@ -119,6 +141,11 @@ class RunFolder:
             f"{self.path} is finished ({counted(step, 'step')}). To train it again, add --overwrite_output_dir; to train it longer, "
             f"--resume_from_checkpoint {self.path} --max_steps N."
         )
+
+
+def may_hold_run(folder: RunFolder) -> bool:
+    """Whether a run may be written to a folder without touching the files of others."""
+    return not folder.path.exists() or (folder.path.is_dir() and (folder.is_empty() or folder.is_run()))
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -151,13 +178,15 @@ def run_of(path: Path) -> Path:
     run = path
     if is_checkpoint(path):
         run = path.parent.parent
-    elif path.name in ("model", "checkpoints") and not (path / CONFIG_FILE).is_file():
+    elif path.name in ("model", "checkpoints") and not RunFolder(path).is_run():
         run = path.parent
     if is_checkpoint(path) and run.is_dir() and not path.exists():
         there = ", ".join(found.name for found in checkpoints.complete_checkpoints(path.parent)) or "no checkpoint"
         raise UserError(f"There is no {path}; {run} has {there}.")
-    if not path.exists() or not (run / CONFIG_FILE).is_file():
-        raise UserError(f"{path} is not a run folder or a checkpoint in one: there is no {run / CONFIG_FILE}.")
+    if not path.exists() or not RunFolder(run).is_run():
+        raise UserError(f"{path} is not a run folder or a checkpoint in one.")
+    if not (run / CONFIG_FILE).is_file():
+        raise UserError(f"{run} has lost its {CONFIG_FILE}; put it back from a backup, or train in another folder.")
     check_run_format(RunFolder(run).status)
     return run
 
@@ -185,26 +214,23 @@ def find_checkpoint(path: Path, wanted: str) -> Path:
     return kept[int(wanted)]
 
 
-def begin(folder: RunFolder, first_step: int, resume_from: Path | None) -> None:
-    """Makes the folder ready: a new run finds nothing of an old one, a resumed run nothing of later steps."""
+def begin(folder: RunFolder, first_step: int, resume_from: Path | None) -> list[Path]:
+    """Make the folder ready: a new run finds nothing of an old one, a resumed run nothing of later steps. Return the folders
+    in which files that no run wrote were kept."""
     own = resume_from is not None and run_of(resume_from).resolve() == folder.path.resolve()
+    mark(folder.path, "run")
     checkpoints.sweep(folder.checkpoints)
-    if own:
-        for later in checkpoints.all_checkpoints(folder.checkpoints):
-            if (
-                checkpoints.step_of(later) > first_step
-            ):  # damaged, or the run would go on from it: never the newest again
-                aside = later.with_name(f"damaged_{later.name}")
-                checkpoints.delete(aside)
-                later.rename(aside)
-        checkpoints.renew_model(resume_from, folder.model)
-        forget_after(folder.metrics, first_step)
-        forget_samples_after(folder.samples, first_step)
-    else:
-        for inside in folder.contents:
-            if inside != folder.config:  # which is replaced: without one, it would be no run folder
-                checkpoints.delete(inside)
-    folder.path.mkdir(parents=True, exist_ok=True)
+    if not own:
+        return folder.clear()
+    for later in checkpoints.all_checkpoints(folder.checkpoints):
+        if checkpoints.step_of(later) > first_step:  # damaged, or the run would resume from it: never the newest again
+            aside = later.with_name(f"damaged_{later.name}")
+            discard(aside, checkpoints.FILES)
+            later.rename(aside)
+    checkpoints.renew_model(resume_from, folder.model)
+    forget_after(folder.metrics, first_step)
+    forget_samples_after(folder.samples, first_step)
+    return []
 
 
 def _refuse_links_of_index(model: Path) -> None:
@@ -231,7 +257,7 @@ def find_model(name: str) -> str:
             _refuse_links_of_index(candidate)
             return str(candidate)
     if path.exists():
-        hint = " yet: its first checkpoint is still to come" if (path / CONFIG_FILE).is_file() else ""
+        hint = " yet: its first checkpoint is still to come" if RunFolder(path).is_run() else ""
         raise UserError(f"{name} holds no model{hint}.")
     if len(name.strip("/").split("/")) != 2 or name.startswith((".", "/", "runs/")):
         raise UserError(f"{name} is neither a folder here nor a Hub id (user/name).")

@@ -17,6 +17,14 @@ from typing import Any, Literal
 from errors import check_format
 from tokenizer.store import write_whole
 
+NONSENSE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)  # what reading another file raises
 FORMAT_VERSION = 1  # of the run folder; a status.json without one is of format 1 too
 
 
@@ -28,6 +36,24 @@ def write_status(
     status |= {"host": socket.gethostname(), "pid": os.getpid()}
     with suppress(OSError):
         write_whole(path, json.dumps(status, indent=2) + "\n")
+
+
+def is_status(path: Path) -> bool:
+    """Whether a file is a status.json of this project, of any format."""
+    with suppress(*NONSENSE):
+        status = json.loads(path.read_bytes())
+        return status["state"] in ("running", "finished", "stopped", "failed") and {"step", "reason", "time"} <= set(
+            status
+        )
+    return False
+
+
+def has_events(path: Path) -> bool:
+    """Whether a file is an events.jsonl of this project."""
+    with suppress(*NONSENSE), path.open("rb") as file:
+        event = json.loads(file.readline(1 << 20))
+        return {"time", "event", "step"} <= set(event)
+    return False
 
 
 def check_run_format(path: Path) -> None:

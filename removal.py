@@ -1,0 +1,91 @@
+"""Deletion of files that this project wrote, and of nothing else.
+
+A folder that a command empties carries a mark, a file that only this project writes; a folder without it is refused. Within a
+marked folder, files are deleted by their known names, and other files are kept.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from errors import UserError
+
+MARK = ".gpt2scratch.json"
+LITTER = (".DS_Store", "._*", "Thumbs.db", "desktop.ini", ".nfs*")  # written by systems, not by people
+
+
+def mark(folder: Path, kind: str) -> None:
+    """Create a folder if it does not exist, and mark it as written by this project."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).write_text(_content(kind), encoding="utf-8")
+
+
+def is_marked(folder: Path, kind: str) -> bool:
+    """Whether this project marked the folder as one of this kind."""
+    with suppress(OSError, ValueError):
+        return not (folder / MARK).is_symlink() and (folder / MARK).read_text(encoding="utf-8") == _content(kind)
+    return False
+
+
+def _content(kind: str) -> str:
+    return json.dumps({"written_by": "GPT2Scratch", "kind": kind}) + "\n"
+
+
+def renew(folder: Path, kind: str, known: Iterable[str]) -> None:
+    """Make an empty, marked folder in place of one that carries the same mark.
+
+    Raises:
+        UserError: something without the mark is there.
+    """
+    is_free = not os.path.lexists(folder) or (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()))
+    if not is_free and (folder.is_symlink() or not is_marked(folder, kind)):
+        raise UserError(f"{folder} exists and was not written by this command; move it elsewhere, or delete it.")
+    if not is_free:
+        discard(folder, (*known, MARK))
+    mark(folder, kind)
+
+
+def discard(path: Path, known: Iterable[str], replacement: Path | None = None) -> Path | None:
+    """Delete a file, a link (not its target), or the files of a folder whose relative paths match a pattern of `known`.
+
+    A folder disappears, or gives way to `replacement`, by a rename; then its files are deleted. What is left is renamed to
+    `NAME.kept`, which is returned.
+    """
+    hidden = path.with_name(f".{path.name}.removed")
+    kept = _empty(hidden, known, path)  # left by a killed process
+    if path.is_dir() and not path.is_symlink():
+        path.rename(hidden)
+    else:
+        path.unlink(missing_ok=True)
+    if replacement is not None:
+        replacement.rename(path)
+    return _empty(hidden, known, path) or kept
+
+
+def _empty(hidden: Path, known: Iterable[str], path: Path) -> Path | None:
+    if not hidden.is_dir():
+        return None
+    has_others = False
+    for folder, folders, files in os.walk(hidden, topdown=False):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for file in (Path(folder, name) for name in (*files, *links)):
+            if _is_known(file.relative_to(hidden).as_posix(), known):
+                file.unlink(missing_ok=True)
+            else:
+                has_others = True
+        with suppress(OSError):  # not empty
+            os.rmdir(folder)
+    if not has_others:
+        return None
+    names = itertools.chain([f"{path.name}.kept"], (f"{path.name}.kept.{number}" for number in itertools.count(1)))
+    kept = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
+    return hidden.rename(kept)
+
+
+def _is_known(name: str, known: Iterable[str]) -> bool:
+    litter = any(fnmatchcase(name.rsplit("/", 1)[-1], pattern) for pattern in LITTER)
+    return litter or any(fnmatchcase(name, pattern) for pattern in known)

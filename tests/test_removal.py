@@ -1,0 +1,181 @@
+"""Only what this project wrote is deleted: folders of a user, under the names of a run, stay as they are."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import push_to_hub
+from conftest import REPOSITORY
+from errors import UserError
+from publishing.space import assemble_space
+from removal import MARK, discard, is_marked, mark, renew
+from tokenizer.store import in_place_when_done
+from training.reliability.run_folder import RunFolder
+
+THEIRS = (
+    "config.yaml",
+    "report.md",
+    "model/model.safetensors",
+    "checkpoints/epoch-3/model.safetensors",
+    "hub/README.md",
+)
+THEIRS += ("evaluation/results.csv", "lm_eval/results_1.json", "profile/me.txt", "status.json", "events.jsonl")
+
+
+def write(folder: Path, *names: str) -> dict[str, bytes]:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"name: {name}\n")
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("names", [THEIRS, THEIRS[:1], THEIRS[-2:], ("checkpoints/step_00000003/manifest.json",)])
+@pytest.mark.parametrize("flag", ["--overwrite_output_dir", "--save_total_limit=1"])
+def test_a_folder_that_is_not_a_run_is_refused_and_left_alone(train, tmp_path, names, flag):
+    before = write(tmp_path / "p", *names)
+    with pytest.raises(UserError, match="p exists and is not a run folder; name another --output_dir"):
+        train(tmp_path / "p", flag)
+    assert contents(tmp_path / "p") == before
+    with pytest.raises(UserError, match="p is not a run folder or a checkpoint in one"):
+        train(None, "--resume_from_checkpoint", str(tmp_path / "p"))
+    with pytest.raises(UserError, match="p exists and is not a backup of a run; name another --backup_dir"):
+        train(tmp_path / "runs" / "p", "--backup_dir", str(tmp_path))
+    assert contents(tmp_path / "p") == before
+
+
+def test_a_file_is_refused_in_place_of_a_run_or_its_backup(train, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="file exists and is not a run folder"):
+        train(tmp_path / "file")
+    with pytest.raises(UserError, match=r"backup_dir is .*/file, which is a file; name a folder on another drive"):
+        train(tmp_path / "run", "--backup_dir", str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, tmp_path, capsys):
+    run = train(tmp_path / "run", save_steps=3)
+    assert is_marked(run, "run")
+    mine = (
+        "thesis.txt",
+        "model/notes.md",
+        "checkpoints/step_00000003/eval.json",
+        "evaluation/mine.csv",
+        "hub/README.md",
+    )
+    written = write(run, *mine)
+    train(run, "--overwrite_output_dir", "--save_total_limit", "1", max_steps=3)
+    there = contents(run)
+    for name, kept in zip(mine, ("thesis.txt", "model.kept/notes.md", "checkpoints.kept/step_00000003/eval.json",
+                                 "evaluation.kept/mine.csv", "hub/README.md"), strict=True):  # fmt: skip
+        assert there[kept] == written[name]
+    assert f"{run}/model.kept keeps files that were in {run} and that no run wrote." in capsys.readouterr().out
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003"]
+
+
+def test_pruning_keeps_the_files_that_no_run_wrote(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=3)
+    (run / "checkpoints" / "step_00000003" / "eval.json").write_text("mine")
+    (run / "model" / "notes.md").write_text("mine")
+    train(None, "--resume_from_checkpoint", str(run), "--save_total_limit", "1", max_steps=9, eval_strategy="no")
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step_00000003.kept", "step_00000009"]
+    assert (run / "checkpoints" / "step_00000003.kept" / "eval.json").read_text() == "mine"
+    assert [path.name for path in (run / "model.kept").iterdir()] == ["notes.md"]
+
+
+@pytest.mark.parametrize("left", ["checkpoints", "status"])
+def test_a_run_from_before_the_mark_is_recognized_and_marked_when_it_resumes(train, tmp_path, left):
+    run = train(tmp_path / "run", max_steps=3)
+    (run / MARK).unlink()
+    if left == "checkpoints":
+        (run / "status.json").unlink()
+        (run / "events.jsonl").unlink()
+    else:
+        shutil.rmtree(run / "checkpoints")
+    train(None, "--resume_from_checkpoint", str(run), max_steps=6) if left == "checkpoints" else train(run, max_steps=3)
+    assert is_marked(run, "run")
+
+
+def test_a_checkpoint_with_another_name_is_not_one(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=3)
+    shutil.copytree(run / "checkpoints" / "step_00000003", run / "checkpoints" / "step_9")
+    train(None, "--resume_from_checkpoint", str(run), max_steps=6)
+    assert RunFolder(run).newest_step() == 6
+    assert len(contents(run / "checkpoints" / "step_9")) == len(contents(run / "checkpoints" / "step_00000003"))
+
+
+def test_a_model_next_to_another_is_not_the_folder_for_the_hub(train, tmp_path):
+    model = Path(shutil.copytree(train(tmp_path / "run", max_steps=3) / "model", tmp_path / "my"))
+    shutil.copytree(model, tmp_path / "my-hub")
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match="my-hub exists and was not written by this command; move it elsewhere, or"):
+        push_to_hub.main([str(model), "--repo_id", "me/my", "--dry_run"])
+    assert contents(tmp_path) == before | {".my-hub.lock": b""}
+
+
+def test_the_folder_of_a_space_is_not_emptied_of_other_files(tmp_path):
+    pytest.importorskip("gradio")
+    before = write(tmp_path / "demo", "app.py")
+    with pytest.raises(UserError, match="demo exists and was not written by this command"):
+        assemble_space(["me/tiny"], tmp_path / "demo", "Demo")
+    assert contents(tmp_path / "demo") == before
+    space = assemble_space(["me/tiny"], tmp_path / "space", "Demo")
+    (space / "mine.txt").write_text("mine")
+    assert assemble_space(["me/tiny"], space, "Demo") == space
+    assert (tmp_path / "space.kept" / "mine.txt").read_text() == "mine"
+
+
+def test_unfinished_work_of_the_same_name_loses_no_other_file(tmp_path):
+    write(tmp_path / ".x.unpacking", "train.bin", "mine.txt")
+    with in_place_when_done(tmp_path / "x", ".unpacking", ("train.bin",)) as unfinished:
+        write(unfinished, "train.bin")
+    assert sorted(contents(tmp_path)) == [".x.unpacking.kept/mine.txt", "x/train.bin"]
+
+
+def test_discard_deletes_what_is_known_and_follows_no_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path / "elsewhere", "a.bin")
+    for _ in range(2):
+        write(tmp_path / "x", "a.bin", "sub/a.bin", ".DS_Store")
+        (tmp_path / "x" / "link").symlink_to(tmp_path / "elsewhere")
+        kept = discard(tmp_path / "x", ("a.bin", "sub/*"))
+    assert kept == tmp_path / "x.kept.1"
+    assert [path.name for path in kept.iterdir()] == ["link"]
+    assert (tmp_path / "elsewhere" / "a.bin").exists()
+    (tmp_path / "linked").symlink_to(tmp_path / "elsewhere")
+    assert discard(tmp_path / "linked", ("*",)) is None
+    assert not (tmp_path / "linked").is_symlink()
+    assert (tmp_path / "elsewhere" / "a.bin").exists()
+
+
+def test_a_removal_that_was_killed_is_finished(tmp_path):
+    write(tmp_path / ".x.removed", "a.bin", "mine.txt")
+    write(tmp_path / "x", "a.bin")
+    write(tmp_path / "fresh", "b.bin")
+    assert discard(tmp_path / "x", ("a.bin",), replacement=tmp_path / "fresh") == tmp_path / "x.kept"
+    assert sorted(contents(tmp_path)) == ["x.kept/mine.txt", "x/b.bin"]
+
+
+def test_a_mark_is_of_one_kind(tmp_path):
+    mark(tmp_path / "x", "run")
+    assert is_marked(tmp_path / "x", "run")
+    with pytest.raises(UserError, match="x exists and was not written by this command"):
+        renew(tmp_path / "x", "hub", ())
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    with pytest.raises(UserError, match="link exists"):
+        renew(tmp_path / "link", "run", ())
+    write(tmp_path / "y", "a.bin")
+    (tmp_path / "y" / MARK).symlink_to(tmp_path / "x" / MARK)
+    assert not is_marked(tmp_path / "y", "run")
+
+
+def test_no_other_code_deletes_folders():
+    files = [path for path in REPOSITORY.rglob("*.py") if path.relative_to(REPOSITORY).parts[0] in
+             ("modeling_gpt2scratch", "tokenizer", "training", "publishing", "examples")]  # fmt: skip
+    assert len(files) > 80
+    assert [path.name for path in files if "rmtree(" in path.read_text(encoding="utf-8")] == []
