@@ -61,6 +61,7 @@ from training.reporting.speed import Speed
 from training.sampling import prompts_of
 from training.step import Trainer, prepare_loss
 from training.validation import Validation
+from training.verification import StoreVerification
 
 
 def main(arguments: list[str]) -> None:
@@ -94,6 +95,7 @@ def train(
     # Decide: whatever can be wrong is found here, before the first step.
     say = voice(accelerator)
     store = open_store(config.recipe, say)
+    verification = StoreVerification(store, accelerator)  # in a thread; no checkpoint is completed before it agrees
     tokenizer = store.load_tokenizer()
     plan = make_plan(config, store, tokenizer, accelerator, setup)
     tokens, eval_tokens = (
@@ -127,7 +129,7 @@ def train(
             accelerator.scaler.load_state_dict(start.state.grad_scaler)
         batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, plan.position)
         trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
-        keeper.keep(model, optimizer, tokenizer)
+        keeper.keep(model, optimizer, tokenizer, verification)
         watts = watts_of_all(accelerator)
         about = About(plan.model, model.num_parameters(), store.metadata, watts)
         validation = Validation(

@@ -291,6 +291,7 @@ def main(arguments: list[str]) -> None:
     model = model.to(accelerator.device).eval()
     local = processes_of_this_machine(accelerator)
     placement = choose_placement("auto", bytes_of(store, "val"), accelerator.device, local)
+    store.check_hashes("val", *["train"] * door.memorization)
     tokens = place_tokens(store, "val", placement.where, accelerator.device, mask_documents)
     scored = score(model, store, tokens, door.per_device_eval_batch_size, accelerator)
     results: dict[str, Any] = {"model": str(folder), "data": str(store.folder)} | scored.metrics()

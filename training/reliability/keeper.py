@@ -28,6 +28,7 @@ from training.reliability.status import record, write_status
 from training.reliability.stopping import NOT_SAVED, Stopper
 from training.reliability.watchdog import Watchdog, is_of_the_group
 from training.reporting.screen import voice
+from training.verification import StoreVerification
 
 
 class Keeper:
@@ -72,10 +73,14 @@ class Keeper:
                 self._fail(error)
 
     def keep(
-        self, model: GPT2ScratchForCausalLM, optimizer: torch.optim.Optimizer, tokenizer: PreTrainedTokenizerBase
+        self,
+        model: GPT2ScratchForCausalLM,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: PreTrainedTokenizerBase,
+        verification: StoreVerification,
     ) -> None:
-        """Takes charge of what a checkpoint is made of."""
-        self.saver.keep(model, optimizer, tokenizer)
+        """Takes charge of what a checkpoint is made of, and of what it waits for."""
+        self.saver.keep(model, optimizer, tokenizer, verification)
 
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 0. Ends early where all processes agree to stop; how far they came is saved."""
@@ -90,6 +95,7 @@ class Keeper:
             self.read(self.step)
             self.save(self.step)
         on_main(self.accelerator, self.saver.wait)
+        self.saver.verification.check()  # of other machines
 
     def stops(self) -> str | None:
         """Whether all processes agree to stop, and why: asked by all, before whatever takes long."""

@@ -32,6 +32,7 @@ from training.reliability.run_folder import RunFolder
 from training.reliability.status import record, write_status
 from training.reporting.metrics import best_step
 from training.sharding import whole
+from training.verification import StoreVerification
 
 
 class Saver:
@@ -58,14 +59,19 @@ class Saver:
         self.failure: BaseException | None = None
 
     def keep(
-        self, model: GPT2ScratchForCausalLM, optimizer: torch.optim.Optimizer, tokenizer: PreTrainedTokenizerBase
+        self,
+        model: GPT2ScratchForCausalLM,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: PreTrainedTokenizerBase,
+        verification: StoreVerification,
     ) -> None:
-        """What is saved from now on. Finds the memory for its copy while the first step is being made ready.
+        """What is saved from now on, once `verification` has found the data unchanged. Finds the memory for its copy while the first step is being made ready.
 
         Raises:
             UserError: the disk has no room for a checkpoint, and no step is spent to find that out.
         """
         self.model, self.optimizer, self.tokenizer = model, optimizer, tokenizer
+        self.verification = verification
         n_bytes = 12 * sum(parameter.numel() for parameter in model.parameters())  # fp32: weights and two moments
         on_main(self.accelerator, lambda: refuse_full_disk(self.folder.checkpoints, n_bytes))
         self.shell = _shell_of(model)
@@ -93,7 +99,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        return self.failure is not None
+        return self.failure is not None or self.verification.problem is not None
 
     def wait(self) -> None:
         """
@@ -105,6 +111,7 @@ class Saver:
             self.thread = None
         if self.failure is not None:
             raise self.failure
+        self.verification.check()
 
     def is_writing(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
@@ -164,6 +171,7 @@ class Saver:
             raise DivergenceError(
                 f"Weights or moments are not finite after step {step:,}, which is therefore not saved"
             )
+        self.verification.wait()
         try:
             refuse_full_disk(self.folder.checkpoints, self.snapshot.n_bytes)
             saved = checkpoint.write(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
