@@ -1,5 +1,8 @@
 """Messages to the user. Imports nothing, so that worker processes start at once."""
 
+# What reading the content of a file raises that another program wrote, or none.
+NONSENSE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, StopIteration)
+
 
 class UserError(Exception):
     """Something the user can mend. Its text is what they read: what is wrong, with the values involved, and the remedy.

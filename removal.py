@@ -55,7 +55,7 @@ def discard(path: Path, known: Iterable[str], replacement: Path | None = None) -
     A folder disappears, or gives way to `replacement`, by a rename; then its files are deleted. What is left is renamed to
     `NAME.kept`, which is returned.
     """
-    hidden = path.with_name(f".{path.name}.removed")
+    hidden = path.with_name(f".{path.name.lstrip('.')}.removed")
     kept = _empty(hidden, known, path)  # left by a killed process
     if path.is_dir() and not path.is_symlink():
         path.rename(hidden)

@@ -46,8 +46,9 @@ def write_run(path, *steps: int) -> RunFolder:
 
 
 def log(run: RunFolder, step: int, **numbers: float) -> None:
+    scored = dict.fromkeys(("epoch", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"), 1)
     with run.metrics.open("a") as file:
-        file.write(json.dumps({"step": step, **numbers}) + "\n")
+        file.write(json.dumps({"step": step, "tokens": 64 * step, **scored, **numbers}) + "\n")
 
 
 def names(run: RunFolder) -> list[str]:

@@ -37,7 +37,8 @@ def noisy(loss, number, fall=0.0, noise=0.002):
 
 
 def evaluations(*losses) -> list[dict]:
-    return [{"step": 100 * (i + 1), "eval_loss": loss} for i, loss in enumerate(losses)]
+    others = {"epoch": 1.0, "eval_perplexity": 9.0, "eval_bits_per_byte": 1.0, "eval_tokens": 64}
+    return [{"step": 100 * (i + 1), "eval_loss": loss} | others for i, loss in enumerate(losses)]
 
 
 @pytest.mark.parametrize(
@@ -114,5 +115,12 @@ def test_a_validation_loss_that_rises_is_said_once_also_across_a_resume(tmp_path
     )
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rising[:3]))
     assert len(told(diagnosis(tmp_path), rising[3:])) == 1  # it knows what was logged before
-    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "advice", "step": 400, "about": "overfitting"}) + "\n")
+    advice = {
+        "time": "2026-01-01T10:00:00+00:00",
+        "event": "advice",
+        "step": 400,
+        "about": "overfitting",
+        "text": "...",
+    }
+    (tmp_path / "events.jsonl").write_text(json.dumps(advice) + "\n")
     assert told(diagnosis(tmp_path), rising[3:]) == []

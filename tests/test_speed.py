@@ -14,7 +14,7 @@ from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.device import Setup, describe
 from training.reliability.run_folder import RunFolder
 from training.reliability.status import record
-from training.reporting.metrics import read_metrics
+from training.reporting.metrics import read_events
 from training.reporting.report import About, hours, write_report
 from training.reporting.speed import Speed, in_words, peak_memory
 from training.sampling import write_samples
@@ -101,7 +101,7 @@ EVENTS = """\
 
 def test_hours_leave_out_the_time_between_a_kill_and_the_next_start(tmp_path):
     (tmp_path / "events.jsonl").write_text(EVENTS)
-    events = read_metrics(tmp_path / "events.jsonl")
+    events = read_events(tmp_path / "events.jsonl")
     assert hours(events, datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 1.5
     assert hours([], datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 0
 
@@ -113,7 +113,7 @@ def test_an_event_that_a_crash_cut_off_hides_none_after_it(tmp_path):
         file.write('{"time": "2026-01-01T10:0')
     record(path, "resumed", 0)
     record(path, "saved", 5, seconds=0.1)
-    assert [(event["event"], event["step"]) for event in read_metrics(path)] == [
+    assert [(event["event"], event["step"]) for event in read_events(path)] == [
         ("begun", 0),
         ("resumed", 0),
         ("saved", 5),

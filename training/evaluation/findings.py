@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from errors import UserError, check_format
+from errors import NONSENSE, UserError, check_format
 from tokenizer.store import TokenStore, disk_problem, file_sha256, write_whole
 from training.evaluation.panel import Row
 from training.reliability.run_folder import RunFolder, run_of
@@ -81,7 +81,7 @@ def _public(name: str) -> str:
 
 
 def _kept(folder: Path) -> dict[str, Any]:
-    """evaluation.json; empty where there is none, or something else.
+    """Return the content of evaluation.json; nothing where there is none, or one that cannot be shown.
 
     Raises:
         UserError: a newer version of this project wrote it.
@@ -89,12 +89,11 @@ def _kept(folder: Path) -> dict[str, Any]:
     path = folder / "evaluation.json"
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        check_format(path, results.pop("format_version", None), FORMAT_VERSION)
+        "\n\n".join(_sections(results, ""))
+        return results
+    except (FileNotFoundError, *NONSENSE):
         return {}
-    if not isinstance(results, dict):
-        return {}
-    check_format(path, results.pop("format_version", None), FORMAT_VERSION)
-    return results
 
 
 def _hashes(model: Path) -> list[str]:

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from errors import UserError, check_format
+from errors import NONSENSE, UserError, check_format
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from removal import discard
 from tokenizer import vocabulary
@@ -42,7 +42,6 @@ STATE_FOLDER = "training_state"
 WEIGHTS = "model.safetensors"
 OPTIMIZER = f"{STATE_FOLDER}/optimizer.safetensors"
 STATE = f"{STATE_FOLDER}/state.json"
-NONSENSE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)  # what reading it raises
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 NEEDED = (WEIGHTS, OPTIMIZER, STATE, "config.json")
 MODEL_FILES = (  # names that are deleted with a model; other files are kept

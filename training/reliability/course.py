@@ -21,7 +21,7 @@ from training.reliability.checkpoint import TrainState
 from training.reliability.resume import Settings, choose_checkpoint
 from training.reliability.run_folder import RunFolder, begin, is_checkpoint, run_of
 from training.reliability.status import record, starts_in_force, write_status
-from training.reporting.metrics import has_evaluation, read_metrics
+from training.reporting.metrics import has_evaluation, read_events
 from training.reporting.screen import say
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "accelerate")
@@ -43,7 +43,7 @@ class Start:
         """The starts before this one of the run that it branches off from."""
         if self.checkpoint is None or self.is_own(folder):
             return []
-        starts = starts_in_force(read_metrics(RunFolder(run_of(self.checkpoint)).events))
+        starts = starts_in_force(read_events(RunFolder(run_of(self.checkpoint)).events))
         return [start for start in starts if start["step"] < self.step]
 
     def is_own(self, folder: RunFolder) -> bool:

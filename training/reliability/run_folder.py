@@ -23,8 +23,8 @@ from errors import UserError, counted
 from removal import MARK, discard, is_marked, mark
 from tokenizer import hub
 from training.reliability import checkpoint as checkpoints
-from training.reliability.status import check_run_format, has_events, is_status
-from training.reporting.metrics import comparable_loss, forget_after, read_metrics
+from training.reliability.status import check_run_format, is_status
+from training.reporting.metrics import comparable_loss, forget_after, read_events, read_metrics
 from training.sampling import forget_samples_after
 
 CONFIG_FILE = "config.yaml"
@@ -95,7 +95,7 @@ class RunFolder:
         if is_marked(self.path, "run"):
             return True
         return any(map(checkpoints.is_ours, checkpoints.complete_checkpoints(self.checkpoints))) or (
-            is_status(self.status) and has_events(self.events)
+            is_status(self.status) and bool(read_events(self.events))
         )
 
     def clear(self) -> list[Path]:

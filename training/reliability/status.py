@@ -14,17 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from errors import check_format
+from errors import NONSENSE, check_format
 from tokenizer.store import write_whole
 
-NONSENSE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-)  # what reading another file raises
 FORMAT_VERSION = 1  # of the run folder; a status.json without one is of format 1 too
 
 
@@ -40,19 +32,11 @@ def write_status(
 
 def is_status(path: Path) -> bool:
     """Whether a file is a status.json of this project, of any format."""
-    with suppress(*NONSENSE):
+    with suppress(OSError, *NONSENSE):
         status = json.loads(path.read_bytes())
         return status["state"] in ("running", "finished", "stopped", "failed") and {"step", "reason", "time"} <= set(
             status
         )
-    return False
-
-
-def has_events(path: Path) -> bool:
-    """Whether a file is an events.jsonl of this project."""
-    with suppress(*NONSENSE), path.open("rb") as file:
-        event = json.loads(file.readline(1 << 20))
-        return {"time", "event", "step"} <= set(event)
     return False
 
 
@@ -61,7 +45,7 @@ def check_run_format(path: Path) -> None:
     Raises:
         UserError: a newer version of this project wrote the run folder of this status.json.
     """
-    with suppress(OSError, ValueError, AttributeError):  # no status.json, or not one of ours
+    with suppress(OSError, *NONSENSE):  # no status.json, or not one of ours
         check_format(path.parent, json.loads(path.read_bytes()).get("format_version"), FORMAT_VERSION)
 
 

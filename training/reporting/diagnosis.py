@@ -14,7 +14,7 @@ import numpy as np
 from training.plan import Plan
 from training.reliability.checkpoint import folder_name
 from training.reliability.run_folder import RunFolder
-from training.reporting.metrics import comparable_loss, read_metrics
+from training.reporting.metrics import comparable_loss, read_events, read_metrics
 
 IN_A_ROW = 5  # log lines, before something is taken for a habit
 SLOW = 0.5  # of the MFU that others reach on the device
@@ -42,7 +42,7 @@ class Diagnosis:
         """`usual_mfu`: that others reach on this device; None where that is not known."""
         self.usual_mfu = usual_mfu
         self.folder, self.plan, self.on_gpu = folder, plan, on_gpu
-        self.told = {event["about"] for event in read_metrics(folder.events) if event["event"] == "advice"}
+        self.told = {event["about"] for event in read_events(folder.events) if event["event"] == "advice"}
         self.lines: list[tuple[int, float]] = []  # step and loss
         self.norms: deque[float] = deque(maxlen=NORMS)
         self.idle: deque[float] = deque(maxlen=IN_A_ROW)

@@ -16,7 +16,7 @@ from training.reliability.health import Reading
 from training.reliability.run_folder import RunFolder
 from training.reliability.status import hours, record
 from training.reporting.diagnosis import Advice, Diagnosis
-from training.reporting.metrics import best_evaluation, read_metrics
+from training.reporting.metrics import best_evaluation, read_events, read_metrics
 from training.reporting.screen import Screen, View
 from training.reporting.speed import Speed
 from training.reporting.trackers import log_to_trackers, open_trackers
@@ -48,7 +48,7 @@ class Journal:
         self.paces: deque[tuple[int, float]] = deque(maxlen=LINES_OF_ETA)  # steps and seconds
         self.main = accelerator.is_main_process
         if self.main:
-            self.began = time.monotonic() - 3600 * hours(read_metrics(folder.events), datetime.now(UTC))
+            self.began = time.monotonic() - 3600 * hours(read_events(folder.events), datetime.now(UTC))
             usual_mfu = forecast.speed.reported_mfu if forecast.speed is not None else None
             self.diagnosis = Diagnosis(folder, forecast.plan, accelerator.device.type == "cuda", usual_mfu)
             self.screen = Screen(self.max_steps, first_step, [loss for _, loss in self.diagnosis.lines], compiled)

@@ -1,25 +1,95 @@
-"""metrics.jsonl: one object a log line, by the names of Transformers' Trainer; and events.jsonl, read the same way."""
+"""metrics.jsonl: one object per log line, by the names of Transformers' Trainer; and events.jsonl, see status.py.
+
+A line that no run writes, cut off by a crash or changed by hand, is skipped: no run fails at its report for one.
+"""
 
 import json
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tokenizer.store import write_whole
 
+EVALUATED = {"epoch", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"}
+ESTIMATED = {"steps", "tokens_per_second", "hours", "evaluation_share", "memory_bytes"}
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl, without lines that are none, such as one cut off by a crash."""
+    """Return the entries of a metrics.jsonl: log lines and validations, all of whose values are numbers."""
+    return [entry for entry in _objects(path) if _is_metrics(entry)]
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of an events.jsonl."""
+    return [entry for entry in _objects(path) if {"time", "event"} <= entry.keys() and _fits(entry)]
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
-        return []
-    entries = []
+        return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            entries.append(entry)
-    return entries
+        if isinstance(entry, dict) and _is_count(entry.get("step")):
+            yield entry
+
+
+def _is_metrics(entry: dict[str, Any]) -> bool:
+    is_whole = entry.keys() >= (EVALUATED if "eval_loss" in entry else {"tokens"})
+    return is_whole and all(map(_is_number, entry.values())) and entry.get("tokens_per_second", 1) > 0
+
+
+def _fits(event: dict[str, Any]) -> bool:
+    needed = {"spike": {"loss", "z_score"}, "advice": {"about", "text"}}.get(str(event.get("event")), set())
+    return needed <= event.keys() and all(DETAILS[name](value) for name, value in event.items() if name in DETAILS)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and -1e300 < value < 1e300
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return datetime.fromisoformat(value).tzinfo is not None
+    except (ValueError, TypeError):
+        return False
+
+
+def _is_estimate(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() >= ESTIMATED:
+        return False
+    unknown = {name for name in ESTIMATED if value[name] is None}
+    is_known = all(_is_number(value[name]) for name in ESTIMATED - unknown)
+    return (
+        is_known
+        and unknown in (set(), {"tokens_per_second", "hours"})
+        and value["steps"] >= 1 > value["evaluation_share"]
+    )
+
+
+DETAILS: dict[str, Callable[[Any], bool]] = {
+    "time": _is_time,
+    "step": _is_count,
+    "loss": _is_number,
+    "z_score": _is_number,
+    "planned": _is_estimate,
+    **dict.fromkeys(("event", "environment", "about", "text", "checkpoint", "because"), _is_text),
+    "changes": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "earlier": lambda value: (
+        isinstance(value, list) and all(isinstance(start, dict) and "step" in start and _fits(start) for start in value)
+    ),
+}
 
 
 def forget_after(path: Path, step: int) -> None:

@@ -22,7 +22,14 @@ from training.planning.cost import describe_cost
 from training.planning.flops import flops_per_token
 from training.reliability.run_folder import RunFolder
 from training.reliability.status import hours, starts_in_force
-from training.reporting.metrics import best_evaluation, comparable_loss, read_metrics, scores_more, seconds_until
+from training.reporting.metrics import (
+    best_evaluation,
+    comparable_loss,
+    read_events,
+    read_metrics,
+    scores_more,
+    seconds_until,
+)
 from training.reporting.plots import plot_course, plot_loss
 from training.reporting.screen import clock, perplexity
 from training.sampling import fenced, read_samples
@@ -46,7 +53,7 @@ class About:
 
 def write_report(folder: RunFolder, about: About) -> None:
     """Writes report.md and, where matplotlib is installed, its plots from what the run has logged so far."""
-    entries, events, samples = read_metrics(folder.metrics), read_metrics(folder.events), read_samples(folder.samples)
+    entries, events, samples = read_metrics(folder.metrics), read_events(folder.events), read_samples(folder.samples)
     settings = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
     hours_in_all, hourly_price = hours(events, datetime.now(UTC)), settings.get("hourly_price")
     sections = [
@@ -293,7 +300,7 @@ def _speed(entries: list[dict[str, Any]], model: GPT2ScratchConfig) -> str:
     first = _seconds_to_first_step(entries)
     paragraphs = [
         "\n".join(rows),
-        f"Over {counted(len(timed), 'log line')}. Peak memory {max(entry['peak_memory_gb'] for entry in timed):.1f} GB; "
+        f"Over {counted(len(timed), 'log line')}. Peak memory {max(entry.get('peak_memory_gb', 0.0) for entry in timed):.1f} GB; "
         f"{first:.1f} s to the first step.",
     ]
     if mfu := [entry["mfu"] for entry in timed if "mfu" in entry]:
@@ -372,7 +379,7 @@ def _noticed(events: list[dict[str, Any]]) -> str:
 
 
 def _seconds_to_first_step(entries: list[dict[str, Any]]) -> float:
-    return next(entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry)
+    return next((entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry), 0.0)
 
 
 def _limitations(about: About) -> str:

@@ -1,0 +1,119 @@
+"""Files of a run that were changed by hand or by a disk: each reader skips or refuses them, and none ends in a traceback."""
+
+import json
+import random
+import shutil
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig
+from publishing.card import Edition, model_card
+from publishing.source import find_source
+from tokenizer.store import TokenStore
+from training import evaluate
+from training.reliability import checkpoint as checkpoints
+from training.reliability.run_folder import RunFolder, find_checkpoint
+from training.reliability.status import check_run_format, hours, starts_in_force
+from training.reporting import report
+from training.reporting.metrics import best_step, forget_after, read_events
+
+NEWEST = "checkpoints/step_00000006"
+VALUES = [None, True, -1, 10**30, 1e308, float("nan"), "", "x", "\ud800", [], {}, [[]], "9" * 5000]
+
+
+def places(value, place=()):
+    """Every key and index below a JSON value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in inside:
+        yield (*place, key)
+        yield from places(below, (*place, key))
+
+
+def other_value(line: bytes, rng: random.Random) -> bytes:
+    content = json.loads(line)
+    *way, last = rng.choice(list(places(content)))
+    inside = content
+    for key in way:
+        inside = inside[key]
+    if rng.random() < 0.3:
+        del inside[last]
+    else:
+        inside[last] = rng.choice(VALUES)
+    return json.dumps(content).encode(errors="surrogatepass")
+
+
+def mutated(original: bytes, name: str, rng: random.Random) -> bytes:
+    """A value exchanged or left out, bytes changed, the end cut off, nested without end."""
+    kind = rng.random()
+    if kind < 0.7:
+        lines = original.splitlines() if name.endswith(".jsonl") else [original]
+        at = rng.randrange(len(lines))
+        lines[at] = other_value(lines[at], rng)
+        return b"\n".join(lines)
+    if kind < 0.8:
+        return original[: rng.randrange(len(original))]
+    if kind < 0.82:
+        return b"[" * 100_000
+    changed = bytearray(original)
+    for _ in range(rng.choice([1, 5])):
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+    return bytes(changed)
+
+
+@pytest.fixture(scope="module")
+def finished(store, tmp_path_factory):
+    from conftest import trained
+
+    run = trained(store, tmp_path_factory.mktemp("runs") / "finished")
+    evaluate.main([str(run), "--memorization"])
+    return run
+
+
+def read_logs(run: Path, store: TokenStore) -> None:
+    with suppress(UserError):
+        find_checkpoint(run, "best")
+    events = read_events(run / "events.jsonl")
+    starts_in_force(events)
+    hours(events, datetime.now(UTC))
+    best_step(run / "metrics.jsonl")
+    report.write_report(RunFolder(run), report.About(GPT2ScratchConfig(), 1000, store.metadata, 7.0))
+    model_card(find_source(run, None), Edition("me/x", None, True, False, None, [], []))
+    forget_after(run / "metrics.jsonl", 3)
+
+
+def read_status(run: Path, store: TokenStore) -> None:
+    check_run_format(run / "status.json")
+    assert RunFolder(run).is_run()
+    (run / ".gpt2scratch.json").rename(run / "mark")
+    assert RunFolder(run).is_run()
+    (run / "mark").rename(run / ".gpt2scratch.json")
+
+
+def read_checkpoint(run: Path, store: TokenStore) -> None:
+    checkpoints.damage(run / NEWEST)
+    checkpoints.is_ours(run / NEWEST)
+    RunFolder(run).newest_checkpoint(lambda text: None)
+    checkpoints.load_state(run / NEWEST)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        *((name, read_logs) for name in ("metrics.jsonl", "events.jsonl", "evaluation/evaluation.json")),
+        ("status.json", read_status),
+        *((f"{NEWEST}/{name}", read_checkpoint) for name in ("manifest.json", "training_state/state.json")),
+    ],
+)
+def test_a_changed_file_is_skipped_or_refused(finished, store, tmp_path, monkeypatch, name, read):
+    monkeypatch.setattr(report, "plot_loss", lambda entries, path: False)
+    monkeypatch.setattr(report, "plot_course", lambda entries, path: False)
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    original, rng = (run / name).read_bytes(), random.Random(name)
+    for _ in range(100):
+        (run / name).write_bytes(mutated(original, name, rng))
+        with suppress(UserError):
+            read(run, store)
