@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-import modeling_gpt2scratch  # noqa: F401  registers the architecture: our models need no trust_remote_code here
 from command_line import FlagParser, run
 from errors import UserError
-from tokenizer import vocabulary
-from training.reliability.run_folder import find_model
+from training.loading import find_model, load_with_tokenizer
 from training.sampling import (
     arrange_weights,
     compiled,
@@ -75,7 +73,7 @@ class GenerateArguments:
                 ("temperature", "at least 0", self.temperature >= 0),
                 ("top_k", "at least 0", self.top_k >= 0),
                 ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
-                ("repetition_penalty", "above 0", self.repetition_penalty > 0),
+                ("repetition_penalty", "at least 0.01 and at most 100", 0.01 <= self.repetition_penalty <= 100),
                 ("seed", "at least 0 and below 2**63", self.seed is None or 0 <= self.seed < 2**63),
             )
             if not good
@@ -95,15 +93,10 @@ def main(arguments: list[str]) -> None:
     parser = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model", other_names=OTHER_NAMES)
     (options,), _ = parser.parse(arguments, check=GenerateArguments.check)
     source = find_model(options.model)
-    try:
-        # Safetensors only: a pickle is never opened.
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=options.dtype, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    model, tokenizer = load_with_tokenizer(source, options.dtype)
     # Of its settings only the ends of a text; otherwise the flags count: a max_length of its own would warn in every window.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    tokenizer = vocabulary.load(source)
-    model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu").eval()
+    model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if options.num_return_sequences == 1:
         arrange_weights(model)
     config = generation_config(
@@ -113,8 +106,13 @@ def main(arguments: list[str]) -> None:
         config = compiled(config)
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    n_prompt = len(encode_prompt(tokenizer, options.prompt))
-    context = model.config.max_position_embeddings
+    ids = encode_prompt(tokenizer, options.prompt)
+    with torch.no_grad():
+        if not model(torch.tensor([ids[-1:]], device=model.device)).logits.isfinite().all():
+            raise UserError(
+                f"{source} computes logits that are not finite; its weights or its config.json are damaged."
+            )
+    n_prompt, context = len(ids), model.config.max_position_embeddings
     if n_prompt >= context:
         print(f"Of the prompt's {n_prompt} tokens, only the last {context - 1} are read.", file=sys.stderr)
     if options.num_return_sequences == 1:

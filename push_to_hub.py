@@ -19,7 +19,7 @@ import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from command_line import FlagParser, run
 from errors import UserError
 from publishing.card import is_kept
-from publishing.hub_folder import OURS, TWIN, FolderArguments, assemble, sizes
+from publishing.hub_folder import OURS, TWIN, FolderArguments, assemble, check_code, sizes
 from publishing.revisions import branch_of
 from publishing.source import Source, all_sources, find_source
 from publishing.upload import check_access, check_repo_id, download, upload
@@ -72,6 +72,9 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"{source.model} is a model without a run, so there are no checkpoints for --revisions.")
     # All or none: a damaged one is found before the first is published.
     checkpoints = all_sources(source.run) if push.revisions else []
+    if wanted.has_code and not wanted.trust_folder_code:
+        for each in (source, *checkpoints):
+            check_code(each)
     if not push.dry_run:
         check_access(push.repo_id, push.private)
 

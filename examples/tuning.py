@@ -19,16 +19,15 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from huggingface_hub import ModelCardData
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.hf_argparser import HfArg
 
-import modeling_gpt2scratch  # noqa: F401  registers the architecture: our models need no trust_remote_code here
 from command_line import FlagParser
 from errors import UserError, counted
 from tokenizer import vocabulary
 from tokenizer.store import TokenStore
 from training.evaluate import store_and_masking
-from training.reliability.run_folder import find_model
+from training.loading import check_store, find_model, load_with_tokenizer
 
 HELD_OUT = 0.1  # of the new text
 ORIGINAL_WINDOWS = 200  # of the original validation text, each of one context
@@ -203,17 +202,13 @@ def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Orig
         UserError: the model cannot be loaded; the original text is asked for and not to be had, or is of another tokenizer.
     """
     source = find_model(tuning.model)
-    try:
-        # Safetensors only: a pickle is never opened.
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    store = original_store(tuning, model.config.vocab_size)
+    model, tokenizer = load_with_tokenizer(source, torch.float32)
+    store = original_store(tuning, source, tokenizer)
     tuning.decide(model.config.hidden_size, store is not None)
-    return model, vocabulary.load(source), OriginalText(store, model.config.max_position_embeddings)
+    return model, tokenizer, OriginalText(store, model.config.max_position_embeddings)
 
 
-def original_store(tuning: Tuning, vocab_size: int) -> TokenStore | None:
+def original_store(tuning: Tuning, source: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore | None:
     """The run's own store or the one that is named; None where there is none and nobody asked for it."""
     try:
         store, _ = store_and_masking(tuning.model, tuning.original_data)
@@ -222,11 +217,7 @@ def original_store(tuning: Tuning, vocab_size: int) -> TokenStore | None:
             raise
         print(f"What is forgotten is not measured, for want of --original_data: {error}")
         return None
-    if store.metadata.vocab_size != vocab_size:
-        raise UserError(
-            f"{tuning.model} has a vocabulary of {vocab_size} tokens, {store.folder} one of "
-            f"{store.metadata.vocab_size}; give an --original_data that was made with its tokenizer."
-        )
+    check_store(source, tokenizer, store)
     return store
 
 

@@ -18,7 +18,6 @@ from huggingface_hub import constants, get_session, snapshot_download, try_to_lo
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    AutoTokenizer,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -29,6 +28,7 @@ from transformers import (
 from transformers.utils import logging
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from modeling_gpt2scratch.loading import ModelError, load_model, load_tokenizer
 
 # Fields that GPT2Config and GPT2ScratchConfig share, name for name.
 SHARED_FIELDS = (
@@ -64,7 +64,7 @@ SEED_PARAMETERS = {
 }
 
 
-class ConversionError(ValueError):
+class ConversionError(ModelError):
     """What the source holds cannot be converted; the text is one sentence for the user."""
 
 
@@ -171,7 +171,7 @@ def _config(**fields) -> GPT2ScratchConfig:
 def _read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # broken JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # broken JSON, or not UTF-8
         raise ConversionError(f"{path} is not JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ConversionError(f"{path} holds no JSON object.")
@@ -180,19 +180,6 @@ def _read_json(path: Path) -> dict:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _load(model_class: type, source: str):
-    """`from_pretrained`, but a weight that is not in the files is an error, never a random one."""
-    try:
-        model, report = model_class.from_pretrained(source, output_loading_info=True)
-    except Exception as error:  # whatever the file formats raise
-        raise ConversionError(f"The weights of {source} cannot be read: {_first_line(error)}") from error
-    if missing := sorted(report["missing_keys"]):
-        named = "; ".join(f"{name} is missing" for name in missing[:5])
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise ConversionError(f"The weights of {source} are not whole: {named}{more}.")
-    return model
 
 
 def _transposed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -218,6 +205,10 @@ def _filled(
 ):
     """A model of `model_class` with exactly the weights of `state`; anything missing, left over or of another shape is
     an error, never a random weight."""
+    if config.n_layer > len(state):  # before they are built, which takes time even without weights
+        raise ConversionError(
+            f"The weights do not fit the configuration: {len(state)} tensors for {config.n_layer} layers."
+        )
     with torch.device("meta"):
         model = model_class(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -242,7 +233,7 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
     """Reads `source` (a folder, or a Hub id), writes a model folder with its tokenizer to `destination`.
 
     Raises:
-        ConversionError: the source is not recognised, cannot be converted, or `destination` holds files already.
+        ModelError: the source is not recognised, cannot be loaded or converted, or `destination` holds files already.
     """
     destination = Path(destination)
     if destination.exists() and not destination.is_dir():
@@ -254,9 +245,9 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
     if kind == to:
         raise ConversionError(f"{source} is a {kind} model already.")
     if kind == "gpt2scratch":
-        model = to_gpt2(_load(GPT2ScratchForCausalLM, source))
+        model = to_gpt2(load_model(source))
     elif kind == "gpt2":
-        model = from_gpt2(_load(GPT2LMHeadModel, source))
+        model = from_gpt2(load_model(source))
     elif kind == "seed":
         source = _seed_folder(source)
         model = from_seed(source)
@@ -315,11 +306,11 @@ def _seed_folder(source: str) -> str:
 
 
 def _load_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
-    """None where there is none; AutoTokenizer would make up an empty one."""
+    """None where there is none."""
     path = Path(source)
     if path.exists() and not any((path / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return None
-    return AutoTokenizer.from_pretrained(source)
+    return load_tokenizer(source)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -335,7 +326,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.disable_progress_bar()
     try:
         convert(options.source, options.destination, options.to)
-    except ConversionError as error:
+    except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"Wrote {options.destination} ({options.to}).")

@@ -82,7 +82,7 @@ def _sections(source: Source) -> dict[str, str]:
 
 
 def _about_the_shape(model: Path) -> str:
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     return (
         f"A GPT-2-class language model: {counted(config.n_layer, 'layer')}, {counted(config.n_head, 'head')}, width {config.n_embd}, a context of "
         f"{config.n_positions} tokens, a vocabulary of {config.vocab_size:,}."
@@ -128,7 +128,7 @@ def _ways_to_use(source: Source, edition: Edition) -> list[str]:
     more = [f'revision="{edition.branch}"'] if edition.branch else []
     more += ["trust_remote_code=True"] if edition.has_code else []
     arguments = ", ".join([f'"{repo_id}"', *more])
-    context = AutoConfig.from_pretrained(source.model).n_positions
+    context = AutoConfig.from_pretrained(source.model, trust_remote_code=False).n_positions
     new_tokens = min(30, context // 2)
     quoted, text = (json.dumps(words, ensure_ascii=False) for words in _some_text(source, context, new_tokens))
     asked = _asked(source, quoted, new_tokens)

@@ -11,13 +11,14 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-import modeling_gpt2scratch  # noqa: F401  registers the architecture: our models need no trust_remote_code here
 from command_line import FlagParser, read_yaml, run
 from errors import UserError
+from modeling_gpt2scratch.loading import ModelError
 from publishing.space import assemble_space
 from publishing.upload import check_access, check_models, check_repo_id, upload
+from training.loading import find_model
 from training.reliability.checkpoint import step_of
-from training.reliability.run_folder import RunFolder, find_model, is_checkpoint, run_of
+from training.reliability.run_folder import RunFolder, is_checkpoint, run_of
 from training.reporting.metrics import read_metrics
 
 AT_MOST = 4  # cards that fit beside each other
@@ -97,9 +98,9 @@ def show(names: list[str], port: int | None, share: bool) -> None:
     for source in sources:
         name, facts, prompts = from_its_run(source)
         try:
-            models.append(demo_page.load(source, name, facts, trust_remote_code=False))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+            models.append(demo_page.load(source, name, facts))
+        except ModelError as error:
+            raise UserError(str(error)) from error
         examples += prompts
     examples = list(dict.fromkeys(examples))[:CHIPS] or demo_page.EXAMPLES
     try:

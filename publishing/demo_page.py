@@ -1,7 +1,7 @@
 """The page of the demo: up to four models continue one prompt, side by side.
 
-`python -m publishing.demo` opens it; copied as app.py beside a models.json, with its style sheet, it is a whole Space.
-So it imports nothing of this repository.
+`python -m publishing.demo` opens it; copied as app.py beside a models.json, with its style sheet and the model's package, it is
+a whole Space. So it imports nothing else of this repository.
 """
 
 import json
@@ -21,8 +21,6 @@ import gradio
 import torch
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -32,9 +30,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from modeling_gpt2scratch.loading import check_tokenizer, load_model, load_tokenizer
+
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")
 REFRESH = 0.08  # seconds between two looks at what was written
 VISITORS = 4  # served at once; others wait for their turn
+LONGEST_PROMPT = 20_000  # characters
+LONGEST_SEED = 15  # digits
 STYLE = Path(__file__).with_suffix(".css")
 
 
@@ -88,21 +90,17 @@ class PromptError(Exception):
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def load(source: str, name: str, facts: list[str], trust_remote_code: bool) -> Shown:
+def load(source: str, name: str, facts: list[str]) -> Shown:
     """
     Args:
-        source: a model folder or a Hub id. Its weights are read from safetensors only: a pickle is never opened.
+        source: a model folder or a Hub id.
 
     Raises:
-        OSError, ValueError: it cannot be loaded.
+        ModelError: it cannot be loaded.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        source, dtype="auto", use_safetensors=True, trust_remote_code=trust_remote_code
-    )
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    if len(tokenizer) == 0:  # where there is none, Transformers makes one up
-        raise ValueError(f"{source} has no tokenizer.")
-    model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu").eval()
+    tokenizer, model = load_tokenizer(source), load_model(source)
+    check_tokenizer(source, model, tokenizer)
+    model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if model.device.type == "cpu" and model.dtype == torch.float32:
         for module in model.modules():  # column by column, a single row is multiplied up to twice as fast
             if isinstance(module, nn.Linear):
@@ -260,7 +258,14 @@ def build(models: list[Shown], title: str, examples: list[str]) -> gradio.Blocks
     stops: dict[str, threading.Event] = {}  # of the visitors who are being served
 
     def answer(prompt, temperature, max_new_tokens, top_k, top_p, repetition_penalty, seed, request: gradio.Request):
-        if seed and not seed.isdecimal():
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise gradio.Error("It is not UTF-8 text.", title="Prompt", print_exception=False) from error
+        if len(prompt) > LONGEST_PROMPT:
+            sentence = f"It has {len(prompt):,} characters; at most {LONGEST_PROMPT:,} are read."
+            raise gradio.Error(sentence, title="Prompt", print_exception=False)
+        if seed and not (seed.isdecimal() and len(seed) <= LONGEST_SEED):
             sentence = "It is a whole number, or empty for a new one each time."
             raise gradio.Error(sentence, title="Seed", print_exception=False)
         seed = int(seed) if seed else secrets.randbelow(10_000)
@@ -272,7 +277,7 @@ def build(models: list[Shown], title: str, examples: list[str]) -> gradio.Blocks
             for continuations in side_by_side(models, prompt, settings, stop):
                 yield cards(models, prompt, continuations, seed if temperature > 0 else None)
         finally:
-            del stops[request.session_hash]
+            stops.pop(request.session_hash, None)
 
     def stop_writing(request: gradio.Request) -> None:
         if request.session_hash in stops:
@@ -284,7 +289,7 @@ def build(models: list[Shown], title: str, examples: list[str]) -> gradio.Blocks
         with gradio.Column(elem_classes="desk"):
             prompt = gradio.Textbox(
                 examples[0], lines=3, max_lines=12, show_label=False, container=False, elem_id="prompt", label="Prompt",
-                placeholder="The beginning of a text",
+                placeholder="The beginning of a text", max_length=LONGEST_PROMPT,
             )  # fmt: skip
             with gradio.Row(elem_classes="bar"):
                 with gradio.Row(elem_classes="examples"):
@@ -302,7 +307,7 @@ def build(models: list[Shown], title: str, examples: list[str]) -> gradio.Blocks
                     slider("Repetition penalty", 1, 2, 1, 0.05, "above 1, what was used gets less likely"),
                     gradio.Textbox(
                         label="Seed", info="the same one writes the same text", placeholder="new each time",
-                        max_length=15, elem_id="seed",
+                        max_length=LONGEST_SEED, elem_id="seed",
                     ),
                 ]  # fmt: skip
         nothing = [Continuation(state="empty") for _ in models]
@@ -330,7 +335,7 @@ def serve(models: list[Shown], title: str, examples: list[str], port: int | None
     page = build(models, title, examples)
     _, local, shared = page.launch(
         server_port=port, share=share, theme=gradio.themes.Base(**fonts), css_paths=STYLE, footer_links=[],
-        run_history=False, quiet=True, prevent_thread_lock=True,
+        run_history=False, quiet=True, prevent_thread_lock=True, max_file_size=0,  # nothing is uploaded
     )  # fmt: skip
     print(f"Open {shared or local} (Ctrl-C ends it).", flush=True)
     page.block_thread()
@@ -338,4 +343,4 @@ def serve(models: list[Shown], title: str, examples: list[str], port: int | None
 
 if __name__ == "__main__":  # on a Space
     space = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
-    serve([load(source, source, [], trust_remote_code=True) for source in space["models"]], space["title"], EXAMPLES)
+    serve([load(source, source, []) for source in space["models"]], space["title"], EXAMPLES)

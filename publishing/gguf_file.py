@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
 
@@ -22,7 +22,7 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from tokenizer import vocabulary
 from tokenizer.bpe import PLAIN, byte_level_alphabet
-from training.reliability.run_folder import find_model
+from training.loading import find_model, load_own_model
 
 LLAMA_CPP_GELU = "gelu_new"  # the only activation of its GPT-2
 ACTIVATION_TOLERANCE = 1e-3  # exact GELU is 0.0005 from it, quick_gelu 0.02, ReLU 0.17
@@ -56,7 +56,7 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
         UserError: llama.cpp's GPT-2 cannot compute this model or read its tokenizer, or the file cannot be written.
     """
     gguf = _gguf()
-    loaded, tokenizer = _load(model), vocabulary.load(model)
+    loaded, tokenizer = load_own_model(model, torch.float32), vocabulary.load(model)
     config = loaded.config
     problems = [*_model_problems(model, loaded), *_tokenizer_problems(model, tokenizer, config.vocab_size)]
     if problems:
@@ -104,7 +104,7 @@ def difference(model: Path, file: Path, ids: torch.Tensor) -> Difference:
     has, in float32. What llama.cpp itself rounds on the way comes on top.
     """
     gguf = _gguf()
-    ours = _load(model)
+    ours = load_own_model(model, torch.float32)
     theirs = copy.deepcopy(ours)
     for block in theirs.transformer.h:
         block.mlp.act = ACT2FN[LLAMA_CPP_GELU]
@@ -128,24 +128,6 @@ def _gguf():
             "Writing GGUF needs gguf, which is not installed: pip install -e '.[gguf]' installs it."
         ) from error
     return gguf
-
-
-def _load(model: Path) -> GPT2ScratchForCausalLM:
-    """In float32."""
-    try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"{model} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    if not isinstance(loaded, GPT2ScratchForCausalLM):
-        raise UserError(
-            f"{model} is a {type(loaded).__name__}; convert it first: "
-            f"python -m modeling_gpt2scratch.conversion_gpt2scratch {model} DST"
-        )
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(f"{model} is not whole: {', '.join(missing[:5])} missing.")
-    return loaded.eval()
 
 
 def _tensors(model: GPT2ScratchForCausalLM) -> dict[str, torch.Tensor]:

@@ -1,14 +1,17 @@
 """The folder that goes to the Hub: an allow-list of files, further formats where they are asked for, and the model card."""
 
+import hashlib
+import json
 import shutil
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from errors import UserError
+from modeling_gpt2scratch import configuration_gpt2scratch
+from modeling_gpt2scratch.loading import ModelError, read_json
 from publishing.card import Edition, model_card
 from publishing.gguf_file import difference, write_gguf
 from publishing.native import write_native
@@ -21,7 +24,9 @@ WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.i
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 CODE = ("configuration_gpt2scratch.py", "modeling_gpt2scratch.py")
 ALLOWED = (*WEIGHTS, "config.json", "generation_config.json", *TOKENIZER, *CODE)
-NEEDED = ("config.json", "tokenizer.json", *CODE)
+NEEDED = ("config.json", "tokenizer.json")
+OUR_CODE = Path(configuration_gpt2scratch.__file__).parent
+RELEASED_CODE = Path(__file__).with_name("released_code.txt")  # SHA-256 and name of each version of CODE
 TWIN = "native"  # the subfolder of the native twin
 # What we may have put into a repository; what of it is no longer in the folder is taken out of the repository.
 OURS = (*ALLOWED, f"{TWIN}/*", "*-F16.gguf", "*-Q8_0.gguf", *(f"{name}.png" for name in PLOTS))
@@ -48,6 +53,12 @@ class FolderArguments:
     )
     language: list[str] = field(
         default_factory=list, metadata={"help": "Languages of the text for the model card, such as en."}
+    )
+    trust_folder_code: bool = field(
+        default=False,
+        metadata={
+            "help": "Publish the model's Python files as they are in its folder, also where they are none of ours."
+        },
     )
 
     @property
@@ -79,9 +90,10 @@ def assemble(
         raise UserError(f"{source.model} cannot be published: it lacks {', '.join(missing)}.")
     renew(destination, "hub", HUB_FILES)
     if arguments.has_code:
-        for path in source.files():
-            if any(fnmatch(path.name, pattern) for pattern in ALLOWED):
-                shutil.copy(path, destination / path.name)
+        for path in source.files(ALLOWED):
+            shutil.copy(path, destination / path.name)
+        if not arguments.trust_folder_code:
+            _write_code(destination)
         if arguments.has_twin:
             write_native(source.model, destination / TWIN)
     else:
@@ -96,6 +108,39 @@ def assemble(
     card = model_card(source, edition)
     (destination / "README.md").write_text(card, encoding="utf-8")
     return destination
+
+
+def check_code(source: Source) -> None:
+    """Refuse code that came with a model: it would run wherever the published model is loaded.
+
+    Raises:
+        UserError: a Python file of the model is of no version of this project, or its tokenizer names code.
+    """
+    known = set(RELEASED_CODE.read_text(encoding="utf-8").split())
+    for path in source.files(CODE):
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() not in known and content != (OUR_CODE / path.name).read_bytes():
+            raise UserError(
+                f"{path} is of no version of this project; read it, then add --trust_folder_code to publish it, or delete it "
+                f"to publish the current version."
+            )
+    for path in source.files(("tokenizer_config.json",)):
+        try:
+            if "auto_map" in read_json(source.model, path.name):
+                raise UserError(f"{path} names code of its own (auto_map), which is not published; take auto_map out.")
+        except ModelError as error:
+            raise UserError(f"{source.model} cannot be published: {error}.") from error
+
+
+def _write_code(destination: Path) -> None:
+    """The current code, and a config.json that names it; older versions of the code load with it."""
+    for name in CODE:
+        shutil.copy(OUR_CODE / name, destination / name)
+    path = destination / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("auto_map") != configuration_gpt2scratch.AUTO_MAP:
+        config["auto_map"] = configuration_gpt2scratch.AUTO_MAP
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_gguf(

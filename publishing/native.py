@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from errors import UserError
-from modeling_gpt2scratch.conversion_gpt2scratch import ConversionError, convert
+from modeling_gpt2scratch.conversion_gpt2scratch import convert
+from modeling_gpt2scratch.loading import ModelError
 
 
 def write_native(model: Path, destination: Path) -> None:
@@ -15,7 +16,7 @@ def write_native(model: Path, destination: Path) -> None:
     """
     try:
         convert(str(model), destination, to="gpt2")
-    except ConversionError as error:
+    except ModelError as error:
         raise UserError(str(error)) from error
     described = destination / "tokenizer_config.json"
     described.write_text(json.dumps(_for_transformers_4(json.loads(described.read_text(encoding="utf-8"))), indent=2))

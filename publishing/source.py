@@ -1,13 +1,12 @@
 """What is published: a checkpoint of a run, or a model folder that no run is known of."""
 
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
-
 from errors import UserError
+from modeling_gpt2scratch.loading import ModelError, own_file, read_model_config
 from training.config import TrainConfig, read_config
 from training.reliability import checkpoint as checkpoints
 from training.reliability.checkpoint import complete_checkpoints, step_of
@@ -30,18 +29,19 @@ class Source:
         """Where the folder for the Hub is assembled."""
         return self.run.hub if self.run is not None else self.model.resolve().with_name(f"{self.name}-hub")
 
-    def files(self) -> list[Path]:
-        """Those of the model: of a checkpoint, what was written with it; of a folder, what lies there.
+    def files(self, allowed: tuple[str, ...]) -> list[Path]:
+        """Those of the model that match a pattern: of a checkpoint, what was written with it; of a folder, what lies there.
 
         Raises:
             UserError: a link that leads out of the folder, to anything on this machine.
         """
+        names = [path.name for path in self.model.iterdir() if path.is_file()]
         if self.run is not None:
-            return [self.model / name for name in checkpoints.listed_files(self.model) if "/" not in name]
-        found = [path for path in self.model.iterdir() if path.is_file()]
-        if away := [path.name for path in found if path.is_symlink() and not _in_a_cache(path)]:
-            raise UserError(f"{', '.join(away)} in {self.model} is a link to elsewhere; put the file itself there.")
-        return found
+            names = [name for name in checkpoints.listed_files(self.model) if "/" not in name]
+        try:
+            return [own_file(self.model, name) for name in names if any(fnmatch(name, pattern) for pattern in allowed)]
+        except ModelError as error:
+            raise UserError(f"{self.model} cannot be published: {error}; put the file itself there.") from error
 
     @cached_property
     def config(self) -> TrainConfig | None:
@@ -68,11 +68,9 @@ def find_source(path: Path, wanted: str | None) -> Source:
     """
     if (path / "config.json").is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
         try:
-            kind = AutoConfig.from_pretrained(path).model_type
-        except (OSError, ValueError, StrictDataclassError) as error:
-            raise UserError(
-                f"{path} cannot be published, for its config.json is no model's: {' '.join(str(error).split())[:300]}"
-            ) from error
+            kind = read_model_config(path)["model_type"]
+        except ModelError as error:
+            raise UserError(f"{path} cannot be published: {error}.") from error
         if kind != "gpt2scratch":
             raise UserError(
                 f"{path} is a {kind} model; convert it first: "
@@ -97,11 +95,6 @@ def all_sources(run: RunFolder) -> list[Source]:
         UserError: one of them is damaged.
     """
     return [_whole(run, checkpoint) for checkpoint in complete_checkpoints(run.checkpoints)]
-
-
-def _in_a_cache(link: Path) -> bool:
-    """Whether it leads where the Hub's cache keeps the files of a snapshot."""
-    return link.parent.parent.name == "snapshots" and link.resolve().parent == (link.parents[2] / "blobs").resolve()
 
 
 def _whole(run: RunFolder, checkpoint: Path) -> Source:

@@ -12,7 +12,9 @@ from errors import UserError
 from removal import renew
 
 REPOSITORY = Path(__file__).parent.parent
-FILES = ("app.py", "app.css", "models.json", "requirements.txt", "README.md")
+MODEL_PACKAGE = REPOSITORY / "modeling_gpt2scratch"
+PACKAGED = ("__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py")
+FILES = ("app.py", "app.css", "models.json", "requirements.txt", "README.md", f"{MODEL_PACKAGE.name}/*")
 NEEDED = ("torch", "transformers", "safetensors")  # a Space installs gradio by its sdk_version
 
 
@@ -31,6 +33,10 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
     renew(destination, "space", FILES)
     for suffix in (".py", ".css"):
         shutil.copy(Path(__file__).with_name(f"demo_page{suffix}"), destination / f"app{suffix}")
+    package = destination / MODEL_PACKAGE.name
+    package.mkdir()
+    for name in PACKAGED:  # so that no code of a repository runs there either
+        shutil.copy(MODEL_PACKAGE / name, package / name)
     (destination / "models.json").write_text(json.dumps({"title": title, "models": models}, indent=2) + "\n")
     (destination / "requirements.txt").write_text("".join(f"{line}\n" for line in requirements()))
     card = SpaceCardData(

@@ -1,10 +1,11 @@
-"""What someone does who has only the published files. Run by verify.py in a process of its own, in an empty folder, without
-a token and without the network; this repository's package cannot be imported there.
+"""Load and run a published model with its own code, and only its own files. Run by verify.py in a process of its own, in an
+empty folder, without a token and without the network; this repository's package cannot be imported there.
 
 python stranger.py request.json
 """
 
 import json
+import os
 import sys
 
 import torch
@@ -30,7 +31,30 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
     return nats, targets
 
 
+def close_doors(secrets: list[str]) -> None:
+    """Refuse connections, other programs and the files of the token, as well as a process can refuse them to itself.
+
+    Code that calls the C library gets around this: it stops what is careless, and not what is made to.
+    """
+
+    def guard(event: str, arguments: tuple) -> None:
+        if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto", "socket.sendmsg"):
+            raise PermissionError("The model's code asks for the network.")
+        if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
+            raise PermissionError("The model's code starts another program.")
+        if (
+            event == "open"
+            and isinstance(arguments[0], str | bytes)
+            and os.path.realpath(os.fsdecode(arguments[0])) in files
+        ):
+            raise PermissionError("The model's code reads the token of the Hub.")
+
+    files = {os.path.realpath(path) for path in secrets}
+    sys.addaudithook(guard)
+
+
 def main(request: dict) -> None:
+    close_doors(request["secrets"])
     sys.modules["modeling_gpt2scratch"] = None  # only what was published may answer: importing this fails
     where = {name: request[name] for name in ("revision", "subfolder", "trust_remote_code")}
     loaded = where | {"output_loading_info": True, "dtype": torch.float32, "use_safetensors": True}

@@ -4,6 +4,8 @@ the run."""
 import json
 import math
 import os
+import shutil
+import site
 import subprocess
 import sys
 import tempfile
@@ -11,14 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
-from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from publishing.source import Source
+from removal import MARK
 from training.data import find_store
 from training.evaluate import eval_windows
+from training.loading import load_own_model
 
 STRANGER = Path(__file__).with_name("stranger.py")
 PROBE_TOKENS = 64
@@ -27,8 +30,11 @@ LOGITS_TOLERANCE = 1e-5  # of the largest logit: Transformers' GPT-2 computes ge
 LOSS_TOLERANCE = 0.01  # nats a token: the run computed it in bf16, as a rule
 STANDARD_ERRORS = 5  # that the loss on some windows may differ from that on all
 FORWARD_FLOPS = 1e12  # spent on the loss: some ten seconds of two cores
-# The token and whatever would lead a process to this repository.
-NOT_FOR_STRANGERS = ("PYTHONPATH", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE")
+# All that a process gets of this one's environment: no token, no path of this repository, no address of a proxy.
+FOR_STRANGERS = (
+    *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+)
 
 
 @dataclass(frozen=True)
@@ -86,19 +92,12 @@ class Verified:
 def expect(source: Source) -> Expected:
     """
     Raises:
-        UserError: the weights do not fit their config.
+        UserError: the model cannot be loaded.
     """
-    try:
-        model, info = GPT2ScratchForCausalLM.from_pretrained(
-            source.model, use_safetensors=True, dtype=torch.float32, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # of shapes, and of a file that was cut
-        raise UserError(f"{source.model} cannot be published, for it does not load: {_one_line(str(error))}") from error
-    if wrong := [str(key) for name in ("missing_keys", "unexpected_keys") for key in info[name]]:
-        raise UserError(f"{source.model} has missing or unexpected weights: {', '.join(sorted(wrong)[:5])}.")
+    model = load_own_model(source.model, torch.float32)
     config = model.config
     ids = torch.arange(min(PROBE_TOKENS, config.n_positions)) * 7919 % config.vocab_size
-    expected = Expected(ids[None], model.eval()(ids[None]).logits[0])
+    expected = Expected(ids[None], model(ids[None]).logits[0])
     if source.run is None:
         return replace(expected, no_loss_because=f"{source.model} has no run to compare its loss with")
     if (record := source.validation) is None:
@@ -153,13 +152,17 @@ def _ask_a_stranger(published: Published, expected: Expected) -> tuple[dict, tor
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = Path(folder)
         request = {name: str(elsewhere / name) for name in ("files", "logits", "answer")}
-        request |= {"model": published.name, "revision": published.revision or "main", "subfolder": published.subfolder}
+        model = published.name
+        if published.cache is None:  # only what is published is near it, and the check cannot change what is uploaded
+            model = str(shutil.copytree(published.name, elsewhere / "model", ignore=shutil.ignore_patterns(MARK)))
+        request |= {"model": model, "revision": published.revision or "main", "subfolder": published.subfolder}
         request |= {"trust_remote_code": published.has_code}
+        request |= {"secrets": [constants.HF_TOKEN_PATH, constants.HF_STORED_TOKENS_PATH]}
         save_file({"probe": expected.probe, **expected.windows}, request["files"])
         (elsewhere / "request").write_text(json.dumps(request), encoding="utf-8")
-        environment = {name: value for name, value in os.environ.items() if name not in NOT_FOR_STRANGERS}
-        environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(elsewhere / "home")}
-        environment |= {"HF_MODULES_CACHE": str(elsewhere / "modules")}
+        home = str(elsewhere / "home")
+        environment = {name: os.environ[name] for name in FOR_STRANGERS if name in os.environ}
+        environment |= {"HOME": home, "HF_HOME": home, "PYTHONUSERBASE": site.getuserbase(), "HF_HUB_OFFLINE": "1"}
         if published.cache is not None:
             environment["HF_HUB_CACHE"] = str(published.cache)
         result = subprocess.run(
@@ -177,7 +180,3 @@ def _ask_a_stranger(published: Published, expected: Expected) -> tuple[dict, tor
                 outcome = "though it is on the Hub now; is a file in the way that the repository had before?"
             raise UserError(f"{published} does not load in a fresh process, {outcome}: {last}")
         return json.loads(Path(request["answer"]).read_text(encoding="utf-8")), load_file(request["logits"])["logits"]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]

@@ -34,8 +34,9 @@ from training.device import keep_freed_memory
 from training.evaluation import findings, panel
 from training.evaluation.memorization import memorization
 from training.evaluation.ratio import Ratio, ratio, units
+from training.loading import check_store, find_model, load_own_model
 from training.loss import token_nats
-from training.reliability.run_folder import CONFIG_FILE, find_checkpoint, find_model, run_of
+from training.reliability.run_folder import CONFIG_FILE, find_checkpoint, run_of
 from training.reporting.progress import track
 from training.sharding import keep_accelerate_from_sharding
 from training.tokens import IGNORED, Batch, Tokens
@@ -277,9 +278,10 @@ def main(arguments: list[str]) -> None:
     for other in others:
         vocabulary.load(other)  # what is not there is said before minutes of scoring
     store, mask_documents = store_and_masking(chosen, door.data)
-    model = GPT2ScratchForCausalLM.from_pretrained(folder, use_safetensors=True)
+    check_store(folder, vocabulary.load(folder), store)
+    model = load_own_model(folder)
     model.generation_config = GenerationConfig()  # plain sampling, whatever the model's own settings are
-    if model.config.vocab_size != store.metadata.vocab_size:
+    if model.config.vocab_size != store.metadata.vocab_size:  # where their tokenizers are the same: wrong metadata
         raise UserError(
             f"{folder} has a vocabulary of {model.config.vocab_size} tokens, {store.folder} one of "
             f"{store.metadata.vocab_size}; score it on a store made with its own tokenizer."
@@ -288,7 +290,7 @@ def main(arguments: list[str]) -> None:
     accelerator = Accelerator()
     if accelerator.device.type == "cpu":
         keep_freed_memory()
-    model = model.to(accelerator.device).eval()
+    model = model.to(accelerator.device)
     local = processes_of_this_machine(accelerator)
     placement = choose_placement("auto", bytes_of(store, "val"), accelerator.device, local)
     store.check_hashes("val", *["train"] * door.memorization)

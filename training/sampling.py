@@ -16,6 +16,7 @@ from tokenizer.vocabulary import is_character
 
 # In samples.md: its step, or the fence of a sample and the sample.
 SECTION_OR_SAMPLE = re.compile(r"^## step (\d+)$|^(`{3,})text\n(.*?)\n\2$", re.MULTILINE | re.DOTALL)
+LOWEST_TEMPERATURE = 1e-6
 OPENING_TOKENS = 16  # of a validation document, where no prompts are given
 
 
@@ -33,8 +34,11 @@ class SamplingArguments:
 
 
 def generation_config(temperature: float, top_k: int = 0, top_p: float = 1.0, **others) -> GenerationConfig:
-    """The usual flags as Transformers understands them; temperature 0 is greedy."""
-    if temperature == 0:
+    """The usual flags as Transformers understands them; temperature 0 is greedy.
+
+    So is one so low that logits divided by it are infinite in float32.
+    """
+    if temperature < LOWEST_TEMPERATURE:
         return GenerationConfig(do_sample=False, **others)
     return GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, **others)
 
@@ -143,7 +147,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
         unknown = sorted(set(prompt) - set(tokenizer.get_vocab()))
         if unknown:
             raise UserError(
-                f"The prompt has {', '.join(map(repr, unknown))}, which this model of {len(tokenizer)} characters has "
+                f"The prompt has {', '.join(map(repr, unknown[:10]))}, which this model of {len(tokenizer)} characters has "
                 f"never seen; leave it out."
             )
     try:

@@ -17,15 +17,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name that everybody gives it
 from accelerate import Accelerator
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from errors import UserError, counted
-from tokenizer import vocabulary
 from tokenizer.store import TokenStore
 from training.evaluation.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
 from training.evaluation.ratio import Ratio, ratio, units
-from training.reliability.run_folder import find_model
+from training.loading import find_model, load_with_tokenizer
 from training.reporting.progress import track
 
 LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have room for more
@@ -158,21 +156,6 @@ def nats_of_model(
     return everyones.numpy()
 
 
-def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Any causal language model that Transformers knows, in fp32, and its tokenizer.
-
-    Raises:
-        UserError: there is none.
-    """
-    source = find_model(name)
-    try:
-        # Safetensors only: a pickle is never opened.
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    return model.eval(), vocabulary.load(source)
-
-
 def compare(
     model: PreTrainedModel,
     name: str,
@@ -192,7 +175,7 @@ def compare(
     ours = encoded(text, theirs, name)
     nats[name] = nats_of_model(model, begins(theirs), ours, len(text.bytes), accelerator, name)
     for other in others:
-        another, tokenizer = load(other)
+        another, tokenizer = load_with_tokenizer(find_model(other), torch.float32)
         cut = encoded(text, tokenizer, other)
         nats[other] = nats_of_model(
             another.to(accelerator.device), begins(tokenizer), cut, len(text.bytes), accelerator, other

@@ -14,14 +14,12 @@ runs/x/
     model/           the model to use: the newest checkpoint's, without its training state; hub/: what was published
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from errors import UserError, counted
 from removal import MARK, discard, is_marked, mark
-from tokenizer import hub
 from training.reliability import checkpoint as checkpoints
 from training.reliability.status import check_run_format, is_status
 from training.reporting.metrics import comparable_loss, forget_after, read_events, read_metrics
@@ -231,35 +229,3 @@ def begin(folder: RunFolder, first_step: int, resume_from: Path | None) -> list[
     forget_after(folder.metrics, first_step)
     forget_samples_after(folder.samples, first_step)
     return []
-
-
-def _refuse_links_of_index(model: Path) -> None:
-    """
-    Raises:
-        UserError: the model's index names weights outside of its folder, which Transformers would load.
-    """
-    index = model / "model.safetensors.index.json"
-    if index.is_file() and not (model / "model.safetensors").is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-        if outside := sorted(str(shard) for shard in shards if Path(str(shard)).name != shard):
-            raise UserError(f"{index} names weights outside of {model} ({outside[0]}); such a model is not loaded.")
-
-
-def find_model(name: str) -> str:
-    """A loadable model for a run folder, a checkpoint, a model folder or a Hub id.
-
-    Raises:
-        UserError: the folder holds no model; there is no such folder and it is no Hub id; or the Hub cannot be reached.
-    """
-    path = Path(name)
-    for candidate in (path / "model", path, *reversed(checkpoints.complete_checkpoints(path / "checkpoints"))):
-        if (candidate / "config.json").is_file():
-            _refuse_links_of_index(candidate)
-            return str(candidate)
-    if path.exists():
-        hint = " yet: its first checkpoint is still to come" if RunFolder(path).is_run() else ""
-        raise UserError(f"{name} holds no model{hint}.")
-    if len(name.strip("/").split("/")) != 2 or name.startswith((".", "/", "runs/")):
-        raise UserError(f"{name} is neither a folder here nor a Hub id (user/name).")
-    hub.require(name, "a model", "config.json")
-    return name

@@ -1,0 +1,97 @@
+"""Find and load the model that a command names: a run, a checkpoint, a model folder or a Hub id."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchForCausalLM, loading
+from tokenizer import hub, vocabulary
+from tokenizer.store import TokenStore, file_sha256
+from training.reliability import checkpoint as checkpoints
+from training.reliability.run_folder import RunFolder
+
+
+def find_model(name: str) -> str:
+    """A loadable model for a run folder, a checkpoint, a model folder or a Hub id.
+
+    Raises:
+        UserError: the folder holds no model; there is no such folder and it is no Hub id; or the Hub cannot be reached.
+    """
+    path = Path(name)
+    for candidate in (path / "model", path, *reversed(checkpoints.complete_checkpoints(path / "checkpoints"))):
+        if (candidate / "config.json").is_file():
+            return str(candidate)
+    if path.exists():
+        hint = " yet: its first checkpoint is still to come" if RunFolder(path).is_run() else ""
+        raise UserError(f"{name} holds no model{hint}.")
+    if len(name.strip("/").split("/")) != 2 or name.startswith((".", "/", "runs/")):
+        raise UserError(f"{name} is neither a folder here nor a Hub id (user/name).")
+    hub.require(name, "a model", "config.json")
+    return name
+
+
+def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
+    """`modeling_gpt2scratch.loading.load_model`, for commands.
+
+    Raises:
+        UserError: the model cannot be loaded.
+    """
+    try:
+        return loading.load_model(source, dtype)
+    except loading.ModelError as error:
+        raise UserError(str(error)) from error
+
+
+def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT2ScratchForCausalLM:
+    """The same where only this architecture will do.
+
+    Raises:
+        UserError: the model cannot be loaded, or is of another architecture.
+    """
+    model = load_model(source, dtype)
+    if not isinstance(model, GPT2ScratchForCausalLM):
+        raise UserError(
+            f"{source} is a {type(model).__name__}; convert it first: "
+            f"python -m modeling_gpt2scratch.conversion_gpt2scratch {source} DST"
+        )
+    return model
+
+
+def load_with_tokenizer(
+    source: str | Path, dtype: str | torch.dtype = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and the fast tokenizer that is with it.
+
+    Raises:
+        UserError: one of them cannot be loaded, or they do not fit together.
+    """
+    tokenizer, model = vocabulary.load(source), load_model(source, dtype)
+    try:
+        loading.check_tokenizer(source, model, tokenizer)
+    except loading.ModelError as error:
+        raise UserError(str(error)) from error
+    return model, tokenizer
+
+
+def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: TokenStore) -> None:
+    """
+    Raises:
+        UserError: the store was made with another tokenizer than the model's.
+    """
+    file = Path(source) / "tokenizer.json"
+    recorded, found = store.metadata.tokenizer_sha256, file_sha256(file) if file.is_file() else "unknown"
+    # Versions of the tokenizers library write the same tokenizer differently, so other bytes are compared once more.
+    if found != recorded and _rules(tokenizer) != _rules(store.load_tokenizer()):
+        raise UserError(
+            f"{source} and {store.folder} have different tokenizers (SHA-256 of tokenizer.json: {found[:16]} and "
+            f"{recorded[:16]}); give a store that was made with the model's own tokenizer."
+        )
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> dict:
+    """All that decides about ids, and not what a loader sets: how much of a text is read."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {name: value for name, value in rules.items() if name not in ("truncation", "padding")}
