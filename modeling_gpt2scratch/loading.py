@@ -80,7 +80,8 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
         problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
         problems += [f"{name} is unknown" for name in sorted(report["unexpected_keys"])]
         problems += [
-            f"{name} is {found} instead of {shape}" for name, found, shape in sorted(report["mismatched_keys"])
+            f"{name} is {tuple(found)} instead of {tuple(shape)}"
+            for name, found, shape in sorted(report["mismatched_keys"])
         ]
         if problems:
             raise ModelError(f"{MISFIT}: {_some(problems)}")
@@ -289,6 +290,8 @@ def _one_sentence(source: str | Path, problem: str = "cannot be loaded") -> Iter
 
 def _short(error: Exception) -> str:
     text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+    if "trust_remote_code" in text:
+        return "it needs code of its own, which is not run"
     return text.split(" Exception raised from ")[0][:300].rstrip(".")  # of C++
 
 

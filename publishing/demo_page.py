@@ -116,6 +116,20 @@ def short(number: int) -> str:
     return str(number)
 
 
+def check_prompt(prompt: str) -> None:
+    """What the page itself prevents, and other programs do not.
+
+    Raises:
+        PromptError: it is too long, or is not text.
+    """
+    if len(prompt) > LONGEST_PROMPT:
+        raise PromptError(f"It has {len(prompt):,} characters; at most {LONGEST_PROMPT:,} are read.")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError("It is not UTF-8 text.") from error
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """
     Raises:
@@ -259,12 +273,9 @@ def build(models: list[Shown], title: str, examples: list[str]) -> gradio.Blocks
 
     def answer(prompt, temperature, max_new_tokens, top_k, top_p, repetition_penalty, seed, request: gradio.Request):
         try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise gradio.Error("It is not UTF-8 text.", title="Prompt", print_exception=False) from error
-        if len(prompt) > LONGEST_PROMPT:
-            sentence = f"It has {len(prompt):,} characters; at most {LONGEST_PROMPT:,} are read."
-            raise gradio.Error(sentence, title="Prompt", print_exception=False)
+            check_prompt(prompt)
+        except PromptError as error:
+            raise gradio.Error(str(error), title="Prompt", print_exception=False) from error
         if seed and not (seed.isdecimal() and len(seed) <= LONGEST_SEED):
             sentence = "It is a whole number, or empty for a new one each time."
             raise gradio.Error(sentence, title="Seed", print_exception=False)

@@ -8,6 +8,8 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -53,7 +55,7 @@ def letters(tmp_path_factory):
 
 @pytest.fixture
 def shown(letters):
-    return demo_page.load(str(letters), "letters", [], trust_remote_code=False)
+    return demo_page.load(str(letters), "letters", [])
 
 
 @contextmanager
@@ -232,9 +234,27 @@ def test_a_number_of_parameters_is_short():
     assert list(map(demo_page.short, numbers)) == ["65", "11.6K", "1.7M", "135M", "1.6B"]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [("a" * 20_001, "It has 20,001 characters; at most 20,000 are read."), ("a\ud800", "It is not UTF-8 text.")],
+)
+def test_a_prompt_that_the_page_would_not_send_is_refused(prompt, sentence):
+    with pytest.raises(demo_page.PromptError, match=sentence):
+        demo_page.check_prompt(prompt)
+
+
+def test_nothing_can_be_uploaded(address):
+    body = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n\r\n12\r\n--x--\r\n'
+    request = Request(f"{address}gradio_api/upload", body, {"Content-Type": "multipart/form-data; boundary=x"})
+    with pytest.raises(HTTPError) as refused:
+        urlopen(request)
+    assert refused.value.code == 413
+
+
 # ---- a Space ---------------------------------------------------------------------------------------------------------
 
 FILES = {"README.md", "app.py", "app.css", "models.json", "requirements.txt"}
+PACKAGE = {"__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py"}
 
 
 def test_the_app_of_a_space_needs_nothing_but_its_folder(run, letters, browser, tmp_path, capsys):
@@ -255,7 +275,8 @@ def test_a_dry_run_leaves_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     demo.main(["me/small", "me/large", "--space", "me/try-them", "--dry_run"])
     folder = Path("runs/spaces/try-them")
     assert capsys.readouterr().out == f"Not uploaded (--dry_run): {folder} is what would go to me/try-them.\n"
-    assert {path.name for path in folder.iterdir()} == FILES | {".gpt2scratch.json"}
+    assert {path.name for path in folder.iterdir()} == FILES | {".gpt2scratch.json", "modeling_gpt2scratch"}
+    assert {path.name for path in (folder / "modeling_gpt2scratch").iterdir()} == PACKAGE
     card = SpaceCard.load(folder / "README.md")
     assert (card.data.sdk, card.data.app_file, card.data.models) == ("gradio", "app.py", ["me/small", "me/large"])
     needed = (folder / "requirements.txt").read_text().split()

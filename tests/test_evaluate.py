@@ -333,3 +333,24 @@ def test_wrong_inputs_are_refused_in_a_sentence(many, letters, tmp_path):
     ):
         with pytest.raises(UserError, match=sentence):
             evaluate.main([*here, *more])
+
+
+def test_a_model_is_scored_only_on_a_store_of_its_own_tokenizer(many, store, tmp_path):
+    assert store.metadata.vocab_size == many.metadata.vocab_size
+    folder = tmp_path / "model"
+    model = saved(folder, many)
+
+    def refusal(data) -> str:
+        with pytest.raises(UserError) as refused:
+            evaluate.main([str(folder), "--data", str(data.folder)])
+        return str(refused.value)
+
+    both = rf"different tokenizers \(SHA-256 .* {store.metadata.tokenizer_sha256[:16]}\); give a store that was made"
+    assert re.search(both, refusal(store))
+    torch.nn.init.constant_(model.lm_head.weight, math.nan)
+    model.save_pretrained(folder)
+    assert "has a loss of nan; its weights or its config.json are damaged." in refusal(many)
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2)).save_pretrained(folder)
+    assert "is a GPT2LMHeadModel; convert it first" in refusal(many)
+    (folder / "tokenizer.json").unlink()
+    assert "holds no tokenizer.json" in refusal(many)

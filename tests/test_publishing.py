@@ -27,7 +27,7 @@ from errors import UserError
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from publishing.card import WRITTEN, Edition, is_kept, model_card
-from publishing.hub_folder import OURS, sizes
+from publishing.hub_folder import ALLOWED, CODE, OUR_CODE, OURS, RELEASED_CODE, sizes
 from publishing.native import write_native
 from publishing.revisions import in_short
 from publishing.source import find_source
@@ -131,11 +131,11 @@ OURS_BUT = b'{"model_type": "gpt2scratch", "n_embd": %d, "n_head": 2}'
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("config.json", b"{}", "its config.json is no model's: Unrecognized model"),
-        ("config.json", b'{"model_type":', "its config.json is no model's: It looks like"),
+        ("config.json", b"{}", "its config.json names model_type 'None', which is not"),
+        ("config.json", b'{"model_type":', "config.json is not JSON: "),
         ("config.json", OURS_BUT % 5, "n_embd 5 is not divisible by n_head 2"),
-        ("config.json", OURS_BUT % 4, "it does not load: "),
-        (WEIGHTS, b"\x10\x00", "it does not load: "),
+        ("config.json", OURS_BUT % 4, "its weights do not fit its config.json: "),
+        (WEIGHTS, b"\x10\x00", "cannot be loaded: Error while deserializing header"),
     ],
 )
 def test_a_model_that_does_not_load_is_one_sentence(run, tmp_path, name, content, expected):
@@ -162,13 +162,15 @@ def test_a_full_disk_is_one_sentence(run, form):
 def test_a_link_to_elsewhere_is_not_followed(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "linked")
     (folder / "chat_template.jinja").symlink_to("/etc/hostname")
-    with pytest.raises(UserError, match=r"chat_template\.jinja in .*linked is a link to elsewhere"):
+    with pytest.raises(
+        UserError, match=r"linked cannot be published: chat_template\.jinja is a link out of the folder"
+    ):
         push(folder, "--dry_run")
 
 
 def test_a_file_that_was_put_into_a_checkpoint_is_not_published(a_copy):
     (a_copy / "checkpoints" / "step_00000006" / "chat_template.jinja").write_text("secret")
-    names = [path.name for path in find_source(a_copy, None).files()]
+    names = [path.name for path in find_source(a_copy, None).files(ALLOWED)]
     assert "model.safetensors" in names
     assert "chat_template.jinja" not in names
 
@@ -182,10 +184,6 @@ def without_some_weights(folder):
     weights = load_file(folder / WEIGHTS)
     del weights["transformer.h.1.mlp.c_fc.weight"]
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
-
-
-def without_its_code(folder):
-    (folder / "modeling_gpt2scratch.py").unlink()
 
 
 def with_other_code(folder):
@@ -203,8 +201,7 @@ def with_code_that_needs_this_repository(folder):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (without_some_weights, r"missing or unexpected weights: transformer\.h\.1\.mlp\.c_fc\.weight"),
-        (without_its_code, r"lacks modeling_gpt2scratch\.py"),
+        (without_some_weights, r"transformer\.h\.1\.mlp\.c_fc\.weight is missing"),
         (with_other_code, r"computes logits that differ by \d\.\de-0\d in a fresh process"),
         (with_code_that_needs_this_repository, "does not load in a fresh process"),
     ],
@@ -213,7 +210,64 @@ def test_a_model_that_others_could_not_use_is_not_published(run, tmp_path, chang
     folder = as_a_folder(run, tmp_path / "broken")
     change(folder)
     with pytest.raises(UserError, match=expected):
+        push(folder, "--dry_run", "--trust_folder_code")
+
+
+@pytest.mark.parametrize(
+    ("attempt", "expected"),
+    [
+        ("socket.create_connection(('127.0.0.1', 9))", "The model's code asks for the network"),
+        ("subprocess.run(['true'])", "The model's code starts another program"),
+        ("open(TOKEN)", "The model's code reads the token of the Hub"),
+        ("assert not [name for name in os.environ if 'TOKEN' in name], os.environ", None),
+        ("assert os.environ['HOME'] == str(Path.home()) != HOME", None),
+        ("assert sorted(os.listdir(FOLDER)) == sorted(NAMES) and PARENT not in FOLDER", None),
+    ],
+)
+def test_code_of_a_folder_runs_only_where_it_is_trusted_and_alone(run, tmp_path, monkeypatch, attempt, expected):
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    (tmp_path / "token").write_text("hf_secret")
+    folder = as_a_folder(run, tmp_path / "theirs")
+    code = folder / "modeling_gpt2scratch.py"
+    names = {"TOKEN": str(tmp_path / "token"), "HOME": str(Path.home()), "PARENT": str(tmp_path)}
+    names |= {"NAMES": sorted(ALWAYS - {"loss.png", "course.png"})}
+    stated = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+    asked = "FOLDER = json.loads(Path(sys.argv[1]).read_text())['model']\n"
+    head, rest = code.read_text().split("import torch\n", 1)
+    imports = "import json, os, socket, subprocess, sys\nfrom pathlib import Path\nimport torch\n"
+    code.write_text(f"{head}{imports}{stated}{asked}{attempt}\n{rest}")
+    with pytest.raises(
+        UserError, match=r"modeling_gpt2scratch\.py is of no version of this project; read it, then add --"
+    ):
         push(folder, "--dry_run")
+    assert not (tmp_path / "theirs-hub").exists()
+    if expected is None:
+        push(folder, "--dry_run", "--trust_folder_code")
+        return
+    with pytest.raises(UserError, match=expected):
+        push(folder, "--dry_run", "--trust_folder_code")
+
+
+def test_the_current_code_is_published_in_place_of_any_older_one(run, tmp_path):
+    folder = as_a_folder(run, tmp_path / "older")
+    (folder / "modeling_gpt2scratch.py").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "someone/else--their.Code"}}))
+    push(folder, "--dry_run")
+    published = tmp_path / "older-hub"
+    assert [(published / name).read_bytes() for name in CODE] == [(OUR_CODE / name).read_bytes() for name in CODE]
+    assert json.loads((published / "config.json").read_text()) == config
+    described = json.loads((folder / "tokenizer_config.json").read_text()) | {"auto_map": {}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match=r"tokenizer_config\.json names code of its own \(auto_map\)"):
+        push(folder, "--dry_run")
+
+
+def test_every_version_of_the_code_is_known():
+    """After a change: `sha256sum *_gpt2scratch.py >> ../publishing/released_code.txt` in modeling_gpt2scratch/."""
+    known = dict(line.split() for line in RELEASED_CODE.read_text().splitlines()[1:])
+    assert [known[hashlib.sha256((OUR_CODE / name).read_bytes()).hexdigest()] for name in CODE] == list(CODE)
 
 
 def test_a_loss_that_is_not_what_the_run_said_is_not_published(a_copy):

@@ -224,7 +224,9 @@ def load(name: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = _tokenizer_class(folder).from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:  # the Rust library raises nothing narrower
-        raise UserError(f"No tokenizer can be loaded from {name}: {hub.shortened(error)}.") from error
+        needs_code = "trust_remote_code" in str(error)
+        reason = "it needs code of its own, which is not run" if needs_code else hub.shortened(error)
+        raise UserError(f"No tokenizer can be loaded from {name}: {reason}.") from error
     if not tokenizer.is_fast:
         raise UserError(f"{name} is a slow tokenizer; only fast ones (tokenizer.json) are supported.")
     return tokenizer

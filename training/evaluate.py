@@ -296,6 +296,8 @@ def main(arguments: list[str]) -> None:
     store.check_hashes("val", *["train"] * door.memorization)
     tokens = place_tokens(store, "val", placement.where, accelerator.device, mask_documents)
     scored = score(model, store, tokens, door.per_device_eval_batch_size, accelerator)
+    if not math.isfinite(scored.loss.value):
+        raise UserError(f"{folder} has a loss of {scored.loss.value}; its weights or its config.json are damaged.")
     results: dict[str, Any] = {"model": str(folder), "data": str(store.folder)} | scored.metrics()
     rows = []
     if door.compare or door.compare_with:

@@ -1,0 +1,180 @@
+"""One loader for all commands: what it loads, and that nothing else becomes a model."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import generate
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from modeling_gpt2scratch.loading import ModelError, check_tokenizer, load_model, load_tokenizer
+from tokenizer.vocabulary import character_tokenizer
+from training.loading import load_with_tokenizer
+
+SIZE = {"vocab_size": 4, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+LLAMA = {"vocab_size": 4, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+def saved(folder: Path, model=None, **options) -> Path:
+    torch.manual_seed(0)
+    (model or GPT2ScratchForCausalLM(GPT2ScratchConfig(**SIZE))).save_pretrained(folder, **options)
+    character_tokenizer(["ab \n"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        GPT2ScratchForCausalLM(GPT2ScratchConfig(**SIZE)),
+        GPT2ScratchForCausalLM(GPT2ScratchConfig(**SIZE, tie_word_embeddings=True)),
+        GPT2LMHeadModel(GPT2Config(**SIZE, bos_token_id=None, eos_token_id=None)),
+        LlamaForCausalLM(LlamaConfig(**LLAMA)),
+    ],
+    ids=["untied", "tied", "gpt2", "llama"],
+)
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 3000}], ids=["whole", "sharded"])
+def test_what_transformers_saves_is_loaded(tmp_path, model, options):
+    loaded, _ = load_with_tokenizer(saved(tmp_path, model, **options))
+    assert type(loaded) is type(model)
+    ids = torch.arange(4)[None]
+    torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).logits, rtol=0, atol=1e-6)
+
+
+def test_a_hub_id_is_loaded_from_the_cache_whose_files_are_links(tmp_path, monkeypatch):
+    repository = tmp_path / "models--me--tiny"
+    snapshot = repository / "snapshots" / ("c0ffee" * 6 + "cafe")
+    saved(snapshot)
+    (repository / "blobs").mkdir()
+    for path in snapshot.iterdir():
+        path.rename(repository / "blobs" / path.name)
+        path.symlink_to(repository / "blobs" / path.name)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model, tokenizer = load_model("me/tiny"), load_tokenizer("me/tiny")
+    check_tokenizer("me/tiny", model, tokenizer)
+    assert model.config.name_or_path == "me/tiny"
+
+
+def changed(name: str, **values):
+    def change(folder):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | values))
+
+    return change
+
+
+def written(name: str, content: str):
+    return lambda folder: (folder / name).write_text(content)
+
+
+def cut(folder):
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-10])
+
+
+def of_integers(folder):
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes().replace(b'"F32"', b'"I32"'))
+
+
+def with_weights(**tensors):
+    def change(folder):
+        weights = load_file(folder / WEIGHTS) | tensors
+        save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, folder / WEIGHTS)
+
+    return change
+
+
+def led_out(name: str):
+    """Weights that are there, outside of the folder, by an index."""
+
+    def change(folder):
+        (folder / WEIGHTS).rename(folder.parent / "secret.safetensors")
+        shard = name.replace("PARENT", str(folder.parent))
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": shard}}))
+
+    return change
+
+
+def linked(name: str):
+    def change(folder):
+        (folder / name).rename(folder.parent / name)
+        (folder / name).symlink_to(folder.parent / name)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (changed(CONFIG, n_layer=3), r"transformer\.h\.1\.ln_1\.weight is missing; .* and 21 more"),
+        (changed(CONFIG, n_layer=10**9), "n_layer is 1000000000, and there are 17 tensors"),
+        (written(CONFIG, '{"model_type": "llama"}'), "of 6,738,415,616 parameters, the files hold 3,952"),
+        (changed(CONFIG, vocab_size=10**12), r"wte\.weight is \(4, 16\) instead of \(1000000000000, 16\)"),
+        (changed(CONFIG, vocab_size=10**20), "Overflow"),
+        (changed(CONFIG, n_positions=16), r"wpe\.weight is \(32, 16\) instead of \(16, 16\)"),
+        (changed(CONFIG, n_head="x"), "Field 'n_head' expected int, got str"),
+        (changed(CONFIG, dtype=5), "cannot be loaded"),
+        (changed(CONFIG, model_type="evil", auto_map={"AutoConfig": "evil.C"}), "code that comes with a model is not run"),
+        (changed(CONFIG, model_type=["gpt2"]), "is not a causal language model that Transformers knows"),
+        (changed(CONFIG, model_type="t5"), "is not a causal language model that Transformers knows"),
+        (changed(CONFIG, quantization_config={"quant_method": "evil"}), "sets quantization_config"),
+        (changed(CONFIG, _attn_implementation="evil/kernel"), "sets attn_implementation"),
+        (changed(CONFIG, transformers_weights="../a.safetensors"), "sets transformers_weights"),
+        (written(CONFIG, "[" * 100_000), "config.json is not JSON"),
+        (written(CONFIG, "[1]"), "config.json holds no JSON object"),
+        (written("generation_config.json", "{"), "generation_config.json is not JSON"),
+        (changed("generation_config.json", eos_token_id="x"), "has 'x' for eos_token_id"),
+        (written("adapter_config.json", "{}"), "merge the adapter into its base"),
+        (written("tokenizer_config.json", '{"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["a.B", null]}}'), "needs code of its own, which"),
+        (written("tokenizer_config.json", "[1]"), "No tokenizer can be loaded"),
+        (written("tokenizer_config.json", "[" * 100_000), "No tokenizer can be loaded"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "holds no tokenizer.json"),
+        (lambda folder: character_tokenizer(["abcde"]).save_pretrained(folder), "ids up to 4, and its model embeds 4"),
+        (cut, "Error while deserializing header"),
+        (of_integers, r"wte\.weight is of type I32"),
+        (with_weights(extra=torch.zeros(3)), "extra is unknown"),
+        (with_weights(**{"lm_head.weight": None, "head": torch.zeros(4, 16)}), r"lm_head\.weight is missing; head is unknown"),
+        (with_weights(**{"lm_head.weight": torch.zeros(16, 4)}), r"lm_head\.weight is \(16, 4\) instead of \(4, 16\)"),
+        (with_weights(**{"transformer.ln_f.bias": torch.full((16,), float("nan"))}), "logits that are not finite"),
+        (led_out("../secret.safetensors"), r"names weights outside of the folder \(\.\./secret"),
+        (led_out("PARENT/secret.safetensors"), "names weights outside of the folder"),
+        (led_out("model-1.safetensors"), "which model.safetensors.index.json names, is missing"),
+        (led_out("model.bin"), "which is not a safetensors file"),
+        (linked(WEIGHTS), "model.safetensors is a link out of the folder"),
+        (linked(CONFIG), "config.json is a link out of the folder"),
+    ],
+)  # fmt: skip
+def test_what_is_not_a_whole_model_is_refused_in_a_sentence(tmp_path, change, expected, capsys):
+    change(saved(tmp_path / "model"))
+    with pytest.raises(UserError, match=expected) as refused:
+        generate.main([str(tmp_path / "model"), "--prompt", "a", "--max_new_tokens", "2"])
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 700
+    assert capsys.readouterr().out == ""
+
+
+def test_code_that_comes_with_a_model_does_not_run(tmp_path, capsys):
+    folder, crater = saved(tmp_path / "model"), tmp_path / "crater"
+    bomb = f"open({str(crater)!r}, 'w')\n"
+    (folder / "custom_generate").mkdir()
+    for name in ("modeling_gpt2scratch", "configuration_gpt2scratch", "evil", "custom_generate/generate"):
+        (folder / f"{name}.py").write_text(bomb)
+    for auto_map in ({"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}, {"AutoConfig": "evil--evil.C"}):
+        changed(CONFIG, auto_map=auto_map)(folder)
+        changed("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", "evil.T"]})(folder)
+        generate.main([str(folder), "--prompt", "a", "--max_new_tokens", "2"])
+        assert capsys.readouterr().out.startswith("a")
+        load_tokenizer(folder)
+    shutil.rmtree(folder / "custom_generate")
+    changed(CONFIG, model_type="evil")(folder)
+    with pytest.raises(ModelError, match="is not run"):
+        load_model(folder)
+    assert not crater.exists()
