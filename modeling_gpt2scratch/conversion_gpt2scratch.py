@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils import logging
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from modeling_gpt2scratch.loading import ModelError, load_model, load_tokenizer
+from modeling_gpt2scratch.loading import ModelError, check_tokenizer, load_model, load_tokenizer
 
 # Fields that GPT2Config and GPT2ScratchConfig share, name for name.
 SHARED_FIELDS = (
@@ -145,7 +145,7 @@ def seed_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast | None:
         return None
     content = _read_json(path)
     seed = _read_json(Path(directory) / "config.json")
-    if "char_to_idx" in content:
+    if isinstance(content.get("char_to_idx"), dict):  # the library would take a string for the name of a file
         characters = Tokenizer(models.WordLevel(content["char_to_idx"]))
         characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
         characters.decoder = decoders.Fuse()
@@ -250,14 +250,21 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
         model = from_gpt2(load_model(source))
     elif kind == "seed":
         source = _seed_folder(source)
-        model = from_seed(source)
+        try:
+            model, tokenizer = from_seed(source), seed_tokenizer(source)
+        except (TypeError, ValueError, RuntimeError) as error:  # of a foreign file
+            named = isinstance(error, ModelError)
+            raise error if named else ConversionError(f"{source} cannot be read: {_first_line(error)}") from error
         model = to_gpt2(model) if to == "gpt2" else model
     else:
         raise ConversionError(
             f"{source} is not recognised: its config.json names model_type {kind!r}; expected gpt2, gpt2scratch, or a "
             f"seed checkpoint with embed_dim, ff_dim, max_seq_len."
         )
-    tokenizer = seed_tokenizer(source) if kind == "seed" else _load_tokenizer(source)
+    if kind != "seed":
+        tokenizer = _load_tokenizer(source)
+    if tokenizer is not None:
+        check_tokenizer(source, model, tokenizer)
     model.save_pretrained(destination)
     if tokenizer is not None:
         tokenizer.save_pretrained(destination)

@@ -102,7 +102,9 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
             own_file(folder, name) for name in ("tokenizer.json", "vocab.json")
         ):  # Transformers makes up an empty one
             raise ModelError("tokenizer.json is missing")
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer.encode("")  # a wrong type in its settings shows first here
+        return tokenizer
 
 
 def check_tokenizer(source: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -249,11 +251,12 @@ def _fetched(source: str | Path, name: str) -> Path | None:
 
 
 def _check_special_tokens(model: PreTrainedModel) -> None:
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(model.generation_config, name)
-        ids = value if isinstance(value, list) else [value]
-        if not all(id is None or type(id) is int for id in ids):
-            raise ModelError(f"{GENERATION} has {str(value)[:100]!r} for {name}, which is not the id of a token")
+    for file, settings in ((GENERATION, model.generation_config), (CONFIG, model.config)):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(settings, name, None)
+            ids = value if isinstance(value, list) and value else [value]
+            if not all(id is None or (type(id) is int and abs(id) < 2**63) for id in ids):
+                raise ModelError(f"{file} has {str(value)[:100]!r} for {name}, which is not the id of a token")
 
 
 def own_file(folder: Path, name: str) -> Path | None:

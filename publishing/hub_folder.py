@@ -88,6 +88,7 @@ def assemble(
     missing = [name for name in NEEDED if not (source.model / name).is_file()]
     if missing:
         raise UserError(f"{source.model} cannot be published: it lacks {', '.join(missing)}.")
+    source.check_card()
     renew(destination, "hub", HUB_FILES)
     if arguments.has_code:
         for path in source.files(ALLOWED):

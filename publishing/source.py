@@ -38,10 +38,24 @@ class Source:
         names = [path.name for path in self.model.iterdir() if path.is_file()]
         if self.run is not None:
             names = [name for name in checkpoints.listed_files(self.model) if "/" not in name]
+        return [self._own(self.model / name) for name in names if any(fnmatch(name, pattern) for pattern in allowed)]
+
+    def check_card(self) -> None:
+        """
+        Raises:
+            UserError: what the card is made of is a link that leads out of the folder.
+        """
+        shown = [self.model / "README.md"]
+        if self.run is not None:
+            shown = [self.run.report, self.run.samples, *self.run.plots.values()]
+        for path in shown:
+            self._own(path)
+
+    def _own(self, path: Path) -> Path | None:
         try:
-            return [own_file(self.model, name) for name in names if any(fnmatch(name, pattern) for pattern in allowed)]
+            return own_file(path.parent, path.name)
         except ModelError as error:
-            raise UserError(f"{self.model} cannot be published: {error}; put the file itself there.") from error
+            raise UserError(f"{path.parent} cannot be published: {error}; put the file itself there.") from error
 
     @cached_property
     def config(self) -> TrainConfig | None:

@@ -159,7 +159,13 @@ def test_a_full_disk_is_one_sentence(run, form):
     assert "\n" not in str(told.value)
 
 
-def test_a_link_to_elsewhere_is_not_followed(run, tmp_path):
+def test_a_link_to_elsewhere_is_not_followed(run, a_copy, tmp_path):
+    (a_copy / "loss.png").unlink()
+    (a_copy / "loss.png").symlink_to("/etc/hostname")
+    with pytest.raises(
+        UserError, match=r"tiny cannot be published: loss\.png is a link out of the folder; put the file"
+    ):
+        push(a_copy, "--dry_run")
     folder = as_a_folder(run, tmp_path / "linked")
     (folder / "chat_template.jinja").symlink_to("/etc/hostname")
     with pytest.raises(

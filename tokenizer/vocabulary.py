@@ -223,6 +223,7 @@ def load(name: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(f"{name} holds no tokenizer.json, so there is no fast tokenizer to load.")
     try:
         tokenizer = _tokenizer_class(folder).from_pretrained(str(name), trust_remote_code=False)
+        tokenizer.encode("")  # a wrong type in its settings shows first here
     except Exception as error:  # the Rust library raises nothing narrower
         needs_code = "trust_remote_code" in str(error)
         reason = "it needs code of its own, which is not run" if needs_code else hub.shortened(error)
