@@ -37,6 +37,7 @@ REFRESH = 0.08  # seconds between two looks at what was written
 VISITORS = 4  # served at once; others wait for their turn
 LONGEST_PROMPT = 20_000  # characters
 LONGEST_SEED = 15  # digits
+LOWEST_TEMPERATURE = 1e-6  # as in training/sampling.py: logits divided by less may be infinite
 STYLE = Path(__file__).with_suffix(".css")
 
 
@@ -272,6 +273,8 @@ def build(models: list[Shown], title: str, examples: list[str]) -> gradio.Blocks
     stops: dict[str, threading.Event] = {}  # of the visitors who are being served
 
     def answer(prompt, temperature, max_new_tokens, top_k, top_p, repetition_penalty, seed, request: gradio.Request):
+        prompt = prompt or ""
+        temperature = temperature if temperature >= LOWEST_TEMPERATURE else 0
         try:
             check_prompt(prompt)
         except PromptError as error:

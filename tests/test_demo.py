@@ -248,7 +248,8 @@ def test_nothing_can_be_uploaded(address):
     request = Request(f"{address}gradio_api/upload", body, {"Content-Type": "multipart/form-data; boundary=x"})
     with pytest.raises(HTTPError) as refused:
         urlopen(request)
-    assert refused.value.code == 413
+    with refused.value as answer:
+        assert answer.code == 413
 
 
 # ---- a Space ---------------------------------------------------------------------------------------------------------
