@@ -34,8 +34,8 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 OLD_TOKENIZER = ("vocab.json", "merges.txt", "added_tokens.json")
 MISFIT = "its weights do not fit its config.json"
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
-# Settings of a config.json by which Transformers fetches code or weights from elsewhere, or computes with other weights.
-REFUSED = ("quantization_config", "transformers_weights", "attn_implementation", "experts_implementation")
+# Settings of a config.json by which Transformers reads other weights, or other than as numbers.
+REFUSED = ("quantization_config", "transformers_weights")
 
 
 class ModelError(ValueError):
@@ -66,6 +66,7 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
         stored = _stored(source, folder)
         _refuse_more_layers(described, stored)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config._attn_implementation = config._experts_implementation = None  # either may name a kernel, code of the Hub
         _refuse_random_weights(config, stored)
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -132,7 +133,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
             f"its config.json names model_type {str(kind)[:100]!r}, which is not a causal language model that Transformers "
             f"knows, and code that comes with a model is not run"
         )
-    if refused := [name for name in REFUSED if described.get(name) or described.get(f"_{name}")]:
+    if refused := [name for name in REFUSED if described.get(name)]:
         raise ModelError(f"its config.json sets {refused[0]}, which is not supported here")
     return described
 

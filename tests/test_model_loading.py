@@ -126,7 +126,6 @@ def linked(name: str):
         (changed(CONFIG, model_type=["gpt2"]), "is not a causal language model that Transformers knows"),
         (changed(CONFIG, model_type="t5"), "is not a causal language model that Transformers knows"),
         (changed(CONFIG, quantization_config={"quant_method": "evil"}), "sets quantization_config"),
-        (changed(CONFIG, _attn_implementation="evil/kernel"), "sets attn_implementation"),
         (changed(CONFIG, transformers_weights="../a.safetensors"), "sets transformers_weights"),
         (written(CONFIG, "[" * 100_000), "config.json is not JSON"),
         (written(CONFIG, "[1]"), "config.json holds no JSON object"),
@@ -170,6 +169,7 @@ def test_code_that_comes_with_a_model_does_not_run(tmp_path, capsys):
     (folder / "custom_generate").mkdir()
     for name in ("modeling_gpt2scratch", "configuration_gpt2scratch", "evil", "custom_generate/generate"):
         (folder / f"{name}.py").write_text(bomb)
+    changed(CONFIG, _attn_implementation="evil/kernel", attn_implementation="evil/kernel")(folder)
     for auto_map in ({"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}, {"AutoConfig": "evil--evil.C"}):
         changed(CONFIG, auto_map=auto_map)(folder)
         changed("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", "evil.T"]})(folder)
