@@ -1,6 +1,7 @@
 """What every door shares: flat flags with a YAML file behind them, and user errors that end in one sentence."""
 
 import difflib
+import errno
 import json
 import os
 import re
@@ -11,19 +12,23 @@ import textwrap
 import time
 from argparse import Action, ArgumentError
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, get_args, get_type_hints
 
-import yaml
 from transformers import HfArgumentParser
 
+import limits
 from errors import UserError
+from settings_file import read_yaml
 
 # Ways to say the same thing, how long a run is: one given as a flag clears all of them in the file.
 SAYING = 10.0  # seconds that a process of a job waits for the one that reports a problem of all
 HELP = frozenset({"-h", "--help", "--help_all"})
+LONGEST_ERROR = 400  # characters of argparse's, which quotes what it was given
 EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
 
 
@@ -66,9 +71,15 @@ class FlagParser(HfArgumentParser):
         super().__init__(dataclass_types, allow_abbrev=False, add_help=False, description=description)
         self.positional = positional
         self.main, self.other_names = main, other_names
+        self.limits = {field.name: field.metadata for kind in self.dataclass_types for field in fields(kind)}
         self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of settings; flags override it.")
 
+    def add_argument(self, *names: Any, **options: Any) -> Action:
+        """Without what a field's metadata says of its range, which is checked here and unknown to argparse."""
+        return super().add_argument(*names, **{key: options[key] for key in options if key not in limits.KEYS})
+
     def error(self, message: str) -> NoReturn:
+        message = message if len(message) <= LONGEST_ERROR else f"{message[:LONGEST_ERROR]} ..."
         raise UserError(f"{message[0].upper()}{message[1:].rstrip('.')}. See --help.")
 
     @property
@@ -92,10 +103,11 @@ class FlagParser(HfArgumentParser):
         """
         if self.positional and arguments and not arguments[0].startswith("-"):
             arguments = [f"--{self.positional}", *arguments]
-        config_path = self.named_config(arguments) or default_config
+        named = self.value_of("config", arguments)
+        config_path = default_config if named is None else Path(named)
         found = Problems()
         try:
-            content = read_yaml(config_path) if config_path else {}
+            content = read_yaml(config_path, as_text=True) if config_path else {}
         except UserError as error:
             found.add(str(error))
             content, check = {}, None  # whose values are not known
@@ -108,6 +120,7 @@ class FlagParser(HfArgumentParser):
             sys.exit(0)
         self.set_defaults(**from_file)
         good = self._good_flags(arguments, found)
+        check = None if "config" in found.unsure else check
         found.unsure -= set(self.named_flags(good))
         namespace = self.parse_args(good)
         filled = []
@@ -136,12 +149,14 @@ class FlagParser(HfArgumentParser):
                 continue
             seen.add(name)
             try:
-                _, rest = self.parse_known_args(group)
+                parsed, rest = self.parse_known_args(group)
             except UserError as error:
                 found.add(str(error), name)
                 continue
             if rest:
                 self._add_unknown("flag", rest[0], found)
+            elif problem := limits.problem(name, getattr(parsed, name), self.limits.get(name, {})):
+                found.add(problem, name)
             else:
                 good += group
         return good
@@ -161,20 +176,24 @@ class FlagParser(HfArgumentParser):
                 checked[name] = None
             elif value is None:
                 found.add(f"{name} in {path} has no value; give it one or leave the line out.", name)
+            elif isinstance(value, list) and None in value:
+                found.add(f"{name} in {path} has an item without a value; give it one or leave it out.", name)
             elif isinstance(value, dict):
                 found.add(f"{name} in {path} is nested; keys are flat.", name)
             elif isinstance(value, list) and not takes_list:
-                found.add(f"{name} in {path} is {value}; it takes one value, not a list.", name)
+                found.add(f"{name} in {path} is {', '.join(value)}; it takes one value, not a list.", name)
             else:
                 try:
-                    items = [
-                        self._get_value(action, str(item)) for item in (value if isinstance(value, list) else [value])
-                    ]
+                    items = [self._get_value(action, item) for item in (value if isinstance(value, list) else [value])]
                     for item in items:
                         self._check_value(action, item)
-                    checked[name] = items if takes_list else items[0]
                 except ArgumentError as error:
-                    found.add(f"{name} in {path}: {error.message}.", name)
+                    found.add(f"{name} in {path}: {error.message[:LONGEST_ERROR]}.", name)
+                    continue
+                if problem := limits.problem(f"{name} in {path}", items, self.limits[name]):
+                    found.add(problem, name)
+                else:
+                    checked[name] = items if takes_list else items[0]
         return checked
 
     def _add_unknown(self, kind: str, given: str, found: Problems, where: str = "") -> None:
@@ -225,61 +244,60 @@ class FlagParser(HfArgumentParser):
     def named_flags(arguments: list[str]) -> list[str]:
         return [_name(argument) for argument in arguments if _is_flag(argument)]
 
-    def named_config(self, arguments: list[str]) -> Path | None:
-        for position, argument in enumerate(arguments):
-            if argument == "--config" and position + 1 < len(arguments):
-                return Path(arguments[position + 1])
-            if argument.startswith("--config="):
-                return Path(argument.removeprefix("--config="))
+    @staticmethod
+    def value_of(name: str, arguments: list[str]) -> str | None:
+        """Return what a flag is given, before all are checked; None where it is not given, or no name of a file."""
+        for argument, following in pairwise([*arguments, None]):
+            if _is_flag(argument) and _name(argument) == name:
+                value = argument.split("=", 1)[1] if "=" in argument else following
+                return value if limits.problem(name, value, {}) is None else None
         return None
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The keys and values of a YAML file.
-
-    Raises:
-        UserError: no such file, not YAML, or not a mapping.
-    """
-    if not path.is_file():
-        siblings = sorted(str(path.parent / other.name) for other in path.parent.glob("*.yaml"))
-        nearest = difflib.get_close_matches(str(path), siblings, n=1)
-        hint = f" Did you mean {nearest[0]}?" if nearest else ""
-        raise UserError(f"There is no config file {path}.{hint}")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must be a list of `name: value` lines, but holds a {type(content).__name__}.")
-    return content
-
-
 def run(main: Callable[[list[str]], None]) -> NoReturn:
-    """Runs a door and exits: 0 when done, 1 with the sentence of a `UserError` and no traceback, 130 after Ctrl-C."""
+    """Run a command and exit: 0 when done, 1 with the sentence of a `UserError` and no traceback, 130 after Ctrl-C."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.stdout is not None:  # as it is where it was closed
-        sys.stdout.reconfigure(errors="replace")  # whatever a model writes, a terminal without UTF-8 ends no run
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (None where it was closed)
+    sys.stdout.reconfigure(errors="replace")  # text of a model must not end a run on a terminal without UTF-8
+    code: Any = 0
     try:
-        main(sys.argv[1:])
+        try:
+            main(sys.argv[1:])
+        except SystemExit as leaving:
+            code = leaving.code
+        sys.stdout.flush()
     except UserError as error:
-        # Every process of a job finds the same problem, and one says it; but it may be that of one machine alone.
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_said):
-            for sentence in str(error).splitlines():
-                print(f"error{f' (rank {rank})' if rank != '0' else ''}: {sentence}", file=sys.stderr, flush=True)
-        elif not error.is_said:  # the first that ends makes the launcher end the one that says it
-            time.sleep(SAYING)
-        sys.exit(1)
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        code = _report(error)
+    except BrokenPipeError:
+        _leave_stdout()
+    except OSError as error:  # of a file or folder that nothing before has looked at
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        code = _report(UserError(": ".join(str(part) for part in (error.filename, error.strerror) if part) + "."))
+        _leave_stdout()
     except KeyboardInterrupt as error:
         print(str(error) or "interrupted", file=sys.stderr, flush=True)
-        sys.exit(130)
-    sys.exit(0)
+        code = 130
+    sys.exit(code)
+
+
+def _report(error: UserError) -> int:
+    """Print what is wrong; return the exit code. Every process of a job finds the same problem, and one reports it; but it may
+    be that of one machine alone."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_said):
+        for sentence in str(error).splitlines():
+            print(f"error{f' (rank {rank})' if rank != '0' else ''}: {sentence}", file=sys.stderr, flush=True)
+    elif not error.is_said:  # the first that ends makes the launcher end the one that reports it
+        time.sleep(SAYING)
+    return 1
+
+
+def _leave_stdout() -> None:
+    """Discard what is still to be written to an output that nobody reads, or that is full."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_flag(argument: str) -> bool:

@@ -43,16 +43,26 @@ OTHER_NAMES = {  # in nanoGPT's sample.py and in generate()
 @dataclass
 class GenerateArguments:
     model: str | None = field(default=None, metadata={"help": "What to load; may be given without its flag."})
-    prompt: str = field(default="", metadata={"help": "Text to continue; empty begins a new text."})
-    max_new_tokens: int = field(default=100, metadata={"help": "Number of tokens to write, also beyond the context."})
-    num_return_sequences: int = field(
-        default=1, metadata={"help": "Number of continuations; several are made side by side, then shown."}
+    prompt: str = field(default="", metadata={"help": "Text to continue; empty begins a new text.", "free_text": True})
+    max_new_tokens: int = field(
+        default=100, metadata={"help": "Number of tokens to write, also beyond the context.", "minimum": 1}
     )
-    temperature: float = field(default=0.8, metadata={"help": "Above 1 wilder, below 1 tamer, 0 always the likeliest."})
+    num_return_sequences: int = field(
+        default=1,
+        metadata={"help": "Number of continuations; several are made side by side, then shown.", "minimum": 1},
+    )
+    temperature: float = field(
+        default=0.8, metadata={"help": "Above 1 wilder, below 1 tamer, 0 always the likeliest.", "maximum": 1000}
+    )
     top_k: int = field(default=50, metadata={"help": "Choose among this many likeliest tokens; 0 for all."})
-    top_p: float = field(default=1.0, metadata={"help": "Choose among the likeliest that make up this share."})
-    repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1, tokens that were used get less likely."})
-    seed: int | None = field(default=None, metadata={"help": "The same seed writes the same text."})
+    top_p: float = field(
+        default=1.0, metadata={"help": "Choose among the likeliest that make up this share.", "above": 0, "maximum": 1}
+    )
+    repetition_penalty: float = field(
+        default=1.0,
+        metadata={"help": "Above 1, tokens that were used get less likely.", "minimum": 0.01, "maximum": 100},
+    )
+    seed: int | None = field(default=None, metadata={"help": "The same seed writes the same text.", "below": 2**63})
     dtype: Literal["auto", "float32", "bfloat16"] = field(
         default="auto",
         metadata={
@@ -65,23 +75,8 @@ class GenerateArguments:
     )
 
     def check(self) -> None:
-        problems = [
-            f"{name} is {getattr(self, name)}; it must be {rule}."
-            for name, rule, good in (
-                ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
-                ("num_return_sequences", "at least 1", self.num_return_sequences >= 1),
-                ("temperature", "at least 0", self.temperature >= 0),
-                ("top_k", "at least 0", self.top_k >= 0),
-                ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
-                ("repetition_penalty", "at least 0.01 and at most 100", 0.01 <= self.repetition_penalty <= 100),
-                ("seed", "at least 0 and below 2**63", self.seed is None or 0 <= self.seed < 2**63),
-            )
-            if not good
-        ]
         if self.model is None:
-            problems.append('Name a model: python generate.py runs/x --prompt "Once"')
-        if problems:
-            raise UserError("\n".join(problems))
+            raise UserError('Name a model: python generate.py runs/x --prompt "Once"')
 
 
 def write(text: str) -> None:

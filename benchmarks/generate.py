@@ -51,9 +51,9 @@ PROMPT_TOKENS, WARM_UPS = 32, 1 if not ON_GPU else 3
 class GenerateArguments:
     models: list[str] = field(default_factory=lambda: list(SHAPES), metadata={"help": "Of small and gpt2."})
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "Precision of all of them."})
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 32], metadata={"help": "Texts at once."})
-    repeats: int = field(default=5 if ON_GPU else 2, metadata={"help": "Timings in a process."})
-    rounds: int = field(default=5 if ON_GPU else 3, metadata={"help": "Processes of each contestant."})
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 32], metadata={"help": "Texts at once.", "minimum": 1})
+    repeats: int = field(default=5 if ON_GPU else 2, metadata={"help": "Timings in a process.", "minimum": 1})
+    rounds: int = field(default=5 if ON_GPU else 3, metadata={"help": "Processes of each contestant.", "minimum": 1})
 
 
 class Clock(BaseStreamer):

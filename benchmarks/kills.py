@@ -50,8 +50,8 @@ SETTINGS = {
 @dataclass
 class KillsArguments:
     kills: int = field(default=24, metadata={"help": "How often to kill."})
-    steps: int = field(default=400, metadata={"help": "Steps of the run."})
-    processes: int = field(default=1, metadata={"help": "Processes of the run: 1 or 2."})
+    steps: int = field(default=400, metadata={"help": "Steps of the run.", "minimum": 1})
+    processes: int = field(default=1, metadata={"help": "Processes of the run: 1 or 2.", "minimum": 1, "maximum": 2})
     seed: int = field(default=0, metadata={"help": "Decides when and what to kill."})
     output: str | None = field(default=None, metadata={"help": "A JSON file for the result."})
 

@@ -20,11 +20,11 @@ from command_line import FlagParser, run
 @dataclass
 class LadderArguments:
     preset: str = field(default="shakespeare_char", metadata={"help": "The shape, from presets/."})
-    sequences: int = field(default=16, metadata={"help": "Rows of a step, all computed at once."})
-    rounds: int = field(default=3, metadata={"help": "Times that each rung is started."})
+    sequences: int = field(default=16, metadata={"help": "Rows of a step, all computed at once.", "minimum": 1})
+    rounds: int = field(default=3, metadata={"help": "Times that each rung is started.", "minimum": 1})
     warmup: int = field(default=5, metadata={"help": "Steps before the first window."})
-    windows: int = field(default=3, metadata={"help": "Windows that are timed."})
-    steps: int = field(default=5, metadata={"help": "Steps of a window."})
+    windows: int = field(default=3, metadata={"help": "Windows that are timed.", "minimum": 1})
+    steps: int = field(default=5, metadata={"help": "Steps of a window.", "minimum": 1})
 
 
 NAIVE = Rung("memory_map_loop", False, False, "eager", False, False, False)

@@ -23,9 +23,9 @@ class SavingArguments:
     data: str | None = field(
         default=None, metadata={"help": "A token store of 32,000 tokens; one of Python's own sources where left out."}
     )
-    tokens_per_step: int = field(default=1024, metadata={"help": "Tokens a step."})
-    steps: int = field(default=24, metadata={"help": "Steps of the run."})
-    save_steps: int = field(default=8, metadata={"help": "Steps between checkpoints."})
+    tokens_per_step: int = field(default=1024, metadata={"help": "Tokens a step.", "minimum": 1})
+    steps: int = field(default=24, metadata={"help": "Steps of the run.", "minimum": 1})
+    save_steps: int = field(default=8, metadata={"help": "Steps between checkpoints.", "minimum": 1})
     torch_compile: str = field(default="false", metadata={"help": "As in train_accelerate.py."})
 
 

@@ -25,12 +25,12 @@ class TrainStepArguments:
         default=None, metadata={"help": "A clone of nanoGPT, whose model.py competes; left out, it does not."}
     )
     preset: str = field(default="shakespeare_char", metadata={"help": "The shape, from presets/."})
-    sequences: int = field(default=16, metadata={"help": "Rows of a step, all computed at once."})
-    dropout: float = field(default=0.0, metadata={"help": "Dropout probability of all contestants."})
-    rounds: int = field(default=3, metadata={"help": "Times that each contestant is started."})
+    sequences: int = field(default=16, metadata={"help": "Rows of a step, all computed at once.", "minimum": 1})
+    dropout: float = field(default=0.0, metadata={"help": "Dropout probability of all contestants.", "below": 1})
+    rounds: int = field(default=3, metadata={"help": "Times that each contestant is started.", "minimum": 1})
     warmup: int = field(default=20, metadata={"help": "Steps before the first window."})
-    windows: int = field(default=5, metadata={"help": "Windows that are timed."})
-    steps: int = field(default=20, metadata={"help": "Steps of a window."})
+    windows: int = field(default=5, metadata={"help": "Windows that are timed.", "minimum": 1})
+    steps: int = field(default=20, metadata={"help": "Steps of a window.", "minimum": 1})
     only: list[str] = field(default_factory=list, metadata={"help": "Names of the contestants; all where left out."})
 
 

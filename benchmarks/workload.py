@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import yaml
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.results import REPOSITORY
+from settings_file import read_yaml
 from tokenizer.documents import Counts
 from tokenizer.store import finish, index_file, tokens_file
 
@@ -44,7 +44,7 @@ class Workload:
 
     @classmethod
     def of_preset(cls, preset: str, sequences: int, dropout: float) -> "Workload":
-        settings = yaml.safe_load((REPOSITORY / "presets" / f"{preset}.yaml").read_text(encoding="utf-8"))
+        settings = read_yaml(REPOSITORY / "presets" / f"{preset}.yaml")
         shape = {name: value for name, value in settings.items() if name in cls.__dataclass_fields__}
         return cls(preset, sequences, dropout, **shape)
 

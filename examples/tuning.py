@@ -9,7 +9,7 @@ OUT/
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.hf_argparser import HfArg
 
 from command_line import FlagParser
 from errors import UserError, counted
@@ -36,18 +35,37 @@ REPLAY = 0.5  # benchmarks/results/finetuning-cpu.json: what it costs and what i
 
 @dataclass
 class Tuning:
-    model: str | None = HfArg(default=None, help="A run, a checkpoint, a model folder or a Hub id; needs no flag.")
-    data: str | None = HfArg(default=None, help="The file to learn from.")
-    output_dir: str | None = HfArg(default=None, help="A new folder for the model; runs/MODEL-DATA where left out.")
-    lora_rank: int = HfArg(default=16, help="Rank of the adapters; 0 trains all weights, without LoRA.")
-    learning_rate: float | None = HfArg(default=None, help="Its peak; by the model's width where left out.")
-    num_train_epochs: float = HfArg(default=3.0, help="Passes over the file.")
-    per_device_train_batch_size: int = HfArg(default=16, help="Examples a step, on each device.")
-    replay_fraction: float | None = HfArg(
-        default=None, help=f"Share of the examples that are original training text; {REPLAY} where that is at hand."
+    model: str | None = field(
+        default=None, metadata={"help": "A run, a checkpoint, a model folder or a Hub id; needs no flag."}
     )
-    original_data: str | None = HfArg(default=None, help="Token store of that text; the run's own where left out.")
-    seed: int = HfArg(default=1337, help="Decides order, adapters and what is held out.")
+    data: str | None = field(default=None, metadata={"help": "The file to learn from."})
+    output_dir: str | None = field(
+        default=None, metadata={"help": "A new folder for the model; runs/MODEL-DATA where left out."}
+    )
+    lora_rank: int = field(
+        default=16, metadata={"help": "Rank of the adapters; 0 trains all weights, without LoRA.", "maximum": 1024}
+    )
+    learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Its peak; by the model's width where left out.", "above": 0, "maximum": 100},
+    )
+    num_train_epochs: float = field(
+        default=3.0, metadata={"help": "Passes over the file.", "above": 0, "maximum": 10**6}
+    )
+    per_device_train_batch_size: int = field(
+        default=16, metadata={"help": "Examples a step, on each device.", "minimum": 1, "maximum": 65_536}
+    )
+    replay_fraction: float | None = field(
+        default=None,
+        metadata={
+            "help": f"Share of the examples that are original training text; {REPLAY} where that is at hand.",
+            "below": 1,
+        },
+    )
+    original_data: str | None = field(
+        default=None, metadata={"help": "Token store of that text; the run's own where left out."}
+    )
+    seed: int = field(default=1337, metadata={"help": "Decides order, adapters and what is held out.", "below": 2**32})
 
     @property
     def folder(self) -> Path:
@@ -61,17 +79,7 @@ class Tuning:
         return path.parent.name if path.name == "model" else path.name
 
     def check(self) -> None:
-        problems = [
-            f"{name} is {getattr(self, name)}; it must be {rule}."
-            for name, rule, good in (
-                ("lora_rank", "at least 0", self.lora_rank >= 0),
-                ("learning_rate", "above 0", self.learning_rate is None or self.learning_rate > 0),
-                ("num_train_epochs", "above 0", self.num_train_epochs > 0),
-                ("per_device_train_batch_size", "at least 1", self.per_device_train_batch_size >= 1),
-                ("replay_fraction", "at least 0 and below 1", 0 <= (self.replay_fraction or 0) < 1),
-            )
-            if not good
-        ]
+        problems = []
         if self.model is None or self.data is None:
             problems.append("Name a model and a file: python -m examples.finetune_chat runs/x --data chats.jsonl")
         elif not Path(self.data).is_file():

@@ -1,5 +1,7 @@
 """The shape of a GPT2Scratch model: every field that decides what the network computes."""
 
+import math
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -11,6 +13,8 @@ AUTO_MAP = {
     "AutoModel": "modeling_gpt2scratch.GPT2ScratchModel",
     "AutoModelForCausalLM": "modeling_gpt2scratch.GPT2ScratchForCausalLM",
 }
+
+LARGEST = 10**8  # of a size: far beyond any model, and small enough that products of two fit 64 bits
 
 
 @strict
@@ -91,10 +95,12 @@ class GPT2ScratchConfig(PreTrainedConfig):
         """Called by `@strict` after construction and before saving."""
         problems = []
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)} but must be at least 1")
-        if self.n_inner is not None and self.n_inner < 1:
-            problems.append(f"n_inner is {self.n_inner} but must be at least 1, or None for 4 * n_embd")
+            if not 1 <= getattr(self, name) <= LARGEST:
+                problems.append(f"{name} is {getattr(self, name)} but must be at least 1 and at most {LARGEST:,}")
+        if self.n_inner is not None and not 1 <= self.n_inner <= LARGEST:
+            problems.append(
+                f"n_inner is {self.n_inner} but must be at least 1 and at most {LARGEST:,}, or None for 4 * n_embd"
+            )
         if self.n_head >= 1 and self.n_embd % self.n_head:
             problems.append(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
         if self.activation_function not in ACT2FN:
@@ -102,8 +108,8 @@ class GPT2ScratchConfig(PreTrainedConfig):
                 f"activation_function {self.activation_function!r} is unknown to Transformers (GPT-2's is 'gelu_new')"
             )
         for name in ("initializer_range", "layer_norm_epsilon"):
-            if getattr(self, name) < 0:
-                problems.append(f"{name} is {getattr(self, name)} but must be at least 0")
+            if not 0.0 <= getattr(self, name) < math.inf:
+                problems.append(f"{name} is {getattr(self, name)} but must be at least 0 and finite")
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 problems.append(f"{name} is {getattr(self, name)} but must be at least 0 and below 1")

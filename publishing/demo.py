@@ -33,7 +33,10 @@ class DemoArguments:
             "help": "One to four run folders, checkpoints, model folders or Hub ids; may be given without the flag."
         },
     )
-    port: int | None = field(default=None, metadata={"help": "Port of the page; the first free one from 7860 on."})
+    port: int | None = field(
+        default=None,
+        metadata={"help": "Port of the page; the first free one from 7860 on.", "minimum": 1, "maximum": 65_535},
+    )
     share: bool = field(default=False, metadata={"help": "Lend the page a public address for a week, by Gradio."})
     space: str | None = field(
         default=None, metadata={"help": "Publish the page as this Space, as user/name; the models must be on the Hub."}
@@ -44,7 +47,7 @@ class DemoArguments:
     def check(self) -> None:
         problems = []
         if not self.models:
-            problems.append("Name a model: python -m publishing.demo runs/x")
+            problems.append("Name one or more models: python -m publishing.demo runs/x")
         if len(self.models) > AT_MOST:
             problems.append(f"{len(self.models)} models are given; at most {AT_MOST} fit side by side.")
         if self.space is None:

@@ -1,17 +1,19 @@
 """Flags over a YAML file over defaults, and errors that are one sentence."""
 
+import importlib
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import pytest
+from yaml import safe_dump
 
 import generate
 import tokenizer.pretokenize
 import train_accelerate
 import training.evaluate
-from command_line import FlagParser, run
+from command_line import FlagParser, read_yaml, run
 from errors import UserError
 from training.config import PARTS, read_config
 from training.other_names import OTHER_NAMES
@@ -224,7 +226,7 @@ def test_flags_keys_and_values_that_are_wrong_come_together(yaml):
             f"n_layer is {model.n_layer}; too many.\nlearning_rate is {model.learning_rate}.\nmax_steps is {length.max_steps}."
         )
 
-    path = yaml("n_layers: 3\nn-heads: 1\nzzz: 1\ninput: {a: b}\nlearning_rate: high\nmax_steps: -1\n")
+    path = yaml("n_layers: 3\nn-heads: 1\nzzz: 1\ninput: {a: b}\nlearning_rate: high\nmax_steps: 1\n")
     arguments = ["--zzz", "1", "--torch_compile", "maybe", "--name", "a", "--name", "b", "extra"]
     assert refused("--config", path, *arguments, check=check).splitlines() == [
         f"{path}: Unknown key n_layers. Did you mean n_layer?",
@@ -236,7 +238,7 @@ def test_flags_keys_and_values_that_are_wrong_come_together(yaml):
         "Argument --torch_compile/--torch-compile: Truthy value expected: got maybe but expected one of yes/no, true/false, "
         "t/f, y/n, 1/0 (case insensitive). See --help.",
         "--name is given twice; give it once, with all its values.",
-        "max_steps is -1.",  # the values of n_layer and learning_rate are not known
+        "max_steps is 1.",  # the values of n_layer and learning_rate are not known
     ]
     assert "n_layer is 7; too many." in refused("--config", path, "--n_layer", "7", check=check)
     assert "max_steps is" not in refused("--config", f"{path}.yaml", "--zzz", check=check)  # its values are not known
@@ -250,16 +252,35 @@ def test_flags_keys_and_values_that_are_wrong_come_together(yaml):
     [
         ("n_layer: many", ("n_layer", "'many'")),
         ("n_layer: 3.5", ("n_layer", "'3.5'")),
-        ("n_layer: true", ("n_layer", "'True'")),
-        ("n_layer: [1, 2]", ("n_layer", "[1, 2]")),
+        ("n_layer: true", ("n_layer", "'true'")),
+        ("n_layer: [1, 2]", ("n_layer", "1, 2")),
         ("n_layer:", ("n_layer",)),
         ("torch_compile: maybe", ("torch_compile", "maybe")),
         ("lr_scheduler_type: cubic", ("lr_scheduler_type", "'cubic'", "cosine", "linear")),
         ("- n_layer\n", ("must be a list of `name: value` lines, but holds a list",)),
-        ("just words", ("must be a list of `name: value` lines, but holds a str",)),
+        ("just words", ("must be a list of `name: value` lines, but holds text",)),
         ("n_layer: [3\nname: x", ("is not valid YAML",)),
         ("n_layer:\t3\n\tname: x", ("is not valid YAML",)),
         ("name: café".encode("latin-1"), ("is not valid YAML",)),
+        ("n_layer: 1\nname: x\nn_layer: 2\n", ("has n_layer 2 times; keep one.",)),
+        ("n_layer: 1:30", ("n_layer", "'1:30'")),
+        ("n_layer: 1e3", ("n_layer", "'1e3'")),
+        ("n_layer: .inf", ("n_layer", "'.inf'")),
+        ("learning_rate: nan", ("learning_rate in", "is nan; it must be at least 0.")),
+        ('name: ""', ("name in", "is empty")),
+        ('name: "\\ud800"', ("name in", "not UTF-8")),
+        ("input: [a, ~]", ("input in", "an item without a value")),
+        ("name: [[a]]", ("name in", "is nested")),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", ("line 1: &a or *a is an anchor",)),
+        ("<<: *a", ("line 1: &a or *a is an anchor",)),
+        ("name: !!python/object:os.system {}", ("line 1: tag:yaml.org,2002:python/object:os.system is a tag",)),
+        ("n_layer: 1\n---\nn_layer: 2\n", ("holds several documents (---); keep one.",)),
+        ("? [a]\n: b\n", ("line 1: a name must be a word.",)),
+        ("1: 2", ("Unknown key 1.",)),
+        (f"name: {'[' * 5000}", ("line 1: values are nested",)),
+        ("[" * 5000, ("but holds a list.",)),
+        ('name: "\\UFFFFFFFF"', ("is not valid YAML",)),
+        ("#" * 2_000_000, ("a file of settings has 1,048,576 at most.",)),
     ],
 )
 def test_a_wrong_value_in_a_file_or_a_file_that_is_no_flat_yaml_is_one_sentence(yaml, content, words):
@@ -277,10 +298,22 @@ def test_a_wrong_value_in_a_file_or_a_file_that_is_no_flat_yaml_is_one_sentence(
         ("input: [--odd, 3]\n", Model(input=["--odd", "3"]), Length()),
         ("name: null\nmax_steps: ~\n", Model(), Length()),
         ("max_train_tokens: 1_000\nmax_steps:\n", Model(), Length(None, None, 1000)),
+        ("n_layer: 010\nname: 010\n", Model(n_layer=10, name="010"), Length()),
+        ("input: [no, 1:30, 2020-01-01, 1.50, true]\n", Model(input="no 1:30 2020-01-01 1.50 true".split()), Length()),
+        ("torch_compile: yes\nname: 'null'\n", Model(torch_compile=True, name="null"), Length()),
+        ("---\nname: café\n".encode("utf-16"), Model(name="café"), Length()),
+        ("\ufeffname: x\n", Model(name="x"), Length()),
     ],
 )
 def test_a_file_may_hold_these_values(yaml, content, model, length):
     assert parse("--config", yaml(content))[:2] == (model, length)
+
+
+def test_what_this_project_writes_is_read_with_its_types(tmp_path):
+    values = ["no", "010", "1:30", "1e3", "~", "", "a\nb", "2020-01-01", "1_0", "é", 3, -1.0, 1e-05, 1e22, True, None]
+    settings = {"input": values, **{f"value_{nth}": value for nth, value in enumerate(values)}}
+    (tmp_path / "config.yaml").write_text(safe_dump(settings, allow_unicode=True), encoding="utf-8")
+    assert read_yaml(tmp_path / "config.yaml") == settings
 
 
 def test_a_config_file_that_is_not_there_is_answered_with_the_nearest(yaml, tmp_path):
@@ -290,6 +323,66 @@ def test_a_config_file_that_is_not_there_is_answered_with_the_nearest(yaml, tmp_
     assert refused("--config", str(missing)) == f"There is no config file {missing}. Did you mean {path}?"
     assert refused(f"--config={tmp_path}") == f"There is no config file {tmp_path}."
     assert refused("--config=/nowhere/a.yaml") == "There is no config file /nowhere/a.yaml."
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+class Accepted(Exception):  # noqa: N818
+    """Ends a command after its settings were checked."""
+
+
+COMMANDS: dict[str, dict[str, str]] = {
+    "train_accelerate": {"data": "STORE", "n_positions": "16", "tokens_per_step": "64", "torch_compile": "false"},
+    "generate": {"model": "x"},
+    "push_to_hub": {"run": "STORE", "repo_id": "me/x"},
+    "tokenizer.pretokenize": {"input": "STORE/../text0.txt", "output": "new"},
+    "tokenizer.inspect": {"store": "STORE"},
+    "tokenizer.unpack": {"archive": "x.tar.zst"},
+    "training.evaluate": {"model": "x"},
+    "publishing.demo": {"models": "x"},
+    "publishing.gguf_file": {"paths": "x"},
+    "examples.finetune_chat": {"model": "x", "data": __file__},
+    **{f"benchmarks.{name}": {} for name in ("generate", "kills", "ladder", "saving", "train_step")},
+}
+WRONG = ("nan", "inf", "-inf", "-1", str(10**30), "1e300", "9" * 5000)
+NUMBERS = (*WRONG, "0", str(10**12), "1e-300", "-0.0", "1_0", "1e3")
+NAMES = ("", " ", "a\0b", "x/" * 5000, "x" * 256, "caf\udce9")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_value_of_every_setting_is_accepted_or_answered_in_one_sentence(command, store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where nothing may appear
+    module, parsers = importlib.import_module(command), []
+
+    def parse(parser: FlagParser, *arguments, **options):
+        parsers.append(parser)
+        raise Accepted(PARSE(parser, *arguments, **options))
+
+    PARSE = FlagParser.parse
+    monkeypatch.setattr(FlagParser, "parse", parse)
+
+    def problems(**settings: str) -> set[str]:
+        given = {
+            name: value.replace("STORE", str(store.folder)) for name, value in COMMANDS[command].items()
+        } | settings
+        with pytest.raises((Accepted, UserError)) as outcome:
+            module.main([f"--{name}={value}" for name, value in given.items()])
+        return set(str(outcome.value).splitlines()) if outcome.type is UserError else set()
+
+    before = problems()
+    for kind in parsers[0].dataclass_types:
+        for name, hint in get_type_hints(kind).items():
+            is_number = {int, float} & {hint, *get_args(hint)}
+            is_name = str in {hint, *get_args(hint)} and "free_text" not in parsers[0].limits[name]
+            for value in NUMBERS if is_number else NAMES if is_name else ():
+                found = problems(**{name: value}) - before
+                where = f"{command} --{name}={value[:20]}: {found}"
+                assert len(found) <= 1, where
+                assert all(len(sentence) < 700 for sentence in found), where
+                if value in WRONG or is_name:
+                    assert name in " ".join(found), where
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- leaving --------------------------------------------------------------------------------------------------------

@@ -323,8 +323,6 @@ def test_wrong_inputs_are_refused_in_a_sentence(many, letters, tmp_path):
     saved(tmp_path / "letters", letters)
     here = [str(tmp_path / "model"), "--data", str(many.folder)]
     for more, sentence in (
-        (["--per_device_eval_batch_size", "0"], r"per_device_eval_batch_size is 0; it must be at least 1\."),
-        (["--memorization_texts", "1"], r"memorization_texts is 1; it must be at least 2\."),
         (["--compare_with", here[0]], r"compare_with names a model twice"),
         (["--compare_with", "runs/none"], r"runs/none is neither a folder here nor a Hub id"),
         (["--compare_with", str(tmp_path / "letters")], r"its tokenizer does not know every character of the text"),

@@ -29,6 +29,7 @@ def test_only_matrices_decay():
     assert len(decay) == len(list(model.parameters()))
 
 
-def test_all_problems_are_named_together():
-    wrong = OptimArguments(learning_rate=-1.0, warmup_steps=-2, adam_beta2=1.5)
-    assert [problem.split()[0] for problem in wrong.problems()] == ["learning_rate", "warmup_steps", "adam_beta2"]
+def test_the_lowest_rate_may_not_be_above_the_peak():
+    assert OptimArguments(1e-3, 1e-3).problems() == []
+    expected = "min_learning_rate is 0.002; it must be between 0 and learning_rate, 0.001."
+    assert OptimArguments(1e-3, 2e-3).problems() == [expected]

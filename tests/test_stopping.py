@@ -225,14 +225,6 @@ def test_hours_count_from_the_start_of_the_process():
         assert stopper._hours_end == pytest.approx(time.monotonic() + 3600, abs=60)
 
 
-def test_what_cannot_be_is_refused():
-    assert StoppingArguments().problems() == []
-    assert StoppingArguments(max_hours=0, ddp_timeout=0).problems() == [
-        "max_hours is 0; it must be above 0 and finite.",
-        "ddp_timeout is 0; it must be at least 1 second.",
-    ]
-
-
 def test_handlers_are_put_back():
     before = signal.getsignal(signal.SIGINT)
     with Stopper(StoppingArguments()) as stopper:

@@ -252,7 +252,6 @@ def test_what_would_be_ignored_or_cannot_be_is_said():
     ignored = "special_tokens are for a BPE that is made from text; leave them out, or tokenizer and tokenizer_type."
     assert problems(VocabularyArguments(tokenizer="x", special_tokens=["<|a|>"])) == [ignored]
     assert problems(VocabularyArguments(tokenizer_type="character", special_tokens=["<|a|>"])) == [ignored]
-    assert problems(VocabularyArguments(sample_bytes=0)) == ["sample_bytes is 0; it must be at least 1."]
     assert problems(VocabularyArguments(tokenizer_type="character", vocab_size=65)) == []
 
 

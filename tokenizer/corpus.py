@@ -76,7 +76,9 @@ class CorpusArguments:
         default=0.01,
         metadata={
             "help": "Share of the text held out for validation, above 0 and below 1: whole documents, and the end of each "
-            "document that is longer than 1 MiB and than this share of all text; of a lone document, its end."
+            "document that is longer than 1 MiB and than this share of all text; of a lone document, its end.",
+            "above": 0,
+            "below": 1,
         },
     )
     strict: bool = field(

@@ -42,10 +42,18 @@ class PretokenizeArguments:
     output: str | None = field(default=None, metadata={"help": "Folder of the token store to write."})
     weights: list[float] = field(
         default_factory=list,
-        metadata={"help": "How many times the documents of each input are trained on: 2, 0.5 (half of them), ..."},
+        metadata={
+            "help": "How many times the documents of each input are trained on: 2, 0.5 (half of them), ...",
+            "above": 0,
+            "maximum": 1000,
+        },
     )
-    seed: int = field(default=SEED, metadata={"help": "Decides which documents are held out for validation."})
-    num_proc: int | None = field(default=None, metadata={"help": "Worker processes; one a core where left out."})
+    seed: int = field(
+        default=SEED, metadata={"help": "Decides which documents are held out for validation.", "below": 2**63}
+    )
+    num_proc: int | None = field(
+        default=None, metadata={"help": "Worker processes; one a core where left out.", "minimum": 1, "maximum": 1024}
+    )
     shard: str | None = field(
         default=None, metadata={"help": "Do only share i of n, as i/n from 0/n on; afterwards run once with --merge."}
     )
@@ -65,11 +73,9 @@ class PretokenizeArguments:
 
     def problems(self) -> list[str]:
         found = [f"--{name} is needed. See --help." for name in ("input", "output") if not getattr(self, name)]
-        if self.num_proc is not None and self.num_proc < 1:
-            found.append(f"num_proc is {self.num_proc}; it must be at least 1.")
         if self.shard is None:
             return found
-        if not re.fullmatch(r"\d+/\d+", self.shard) or not self.share[0] < self.share[1]:
+        if not re.fullmatch(r"\d{1,9}/\d{1,9}", self.shard) or not self.share[0] < self.share[1]:
             found.append(f"shard is {self.shard}; it must be i/n with i from 0 to n - 1, as 0/4, 1/4, 2/4, 3/4.")
         others = [name for name in ("merge", "export", "compress") if getattr(self, name)]
         if others:

@@ -34,15 +34,10 @@ class Recipe:
 
     def problems(self) -> list[str]:
         found = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary)
-        fraction = self.corpus.validation_fraction
-        if not 0 < fraction < 1:
-            found.append(f"validation_fraction is {fraction}; it must be above 0 and below 1.")
         if self.weights and len(self.weights) != len(self.inputs):
             found.append(
                 f"There are {len(self.weights)} weights for {len(self.inputs)} inputs; give one for each, in their order."
             )
-        if wrong := [weight for weight in self.weights if not 0 < weight <= 1000]:
-            found.append(f"weights holds {wrong[0]}; a weight must be above 0 and at most 1000.")
         return found
 
     @cached_property

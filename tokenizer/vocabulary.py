@@ -33,7 +33,9 @@ class VocabularyArguments:
         default=None,
         metadata={
             "help": "Number of tokens that a BPE made from text is trained to (32000). A store, characters and an existing "
-            "tokenizer bring their own: another value is refused as a flag and has no effect in a YAML file."
+            "tokenizer bring their own: another value is refused as a flag and has no effect in a YAML file.",
+            "minimum": 1,
+            "maximum": 1_048_576,
         },
     )
     tokenizer_type: Literal["bpe", "character"] = field(
@@ -44,7 +46,10 @@ class VocabularyArguments:
     )
     sample_bytes: int = field(
         default=200_000_000,
-        metadata={"help": "Bytes of text, evenly spread, that a BPE is made from; all where there is less."},
+        metadata={
+            "help": "Bytes of text, evenly spread, that a BPE is made from; all where there is less.",
+            "minimum": 1,
+        },
     )
     pad_token: str = field(default=PADDING, metadata={"help": "Padding token of a BPE made from text, or none."})
     special_tokens: list[str] = field(
@@ -91,8 +96,6 @@ def problems(arguments: VocabularyArguments) -> list[str]:
         found.append(
             "special_tokens are for a BPE that is made from text; leave them out, or tokenizer and tokenizer_type."
         )
-    if arguments.sample_bytes < 1:
-        found.append(f"sample_bytes is {arguments.sample_bytes}; it must be at least 1.")
     if makes_bpe:
         special = _special_tokens(arguments.pad_token, arguments.special_tokens)
         found += [

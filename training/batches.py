@@ -5,6 +5,7 @@ Where the cut begins differs from epoch to epoch, and the windows come in a shuf
 of a run (g counts over all steps and processes) lies in epoch g // windows at place g % windows.
 """
 
+import re
 import time
 from dataclasses import dataclass, field
 
@@ -24,7 +25,12 @@ SHIFTS = tuple(np.uint64(n) for n in (30, 27, 31))
 @dataclass
 class BatchArguments:
     tokens_per_step: int = field(
-        default=32768, metadata={"help": "Tokens of the global batch: all processes and accumulation steps together."}
+        default=32768,
+        metadata={
+            "help": "Tokens of the global batch: all processes and accumulation steps together.",
+            "minimum": 1,
+            "maximum": 10**9,
+        },
     )
     per_device_train_batch_size: str = field(
         default="auto",
@@ -58,11 +64,11 @@ def plan_batches(
     """The split of the global batch, or the problems that forbid it. `auto` takes the largest micro-batch that divides
     the batch and is at most `largest_micro_batch`."""
     micro = arguments.per_device_train_batch_size
-    if micro != "auto" and not (micro.isdecimal() and int(micro) > 0):
+    if micro != "auto" and not re.fullmatch(r"[1-9]\d{0,8}", micro, re.ASCII):
         return None, [f"per_device_train_batch_size is {micro!r}; it must be a positive whole number or auto."]
     tokens = arguments.tokens_per_step
     unit = context * processes * (1 if micro == "auto" else int(micro))
-    if tokens < 1 or tokens % unit:
+    if tokens % unit:
         nearest = sorted({max(1, tokens // unit) * unit, (tokens // unit + 1) * unit})
         factors = f"context {context} x {processes} process{'es' * (processes > 1)}"
         factors += "" if micro == "auto" else f" x micro-batch {micro}"

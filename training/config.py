@@ -30,7 +30,7 @@ from training.reliability.backup import BackupArguments
 from training.reliability.changes import ChangeArguments
 from training.reliability.checkpoint import CheckpointArguments
 from training.reliability.health import HealthArguments
-from training.reliability.run_folder import CONFIG_FILE, RunArguments, resume_source
+from training.reliability.run_folder import CONFIG_FILE, RunArguments, run_of
 from training.reliability.stopping import StoppingArguments
 from training.reporting.profile import ProfileArguments
 from training.reporting.trackers import JournalArguments
@@ -115,33 +115,10 @@ class TrainConfig:
         """What can be seen to be wrong without looking at data or device."""
         found = [
             problem
-            for part in (
-                self.run,
-                self.length,
-                self.optim,
-                self.changes,
-                self.health,
-                self.stopping,
-                self.journal,
-                self.cost,
-            )
+            for part in (self.run, self.length, self.optim, self.changes, self.journal, self.cost)
             for problem in part.problems()
         ]
         found += self.backup.problems(self.run.output_dir)
-        for name, value in (
-            ("eval_steps", self.evaluation.eval_steps),
-            ("save_steps", self.checkpoint.save_steps),
-            ("logging_steps", self.journal.logging_steps),
-            ("max_eval_samples", self.evaluation.max_eval_samples),
-            ("save_total_limit", self.checkpoint.save_total_limit),
-        ):
-            if value is not None and value < 1:
-                found.append(f"{name} is {value}; it must be at least 1.")
-        for name in ("sample_tokens", "sample_temperature", "sample_top_k"):
-            if getattr(self.sampling, name) < 0:
-                found.append(f"{name} is {getattr(self.sampling, name)}; it must be at least 0.")
-        if not 0 <= self.seed < 2**63:
-            found.append(f"seed is {self.seed}; it must be at least 0 and below 2**63.")
         if not self.text:
             for name in sorted(self.flags & ABOUT_TEXT - {"vocab_size"}):
                 found.append(f"{name} is about text, but {self.data.data} is a token store already; leave it out.")
@@ -160,9 +137,11 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
     parser = FlagParser(
         PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN, other_names=OTHER_NAMES
     )
-    named, resumed, no_source = parser.named_config(arguments), None, None
+    names = ("config", "resume_from_checkpoint")
+    named, source = (Path(value) if (value := parser.value_of(name, arguments)) else None for name in names)
+    resumed, no_source = None, None
     try:
-        resumed = resume_source(arguments)
+        resumed = run_of(source) if source is not None else None
         if named and resumed:
             no_source = f"{resumed} brings its own {CONFIG_FILE}; leave --config out and override settings by flags."
     except UserError as error:

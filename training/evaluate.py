@@ -50,10 +50,13 @@ class EvaluationArguments:
             "help": "When to validate and sample: every eval_steps, at each epoch's end, or (no) only at the very end."
         },
     )
-    eval_steps: int = field(default=500, metadata={"help": "Steps between validations."})
+    eval_steps: int = field(default=500, metadata={"help": "Steps between validations.", "minimum": 1})
     max_eval_samples: int | None = field(
         default=None,
-        metadata={"help": "Score only this many windows of one context, evenly spread; all where left out."},
+        metadata={
+            "help": "Score only this many windows of one context, evenly spread; all where left out.",
+            "minimum": 1,
+        },
     )
 
 
@@ -227,7 +230,9 @@ class EvaluateDoor:
         metadata={"help": "Of a run: last, best (by validation loss) or a step; its model/ where left out."},
     )
     data: str | None = field(default=None, metadata={"help": "Token store to score; the run's own where left out."})
-    per_device_eval_batch_size: int = field(default=16, metadata={"help": "Sequences scored at once."})
+    per_device_eval_batch_size: int = field(
+        default=16, metadata={"help": "Sequences scored at once.", "minimum": 1, "maximum": 65_536}
+    )
     compare: bool = field(
         default=False, metadata={"help": "Bits a byte beside those of n-grams and compressors on the same text."}
     )
@@ -236,36 +241,30 @@ class EvaluateDoor:
         metadata={"help": "The same, and beside these: runs, checkpoints, model folders or Hub ids of causal models."},
     )
     compare_documents: int | None = field(
-        default=None, metadata={"help": "Compare on only this many documents, evenly spread; all where left out."}
+        default=None,
+        metadata={"help": "Compare on only this many documents, evenly spread; all where left out.", "minimum": 1},
     )
     memorization: bool = field(
         default=False, metadata={"help": "Look up what the model writes in its training text, word for word."}
     )
     memorization_texts: int = field(
-        default=64, metadata={"help": "Texts that the model writes for it, of up to 256 tokens each."}
+        default=64,
+        metadata={
+            "help": "Texts that the model writes for it, of up to 256 tokens each.",
+            "minimum": 2,
+            "maximum": 100_000,
+        },
     )
-    memorization_span: int = field(default=50, metadata={"help": "Tokens in a row that are looked up."})
+    memorization_span: int = field(default=50, metadata={"help": "Tokens in a row that are looked up.", "minimum": 1})
     seed: int = field(
-        default=1337, metadata={"help": "Decides what the model writes, and which held-out text is taken."}
+        default=1337,
+        metadata={"help": "Decides what the model writes, and which held-out text is taken.", "below": 2**63},
     )
     json: bool = field(default=False, metadata={"help": "One line of JSON, as where the output is no terminal."})
 
     def check(self) -> None:
-        problems = [
-            f"{name} is {value}; it must be at least {least}."
-            for name, least in (
-                ("per_device_eval_batch_size", 1),
-                ("compare_documents", 1),
-                ("memorization_texts", 2),
-                ("memorization_span", 1),
-                ("seed", 0),
-            )
-            if (value := getattr(self, name)) is not None and value < least
-        ]
         if self.model is None:
-            problems.append("Name a run: python -m training.evaluate runs/x")
-        if problems:
-            raise UserError("\n".join(problems))
+            raise UserError("Name a model: python -m training.evaluate runs/x")
 
 
 def main(arguments: list[str]) -> None:

@@ -10,19 +10,18 @@ from training.batches import BatchPlan
 class LengthArguments:
     """One of the three; one epoch where none is given."""
 
-    max_steps: int | None = field(default=None, metadata={"help": "Length of the run in steps."})
+    max_steps: int | None = field(default=None, metadata={"help": "Length of the run in steps.", "minimum": 1})
     num_train_epochs: float | None = field(
-        default=None, metadata={"help": "Length of the run in passes over the text."}
+        default=None, metadata={"help": "Length of the run in passes over the text.", "above": 0, "maximum": 10**6}
     )
-    max_train_tokens: int | None = field(default=None, metadata={"help": "Length of the run in tokens."})
+    max_train_tokens: int | None = field(default=None, metadata={"help": "Length of the run in tokens.", "minimum": 1})
 
     def problems(self) -> list[str]:
         given = {name: value for name, value in vars(self).items() if value is not None}
-        if len(given) > 1:
-            pairs = " and ".join(f"{name} {value}" for name, value in given.items())
-            return [f"{pairs} are given together; the length of a run is only one of them."]
-        wrong = {name: value for name, value in given.items() if not 0 < value < math.inf}
-        return [f"{name} is {value}; it must be above 0 and finite." for name, value in wrong.items()]
+        if len(given) <= 1:
+            return []
+        pairs = " and ".join(f"{name} {value}" for name, value in given.items())
+        return [f"{pairs} are given together; the length of a run is only one of them."]
 
 
 def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> int:

@@ -18,18 +18,37 @@ from training.reliability.checkpoint import load_weights
 class ModelArguments:
     """The fields of `GPT2ScratchConfig`, under its names and with its defaults; the vocabulary is the store's."""
 
-    n_layer: int = field(default=12, metadata={"help": "Number of transformer blocks."})
-    n_head: int = field(default=12, metadata={"help": "Attention heads a block; must divide n_embd."})
-    n_embd: int = field(default=768, metadata={"help": "Width of the residual stream."})
-    n_positions: int = field(default=512, metadata={"help": "Context length in tokens."})
-    n_inner: int | None = field(default=None, metadata={"help": "Width of the MLP; 4 * n_embd where left out."})
+    n_layer: int = field(default=12, metadata={"help": "Number of transformer blocks.", "minimum": 1, "maximum": 1000})
+    n_head: int = field(
+        default=12, metadata={"help": "Attention heads a block; must divide n_embd.", "minimum": 1, "maximum": 1024}
+    )
+    n_embd: int = field(
+        default=768, metadata={"help": "Width of the residual stream.", "minimum": 1, "maximum": 65_536}
+    )
+    n_positions: int = field(
+        default=512, metadata={"help": "Context length in tokens.", "minimum": 1, "maximum": 1_048_576}
+    )
+    n_inner: int | None = field(
+        default=None,
+        metadata={"help": "Width of the MLP; 4 * n_embd where left out.", "minimum": 1, "maximum": 262_144},
+    )
     activation_function: str = field(default="gelu", metadata={"help": "gelu (exact) or gelu_new (GPT-2's tanh)."})
     tie_word_embeddings: bool = field(default=False, metadata={"help": "Use the token embedding as the head too."})
-    embd_pdrop: float = field(default=0.0, metadata={"help": "Dropout probability after the embeddings."})
-    attn_pdrop: float = field(default=0.0, metadata={"help": "Dropout probability on the attention weights."})
-    resid_pdrop: float = field(default=0.0, metadata={"help": "Dropout probability on what a block adds."})
-    layer_norm_epsilon: float = field(default=1e-5, metadata={"help": "Added to the variance in LayerNorm."})
-    initializer_range: float = field(default=0.02, metadata={"help": "Standard deviation of the initial weights."})
+    embd_pdrop: float = field(
+        default=0.0, metadata={"help": "Dropout probability after the embeddings.", "minimum": 0, "below": 1}
+    )
+    attn_pdrop: float = field(
+        default=0.0, metadata={"help": "Dropout probability on the attention weights.", "minimum": 0, "below": 1}
+    )
+    resid_pdrop: float = field(
+        default=0.0, metadata={"help": "Dropout probability on what a block adds.", "minimum": 0, "below": 1}
+    )
+    layer_norm_epsilon: float = field(
+        default=1e-5, metadata={"help": "Added to the variance in LayerNorm.", "minimum": 1e-12, "maximum": 1}
+    )
+    initializer_range: float = field(
+        default=0.02, metadata={"help": "Standard deviation of the initial weights.", "minimum": 1e-6, "maximum": 10}
+    )
 
 
 def model_config(

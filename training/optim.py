@@ -10,37 +10,35 @@ from torch import nn
 
 @dataclass
 class OptimArguments:
-    learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate."})
-    min_learning_rate: float = field(default=6e-5, metadata={"help": "Learning rate of the last step."})
+    learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate.", "above": 0, "maximum": 100})
+    min_learning_rate: float = field(
+        default=6e-5, metadata={"help": "Learning rate of the last step.", "minimum": 0, "maximum": 100}
+    )
     warmup_steps: int = field(default=100, metadata={"help": "Steps over which the rate rises linearly to its peak."})
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = field(
         default="cosine",
         metadata={"help": "How the rate falls from its peak to min_learning_rate; constant: it does not."},
     )
-    weight_decay: float = field(default=0.1, metadata={"help": "Decoupled weight decay, on matrices only."})
-    adam_beta1: float = field(default=0.9, metadata={"help": "Decay of AdamW's first moment."})
-    adam_beta2: float = field(default=0.95, metadata={"help": "Decay of AdamW's second moment."})
-    adam_epsilon: float = field(default=1e-8, metadata={"help": "Added to AdamW's denominator."})
+    weight_decay: float = field(
+        default=0.1, metadata={"help": "Decoupled weight decay, on matrices only.", "minimum": 0, "maximum": 1000}
+    )
+    adam_beta1: float = field(
+        default=0.9, metadata={"help": "Decay of AdamW's first moment.", "minimum": 0, "below": 1}
+    )
+    adam_beta2: float = field(
+        default=0.95, metadata={"help": "Decay of AdamW's second moment.", "minimum": 0, "below": 1}
+    )
+    adam_epsilon: float = field(
+        default=1e-8, metadata={"help": "Added to AdamW's denominator.", "minimum": 1e-20, "maximum": 1}
+    )
     max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are scaled down to this norm; 0: never."})
 
     def problems(self) -> list[str]:
-        found = []
-        if not 0 < self.learning_rate < math.inf:
-            found.append(f"learning_rate is {self.learning_rate}; it must be above 0 and finite.")
-        elif not 0 <= self.min_learning_rate <= self.learning_rate:
-            found.append(
-                f"min_learning_rate is {self.min_learning_rate}; it must be between 0 and learning_rate, "
-                f"{self.learning_rate}."
-            )
-        if self.warmup_steps < 0:
-            found.append(f"warmup_steps is {self.warmup_steps}; it must be at least 0.")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1.")
-        for name in ("weight_decay", "adam_epsilon", "max_grad_norm"):
-            if getattr(self, name) < 0:
-                found.append(f"{name} is {getattr(self, name)}; it must be at least 0.")
-        return found
+        if self.min_learning_rate <= self.learning_rate:
+            return []
+        return [
+            f"min_learning_rate is {self.min_learning_rate}; it must be between 0 and learning_rate, {self.learning_rate}."
+        ]
 
 
 def learning_rate_at(step: int, max_steps: int, arguments: OptimArguments) -> float:

@@ -24,11 +24,16 @@ OPENING_TOKENS = 16  # of a validation document, where no prompts are given
 class SamplingArguments:
     sample_prompts: list[str] = field(
         default_factory=list,
-        metadata={"help": "Prompts to continue at each validation; openings of held-out text where left out."},
+        metadata={
+            "help": "Prompts to continue at each validation; openings of held-out text where left out.",
+            "free_text": True,
+        },
     )
-    sample_tokens: int = field(default=64, metadata={"help": "New tokens a prompt; 0 for no samples."})
+    sample_tokens: int = field(
+        default=64, metadata={"help": "New tokens a prompt; 0 for no samples.", "maximum": 100_000}
+    )
     sample_temperature: float = field(
-        default=0.8, metadata={"help": "Temperature of the samples; 0 takes the likeliest."}
+        default=0.8, metadata={"help": "Temperature of the samples; 0 takes the likeliest.", "maximum": 1000}
     )
     sample_top_k: int = field(default=50, metadata={"help": "Sample from this many likeliest tokens; 0 for all."})
 

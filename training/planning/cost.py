@@ -26,22 +26,16 @@ class CostArguments:
         },
     )
     plan_steps: int = field(
-        default=10, metadata={"help": "With --plan: steps that are really done, to measure; 0 for none."}
+        default=10,
+        metadata={"help": "With --plan: steps that are really done, to measure; 0 for none.", "maximum": 10_000},
     )
 
     def problems(self) -> list[str]:
-        found = []
-        if self.hourly_price is not None and not self.hourly_price >= 0:
-            found.append(f"hourly_price is {self.hourly_price}; it must be at least 0.")
         if self.plan_device is not None and self.plan_device not in RENTALS:
-            found.append(f"plan_device is {self.plan_device!r}; it must be one of {', '.join(RENTALS)}.")
-        elif self.plan_device is not None and not self.plan:
-            found.append(
-                f"plan_device is {self.plan_device} without --plan, which it is for; add --plan, or leave it out."
-            )
-        if self.plan_steps < 0:
-            found.append(f"plan_steps is {self.plan_steps}; it must be at least 0.")
-        return found
+            return [f"plan_device is {self.plan_device!r}; it must be one of {', '.join(RENTALS)}."]
+        if self.plan_device is not None and not self.plan:
+            return [f"plan_device is {self.plan_device} without --plan, which it is for; add --plan, or leave it out."]
+        return []
 
 
 def watts_of_all(accelerator: Accelerator) -> float | None:

@@ -66,10 +66,13 @@ class CheckpointArguments:
         default="steps",
         metadata={"help": "When to save: every save_steps, at each epoch's end, or only at the very end."},
     )
-    save_steps: int = field(default=500, metadata={"help": "Steps between checkpoints."})
+    save_steps: int = field(default=500, metadata={"help": "Steps between checkpoints.", "minimum": 1})
     save_total_limit: int | None = field(
         default=None,
-        metadata={"help": "Keep this many checkpoints, and the best by validation loss; all where left out."},
+        metadata={
+            "help": "Keep this many checkpoints, and the best by validation loss; all where left out.",
+            "minimum": 1,
+        },
     )
 
 

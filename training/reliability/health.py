@@ -21,11 +21,15 @@ ENOUGH = WINDOW // 2  # to compare with
 @dataclass
 class HealthArguments:
     max_nonfinite_steps: int = field(
-        default=20, metadata={"help": "Stop after this many steps in a row whose loss or gradient is not finite."}
+        default=20,
+        metadata={"help": "Stop after this many steps in a row whose loss or gradient is not finite.", "minimum": 1},
     )
     spike_z_score: float = field(
         default=6.0,
-        metadata={"help": "A loss this many standard deviations above the mean of the last 128 is a spike."},
+        metadata={
+            "help": "A loss this many standard deviations above the mean of the last 128 is a spike.",
+            "above": 0,
+        },
     )
     on_spike: Literal["log", "rollback"] = field(
         default="log",
@@ -34,14 +38,6 @@ class HealthArguments:
             "checkpoints are kept then)."
         },
     )
-
-    def problems(self) -> list[str]:
-        found = []
-        if self.max_nonfinite_steps < 1:
-            found.append(f"max_nonfinite_steps is {self.max_nonfinite_steps}; it must be at least 1.")
-        if not self.spike_z_score > 0:
-            found.append(f"spike_z_score is {self.spike_z_score}; it must be above 0.")
-        return found
 
 
 class DivergenceError(UserError):

@@ -50,7 +50,9 @@ class RunArguments:
         default=None,
         metadata={"help": "Go on with a run (its folder: the newest checkpoint) or from one of its checkpoints."},
     )
-    seed: int = field(default=1337, metadata={"help": "Decides initial weights, data order and dropout."})
+    seed: int = field(
+        default=1337, metadata={"help": "Decides initial weights, data order and dropout.", "below": 2**63}
+    )
 
     def problems(self) -> list[str]:
         try:
@@ -148,23 +150,6 @@ def may_hold_run(folder: RunFolder) -> bool:
 
 def is_checkpoint(path: Path) -> bool:
     return path.name.startswith("step_") and path.parent.name == "checkpoints"
-
-
-def resume_source(arguments: list[str]) -> Path | None:
-    """The run folder that `--resume_from_checkpoint` names, by itself or by one of its checkpoints.
-
-    Raises:
-        UserError: it is not there, or not a run folder.
-    """
-    named = None
-    for position, argument in enumerate(arguments):
-        if argument == "--resume_from_checkpoint" and position + 1 < len(arguments):
-            named = arguments[position + 1]
-        elif argument.startswith("--resume_from_checkpoint="):
-            named = argument.split("=", 1)[1]
-    if named is None:
-        return None
-    return run_of(Path(named))
 
 
 def run_of(path: Path) -> Path:

@@ -37,19 +37,20 @@ TICK = 0.5  # seconds between looks at the launcher and the clock
 class StoppingArguments:
     max_hours: float | None = field(
         default=None,
-        metadata={"help": "Stop and save after this many hours, counted from the start of the process."},
+        metadata={
+            "help": "Stop and save after this many hours, counted from the start of the process.",
+            "above": 0,
+            "maximum": 10**6,
+        },
     )
     ddp_timeout: int = field(
-        default=600, metadata={"help": "Seconds that processes wait for one that hangs, before the job ends."}
+        default=600,
+        metadata={
+            "help": "Seconds that processes wait for one that hangs, before the job ends.",
+            "minimum": 1,
+            "maximum": 604_800,
+        },
     )
-
-    def problems(self) -> list[str]:
-        found = []
-        if self.max_hours is not None and not 0 < self.max_hours < math.inf:
-            found.append(f"max_hours is {self.max_hours}; it must be above 0 and finite.")
-        if self.ddp_timeout < 1:
-            found.append(f"ddp_timeout is {self.ddp_timeout}; it must be at least 1 second.")
-        return found
 
 
 class Stopper:

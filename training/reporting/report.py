@@ -15,6 +15,7 @@ import yaml
 
 from errors import counted
 from modeling_gpt2scratch import GPT2ScratchConfig
+from settings_file import read_yaml
 from tokenizer.report import documents, left_out
 from tokenizer.store import Metadata, write_whole
 from training.early import launch_command
@@ -54,7 +55,7 @@ class About:
 def write_report(folder: RunFolder, about: About) -> None:
     """Writes report.md and, where matplotlib is installed, its plots from what the run has logged so far."""
     entries, events, samples = read_metrics(folder.metrics), read_events(folder.events), read_samples(folder.samples)
-    settings = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    settings = read_yaml(folder.config)
     hours_in_all, hourly_price = hours(events, datetime.now(UTC)), settings.get("hourly_price")
     sections = [
         f"# {folder.path.name}",

@@ -18,7 +18,7 @@ STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names 
 @dataclass
 class JournalArguments:
     logging_steps: int = field(
-        default=10, metadata={"help": "Steps between log lines; each waits for the device once."}
+        default=10, metadata={"help": "Steps between log lines; each waits for the device once.", "minimum": 1}
     )
     report_to: list[str] = field(
         default_factory=list, metadata={"help": "Trackers of Accelerate to log to: tensorboard, wandb, ... or all."}
