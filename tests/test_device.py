@@ -1,3 +1,4 @@
+import json
 import os
 import sys
 
@@ -68,20 +69,31 @@ def test_freed_memory_is_kept_and_not_asked_for_again(launch):
     assert int(launch("-c", code).stdout) < 1000
 
 
+CHILD = (
+    "import os, training.threads, training.early as e; print(os.environ['OMP_NUM_THREADS'], e.is_alone_by_mistake())"
+)
+LAUNCHER = f"import json, os, subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}], env=os.environ | json.loads(sys.argv[1]))"
+UNASKED = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}  # what the launcher exports where nobody asked
+
+
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("users", "launchers", "threads", "alone"),
     [
-        ({"OMP_NUM_THREADS": ""}, None),  # without a launcher
-        ({"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}, None),  # what the launcher says unasked
-        ({"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default", "LOCAL_WORLD_SIZE": "1000"}, 1),
-        ({"OMP_NUM_THREADS": "1"}, 1),
-        ({"OMP_NUM_THREADS": "3", "ACCELERATE_DYNAMO_MODE": "default"}, 3),
+        ({}, {}, None, False),  # without a launcher
+        ({"OMP_NUM_THREADS": "1", "MASTER_ADDR": "node1"}, {}, 1, False),
+        ({}, UNASKED, None, False),
+        ({}, UNASKED | {"LOCAL_WORLD_SIZE": "1000", "WORLD_SIZE": "1000", "MASTER_ADDR": "node1"}, 1, False),
+        ({"OMP_NUM_THREADS": "1"}, UNASKED, 1, False),
+        ({}, UNASKED | {"OMP_NUM_THREADS": "3"}, 3, False),
+        ({}, UNASKED | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, None, True),
+        ({"MASTER_ADDR": "node1"}, UNASKED, None, False),  # as under Slurm
+        ({"MASTER_ADDR": "node1"}, UNASKED | {"MASTER_ADDR": "127.0.0.1"}, None, True),
     ],
 )
-def test_torch_loads_with_all_cores_where_nobody_asked_for_less(launch, told, expected):
+def test_what_a_user_says_is_told_from_what_the_launcher_says(launch, users, launchers, threads, alone):
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
-    result = launch("-c", "import os, training.threads; print(os.environ['OMP_NUM_THREADS'])", **told)
-    assert int(result.stdout) == (expected or cores), result.stderr
+    result = launch("-c", LAUNCHER, json.dumps(launchers), **{"OMP_NUM_THREADS": ""} | users)
+    assert result.stdout.split() == [str(threads or cores), str(alone)], result.stderr
 
 
 @pytest.mark.parametrize(

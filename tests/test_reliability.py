@@ -249,6 +249,15 @@ def test_python_and_accelerate_launch_are_the_same_run(start, tmp_path):
     assert untimed(one) == untimed(other)
 
 
+def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(launch, tmp_path):
+    launcher = ("-m", "accelerate.commands.launch", "--quiet", "--cpu", "--num_processes", "2")
+    result = launch(*launcher, "train_accelerate.py", "--output_dir", tmp_path / "run")
+    assert result.stderr.splitlines()[-1].startswith(
+        "error: accelerate launch was asked for several processes and started one"
+    )
+    assert (result.returncode, list(tmp_path.iterdir())) == (1, [])
+
+
 def test_the_command_to_resume_names_the_file_of_several_processes(launch):
     code = "import os, training.early; os.environ['RANK'] == '0' and print(training.early.launch_command())"
     for file, options in (

@@ -29,6 +29,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
+from training.early import is_alone_by_mistake
 from training.planning.datasheet import peak_flops
 from training.sharding import Sharding, keep_accelerate_from_sharding, sharding_asked
 
@@ -109,6 +110,11 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
         UserError: a precision that the device does not have, or a value that is none of the choices.
     """
     problems, notes = _kernel_problems(), []
+    if is_alone_by_mistake():
+        problems.append(
+            "accelerate launch was asked for several processes and started one, as it does with --cpu and where there are fewer "
+            "GPUs than processes; add --config_file launch/two_cpu_processes.yaml, or launch/one_node.yaml for GPUs."
+        )
     precision = arguments.mixed_precision
     if precision == "auto" and (launched := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) != "no":
         precision = launched  # the launcher says `no` also when nobody asked it

@@ -32,14 +32,38 @@ def launch_command() -> str:
     """Return how a command like this one starts: `python train_accelerate.py`, or `accelerate launch` with its main options."""
     if not is_launched():
         return "python train_accelerate.py"
-    words = []
-    with suppress(psutil.Error):  # the launcher is gone
-        words = [part for word in psutil.Process(PARENT).cmdline() for part in word.split("=", 1)]
-    file = Path(dict(pairwise(words)).get("--config_file", ""))
+    file = Path(launcher_option("config_file"))
     processes = os.environ.get("WORLD_SIZE", "1")
     options = f" --config_file launch/{file.name}" if file.parent.name == "launch" else ""
     options += f" --num_processes {processes}" if processes != "1" else ""
     return f"accelerate launch --quiet{options} train_accelerate.py"
+
+
+def launcher_option(name: str) -> str:
+    """Return what the launcher's command line gives for an option; empty where it has none, or the launcher is gone."""
+    words = []
+    with suppress(psutil.Error):
+        words = [part for word in psutil.Process(PARENT).cmdline() for part in word.split("=", 1)]
+    return {word.replace("-", "_"): value for word, value in pairwise(words)}.get(f"__{name}", "")
+
+
+def set_by_launcher(name: str) -> bool:
+    """Whether a variable of the environment has a value that the launcher was not started with."""
+    if not is_launched() or name not in os.environ:
+        return False
+    try:
+        return psutil.Process(PARENT).environ().get(name) != os.environ[name]
+    except psutil.Error:
+        return True
+
+
+def is_alone_by_mistake() -> bool:
+    """Whether `accelerate launch` was asked for several processes and started one: without a WORLD_SIZE, it names a meeting
+    point only then. A shell may name one too, as under Slurm."""
+    if not is_launched() or "WORLD_SIZE" in os.environ:
+        return False
+    has_meeting_point = set_by_launcher("MASTER_ADDR") or set_by_launcher("MASTER_PORT")
+    return has_meeting_point or launcher_option("num_processes") not in ("", "0", "1")
 
 
 def die_with_launcher(wanted: bool) -> None:

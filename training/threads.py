@@ -4,7 +4,7 @@ import os
 
 import psutil
 
-from training.early import is_launched
+from training.early import launcher_option, set_by_launcher
 
 
 def _cores() -> int:
@@ -13,9 +13,14 @@ def _cores() -> int:
     return min(physical, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else physical
 
 
-# Where nobody set it, the launcher exports 1, which would idle all other cores; without a launcher, torch might choose another
-# number and so round differently. To tell torch later helps by half: a step of two threads is then a fifth slower
-# (docs/log.md).
-_UNSET = "1" if is_launched() else None
-if (os.environ.get("OMP_NUM_THREADS") or None) == _UNSET:
+def _is_asked_for() -> bool:
+    """Whether the user chose a number. Where nobody did, the launcher exports 1, which would idle all other cores."""
+    number = os.environ.get("OMP_NUM_THREADS", "")
+    is_chosen = not set_by_launcher("OMP_NUM_THREADS") or launcher_option("num_cpu_threads_per_process")
+    return number not in ("", "1") or bool(number and is_chosen)
+
+
+# Otherwise torch might choose another number and so round differently. To tell torch later helps by half: a step of two
+# threads is then a fifth slower (docs/log.md).
+if not _is_asked_for():
     os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
