@@ -259,7 +259,8 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (None where it was closed)
-    sys.stdout.reconfigure(errors="replace")  # text of a model must not end a run on a terminal without UTF-8
+    # A log file shows how far the command is, and text of a model ends no run on a terminal without UTF-8.
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
     code: Any = 0
     try:
         try:

@@ -6,6 +6,9 @@ python generate.py openai-community/gpt2 --prompt "Once" --max_new_tokens 200 --
 python generate.py runs/x --prompt "Once" --num_return_sequences 32 --dtype bfloat16
 """
 
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+# isort: split
 import sys
 from dataclasses import dataclass, field
 from typing import Literal

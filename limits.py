@@ -46,7 +46,7 @@ def _problem_of_text(name: str, text: str, is_free: bool) -> str | None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        return f"{name} is {ascii(text)[:300]}, which is not UTF-8 text; rename the file, or correct the value."
+        return f"{name} is {ascii(text)[:300]}, which is not UTF-8 text; correct it, or rename what it names."
     if is_free:
         return None
     if not text.strip():

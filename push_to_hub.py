@@ -6,6 +6,9 @@ python push_to_hub.py runs/x --repo_id user/name --checkpoint best --revisions  
 python push_to_hub.py runs/x --repo_id user/name --format both --gguf f16 q8_0    # also for vLLM, llama.cpp and others
 """
 
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+# isort: split
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,12 +8,10 @@ python train_accelerate.py --resume_from_checkpoint runs/x  # go on where it sto
 `accelerate launch --quiet train_accelerate.py` is the same run of one process; several need it, with a file of launch/.
 """
 
-# First: if the launcher dies during the imports below, which take seconds, this process ends with it.
+# First: at Ctrl-C, or if the launcher dies, during the imports below, which take seconds, this process ends too.
+import interrupt  # noqa: F401
 import training.early
-import training.threads
-
-if __name__ == "__main__":
-    training.early.leave_on_interrupt()
+import training.threads  # noqa: F401
 
 # isort: split
 import gc

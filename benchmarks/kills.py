@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.results import REPOSITORY, device_name
 from command_line import FlagParser, run
+from errors import UserError
 from training.reliability.checkpoint import complete_checkpoints, damage, step_of
 from training.reliability.run_folder import RunFolder
 from training.reporting.speed import SHOWN
@@ -74,6 +75,11 @@ def start(folder: Path, text: Path, arguments: KillsArguments) -> subprocess.Pop
         )
 
 
+def finish(folder: Path, text: Path, arguments: KillsArguments) -> None:
+    if start(folder, text, arguments).wait() != 0:
+        raise UserError(f"The run failed: {(folder.parent / 'output.txt').read_text()[-2000:]}")
+
+
 def everything_of(launcher: subprocess.Popen) -> list[psutil.Process]:
     try:
         return psutil.Process(launcher.pid).children(recursive=True)
@@ -90,7 +96,8 @@ def kill(launcher: subprocess.Popen, chance: random.Random) -> tuple[str, float]
     launcher.wait()
     psutil.wait_procs(workers, timeout=120)
     left = [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
-    assert not left, f"still there: {left}"
+    if left:
+        raise UserError(f"These processes are still there: {left}.")
     return victim, time.monotonic() - began
 
 
@@ -112,7 +119,7 @@ def main(arguments: list[str]) -> None:
         words = "the of and a to in is was he for it with as his on be at by".split()
         text.write_text("\n".join(" ".join(chance.choice(words) for _ in range(8)) for _ in range(8000)))
         straight, killed = Path(scratch) / "straight", Path(scratch) / "killed"
-        assert start(straight, text, options).wait() == 0, (Path(scratch) / "output.txt").read_text()[-2000:]
+        finish(straight, text, options)
         seen = []
         while len(seen) < options.kills:
             launcher = start(killed, text, options)
@@ -130,7 +137,7 @@ def main(arguments: list[str]) -> None:
             seen.append({"killed": victim, "seconds_until_all_ended": round(seconds, 2), "complete": len(complete)})
             seen[-1] |= {"damaged": damaged, "half_written": half_written, "newest": step_of(complete[-1])}
             print(seen[-1], flush=True)
-        assert start(killed, text, options).wait() == 0, (Path(scratch) / "output.txt").read_text()[-2000:]
+        finish(killed, text, options)
         result = {
             "machine": device_name(),
             "date": datetime.date.today().isoformat(),

@@ -10,6 +10,7 @@ not part of what is uploaded.
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -332,11 +333,19 @@ def main(arguments: list[str] | None = None) -> int:
     logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, below
     logging.disable_progress_bar()
     try:
+        for name in ("source", "destination"):
+            if not getattr(options, name).strip():
+                raise ModelError(f"{name} is empty, as an unset variable of a shell is; name a folder.")
         convert(options.source, options.destination, options.to)
-    except ModelError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"Wrote {options.destination} ({options.to}).", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except (ModelError, OSError, UnicodeError) as error:
+        print(f"error: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return 1
-    print(f"Wrote {options.destination} ({options.to}).")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -5,6 +5,9 @@ python -m publishing.demo runs/a/checkpoints/step_00001000 runs/a openai-communi
 python -m publishing.demo user/a user/b --space user/demo          # as a Space on the Hub; --dry_run looks first
 """
 
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+# isort: split
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

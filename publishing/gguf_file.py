@@ -4,6 +4,9 @@ python -m publishing.gguf_file runs/x model-f16.gguf --type f16
 python -m publishing.gguf_file runs/x/checkpoints/step_00001000 model-q8_0.gguf --type q8_0
 """
 
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+# isort: split
 import copy
 import json
 from dataclasses import dataclass, field

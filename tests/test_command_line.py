@@ -1,6 +1,10 @@
 """Flags over a YAML file over defaults, and errors that are one sentence."""
 
 import importlib
+import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,6 +18,7 @@ import tokenizer.pretokenize
 import train_accelerate
 import training.evaluate
 from command_line import FlagParser, read_yaml, run
+from conftest import REPOSITORY
 from errors import UserError
 from training.config import PARTS, read_config
 from training.other_names import OTHER_NAMES
@@ -411,3 +416,37 @@ def test_one_process_says_what_is_wrong_and_all_leave_with_a_code(
     with pytest.raises(SystemExit) as leaving:
         run(main)
     assert (leaving.value.code, capsys.readouterr().err, waited) == (code, said, seconds)
+
+
+def test_an_output_that_is_closed_full_or_not_read_ends_without_a_traceback(store):
+    command = [sys.executable, "-m", "tokenizer.inspect", str(store.folder)]
+    reader, not_read = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full, os.fdopen(not_read, "w") as unread:
+        for output, shell, expected in (
+            (unread, [], (0, "")),
+            (full, [], (1, "error: No space left on device.\n")),
+            (None, ["sh", "-c", 'exec "$0" "$@" >&-'], (0, "")),
+        ):
+            done = subprocess.run(
+                [*shell, *command], stdout=output, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False
+            )
+            assert (done.returncode, done.stderr) == expected
+
+
+def test_ctrl_c_during_the_imports_of_a_command_is_one_word():
+    process = subprocess.Popen([sys.executable, "generate.py", "x"], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "interrupted\n"
+    assert process.returncode == 130
+
+
+def test_a_file_that_cannot_be_opened_is_one_sentence(capsys, tmp_path):
+    with pytest.raises(SystemExit) as leaving:
+        run(lambda arguments: (tmp_path / "missing").read_text())
+    assert (leaving.value.code, capsys.readouterr().err) == (
+        1,
+        f"error: {tmp_path}/missing: No such file or directory.\n",
+    )

@@ -4,6 +4,9 @@ python -m tokenizer.inspect data/my
 python -m tokenizer.inspect data/my --split val --document 3
 """
 
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+# isort: split
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal

@@ -8,8 +8,10 @@ python -m tokenizer.pretokenize --input crawl/ --output data/crawl --shard 3/64 
 Interrupted, the same command goes on, and what it makes is the same to the byte, in any number of processes.
 """
 
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+# isort: split
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -116,5 +118,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)  # a log file shows how far it is
     run(main)

@@ -4,6 +4,9 @@ python -m tokenizer.unpack data/my.tar.zst
 python -m tokenizer.unpack data/my.tar.zst --output data/elsewhere
 """
 
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+# isort: split
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -72,12 +72,6 @@ def die_with_launcher(wanted: bool) -> None:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL if wanted else 0)
 
 
-def leave_on_interrupt() -> None:
-    """End this process at Ctrl-C with exit code 130 and one word instead of a traceback, until `command_line.run` takes over."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise a shell's `&` has it ignored
-        signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
-
-
 def _is_orphan() -> bool:
     """Whether the launcher has died before this could be asked for. In a container, process 1 may be the launcher itself."""
     if not is_launched() or os.getppid() == PARENT != 1:

@@ -7,6 +7,9 @@ python -m training.evaluate runs/x --compare_with runs/y openai-community/gpt2
 python -m training.evaluate runs/x --memorization                   # what it writes that stands in its training text
 """
 
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+# isort: split
 import json
 import math
 import sys
