@@ -192,6 +192,8 @@ def make_plan(
     available = _available(accelerator, config.cost.plan_device, reserved)
     if model is not None:
         memory = _memory(model, config, accelerator, setup)
+        if memory.copies_to_host and not config.cost.plan:
+            problems += _host_problems(memory, local)
         largest = memory.largest_micro_batch(available)
         if accelerator.num_processes > 1:
             largest = int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
@@ -210,6 +212,18 @@ def make_plan(
     position = Position(passed_over=tuple(map(tuple, restarted.get("passed_over", ()))))
     settings = _settings(config, store, steps, accelerator.mixed_precision)
     return Plan(model, batches, order, steps, placement, memory, available, settings, position)
+
+
+def _host_problems(memory: Memory, processes: int) -> list[str]:
+    """A model that cannot fit the machine, whatever else runs there: the system would kill the process without a word."""
+    needed = sum(memory.fixed().values()) * processes
+    there = psutil.virtual_memory().total + psutil.swap_memory().total
+    if needed <= there:
+        return []
+    return [
+        f"A model of {memory.parameters:,} parameters takes {needed / 1e9:,.0f} GB with its gradients and moments, and this machine "
+        f"has {there / 1e9:,.0f} GB; lower n_layer or n_embd, or use a GPU or a larger machine."
+    ]
 
 
 def _graph_problems(setup: Setup, batches: BatchPlan) -> list[str]:
