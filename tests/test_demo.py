@@ -302,7 +302,7 @@ def test_a_space_is_published_with_models_that_everyone_can_see(hub, tmp_path, m
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "Name a model"),
+        ([], "Name one or more models"),
         (["a/b", "a/c", "a/d", "a/e", "a/f"], "5 models are given; at most 4 fit"),
         (["no/such/run"], "neither a folder here nor a Hub id"),
         (["nobody/nothing"], "nobody/nothing is not a local path"),
