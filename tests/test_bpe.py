@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tokenizer import encode
 from tokenizer.bpe import NONE, Merges, PairTable, byte_level_alphabet, is_plain
 
 ALPHABET = byte_level_alphabet()
@@ -86,6 +87,27 @@ def test_any_merges_give_the_tokens_of_tokenizers(seed, first_id):
     assert not vectorised.at_once.all()
     words = words_of("abcd", 3000, 40, seed) + words_of("ab", 1000, 30, seed)
     assert encoded(vectorised, words) == in_rust(rust, words)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_words_in_windows_have_the_tokens_of_whole_ones(seed, monkeypatch):
+    pick = random.Random(seed)
+    monkeypatch.setattr(encode, "WINDOW", pick.choice([20, 64, 300]))
+    monkeypatch.setattr(encode, "OVERLAP", pick.choice([2, 7, 16]))
+    tokens, merges = list("abcd"[: pick.choice([1, 2, 4])]), []
+    for _ in range(60):
+        pair = (pick.choice(tokens), pick.choice(tokens))
+        if pair not in merges and len("".join(pair)) < 30:
+            merges.append(pair)
+            tokens.append("".join(pair))
+    if seed % 2:  # as no training makes them
+        pick.shuffle(merges)
+    rust = byte_level(merges)
+    encoder = encode.WordEncoder(rust, np.dtype("<u4"))
+    words = [*words_of("ab", 10, 2000, seed), *words_of("abcd", 10, 2000, seed), b"a" * 999, b"abb" * 500]
+    words.append("".join(pick.choices(tokens, k=500)).encode())
+    for word, ids in zip(words, in_rust(rust, words), strict=True):
+        assert encoder([word], [encode.NOTHING])[0].tolist() == ids
 
 
 def test_a_long_word_is_many_rounds():

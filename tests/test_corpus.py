@@ -14,6 +14,7 @@ import pytest
 
 from errors import UserError
 from tokenizer import corpus as corpus_module
+from tokenizer import documents as documents_module
 from tokenizer.corpus import STANDARD_LIBRARY, Corpus, CorpusArguments, Unit
 from tokenizer.documents import Counts, Reader
 
@@ -438,7 +439,8 @@ def test_a_check_on_the_way_counts_on_the_text_that_is_still_to_come_and_names_w
         ("a.txt", b"x" * (1 << 20 | 1), r"1 run without a place to cut\).*; the first in \S*/a.txt\.$"),
     ],
 )
-def test_strict_refuses_what_is_otherwise_mended_and_says_where_it_stands(tmp_path, name, content, what):
+def test_strict_refuses_what_is_otherwise_mended_and_says_where_it_stands(tmp_path, monkeypatch, name, content, what):
+    monkeypatch.setattr(documents_module, "LONGEST_RUN", 1 << 20)
     write(tmp_path / "good.txt", GOOD * 10)
     for i in range(100):
         write(tmp_path / f"good{i}.txt", "good")

@@ -344,27 +344,30 @@ def test_a_long_record_comes_in_pieces_too(tmp_path, name):
     ("sample_by", "part"),
     [("document", "長い"), ("document", "/x"), ("document", "\u0301"), ("line", "x"), ("paragraph", "x")],
 )
-def test_a_long_line_without_any_place_to_cut_is_kept_and_counted(tmp_path, sample_by, part):
+def test_a_long_line_without_any_place_to_cut_is_one_piece_up_to_a_limit(tmp_path, monkeypatch, sample_by, part):
     text = part * (2_200_000 // len(part))
     start = time.process_time()
     found, counts = pieces(write(tmp_path / "a.txt", text), sample_by)
     assert time.process_time() - start < 3  # minutes, were it quadratic
+    assert [piece.text for piece in found if piece.text] == [text]
+    assert counts.cut_words == 0
+    monkeypatch.setattr(documents_module, "LONGEST_RUN", 1_200_000)
+    found, counts = pieces(tmp_path / "a.txt", sample_by)
     assert joined(found) == text
-    assert counts.documents == 1
-    assert counts.cut_words in (1, 2)
-    assert max(len(piece.text) for piece in found) <= PIECE_BYTES
+    assert (counts.documents, counts.cut_words) == (1, 1)
+    assert max(len(piece.text) for piece in found) <= 1_200_000 + PIECE_BYTES
 
 
 @pytest.mark.parametrize("part", ["\r\n", "\n\r"])
 def test_no_line_break_is_torn_where_there_is_no_place_to_cut(tmp_path, monkeypatch, part):
     monkeypatch.setattr(documents_module, "PIECE_BYTES", 50)
-    monkeypatch.setattr(documents_module, "LONGEST_WORD", 9)
+    monkeypatch.setattr(documents_module, "LONGEST_RUN", 50)
     text = "a" + part * 1000 + "b"
     for unit_bytes in (60, 61):
         monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
         found, _ = pieces(write(tmp_path / "a.txt", text))
         assert joined(found) == text
-        assert len(found) > 50
+        assert len(found) > 30
         assert not any(
             a.text.endswith("\r") and b.text.startswith("\n") for a, b in itertools.pairwise(found) if b.text
         )

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from benchmarks.long_words import TEXTS
 from conftest import prose
 from errors import UserError
 from tokenizer import encode, vocabulary
@@ -36,6 +37,9 @@ UNICODE = {
     "a literal special token": "the <|endoftext|> and <|pad|> of<|endoftext|>",
     "nothing": "",
 }
+
+
+WITHOUT_BLANKS = TEXTS | {"one_letter": lambda pick, n_bytes: "a" * n_bytes}
 
 
 @pytest.fixture(scope="module")
@@ -110,16 +114,38 @@ def test_training_is_repeatable_however_a_text_is_divided_where_words_end():
 
 def test_the_words_of_large_texts_are_counted_a_batch_at_a_time(monkeypatch):
     texts = [prose(i, 400) for i in range(10)]
-    at_once = vocabulary.count_words(texts)
+    at_once, _ = vocabulary.count_words(texts)
     assert (at_once[b" the"], at_once[b"."], at_once[b"\xff"]) == (142, 500, 0)
     monkeypatch.setattr(vocabulary, "COUNTED_BYTES", 1000)
-    assert vocabulary.count_words(texts) == at_once
+    assert vocabulary.count_words(texts) == (at_once, 0)
+
+
+@pytest.mark.parametrize("name", WITHOUT_BLANKS)
+def test_long_words_train_the_bpe_in_pieces_and_are_encoded_as_tokenizers_does(name, capsys):
+    text = WITHOUT_BLANKS[name](random.Random(0), 1 << 18)
+    counts, cut = vocabulary.count_words([text, "a few short words"])
+    assert (cut > 0) == (name in ("one_letter", "dna", "chinese"))
+    assert max(map(len, counts)) <= vocabulary.LONGEST_COUNTED_WORD  # the trainer's time grows with its square
+    assert sum(len(word) * number for word, number in counts.items()) == len(text.encode()) + 17
+    tokenizer = train_bpe([text], 600)
+    assert (f"{cut} word of more than 1,024 bytes" in capsys.readouterr().out) == (cut > 0)
+    rust = tokenizer.backend_tokenizer
+    [ids] = encoded(tokenizer, text)
+    assert ids.tolist() == rust.encode(text).ids
+
+
+def test_of_more_pieces_of_words_than_the_trainer_can_hold_some_stand_for_all(monkeypatch):
+    monkeypatch.setattr(vocabulary, "COUNTED_PIECE_BYTES", 10_000)
+    text = TEXTS["dna"](random.Random(0), 1 << 18)
+    counts, _ = vocabulary.count_words([text, text])
+    assert sum(map(len, counts)) <= 10_000
+    assert counts.total() == 2 * (1 << 18) // 1024
 
 
 def test_of_very_many_words_those_that_occur_once_are_let_go(monkeypatch):
     monkeypatch.setattr(vocabulary, "COUNTED_BYTES", 100)
     monkeypatch.setattr(vocabulary, "COUNTED_WORDS", 50)
-    counts = vocabulary.count_words(f" same once{'x' * i}" for i in range(100))
+    counts, _ = vocabulary.count_words(f" same once{'x' * i}" for i in range(100))
     assert counts[b" same"] == 100
     assert len(counts) < 60
 

@@ -47,6 +47,8 @@ class Merges:
             else (np.zeros(0, dtype=np.int32),) * 3
         )
         self.made = made  # (merges,)
+        self.lengths = np.zeros(max(vocab.values()) + 1, dtype=np.int64)  # bytes of each token
+        self.lengths[list(vocab.values())] = list(map(len, vocab))
         self.at_once = self._may_go_at_once(left, right, max(vocab.values()) + 1)
         self.ranks = PairTable(left, right, small=max(vocab.values()) < 0xFFFF)
         pairs = np.arange(1 << 16)

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PIECE_BYTES = 1 << 20
-LONGEST_WORD = 64 << 10  # characters; what has no place to cut for a whole piece is cut by this, and counted
+LONGEST_RUN = (
+    16 << 20
+)  # characters; text without any place to cut is one piece up to this, and beyond it is cut and counted
 LONGEST_RECORD = 128 << 20  # bytes of a line of jsonl, or of a json file: it has to fit in memory
 HEAD_BYTES = 8192
 NUL_SHARE = 0.01  # more of them, and a file is no text
@@ -168,31 +170,28 @@ class Reader:
     ) -> Iterator[Piece]:
         """(text, whether a document ends with it) -> pieces, cut between words, so that they encode to the tokens of the
         whole. `starts` and `stops`: whether the first and the last text are the ends of a document."""
-        rest, ends = "", True
+        rest, ends, searched = "", True, 0
         for text, ends in texts:
             rest += text
             if ends:
                 yield Piece(rest, starts, True)
-                rest, starts = "", True
+                rest, starts, searched = "", True, 0
             elif len(rest) > PIECE_BYTES:
-                for cut in self._cuts(rest, path):
+                cut = self._cut(rest, searched, path)
+                if cut:
                     yield Piece(rest[:cut], starts, False)
                     rest, starts = rest[cut:], False
+                searched = 0 if cut else len(rest) - 2  # whether the last two are a place depends on what follows
         if not ends:
             yield Piece(rest, starts, stops)
 
-    def _cuts(self, text: str, path: str) -> Iterator[int]:
-        """How much to cut off: up to the last place between words, or, without any, all of it in short runs."""
-        found = next(filter(None, (pattern.match(text) for pattern in LAST_CUTS)), None)
-        if found:
-            yield found.end()
-            return
+    def _cut(self, text: str, searched: int, path: str) -> int:
+        """How much to cut off: up to the last place between words; nothing where there is none; all where that is too long."""
+        found = next(filter(None, (pattern.match(text, searched) for pattern in LAST_CUTS)), None)
+        if found or len(text) <= LONGEST_RUN:
+            return found.end() if found else 0
         self.counts.note("cut_words", 1, path)
-        start = 0
-        for stop in range(LONGEST_WORD, len(text), LONGEST_WORD):
-            stop -= text[stop - 1] == "\r"  # a line break is not torn
-            yield stop - start
-            start = stop
+        return len(text) - text.endswith("\r")  # a line break is not torn
 
     def _blocks(self, stretch: Stretch) -> Iterator[str]:
         """The text of a stretch of a file, a quarter of a piece at a time; nothing of a binary file."""
@@ -231,11 +230,7 @@ class Reader:
             if isinstance(value, bytes):
                 value = value.decode("utf-8", errors="surrogateescape")
             if isinstance(value, str):
-                text = self._mended(value, path, **place)
-                if len(text) <= PIECE_BYTES:
-                    yield Piece(text, True, True)
-                else:
-                    yield from self._in_pieces(_in_blocks(text), path)
+                yield from self._in_pieces(_in_blocks(self._mended(value, path, **place)), path)
                 continue
             if self.chat is None:
                 self.counts.note("empty_records", 1, path, **place)
@@ -247,11 +242,13 @@ class Reader:
                 continue
             last = len(segments) - 1
             for i, (text, control) in enumerate(segments):
-                yield Piece(self._mended(text, path, **place), i == 0, i == last, control)
+                *long, end = self._in_pieces(_in_blocks(self._mended(text, path, **place)), path, i == 0)
+                yield from long
+                yield end._replace(ends_document=i == last, control=control)
 
 
 def _in_blocks(text: str) -> Iterator[tuple[str, bool]]:
-    for start in range(0, len(text), PIECE_BYTES):
+    for start in range(0, len(text) or 1, PIECE_BYTES):
         yield text[start : start + PIECE_BYTES], start + PIECE_BYTES >= len(text)
 
 
@@ -325,18 +322,24 @@ def bounds(stretch: Stretch, sample_by: str) -> tuple[int, int | None, bool]:
     by = "line" if stretch.kind == "jsonl" else sample_by
     if max(stretch.start, stretch.stop or 0) > os.path.getsize(stretch.path):
         raise ValueError(SHORTER)
-    start, is_between_words = place_to_cut(stretch.path, stretch.start, by) if stretch.start else (0, True)
+    start, is_between_words = (
+        place_to_cut(stretch.path, stretch.start, by, stretch.stop) if stretch.start else (0, True)
+    )
+    if start is None:
+        return stretch.stop, stretch.stop, True
     stop = stretch.stop and place_to_cut(stretch.path, stretch.stop, by)[0]
     return start, stop, is_between_words
 
 
-def place_to_cut(path: str, offset: int, by: str) -> tuple[int, bool]:
+def place_to_cut(path: str, offset: int, by: str, limit: int | None = None) -> tuple[int | None, bool]:
     """The first byte at or after `offset` where a document may be cut, or, where it is not to be cut, one begins; and True.
-    False where there is no such place for a megabyte: the byte is that of the next character."""
+    False where there is no such place for a megabyte: the byte is that of the next character.
+
+    None where no line or paragraph begins up to `limit`: each part of a line of gigabytes would read all that follows."""
     with open(path, "rb") as file:
         file.seek(offset - 1)
         if by != "document":
-            return _end_of(ENDS[by], file), True
+            return _end_of(ENDS[by], file, limit), True
         window = file.read(PIECE_BYTES)
     lead = 1  # bytes before the first character
     while lead < min(4, len(window)) and 0x80 <= window[lead] < 0xC0:
@@ -350,8 +353,8 @@ def place_to_cut(path: str, offset: int, by: str) -> tuple[int, bool]:
     return offset - 1 + lead + cut, found is not None
 
 
-def _end_of(separator: re.Pattern, file: BinaryIO) -> int:
-    """The end of the next separator in `file`, or the end of the file."""
+def _end_of(separator: re.Pattern, file: BinaryIO, limit: int | None) -> int | None:
+    """The end of the next separator in `file`, or the end of the file; None where none begins up to `limit`."""
     position, held = file.tell(), b""
     while block := file.read(PIECE_BYTES):
         held += block
@@ -359,6 +362,8 @@ def _end_of(separator: re.Pattern, file: BinaryIO) -> int:
             return position + found.end()
         kept = held[-1024:]  # a separator may lie across blocks
         position, held = position + len(held) - len(kept), kept
+        if limit is not None and position > limit:
+            return None
     return position + len(held)
 
 

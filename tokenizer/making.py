@@ -210,7 +210,7 @@ class Making:
         sample = Sample(units, settings, self.recipe.vocabulary, self.corpus.text_size, self._most_text)
         recipe = self.recipe
         tokenizer = vocabulary.build(
-            recipe.vocabulary, recipe.theirs, sample.texts, control, must_fit=recipe.vocab_size_must_fit
+            recipe.vocabulary, recipe.theirs, sample.texts, control, recipe.vocab_size_must_fit, self.say
         )
         if self.recipe.vocabulary.tokenizer is None:
             self.corpus.check(sample.counts, at_least=0 if sample.is_all else self._most_text)

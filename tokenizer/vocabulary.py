@@ -14,7 +14,7 @@ from typing import Literal
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from errors import UserError
+from errors import UserError, counted
 from tokenizer import encode, hub
 from tokenizer.bpe import byte_level_alphabet
 from tokenizer.words import END, WordSplitter
@@ -24,6 +24,10 @@ END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"  # ids 0 and 1
 TRAINED_WORDS = 2_000_000  # occurrences that the trainer is given
 COUNTED_BYTES = 4 << 20  # at a time
 COUNTED_WORDS = 2_000_000  # distinct ones in memory
+# The trainer's time grows with the square of a word: 80,000 letters took 4.2 s, 400,000 minutes. Up to 4 KB it is the same per
+# byte. Its memory is 100 times the distinct text, which only long words fill.
+LONGEST_COUNTED_WORD = 1024  # bytes: the trainer gets longer words in pieces
+COUNTED_PIECE_BYTES = 8_000_000  # of all those pieces together, evenly spread
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # as Transformers 5 and 4 write it
 
 
@@ -63,6 +67,7 @@ def build(
     texts: Callable[[], Iterable[str]],
     chat_tokens: Iterable[str] = (),
     must_fit: bool = True,
+    say: Callable[[str], None] = print,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer that `arguments` ask for: `theirs`, the existing one that they name, or one made from `texts`.
 
@@ -78,7 +83,7 @@ def build(
         special = [*arguments.special_tokens, *chat_tokens]
         if problem := _too_small(size, _special_tokens(arguments.pad_token, special)):
             raise UserError(problem)
-        return train_bpe(texts(), size, arguments.pad_token, special)  # may end smaller, said aloud
+        return train_bpe(texts(), size, arguments.pad_token, special, say)  # may end smaller, said aloud
     if must_fit and arguments.vocab_size not in (None, len(tokenizer)):
         of_what = arguments.tokenizer or "the characters of the text"
         raise UserError(
@@ -133,7 +138,11 @@ def _special_tokens(pad_token: str, more: Iterable[str]) -> list[str]:
 
 
 def train_bpe(
-    texts: Iterable[str], vocab_size: int, pad_token: str = PADDING, special_tokens: Iterable[str] = ()
+    texts: Iterable[str],
+    vocab_size: int,
+    pad_token: str = PADDING,
+    special_tokens: Iterable[str] = (),
+    say: Callable[[str], None] = print,
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE (Radford et al. 2019) with GPT-2's word pattern; lossless on any Unicode text.
 
@@ -150,7 +159,13 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # without it, unseen bytes would be lost
         show_progress=False,
     )
-    bpe.train_from_iterator(_in_batches(_thinned(count_words(texts))), trainer)
+    counts, cut_words = count_words(texts)
+    if cut_words:
+        say(
+            f"{counted(cut_words, 'word')} of more than {LONGEST_COUNTED_WORD:,} bytes (text without blanks) cut into pieces to "
+            f"train the BPE; this does not cut them when they are encoded."
+        )
+    bpe.train_from_iterator(_in_batches(_thinned(counts)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=END_OF_TEXT,
@@ -160,14 +175,18 @@ def train_bpe(
     )
 
 
-def count_words(texts: Iterable[str]) -> Counter[bytes]:
-    """How often each word of GPT-2's pattern occurs; of very many, those that occur twice."""
-    splitter, counts = WordSplitter(), Counter()
+def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
+    """How often each word of GPT-2's pattern occurs; of very many, those that occur twice. Words that are too long for the
+    trainer are counted as pieces; how many these words are is returned too."""
+    splitter, counts, pieces = WordSplitter(), Counter(), WordPieces()
 
     def count(batch: list[bytes]) -> None:
         distinct = splitter.words(batch).value_counts()
         for word, number in zip(distinct.field(0).to_pylist(), distinct.field(1).to_pylist(), strict=True):
-            counts[word] += number
+            if len(word) <= LONGEST_COUNTED_WORD:
+                counts[word] += number
+            else:
+                pieces.add(word, number)
 
     batch, size = [], 0
     for text in texts:
@@ -180,7 +199,45 @@ def count_words(texts: Iterable[str]) -> Counter[bytes]:
                 counts = Counter({word: number for word, number in counts.items() if number > 1})
     count([*batch, b""])
     del counts[END]
-    return counts
+    counts.update(pieces.counts())
+    return counts, pieces.words
+
+
+class WordPieces:
+    """Words that are too long for the trainer, in pieces: all of them, or every second, fourth ... of more than fit."""
+
+    def __init__(self):
+        self.words = 0
+        self.kept: list[tuple[bytes, int]] = []
+        self.step, self.seen, self.bytes = 1, 0, 0
+
+    def add(self, word: bytes, number: int) -> None:
+        self.words += number
+        for piece in _cut(word):
+            if self.seen % self.step == 0:
+                self.kept.append((piece, number))
+                self.bytes += len(piece)
+            self.seen += 1
+            if self.bytes > COUNTED_PIECE_BYTES:
+                self.kept, self.step = self.kept[::2], 2 * self.step
+                self.bytes = sum(len(piece) for piece, _ in self.kept)
+
+    def counts(self) -> Counter[bytes]:
+        """Each of those kept counts for those that were not."""
+        counts = Counter()
+        for piece, number in self.kept:
+            counts[piece] += number * self.step
+        return counts
+
+
+def _cut(word: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(word):
+        stop = start + LONGEST_COUNTED_WORD
+        while stop < len(word) and 0x80 <= word[stop] < 0xC0:  # no character is torn
+            stop -= 1
+        yield word[start:stop]
+        start = stop
 
 
 def _thinned(counts: Counter[bytes]) -> Iterator[str]:

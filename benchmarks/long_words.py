@@ -1,0 +1,90 @@
+"""Texts without blanks -> token stores: whether the time is proportional to the size, and the ids are those of `tokenizers`.
+
+python -m benchmarks.long_words          # writes benchmarks/results/long-words-cpu.json
+
+GPT-2's pattern makes one word of DNA, and long words of Chinese without punctuation; base64 and minified code have short words
+and no blanks. Every text comes from a seed. Each run is `tokenizer.pretokenize` in a process of its own, which trains the BPE
+and encodes; its start takes about two seconds.
+"""
+
+import base64
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import results
+
+MEGABYTES = (1, 2, 4)
+STATEMENTS = (
+    "function {}({},{}){{return {}.{}({})}}",
+    "var {}={},{}={};",
+    "if({}){{{}={}}}else{{{}()}}",
+    '{}["{}"]={};',
+)
+
+
+def minified(pick: random.Random, n_bytes: int) -> str:
+    names = ["".join(pick.choices("abcdefghijklmnopqrstuvwxyz$_", k=pick.randint(1, 4))) for _ in range(2000)]
+    code = ""
+    while len(code) < n_bytes:
+        statement = pick.choice(STATEMENTS)
+        code += statement.format(*pick.choices(names, k=6))
+    return code[:n_bytes]
+
+
+def chinese(pick: random.Random, n_bytes: int) -> str:
+    """Frequent characters and rare ones, three bytes each."""
+    return "".join(chr(0x4E00 + min(int(pick.expovariate(1 / 600)), 5000)) for _ in range(n_bytes // 3))
+
+
+TEXTS = {
+    "dna": lambda pick, n_bytes: "".join(pick.choices("ACGT", k=n_bytes)),
+    "base64": lambda pick, n_bytes: base64.b64encode(pick.randbytes(n_bytes * 3 // 4)).decode(),
+    "minified_code": minified,
+    "chinese": chinese,
+}
+
+
+def made(kind: str, megabytes: int, folder: Path) -> dict[str, Any]:
+    """The measurements of one text, whose ids are verified."""
+    text = TEXTS[kind](random.Random(0), megabytes * 1_000_000)
+    source, store = folder / f"{kind}-{megabytes}.txt", folder / f"{kind}-{megabytes}"
+    source.write_text(text, encoding="utf-8")
+    command = ["-m", "tokenizer.pretokenize", "--quiet", "--input", str(source), "--output", str(store)]
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *command], check=True, cwd=results.REPOSITORY)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    verify(text, store)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1)}
+
+
+def verify(text: str, store: Path) -> None:
+    """A lone document gives its end, and the end of text after it, for validation."""
+    from tokenizer.encode import load_rust
+
+    expected = load_rust(store / "tokenizer" / "tokenizer.json").encode(text, add_special_tokens=False).ids
+    train, val = (np.fromfile(store / f"{split}.bin", dtype="<u2").tolist() for split in ("train", "val"))
+    if train + val[:-1] != expected:
+        raise SystemExit(f"{store.name} has other ids than tokenizers gives.")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {kind: {f"{mb} MB": made(kind, mb, Path(folder)) for mb in MEGABYTES} for kind in TEXTS}
+    print(json.dumps(runs, indent=2))
+    results.write(
+        "long-words-cpu", results.about("long_words", sys.argv[1:]) | {"ids_are_those_of_tokenizers": True} | runs
+    )
+
+
+if __name__ == "__main__":
+    main()
