@@ -2,7 +2,12 @@
 
 import hashlib
 import json
+import os
+import re
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +15,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from conftest import REPOSITORY
 from errors import UserError
 from tokenizer import vocabulary
 from tokenizer.cleaning import CleaningArguments
@@ -185,6 +191,11 @@ def shorten(path: Path, n_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:-n_bytes])
 
 
+def replaced(path: Path, make: Callable[[Path], None]) -> None:
+    path.unlink()
+    make(path)
+
+
 def edit(folder: Path, **values) -> None:
     path = folder / "metadata.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -197,12 +208,36 @@ def edit(folder: Path, **values) -> None:
         (lambda f: shorten(f / "val.bin", 1), r"val\.bin is [\d,]+ bytes long, not [\d,]+: it is truncated"),
         (lambda f: shorten(f / "train.bin.index", 8), r"train\.bin\.index is 0 bytes long, not 8: it is truncated"),
         (lambda f: (f / "val.bin").unlink(), r"val\.bin is missing"),
-        (lambda f: (f / "tokenizer" / "tokenizer.json").unlink(), r"has lost its tokenizer/tokenizer\.json"),
+        (lambda f: (f / "tokenizer" / "tokenizer.json").unlink(), r"tokenizer/tokenizer\.json is missing"),
         (lambda f: vocabulary.save(character_tokenizer(["ab"]), f / "tokenizer"), r"is another tokenizer than the one"),
         (lambda f: shorten(f / "metadata.json", 100), r"metadata\.json is not the metadata of a token store"),
         (lambda f: (f / "metadata.json").write_text("[]"), r"metadata\.json is not the metadata of a token store"),
         (lambda f: edit(f, dtype="floating"), r"metadata\.json is not the metadata of a token store .*floating"),
-        (lambda f: edit(f, train=5), r"metadata\.json is not the metadata of a token store"),
+        (
+            lambda f: edit(f, train=5),
+            r"metadata\.json is not the metadata of a token store \(train is 5, not an object\)",
+        ),
+        (lambda f: edit(f, counts=None), r"token store \(counts is None, not an object\)"),
+        (lambda f: edit(f, counts={"first": {}}), r"token store \(it has no counts\.documents\)"),
+        (lambda f: edit(f, cleaning={"rule": {"documents": 1}}), r"it has no cleaning\.'rule'\.characters"),
+        (lambda f: edit(f, vocab_size=-1), r"vocab_size is -1, not a number from 0 on"),
+        (lambda f: edit(f, vocab_size=10**30), r"vocab_size is 10+, not a number from 0 on"),
+        (lambda f: edit(f, vocab_size=70_000), r"its dtype is uint16 and its vocab_size 70,000"),
+        (lambda f: edit(f, eos_token_id=300), r"its eos_token_id is 300 and its vocab_size 300"),
+        (lambda f: edit(f, eos_token_id=True), r"eos_token_id is True, not a number from 0 on"),
+        (lambda f: edit(f, tokenizer_sha256="0"), r"its SHA-256 of tokenizer/tokenizer\.json is '0'"),
+        (
+            lambda f: edit(f, settings={"input": ["a"], "weights": [None]}),
+            r"settings\.weights\[0\] is None, not a number",
+        ),
+        (lambda f: edit(f, sources="a"), r"sources is 'a', not a list"),
+        (lambda f: edit(f, more=1), r"it has an unknown key 'more'"),
+        (lambda f: edit(f, format_version=None), r"format_version is None, not a number"),
+        (lambda f: edit(f, repeated_documents=float("nan")), r"it holds NaN"),
+        (lambda f: (f / "metadata.json").write_text("[" * 100_000), r"it is nested too deeply"),
+        (lambda f: replaced(f / "train.bin", Path.mkdir), r"train\.bin is not a regular file"),
+        (lambda f: replaced(f / "val.bin", os.mkfifo), r"val\.bin is not a regular file"),
+        (lambda f: replaced(f / "val.bin.index", lambda p: p.symlink_to(p)), r"val\.bin\.index is not a regular file"),
     ],
 )
 def test_a_damaged_store_is_refused_with_the_remedy(finished, damage, sentence):
@@ -210,6 +245,35 @@ def test_a_damaged_store_is_refused_with_the_remedy(finished, damage, sentence):
     with pytest.raises(UserError, match=sentence + r".* Delete it and make it anew\.$") as error:
         TokenStore(finished)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ends", [[4], [-1], [2**62], [10**6, 4], []])
+def test_an_index_that_does_not_divide_the_tokens_is_refused(finished, ends):
+    store = TokenStore(finished)
+    np.array(ends, dtype="<i8").tofile(finished / "val.bin.index")
+    with pytest.raises(UserError, match=r"val\.bin\.index is not the index of \d+ tokens: .* make it anew\.$"):
+        store.offsets("val")
+
+
+@pytest.mark.parametrize("values", [{"vocab_size": 299}, {"eos_token_id": 1}])
+def test_metadata_that_do_not_describe_their_tokenizer_are_refused(finished, values):
+    edit(finished, **values)
+    with pytest.raises(UserError, match=r"its tokenizer has 300 tokens and end-of-text id 0: one of them was changed"):
+        TokenStore(finished).load_tokenizer()
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "train.bin", "tokenizer/tokenizer.json", "tokenizer", "."])
+def test_a_store_that_may_not_be_read_is_refused(finished, name):
+    """By another user, because nothing is forbidden to root."""
+    (finished / name).chmod(0)
+    for folder in list(finished.parents)[:-2]:
+        folder.chmod(folder.stat().st_mode | 0o555)
+    code = "import os; from command_line import run; from tokenizer.inspect import main; os.getuid() or os.setuid(65534); run(main)"
+    command = [sys.executable, "-c", code, str(finished)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    (finished / name).chmod(0o700)
+    assert result.returncode == 1
+    assert re.fullmatch(r"error: \S+ cannot be read \(Permission denied\); .*\n", result.stderr), result.stderr
 
 
 def test_all_damage_is_reported_together_and_a_store_without_metadata_is_unfinished(finished):

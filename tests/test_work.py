@@ -276,6 +276,33 @@ def refused(recipe: Recipe) -> str:
     return sentence.split("(")[1].split(")")[0]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (b'"seed": 1337', b'"seed": 1338', "it was changed since it was written"),
+        (b'"sha256"', b'"sha2567"', "it has an unknown key 'sha2567'"),
+        (b'"units": [', b'"units": [5, ', "it was changed since it was written"),
+        (b'"', b"\xff", "'utf-8' codec can't decode byte 0xff in position 1: invalid start byte"),
+        (b"{", b"[" * 100_000, "it is nested too deeply"),
+    ],
+)
+def test_a_plan_that_was_changed_is_refused(begun, old, new, problem):
+    path = Path(".store.unfinished/plan.json")
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with pytest.raises(UserError) as error:
+        pretokenize(recipe_of(Path("texts")), Path("store"))
+    assert str(error.value) == f"{path} is damaged ({problem}); delete .store.unfinished to begin again."
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("o\udcff", r"'o\\udcff' is not a name in UTF-8"), ("link", "link exists and is not")]
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(begun, name, problem):
+    Path("link").symlink_to("texts/loop")
+    with pytest.raises(UserError, match=problem + r".*; name another --output\.$"):
+        pretokenize(recipe_of(Path("texts")), Path(name), lambda text: None)
+
+
 def test_files_that_changed_in_between_are_named_and_undoing_it_goes_on(begun):
     recipe, file = recipe_of(Path("texts")), Path("texts/b.txt")
     said: list[str] = []

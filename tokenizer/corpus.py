@@ -14,13 +14,13 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal
 
 from errors import UserError, counted
-from tokenizer import chat, documents, files
+from tokenizer import chat, documents, files, schema
 from tokenizer.documents import PIECE_BYTES, Counts, Stretch
 from tokenizer.files import UnreadableError
 from tokenizer.hub import HubDataset
@@ -97,8 +97,15 @@ class Unit:
 
     @staticmethod
     def from_json(content: list) -> "Unit":
+        """
+        Raises:
+            ValueError: a stretch is none.
+        """
         copies, stretches = content
-        return Unit(tuple(Stretch(*stretch) for stretch in stretches), copies)
+        names = [field.name for field in fields(Stretch)]
+        named = [dict(zip(names, stretch, strict=False)) for stretch in stretches]
+        schema.check(named, list[Stretch], "stretches")
+        return Unit(tuple(Stretch(**stretch) for stretch in named), copies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, TextIO
 
 from errors import UserError
 from tokenizer import files
@@ -61,7 +61,7 @@ class Stretch:
     """
 
     path: str
-    kind: str  # text, jsonl, json, csv, parquet or hub
+    kind: Literal["text", "jsonl", "json", "csv", "parquet", "hub"]
     start: int = 0
     stop: int | None = None  # None: to the end
     column: str | None = None  # of a record, which holds its text or its chat

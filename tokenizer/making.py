@@ -21,9 +21,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from errors import UserError, check_format, counted
+from errors import UserError, counted
 from removal import discard
-from tokenizer import cleaning, encode, megatron, report, vocabulary
+from tokenizer import cleaning, encode, megatron, report, schema, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.cleaning import Cleaner, Outcome
 from tokenizer.corpus import TOLERATED_SHARE, UNIT_BYTES, Corpus, Unit
@@ -35,10 +35,9 @@ from tokenizer.progress import Progress
 from tokenizer.recipe import Recipe
 from tokenizer.store import MAX_UINT16_VOCAB, TokenStore, disk_problem, finish, write_whole
 from tokenizer.vocabulary import VocabularyArguments
-from tokenizer.work import Part, Settings, Workers, done_parts
+from tokenizer.work import Part, Plan, Settings, Workers, done_parts
 
 UNFINISHED = ("plan.json*", "merged.json*", "parts/*", "store/*")  # files of unfinished work
-FORMAT_VERSION = 1  # of unfinished work; a plan.json without one is of format 1 too
 SAMPLED_UNITS = 4096  # at most, for making a tokenizer
 ESTIMATED_FROM = 1 << 16  # characters of text whose tokens are counted to estimate those of all
 
@@ -64,6 +63,8 @@ def pretokenize(
     if problems := recipe.problems():
         raise UserError("\n".join(problems))
     folder = folder if folder.name else folder.absolute()
+    if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write there
+        raise UserError(f"{str(folder)!a} is not a name in UTF-8; name another --output.")
     try:
         with Workers() as workers:
             making = Making(recipe, folder, say, workers, num_proc or cores())
@@ -133,7 +134,7 @@ class Making:
                 f"Name another --output to make it again."
             )
             return store
-        inputs = json.loads((self.folder / "inputs.json").read_text(encoding="utf-8"))
+        inputs = self._inputs_of_finished()
         # A cache is named by the content of its text.
         if not is_cache and (changed := self._changed(store.metadata.settings, inputs)):
             raise UserError(
@@ -142,6 +143,15 @@ class Making:
         discard(self.work, UNFINISHED)
         self.say(f"{self.folder} holds these tokens already.")
         return store
+
+    def _inputs_of_finished(self) -> list[list]:
+        path = self.folder / "inputs.json"
+        try:
+            return schema.read(path, list[tuple[str, int, int]])
+        except (FileNotFoundError, ValueError) as error:
+            raise UserError(
+                f"{path} is missing or damaged ({error}). Delete {self.folder} and make it anew."
+            ) from error
 
     def _changed(self, settings: dict[str, Any], inputs: list[list]) -> str:
         """What differs between then and now, by name; empty where nothing does."""
@@ -163,20 +173,17 @@ class Making:
         if not self._go_on(is_cache):
             discard(self.work, UNFINISHED)
             self._begin()
-        plan = json.loads((self.work / "plan.json").read_text(encoding="utf-8"))
-        self.settings = Settings(**plan["settings"])
-        self.units = [Unit.from_json(unit) for unit in plan["units"]]
-        self.skipped = Counts(**plan.get("skipped", {}))
+        plan = Plan.read(self.work)
+        self.settings, self.units, self.skipped = plan.settings, plan.units, plan.skipped
 
     def _go_on(self, is_cache: bool) -> bool:
         path = self.work / "plan.json"
         if not path.is_file():
             return False
-        plan = json.loads(path.read_text(encoding="utf-8"))
-        check_format(self.work, plan.get("format_version"), FORMAT_VERSION)
-        if not (changed := self._changed(plan["settings_of_user"], plan["inputs"])):
-            done = len(done_parts(self.work, range(len(plan["units"]))))
-            self.say(f"Going on with {self.folder}: {done:,} of {len(plan['units']):,} units of work are done.")
+        plan = Plan.read(self.work)
+        if not (changed := self._changed(plan.settings_of_user, plan.inputs)):
+            done = len(done_parts(self.work, range(len(plan.units))))
+            self.say(f"Going on with {self.folder}: {done:,} of {len(plan.units):,} units of work are done.")
             return True
         if is_cache:
             return False
@@ -185,7 +192,9 @@ class Making:
         )
 
     def _check_writable(self) -> None:
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+        if self.folder.is_symlink() or (
+            self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir()))
+        ):
             raise UserError(f"{self.folder} exists and is not an empty folder; name another --output.")
 
     # ---- the beginning --------------------------------------------------------------------------------------------------
@@ -223,15 +232,7 @@ class Making:
             | {"dtype": "uint16" if len(tokenizer) < MAX_UINT16_VOCAB else "uint32", "eos": tokenizer.eos_token_id}
         )
         self._check_room(settings, sample)
-        plan = {
-            "format_version": FORMAT_VERSION,
-            "settings_of_user": self.settings_of_user,
-            "inputs": self.inputs,
-            "skipped": asdict(self.corpus.skipped),
-            "settings": asdict(settings),
-            "units": [unit.to_json() for unit in units],
-        }
-        write_whole(self.work / "plan.json", json.dumps(plan))
+        Plan(self.settings_of_user, self.inputs, settings, units, self.corpus.skipped).write(self.work)
 
     def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
         """Source, control tokens and variables of the template that writes out chats; None and none where there are no

@@ -7,7 +7,6 @@ deleted only once they are on record.
 """
 
 import itertools
-import json
 import math
 import os
 import shutil
@@ -22,7 +21,7 @@ import psutil
 import xxhash
 
 from errors import UserError
-from tokenizer import dedup, encode
+from tokenizer import dedup, encode, schema
 from tokenizer.store import SPLITS, index_file, tokens_file, write_whole
 from tokenizer.work import Part, Settings, part_file, row_type
 
@@ -86,7 +85,7 @@ class Merger:
         self.work, self.folder, self.settings, self.copies = work, folder, settings, copies
         self.dtype = np.dtype(settings.dtype).newbyteorder("<")
         self.record = work / "merged.json"
-        self.progress = Progress.from_json(json.loads(self.record.read_text())) if self.record.is_file() else Progress()
+        self.progress = self._recorded() if self.record.is_file() else Progress()
         passes = range(math.ceil(max(copies)))
         # Copies of a document lie an epoch of their source apart.
         self.order = [(unit, nth) for nth in passes for unit in range(len(copies)) if nth < math.ceil(copies[unit])]
@@ -108,6 +107,13 @@ class Merger:
         self.tokens_before, self.bytes_before = (
             np.cumsum([0, *first[..., column].sum(axis=1).tolist()]).tolist() for column in (1, 2)
         )
+
+    def _recorded(self) -> Progress:
+        try:
+            progress = Progress.from_json(schema.read(self.record, Progress))
+            return replace(progress, splits={split: progress.splits[split] for split in SPLITS})
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{self.record} is damaged ({error}); delete {self.work} to begin again.") from error
 
     def _rows(self, unit: int) -> np.ndarray:
         return np.fromfile(part_file(self.work, unit, "rows"), dtype=self.row_type)
@@ -277,7 +283,7 @@ class Merger:
         for path, _ in self._files():
             with path.open("ab") as file:
                 os.fsync(file.fileno())
-        write_whole(self.record, json.dumps(asdict(self.progress)))
+        write_whole(self.record, schema.sealed(asdict(self.progress)))
 
     def _cut_back(self) -> None:
         """Cuts off what was written and not put on record."""

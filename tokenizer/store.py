@@ -16,16 +16,18 @@ indexes, no report.md and no inputs.json, and its metadata state neither setting
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict
 
 import numpy as np
 
 from errors import UserError, check_format
 from removal import discard
+from tokenizer import schema
 
 if TYPE_CHECKING:  # workers write stores too, and start at once without transformers
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +35,12 @@ if TYPE_CHECKING:  # workers write stores too, and start at once without transfo
 FORMAT_VERSION = 2
 SPLITS = ("train", "val")
 MAX_UINT16_VOCAB = 65_500  # Megatron's limit, so that its reader agrees with us about the dtype
+SETTINGS = {
+    "input": list[str],
+    "weights": list[float],
+    "tokenizer": str | None,
+    "chat_template": str | None,
+}  # that are used
 SCAN_TOKENS = 1 << 24
 BLOCK_DOCUMENTS = 1 << 18
 
@@ -46,11 +54,18 @@ class Split:
     index_sha256: str
 
 
+class RuleOutcome(TypedDict):
+    documents: int
+    characters: int
+    examples: list[str]
+    dropped: bool
+
+
 @dataclass(frozen=True)
 class Metadata:
     """`metadata.json`. Whoever reads a store reads this and assumes nothing."""
 
-    dtype: str
+    dtype: Literal["uint16", "uint32"]
     vocab_size: int
     tokenizer_type: str
     tokenizer_sha256: str
@@ -60,7 +75,7 @@ class Metadata:
     sources: list[str]
     settings: dict[str, Any]  # it was made with
     counts: dict[str, Any]  # what was read, mended, left out
-    cleaning: dict[str, Any]  # what each rule changed or dropped, with examples
+    cleaning: dict[str, RuleOutcome]  # what each rule changed or dropped, with examples
     repeated_documents: int  # left out
     command: str
     hub_datasets: list[str] = field(default_factory=list)  # those of the sources that are on the Hub, not on a disk
@@ -106,27 +121,35 @@ class TokenStore:
         """
         self.folder = Path(folder)
         self.metadata = read_metadata(self.folder)
-        problems = list(filter(None, map(self._wrong_size, self.metadata.sizes.items())))
-        if not (self.folder / "tokenizer" / "tokenizer.json").is_file():
-            problems.append(f"{self.folder} has lost its tokenizer/tokenizer.json.")
-        elif file_sha256(self.folder / "tokenizer" / "tokenizer.json") != self.metadata.tokenizer_sha256:
-            problems.append(
-                f"{self.folder / 'tokenizer'} is another tokenizer than the one these tokens were made with."
-            )
+        try:
+            problems = list(filter(None, map(self._wrong_file, self.metadata.hashes)))
+            path = self.folder / "tokenizer" / "tokenizer.json"
+            if not problems and file_sha256(path) != self.metadata.tokenizer_sha256:
+                problems.append(f"{path.parent} is another tokenizer than the one these tokens were made with.")
+        except OSError as error:
+            raise unreadable(self.folder, error) from error
         if problems:
             raise UserError("\n".join(f"{problem} Delete it and make it anew." for problem in problems))
 
     @staticmethod
     def is_store(folder: str | Path) -> bool:
-        return (Path(folder) / "metadata.json").is_file()
+        try:
+            return (Path(folder) / "metadata.json").is_file()
+        except OSError as error:  # of a folder that may not be looked into
+            raise unreadable(Path(folder), error) from error
 
-    def _wrong_size(self, expected: tuple[str, int]) -> str | None:
-        name, size = expected
+    def _wrong_file(self, name: str) -> str | None:
+        """
+        Raises:
+            OSError: it may not be read.
+        """
         path = self.folder / name
         if not path.is_file():
-            return f"{path} is missing."
-        if path.stat().st_size != size:
-            return f"{path} is {path.stat().st_size:,} bytes long, not {size:,}: it is truncated or was changed."
+            return f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}."
+        with path.open("rb"):
+            found, expected = path.stat().st_size, self.metadata.sizes.get(name)
+        if expected not in (None, found):
+            return f"{path} is {found:,} bytes long, not {expected:,}: it is truncated or was changed."
         return None
 
     def memory_map(self, split: str) -> np.ndarray:
@@ -138,9 +161,19 @@ class TokenStore:
         return np.fromfile(self.folder / f"{split}.bin", dtype=np.dtype(self.metadata.dtype).newbyteorder("<"))
 
     def offsets(self, split: str) -> np.ndarray:
-        """(documents + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]]."""
-        index = np.fromfile(self.folder / self.metadata.index_file(split), dtype="<i8")
-        return index if self.metadata.format_version == 1 else np.concatenate([[0], index])
+        """(documents + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]].
+
+        Raises:
+            UserError: the index does not divide the tokens.
+        """
+        path, tokens = self.folder / self.metadata.index_file(split), getattr(self.metadata, split).tokens
+        index = np.fromfile(path, dtype="<i8")
+        offsets = index if self.metadata.format_version == 1 else np.concatenate([[0], index])
+        if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
+            raise UserError(
+                f"{path} is not the index of {tokens:,} tokens: it was changed. Delete {self.folder} and make it anew."
+            )
+        return offsets
 
     def require_indexes(self) -> None:
         """
@@ -154,9 +187,26 @@ class TokenStore:
             )
 
     def load_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """
+        Raises:
+            UserError: it cannot be loaded, or is not the one that the metadata describe.
+        """
         from tokenizer import vocabulary
 
-        return vocabulary.load(self.folder / "tokenizer")
+        tokenizer = vocabulary.load(self.folder / "tokenizer")
+        stated, found = (
+            f"{size:,} tokens and end-of-text id {eos}"
+            for size, eos in (
+                (self.metadata.vocab_size, self.metadata.eos_token_id),
+                (len(tokenizer), tokenizer.eos_token_id),
+            )
+        )
+        if stated != found:
+            raise UserError(
+                f"{self.folder / 'metadata.json'} states {stated}, its tokenizer has {found}: one of them was changed. Delete "
+                f"{self.folder} and make it anew."
+            )
+        return tokenizer
 
     def check_ids(self, split: str) -> None:
         """
@@ -224,7 +274,7 @@ def file_sha256(path: Path) -> str:
 
 def read_metadata(folder: Path) -> Metadata:
     path = folder / "metadata.json"
-    if not path.is_file():
+    if not TokenStore.is_store(folder):
         unfinished = folder.is_dir() and any((folder / f"{split}.bin").exists() for split in SPLITS)
         what = "an unfinished token store" if unfinished else "not a token store"
         raise UserError(
@@ -232,29 +282,60 @@ def read_metadata(folder: Path) -> Metadata:
             f"`python -m tokenizer.pretokenize --input TEXT --output {folder}`."
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        check_format(folder, content["format_version"], FORMAT_VERSION)
-        if content["format_version"] == 1:
+        content = schema.read(path, dict[str, Any])
+        version = content.get("format_version")
+        schema.check(version, int, "format_version")
+        check_format(folder, version, FORMAT_VERSION)
+        if version == 1:
             content = _from_format_1(content)
-        if content["dtype"] not in ("uint16", "uint32"):
-            raise ValueError(f"its dtype is {content['dtype']}")
-        splits = {split: Split(**content.pop(split)) for split in SPLITS}
-        for split in splits.values():
-            if any(
-                not isinstance(number, int) or number < 0 for number in (split.tokens, split.documents, split.bytes)
-            ):
-                raise ValueError(f"it counts {split.tokens} tokens, {split.documents} documents, {split.bytes} bytes")
-        return Metadata(**content, **splits)
-    except (ValueError, KeyError, TypeError) as error:
+        schema.check(content, Metadata)
+        metadata = Metadata(**content | {split: Split(**content[split]) for split in SPLITS})
+        _check_metadata(metadata)
+        return metadata
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is not the metadata of a token store ({error}). Delete it and make it anew."
         ) from error
 
 
+def _check_metadata(metadata: Metadata) -> None:
+    """
+    Raises:
+        ValueError: what the types do not say: values that exclude each other, and counts that reports need.
+    """
+    if metadata.format_version < 1:
+        raise ValueError(f"its format_version is {metadata.format_version}")
+    if not 1 <= metadata.vocab_size <= 2**32:
+        raise ValueError(f"its vocab_size is {metadata.vocab_size:,}")
+    if metadata.dtype != ("uint16" if metadata.vocab_size < MAX_UINT16_VOCAB else "uint32"):
+        raise ValueError(f"its dtype is {metadata.dtype} and its vocab_size {metadata.vocab_size:,}")
+    if metadata.eos_token_id is not None and metadata.eos_token_id >= metadata.vocab_size:
+        raise ValueError(f"its eos_token_id is {metadata.eos_token_id:,} and its vocab_size {metadata.vocab_size:,}")
+    for name, sha256 in metadata.hashes.items():
+        if not re.fullmatch("[0-9a-f]{64}", sha256):
+            raise ValueError(f"its SHA-256 of {name} is {sha256!r:.80}")
+    for name in SPLITS:
+        split: Split = getattr(metadata, name)
+        if split.tokens < 1 or split.documents < 1:
+            raise ValueError(f"it counts {split.tokens} tokens and {split.documents} documents for {name}")
+    if metadata.format_version == 1:
+        return
+    counts = dict(metadata.counts)
+    schema.check(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")
+    for name in ("documents", "bytes", "blank", "empty_records"):
+        if name not in counts:
+            raise ValueError(f"it has no counts.{name}")
+    schema.check(counts, dict[str, int], "counts")
+    for name, kind in SETTINGS.items():
+        schema.check(metadata.settings.get(name), kind, f"settings.{name}")
+
+
 def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
     """The metadata under today's names; what format 1 did not record stays empty."""
     splits = {split: {"index_sha256": content[split].pop("offsets_sha256")} | content[split] for split in SPLITS}
-    content.pop("fingerprint")
+    content.pop("fingerprint", None)
     return (
         content
         | splits
@@ -270,6 +351,13 @@ def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) 
     }
     metadata = Metadata(**described, tokenizer_sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"), **about)
     write_whole(folder / "metadata.json", json.dumps(asdict(metadata), indent=2, ensure_ascii=False) + "\n")
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """The sentence for a store that the system does not let us read."""
+    return UserError(
+        f"{error.filename or path} cannot be read ({error.strerror or error}); correct that, or name another store."
+    )
 
 
 def disk_problem(error: OSError, path: Path) -> UserError:

@@ -22,20 +22,21 @@ from functools import cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
 
-from errors import UserError
-from tokenizer import encode
+from errors import UserError, check_format
+from tokenizer import encode, schema
 from tokenizer.chat import ChatTemplate
 from tokenizer.cleaning import Cleaner, Outcome
 from tokenizer.corpus import Unit
 from tokenizer.dedup import BANDS, MinHasher, halves, keys_per_document
 from tokenizer.documents import Counts, Piece, Reader, Stretch
-from tokenizer.store import SPLITS, disk_problem
+from tokenizer.store import SPLITS, disk_problem, write_whole
 
+PLAN_VERSION = 1
 ROOT = Path(__file__).parent.parent
 BATCH_BYTES = 4 << 20  # encoded together: fewer hold more distinct words for their size, more take more memory
 
@@ -44,15 +45,15 @@ BATCH_BYTES = 4 << 20  # encoded together: fewer hold more distinct words for th
 class Settings:
     """What is done with every document."""
 
-    sample_by: str
+    sample_by: Literal["document", "paragraph", "line"]
     cleaning: list[str]
-    dedup: str
+    dedup: Literal["no", "exact", "near"]
     validation_fraction: float
-    seed: int
+    seed: int = field(metadata={"signed": True})
     chat_template: str | None
     control_tokens: list[str]
     template_variables: dict[str, str]  # the tokenizer's `bos_token`, `eos_token` ..., of which templates make use
-    dtype: str = "uint16"
+    dtype: Literal["uint16", "uint32"] = "uint16"
     eos: int | None = None
 
     def reader(self) -> Reader:
@@ -60,6 +61,41 @@ class Settings:
             return Reader(self.sample_by)
         chat = ChatTemplate(self.chat_template, tuple(self.control_tokens), self.template_variables)
         return Reader(self.sample_by, chat)
+
+
+@dataclass
+class Plan:
+    """`plan.json`: what was decided before the work began."""
+
+    settings_of_user: dict[str, Any]
+    inputs: list[tuple[str, int, int]]
+    settings: Settings
+    units: list[Unit]
+    skipped: Counts = field(default_factory=Counts)
+    format_version: int = PLAN_VERSION  # a plan without one is of format 1 too
+
+    @staticmethod
+    def read(folder: Path) -> "Plan":
+        """
+        Raises:
+            UserError: it is of a newer format, or damaged.
+        """
+        path = folder / "plan.json"
+        try:
+            content = schema.read(path, dict[str, Any])
+            check_format(folder, content.get("format_version"), PLAN_VERSION)
+            schema.check(content.get("units"), list[tuple[float, list[list]]], "units")
+            schema.check(content | {"units": []}, Plan)
+            units = [Unit.from_json(unit) for unit in content["units"]]
+            parts = {"settings": Settings(**content["settings"]), "skipped": Counts(**content.get("skipped", {}))}
+            return Plan(**content | parts | {"units": units})
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}); delete {folder} to begin again.") from error
+
+    def write(self, folder: Path) -> None:
+        write_whole(
+            folder / "plan.json", schema.sealed(asdict(self) | {"units": [unit.to_json() for unit in self.units]})
+        )
 
 
 @dataclass
@@ -77,9 +113,10 @@ class Part:
     def read(folder: Path, number: int) -> "Part | None":
         """None where it is not done, or was done by a version that did not record as much."""
         try:
-            return Part.from_json(json.loads(part_file(folder, number, "json").read_text(encoding="utf-8")))
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            part = Part.from_json(schema.read(part_file(folder, number, "json"), Part))
+        except (FileNotFoundError, ValueError):
             return None
+        return part if {*SPLITS, "rows"} <= part.hashes.keys() and part.tokens.keys() >= {*SPLITS} else None
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> "Part":
@@ -123,8 +160,8 @@ class Job:
 
     @staticmethod
     def open(folder: Path) -> "Job":
-        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-        return Job(folder, Settings(**plan["settings"]), [Unit.from_json(unit) for unit in plan["units"]])
+        plan = Plan.read(folder)
+        return Job(folder, plan.settings, plan.units)
 
     def do(self, number: int) -> Part:
         """
@@ -278,7 +315,7 @@ class PartWriter:
         hashes = {split: digest.hexdigest() for split, digest in self.hashes.items()}
         hashes["rows"] = xxhash.xxh3_64_hexdigest(rows)
         part = Part(self.number, self.tokens, self.reader.counts, self.cleaner.outcomes, self.lost_bytes, hashes)
-        self._unfinished("json").write_text(json.dumps(asdict(part)), encoding="utf-8")
+        self._unfinished("json").write_text(schema.sealed(asdict(part)), encoding="utf-8")
         self._in_place("json")
         return part
 
