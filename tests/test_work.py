@@ -341,6 +341,22 @@ def test_a_file_that_goes_away_during_the_work_is_named(planned, texts):
         moved.rename(texts / "long.txt")
 
 
+@pytest.mark.parametrize("change", [lambda text: text + "more", lambda text: ""])
+def test_a_file_that_grows_or_shrinks_while_it_is_read_is_named(begun, monkeypatch, change):
+    file, do = Path("texts/b.txt"), Workers.do
+
+    def changed_meanwhile(self, *arguments) -> None:
+        file.write_text(change(file.read_text()))
+        do(self, *arguments)
+
+    monkeypatch.setattr(Workers, "do", changed_meanwhile)
+    with pytest.raises(
+        UserError, match=r"^texts/b\.txt was changed while it was read: it had [\d,]+ bytes and has [\d,]+\. "
+    ):
+        pretokenize(recipe_of(Path("texts")), Path("store"), lambda text: None)
+    assert not Path("store").exists()
+
+
 def test_what_was_put_into_the_output_meanwhile_is_kept(planned, tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "notes.txt").write_text("mine")

@@ -26,7 +26,7 @@ from removal import discard
 from tokenizer import cleaning, encode, megatron, report, schema, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.cleaning import Cleaner, Outcome
-from tokenizer.corpus import TOLERATED_SHARE, UNIT_BYTES, Corpus, Unit
+from tokenizer.corpus import TOLERATED_SHARE, UNIT_BYTES, Corpus, TextFile, Unit
 from tokenizer.dedup import MinHasher
 from tokenizer.documents import Counts
 from tokenizer.files import is_packed
@@ -96,7 +96,8 @@ def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:
     except Timeout:
         raise UserError(f"Another process is writing {folder}; wait for it, or name another --output.") from None
     except OSError as error:
-        raise UserError(f"{folder} cannot be made ({error.strerror}); name another --output.") from error
+        path = error.filename or folder  # the lock of another user, say
+        raise UserError(f"{folder} cannot be made ({path}: {error.strerror}); name another --output.") from error
 
 
 def _refuse_busy_shards(folder: Path) -> None:
@@ -335,6 +336,7 @@ class Making:
             outcomes = cleaning.merged(outcomes, part.outcomes)
             lost += part.lost_bytes
         self.workers.end()  # their memory may be needed
+        self._refuse_changed_files()
         self.corpus.check(counts)
         if lost > TOLERATED_SHARE * counts.bytes:
             raise UserError(
@@ -353,6 +355,16 @@ class Making:
         store = TokenStore(self.folder)
         self.say(report.summary(store))
         return store
+
+    def _refuse_changed_files(self) -> None:
+        """Nobody knows what was read of a file that grew or shrank meanwhile."""
+        for path, size, modified in self.inputs:
+            now = TextFile.at(path)
+            if (now.size, now.modified) != (size, modified):
+                raise UserError(
+                    f"{path} was changed while it was read: it had {size:,} bytes and has {now.size:,}. Delete {self.work}, and "
+                    f"run the command on a copy that does not change."
+                )
 
     def _refuse_missing(self, everything: list[int]) -> None:
         missing = len(everything) - len(done_parts(self.work, everything))

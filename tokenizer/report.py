@@ -138,10 +138,14 @@ def _tokens(store: TokenStore, rust: Tokenizer) -> str:
 def _compared(ids: np.ndarray, texts: list[bytes]) -> Iterator[str]:
     """How much text a token holds beside GPT-2's, if that is on this machine: nothing is fetched for a report."""
     folders = [Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" for name in GPT2]
-    path = next((path for folder in folders for path in folder.glob("snapshots/*/tokenizer.json")), None)
-    if path is None:
-        return
     sample = b"".join(texts[i] for i in ids.tolist())
-    theirs = len(encode.load_rust(path).encode(sample.decode("utf-8", "replace"), add_special_tokens=False).ids)
+    try:
+        path = next((path for folder in folders for path in folder.glob("snapshots/*/tokenizer.json")), None)
+        if path is None:
+            return
+        rust = encode.load_rust(path)
+    except Exception:  # another user's, or damaged: no reason to lose a store. The Rust library raises nothing narrower
+        return
+    theirs = len(rust.encode(sample.decode("utf-8", "replace"), add_special_tokens=False).ids)
     ratio = f"{len(sample) / len(ids):.3f} bytes a token, GPT-2's {len(sample) / max(1, theirs):.3f}"
     yield f"the first {len(sample):,} bytes: {ratio}"
