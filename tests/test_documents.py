@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from errors import UserError
 from tokenizer import corpus as corpus_module
 from tokenizer import documents as documents_module
+from tokenizer.chat import CHATML, CHATML_TOKENS, ChatTemplate
 from tokenizer.corpus import Corpus, CorpusArguments
 from tokenizer.documents import PIECE_BYTES, Counts, Piece, Reader, Stretch
 from tokenizer.vocabulary import train_bpe
@@ -337,6 +338,18 @@ def test_a_long_record_comes_in_pieces_too(tmp_path, name):
     assert joined(found) == text + "short"
     assert len(found) > 3
     assert (counts.documents, counts.cut_words) == (2, 0)
+    assert max(len(piece.text) for piece in found) <= 2 * PIECE_BYTES
+
+
+def test_a_long_message_of_a_chat_comes_in_pieces_too(tmp_path):
+    long, chat = "A line of a long answer.\n" * 150_000, ChatTemplate(CHATML, CHATML_TOKENS)
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": long}]
+    path = write_records(tmp_path / "a.jsonl", [{"messages": messages}])
+    found = list(Reader(chat=chat).pieces(Stretch(str(path), "jsonl", column="messages")))
+    assert joined(found) == "user\nWhy?\nassistant\n" + long + "\n"
+    assert [piece.control for piece in found if piece.control] == ["<|im_start|>", "<|im_end|>"] * 2
+    assert [piece.starts_document for piece in found] == [True] + [False] * (len(found) - 1)
+    assert [piece.ends_document for piece in found] == [False] * (len(found) - 1) + [True]
     assert max(len(piece.text) for piece in found) <= 2 * PIECE_BYTES
 
 

@@ -230,7 +230,11 @@ class Reader:
             if isinstance(value, bytes):
                 value = value.decode("utf-8", errors="surrogateescape")
             if isinstance(value, str):
-                yield from self._in_pieces(_in_blocks(self._mended(value, path, **place)), path)
+                text = self._mended(value, path, **place)
+                if len(text) <= PIECE_BYTES:
+                    yield Piece(text, True, True)
+                else:
+                    yield from self._in_pieces(_in_blocks(text), path)
                 continue
             if self.chat is None:
                 self.counts.note("empty_records", 1, path, **place)
