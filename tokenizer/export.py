@@ -16,7 +16,7 @@ from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
 from tokenizer.hub import HubDataset
 from tokenizer.recipe import SEED
-from tokenizer.store import SPLITS, TokenStore, in_place_when_done, index_file, sequences, tokens_file
+from tokenizer.store import SPLITS, Metadata, TokenStore, in_place_when_done, index_file, sequences, tokens_file
 from tokenizer.vocabulary import VocabularyArguments
 
 ROW_TOKENS = 1 << 20  # a longer document goes on in the next row
@@ -152,7 +152,7 @@ From
 
 with a {report.tokenizer_kind(metadata)} of {metadata.vocab_size:,} tokens (in `tokenizer/`), by
 
-    {_public_command(metadata.settings)}
+    {_public_command(metadata)}
 
 Left out or mended:
 
@@ -170,13 +170,13 @@ def _public(source: str) -> str:
     return source if HubDataset.parse(source) is not None else Path(source).name
 
 
-def _public_command(settings: dict) -> str:
+def _public_command(metadata: Metadata) -> str:
     """The settings that are not the usual ones, as flags."""
     kinds = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
     usual = {field.name: getattr(kind(), field.name) for kind in kinds for field in fields(kind)}
     usual |= {"weights": [], "seed": SEED}
-    parts = ["python", "-m", "tokenizer.pretokenize", "--input", *map(_public, settings["input"])]
-    for name, value in settings.items():
+    parts = ["python", "-m", "tokenizer.pretokenize", "--input", *map(_public, metadata.sources)]
+    for name, value in metadata.settings.items():
         if name in usual and value != usual[name]:
             values = value if isinstance(value, list) else [] if value is True else [value]
             of_this_machine = name in ("tokenizer", "chat_template")

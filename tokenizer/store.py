@@ -329,7 +329,8 @@ def _check_metadata(metadata: Metadata) -> None:
             raise ValueError(f"it has no counts.{name}")
     schema.check(counts, dict[str, int], "counts")
     for name, kind in SETTINGS.items():
-        schema.check(metadata.settings.get(name), kind, f"settings.{name}")
+        if name in metadata.settings:
+            schema.check(metadata.settings[name], kind, f"settings.{name}")
 
 
 def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
