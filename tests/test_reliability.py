@@ -384,6 +384,21 @@ def test_out_of_memory_halves_the_micro_batch_in_a_fresh_process(launch, store, 
     assert "Traceback" not in refused.stderr
 
 
+def test_out_of_memory_in_one_process_of_two_halves_the_micro_batch_of_both(launch, store, tmp_path):
+    """As a thread cannot be started then, the restart needs none."""
+    script = tmp_path / "script.py"
+    path = f"import os, sys; sys.path.insert(0, {os.getcwd()!r})\n"
+    limit = 'if os.environ["LOCAL_RANK"] == "1" and resource.getrlimit'
+    script.write_text(path + STARVED.replace("if resource.getrlimit", limit))
+    settings = TINY | LARGE | {"tokens_per_step": 524288}
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", "launch/two_cpu_processes.yaml")
+    arguments = flags(data=store.folder, output_dir=tmp_path / "run", **settings)
+    result = launch(*launcher, script, *arguments, MALLOC_ARENA_MAX="1")
+    assert result.returncode == 0, result.stderr
+    assert "Out of memory with a micro-batch of 16384" in result.stderr
+    assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 2
+
+
 LIMITED = """
 import resource, train_accelerate
 from command_line import run

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tempfile
 
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
@@ -28,6 +29,11 @@ def made_of(error: Exception, plan: Plan, asked_micro_batch: str, folder: RunFol
         return UserError(f"{error} {_sentence(folder.last_good())}")
     if is_out_of_memory(error):
         return _out_of_memory(plan, asked_micro_batch, folder)
+    if isinstance(error, BackendCompilerFailed) and os.strerror(errno.ENOSPC) in str(error):
+        return UserError(
+            f"torch.compile failed, because the disk of {tempfile.gettempdir()} or of its cache, {cache_dir()}, is full; "
+            f"{folder.last_good()}. Make room, or let TMPDIR name a folder on another disk, and give the same command again."
+        )
     if isinstance(error, BackendCompilerFailed):
         return UserError(
             f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, {cache_dir()}, and give the "

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -62,9 +63,18 @@ def _close_all_files_with_the_process() -> None:
 def settle_output() -> None:
     """Before a process ends or is replaced from outside its main thread: writes what is buffered, shows the cursor that a
     progress bar hid. A main thread that hangs in a print holds a lock, so this waits 2 seconds at most."""
-    settling = threading.Thread(target=_settle_output, daemon=True)
-    settling.start()
-    settling.join(2)
+    at_most(2, _settle_output)
+
+
+def at_most(seconds: float, work: Callable[[], None]) -> None:
+    """Do `work` in a thread, and wait so long for its end; do it in this thread where there is no memory for another one."""
+    thread = threading.Thread(target=work, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        work()
+    else:
+        thread.join(seconds)
 
 
 def _settle_output() -> None:

@@ -55,12 +55,8 @@ class RunArguments:
     )
 
     def problems(self) -> list[str]:
-        try:
-            if may_hold_run(RunFolder(self.output_dir)):
-                return []
-        except (OSError, ValueError) as error:  # too long a name, no permission, a null byte
-            reason = getattr(error, "strerror", None) or error
-            return [f"output_dir {self.output_dir[:200]!r} cannot be used ({reason}); name another."]
+        if may_hold_run(RunFolder(self.output_dir)):
+            return []
         return [f"{self.output_dir} exists and is not a run folder; name another --output_dir."]
 
 

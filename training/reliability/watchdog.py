@@ -23,7 +23,7 @@ import torch
 from torch import distributed
 
 from training.early import PARENT
-from training.reliability.restart import Restart, execute, settle_output
+from training.reliability.restart import Restart, at_most, execute, settle_output
 from training.reliability.stopping import leave, say
 
 PREFIX = "gpt2scratch/watchdog"
@@ -364,15 +364,10 @@ class Watchdog:
         settle_output()
         if sentence:
             say(f"error: {sentence}")
-        self._finish_saving()
+        at_most(BEFORE_LEAVING, self.before_leaving)
         if sentence:
             self.note(sentence)  # again: what was being saved has noted that it is
         leave(1)
-
-    def _finish_saving(self) -> None:
-        saving = threading.Thread(target=self.before_leaving, daemon=True)
-        saving.start()
-        saving.join(BEFORE_LEAVING)
 
     def _restart(self, order: dict[str, Any]) -> None:
         """Returns where not all have answered."""
@@ -388,7 +383,7 @@ class Watchdog:
         meeting = {"MASTER_PORT": self._store.get("port").decode(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         if self.rank == 0:
             say(order["sentence"])
-        self._finish_saving()
+        at_most(BEFORE_LEAVING, self.before_leaving)
         self._store.add("gone", 1)
         if self.rank == 0 and self._rank_0_hosts:
             self._wait_for("gone", self.processes, BEFORE_LEAVING + FAREWELL)
