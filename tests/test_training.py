@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import train_accelerate
 from conftest import prose, untimed
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
@@ -273,9 +274,11 @@ def test_a_moved_run_goes_on_where_it_lies_and_a_missing_checkpoint_names_those_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_saved_nothing_may_be_begun_again_with_other_settings(train, tmp_path):
+def test_a_run_that_saved_nothing_may_be_begun_again_with_other_settings(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_accelerate, "learning_rate_at", lambda *_: 1e30)
     with pytest.raises(UserError, match="diverged"):
-        train(tmp_path / "run", learning_rate=1e30, max_grad_norm=0, eval_strategy="no")
+        train(tmp_path / "run", max_grad_norm=0, eval_strategy="no")
+    monkeypatch.undo()
     train(tmp_path / "run", max_steps=1)
 
 
@@ -346,15 +349,15 @@ def test_bad_settings_end_in_a_sentence(train, tmp_path, settings, expected):
         train(tmp_path / "run", **settings)
 
 
-def test_a_diverged_loss_stops_the_run_and_keeps_what_was_saved(train, tmp_path):
+def test_a_diverged_loss_stops_the_run_and_keeps_what_was_saved(train, tmp_path, monkeypatch):
     run = tmp_path / "run"
     healthy = train(run, max_steps=3)
+    monkeypatch.setattr(train_accelerate, "learning_rate_at", lambda *_: 1e30)
     with pytest.raises(
         UserError, match=r"not finite in 20 steps in a row, until step 24: .*step_00000003 is the last good"
     ):
         train(
             *(run, "--resume_from_checkpoint", str(run)),
-            learning_rate=1e30,
             max_grad_norm=0,
             save_steps=1,
             max_steps=30,

@@ -38,8 +38,12 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_metrics(entry: dict[str, Any]) -> bool:
-    is_whole = entry.keys() >= (EVALUATED if "eval_loss" in entry else {"tokens"})
-    return is_whole and all(map(_is_number, entry.values())) and entry.get("tokens_per_second", 1) > 0
+    if not entry.keys() >= (EVALUATED if "eval_loss" in entry else {"tokens"}) or not all(
+        map(_is_number, entry.values())
+    ):
+        return False
+    logged = "tokens" not in entry or (_is_count(entry["tokens"]) and entry["step"] > 0)
+    return logged and entry.get("tokens_per_second", 1) > 0
 
 
 def _fits(event: dict[str, Any]) -> bool:
@@ -52,7 +56,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and -1e300 < value < 1e300
+    return type(value) is float or (type(value) is int and abs(value) < 2**62)
 
 
 def _is_text(value: Any) -> bool:
@@ -70,7 +74,7 @@ def _is_estimate(value: Any) -> bool:
     if not isinstance(value, dict) or not value.keys() >= ESTIMATED:
         return False
     unknown = {name for name in ESTIMATED if value[name] is None}
-    is_known = all(_is_number(value[name]) for name in ESTIMATED - unknown)
+    is_known = all(_is_number(value[name]) and abs(value[name]) < 1e18 for name in ESTIMATED - unknown)
     return (
         is_known
         and unknown in (set(), {"tokens_per_second", "hours"})
