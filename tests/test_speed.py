@@ -103,6 +103,7 @@ def test_hours_leave_out_the_time_between_a_kill_and_the_next_start(tmp_path):
     (tmp_path / "events.jsonl").write_text(EVENTS)
     events = read_events(tmp_path / "events.jsonl")
     assert hours(events, datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 1.5
+    assert hours(events, datetime(2026, 1, 2, 8, 30, tzinfo=UTC)) == 1.25  # a clock that was set back
     assert hours([], datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 0
 
 
