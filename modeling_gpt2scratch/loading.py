@@ -35,6 +35,7 @@ OLD_TOKENIZER = ("vocab.json", "merges.txt", "added_tokens.json")
 MISFIT = "its weights do not fit its config.json"
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
 # Settings of a config.json by which Transformers reads other weights, or other than as numbers.
+MAX_LABELS = 1_000_000
 REFUSED = ("quantization_config", "transformers_weights")
 
 
@@ -133,6 +134,8 @@ def read_model_config(folder: Path) -> dict[str, Any]:
             f"its config.json names model_type {str(kind)[:100]!r}, which is not a causal language model that Transformers "
             f"knows, and code that comes with a model is not run"
         )
+    if isinstance(number := described.get("num_labels"), int) and number > MAX_LABELS:  # each gets a name
+        raise ModelError(f"its config.json sets num_labels to {number}, and a language model has none")
     if refused := [name for name in REFUSED if described.get(name)]:
         raise ModelError(f"its config.json sets {refused[0]}, which is not supported here")
     return described
