@@ -71,6 +71,16 @@ def test_training_does_not_wait_for_the_hashes_but_the_first_checkpoint_does(tra
     assert RunFolder(tmp_path / "run").newest_step() == 5
 
 
+def test_a_verification_that_fails_otherwise_ends_the_run_too(train, tmp_path, monkeypatch):
+    def check_hashes(self):
+        raise RuntimeError("no more threads")
+
+    monkeypatch.setattr(TokenStore, "check_hashes", check_hashes)
+    with pytest.raises(RuntimeError, match="no more threads"):
+        train(tmp_path / "run", save_strategy="no", max_steps=1)
+    assert RunFolder(tmp_path / "run").newest_step() == 0
+
+
 def test_several_processes_end_together(launch, copy, tmp_path):
     from conftest import TINY, flags
 

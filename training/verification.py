@@ -7,7 +7,6 @@ from threading import Thread, get_native_id
 
 from accelerate import Accelerator
 
-from errors import UserError
 from tokenizer.store import TokenStore
 
 NICENESS = 10  # a tenth of the time of a core that training keeps busy
@@ -22,7 +21,7 @@ class StoreVerification:
 
     def __init__(self, store: TokenStore, accelerator: Accelerator):
         self.store = store
-        self.problem: UserError | None = None
+        self.problem: Exception | None = None
         self._thread = Thread(target=self._hash, name="verification", daemon=True)  # must not delay an exit
         if accelerator.is_local_main_process:
             self._thread.start()
@@ -46,9 +45,10 @@ class StoreVerification:
             raise self.problem
 
     def _hash(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), NICENESS)
         try:
+            if sys.platform == "linux":  # where a thread has a priority of its own, which may not rise
+                niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
+                os.setpriority(os.PRIO_PROCESS, get_native_id(), niceness)
             self.store.check_hashes()
-        except UserError as error:
+        except Exception as error:  # raised where the run waits: nothing is completed that was not verified
             self.problem = error
