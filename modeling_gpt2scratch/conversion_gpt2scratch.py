@@ -266,6 +266,10 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
         tokenizer = _load_tokenizer(source)
     if tokenizer is not None:
         check_tokenizer(source, model, tokenizer)
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConversionError(f"{destination} cannot be made ({error.strerror}); name another folder.") from error
     model.save_pretrained(destination)
     if tokenizer is not None:
         tokenizer.save_pretrained(destination)
