@@ -15,13 +15,17 @@ from pathlib import Path
 from errors import UserError
 
 MARK = ".gpt2scratch.json"
-LITTER = (".DS_Store", "._*", "Thumbs.db", "desktop.ini", ".nfs*")  # written by systems, not by people
+UNFINISHED_MARK = f"{MARK}.tmp"
+LITTER = ("**/.DS_Store", "**/._*", "**/Thumbs.db", "**/desktop.ini", "**/.nfs*")  # written by systems, not by people
 
 
 def mark(folder: Path, kind: str) -> None:
     """Create a folder if it does not exist, and mark it as written by this project."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).write_text(_content(kind), encoding="utf-8")
+    if not is_marked(folder, kind):
+        unfinished = folder / UNFINISHED_MARK  # a mark that is written in part is not ours
+        unfinished.write_text(_content(kind), encoding="utf-8")
+        unfinished.replace(folder / MARK)
 
 
 def is_marked(folder: Path, kind: str) -> bool:
@@ -41,7 +45,9 @@ def renew(folder: Path, kind: str, known: Iterable[str]) -> None:
     Raises:
         UserError: something without the mark is there.
     """
-    is_free = not os.path.lexists(folder) or (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()))
+    is_free = not os.path.lexists(folder) or (
+        folder.is_dir() and not folder.is_symlink() and {path.name for path in folder.iterdir()} <= {UNFINISHED_MARK}
+    )
     if not is_free and (folder.is_symlink() or not is_marked(folder, kind)):
         raise UserError(f"{folder} exists and was not written by this command; move it elsewhere, or delete it.")
     if not is_free:
@@ -51,6 +57,7 @@ def renew(folder: Path, kind: str, known: Iterable[str]) -> None:
 
 def discard(path: Path, known: Iterable[str], replacement: Path | None = None) -> Path | None:
     """Delete a file, a link (not its target), or the files of a folder whose relative paths match a pattern of `known`.
+    `*` matches no slash; `**/` before a name stands for any folder.
 
     A folder disappears, or gives way to `replacement`, by a rename; then its files are deleted. What is left is renamed to
     `NAME.kept`, which is returned.
@@ -87,5 +94,9 @@ def _empty(hidden: Path, known: Iterable[str], path: Path) -> Path | None:
 
 
 def _is_known(name: str, known: Iterable[str]) -> bool:
-    litter = any(fnmatchcase(name.rsplit("/", 1)[-1], pattern) for pattern in LITTER)
-    return litter or any(fnmatchcase(name, pattern) for pattern in known)
+    for pattern in (*LITTER, *known):
+        anywhere = pattern.removeprefix("**/")
+        path = name if anywhere == pattern else name.rsplit("/", 1)[-1]
+        if fnmatchcase(path, anywhere) and path.count("/") == anywhere.count("/"):
+            return True
+    return False

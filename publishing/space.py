@@ -14,7 +14,7 @@ from removal import renew
 REPOSITORY = Path(__file__).parent.parent
 MODEL_PACKAGE = REPOSITORY / "modeling_gpt2scratch"
 PACKAGED = ("__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py")
-FILES = ("app.py", "app.css", "models.json", "requirements.txt", "README.md", f"{MODEL_PACKAGE.name}/*")
+FILES = ("app.py", "app.css", "models.json", "requirements.txt", "README.md", f"{MODEL_PACKAGE.name}/*.py", "**/*.pyc")
 NEEDED = ("torch", "transformers", "safetensors")  # a Space installs gradio by its sdk_version
 
 

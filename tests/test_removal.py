@@ -10,8 +10,11 @@ from conftest import REPOSITORY
 from errors import UserError
 from publishing.space import assemble_space
 from removal import MARK, discard, is_marked, mark, renew
+from tokenizer.corpus import CorpusArguments
+from tokenizer.making import pretokenize
+from tokenizer.recipe import Recipe
 from tokenizer.store import in_place_when_done
-from training.reliability.run_folder import RunFolder
+from training.reliability.run_folder import RunFolder, may_hold_run
 
 THEIRS = (
     "config.yaml",
@@ -66,12 +69,13 @@ def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, tmp_path, ca
         "checkpoints/step_00000003/eval.json",
         "evaluation/mine.csv",
         "hub/README.md",
+        "lm_eval/my/own/results_1.json",
     )
     written = write(run, *mine)
     train(run, "--overwrite_output_dir", "--save_total_limit", "1", max_steps=3)
     there = contents(run)
     for name, kept in zip(mine, ("thesis.txt", "model.kept/notes.md", "checkpoints.kept/step_00000003/eval.json",
-                                 "evaluation.kept/mine.csv", "hub/README.md"), strict=True):  # fmt: skip
+                                 "evaluation.kept/mine.csv", "hub/README.md", "lm_eval.kept/my/own/results_1.json"), strict=True):  # fmt: skip
         assert there[kept] == written[name]
     assert f"{run}/model.kept keeps files that were in {run} and that no run wrote." in capsys.readouterr().out
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003"]
@@ -94,10 +98,28 @@ def test_a_run_from_before_the_mark_is_recognized_and_marked_when_it_resumes(tra
     if left == "checkpoints":
         (run / "status.json").unlink()
         (run / "events.jsonl").unlink()
-    else:
+    else:  # killed before its first checkpoint
         shutil.rmtree(run / "checkpoints")
+        shutil.rmtree(run / "model")
     train(None, "--resume_from_checkpoint", str(run), max_steps=6) if left == "checkpoints" else train(run, max_steps=3)
     assert is_marked(run, "run")
+
+
+def test_a_model_without_its_checkpoints_is_not_replaced(train, tmp_path):
+    run = train(tmp_path / "run", max_steps=3)
+    other = shutil.copytree(run, tmp_path / "other")
+    shutil.rmtree(run / "checkpoints")
+    before = contents(run)
+    for more in ((), ("--seed", "3"), ("--resume_from_checkpoint", str(other), "--eval_strategy", "no")):
+        with pytest.raises(
+            UserError, match="run holds a model and no checkpoint that this command can resume from; name"
+        ):
+            train(run, *more, max_steps=3)
+        assert contents(run) == before
+    train(run, "--overwrite_output_dir", max_steps=3)
+    (run / "config.yaml").unlink()
+    with pytest.raises(UserError, match=r"run has lost its config.yaml; put it back from a backup"):
+        train(run, max_steps=3)
 
 
 def test_a_checkpoint_with_another_name_is_not_one(train, tmp_path):
@@ -105,7 +127,10 @@ def test_a_checkpoint_with_another_name_is_not_one(train, tmp_path):
     shutil.copytree(run / "checkpoints" / "step_00000003", run / "checkpoints" / "step_9")
     train(None, "--resume_from_checkpoint", str(run), max_steps=6)
     assert RunFolder(run).newest_step() == 6
-    assert len(contents(run / "checkpoints" / "step_9")) == len(contents(run / "checkpoints" / "step_00000003"))
+    shutil.copytree(run / "model", run / "checkpoints" / "my_step_00000003" / "model")
+    copies = {name: data for name, data in contents(run / "checkpoints").items() if not name.startswith("step_0")}
+    train(run, "--overwrite_output_dir", max_steps=3)
+    assert contents(run / "checkpoints.kept") == copies
 
 
 def test_a_model_next_to_another_is_not_the_folder_for_the_hub(train, tmp_path):
@@ -131,9 +156,37 @@ def test_the_folder_of_a_space_is_not_emptied_of_other_files(tmp_path):
 
 def test_unfinished_work_of_the_same_name_loses_no_other_file(tmp_path):
     write(tmp_path / ".x.unpacking", "train.bin", "mine.txt")
+    with (
+        pytest.raises(
+            UserError, match=r"\.x\.unpacking exists and was not written by this command; move it elsewhere, or"
+        ),
+        in_place_when_done(tmp_path / "x", ".unpacking", ("train.bin",)),
+    ):
+        raise AssertionError
+    mark(tmp_path / ".x.unpacking", ".unpacking")  # by a process that was killed
     with in_place_when_done(tmp_path / "x", ".unpacking", ("train.bin",)) as unfinished:
         write(unfinished, "train.bin")
     assert sorted(contents(tmp_path)) == [".x.unpacking.kept/mine.txt", "x/train.bin"]
+
+
+@pytest.mark.parametrize("names", [("parts/mine.txt", "store/thesis/a.txt"), ("plan.json",)])
+def test_unfinished_tokens_replace_no_files_of_others(tmp_path, names):
+    write(tmp_path / "text", "a.txt", "b.txt")
+    before = write(tmp_path / ".store.unfinished", *names)
+    recipe = Recipe([str(tmp_path / "text")], CorpusArguments(validation_fraction=0.5))
+    with pytest.raises(UserError, match=r"\.store\.unfinished (exists and was not written by|elsewhere, or delete it)"):
+        pretokenize(recipe, tmp_path / "store")
+    assert contents(tmp_path / ".store.unfinished") == before
+    shutil.rmtree(tmp_path / ".store.unfinished")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "store").symlink_to(tmp_path / "disk")
+    assert pretokenize(recipe, tmp_path / "store").folder == tmp_path / "disk"
+    write(tmp_path / ".disk.unfinished", *names)
+    pretokenize(recipe, tmp_path / "store")
+    assert contents(tmp_path / ".disk.unfinished") == before
+    (tmp_path / "store" / "inputs.json").write_text("{")
+    with pytest.raises(UserError, match=r"inputs\.json cannot be read \(Expecting .*\); name another --output"):
+        pretokenize(recipe, tmp_path / "store")
 
 
 def test_discard_deletes_what_is_known_and_follows_no_link(tmp_path):
@@ -171,6 +224,12 @@ def test_a_mark_is_of_one_kind(tmp_path):
     write(tmp_path / "y", "a.bin")
     (tmp_path / "y" / MARK).symlink_to(tmp_path / "x" / MARK)
     assert not is_marked(tmp_path / "y", "run")
+    mark(tmp_path / "y", "hub")
+    assert is_marked(tmp_path / "x", "run")
+    for content in ("of another program", ""):
+        (tmp_path / "z").mkdir(exist_ok=True)
+        (tmp_path / "z" / MARK).write_text(content)
+        assert not may_hold_run(RunFolder(tmp_path / "z"))
 
 
 def test_no_other_code_deletes_folders():

@@ -17,6 +17,7 @@ from errors import UserError
 from tokenizer import megatron
 from tokenizer.store import (
     SPLITS,
+    STORE_FILES,
     Metadata,
     TokenStore,
     durable,
@@ -87,10 +88,9 @@ def unpack(archive: Path, folder: Path) -> TokenStore:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name another after {archive}.")
     with (
-        in_place_when_done(folder, ".unpacking", (*FILES, "tokenizer/*", "*.idx")) as unfinished,
+        in_place_when_done(folder, ".unpacking", STORE_FILES) as unfinished,
         _opened(archive) as tar,
     ):
-        unfinished.mkdir(parents=True)
         hashes = dict(_unpacked(tar, archive, unfinished))
         if missing := [name for name in FILES if name not in hashes]:
             raise UserError(f"{archive} lacks {' and '.join(missing)}: it is truncated or damaged; get it anew.")

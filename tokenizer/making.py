@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
 from errors import UserError, counted
-from removal import discard
+from removal import MARK, discard, is_marked, mark, renew
 from tokenizer import cleaning, encode, megatron, report, schema, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.cleaning import Cleaner, Outcome
@@ -33,11 +33,17 @@ from tokenizer.files import is_packed
 from tokenizer.merge import Merger
 from tokenizer.progress import Progress
 from tokenizer.recipe import Recipe
-from tokenizer.store import MAX_UINT16_VOCAB, TokenStore, disk_problem, finish, write_whole
+from tokenizer.store import MAX_UINT16_VOCAB, STORE_FILES, TokenStore, disk_problem, finish, write_whole
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.work import Part, Plan, Settings, Workers, done_parts
 
-UNFINISHED = ("plan.json*", "merged.json*", "parts/*", "store/*")  # files of unfinished work
+UNFINISHED = (
+    "plan.json*",
+    "merged.json*",
+    "parts/*",
+    *(f"store/{name}" for name in STORE_FILES),
+    MARK,
+)  # files of unfinished work
 SAMPLED_UNITS = 4096  # at most, for making a tokenizer
 ESTIMATED_FROM = 1 << 16  # characters of text whose tokens are counted to estimate those of all
 
@@ -62,7 +68,7 @@ def pretokenize(
     """
     if problems := recipe.problems():
         raise UserError("\n".join(problems))
-    folder = folder if folder.name else folder.absolute()
+    folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
     if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write there
         raise UserError(f"{str(folder)!a} is not a name in UTF-8; name another --output.")
     try:
@@ -141,7 +147,8 @@ class Making:
             raise UserError(
                 f"{self.folder} is a store of other text or other settings ({changed}); name another --output or delete it."
             )
-        discard(self.work, UNFINISHED)
+        if is_marked(self.work, "unfinished"):  # killed before its end
+            discard(self.work, UNFINISHED)
         self.say(f"{self.folder} holds these tokens already.")
         return store
 
@@ -172,16 +179,16 @@ class Making:
         """Decides on units and tokenizer, unless that was done before."""
         self._check_writable()
         if not self._go_on(is_cache):
-            discard(self.work, UNFINISHED)
+            renew(self.work, "unfinished", UNFINISHED)
             self._begin()
         plan = Plan.read(self.work)
         self.settings, self.units, self.skipped = plan.settings, plan.units, plan.skipped
 
     def _go_on(self, is_cache: bool) -> bool:
-        path = self.work / "plan.json"
-        if not path.is_file():
+        if not (self.work / "plan.json").is_file():
             return False
         plan = Plan.read(self.work)
+        mark(self.work, "unfinished")  # of a version that marked nothing
         if not (changed := self._changed(plan.settings_of_user, plan.inputs)):
             done = len(done_parts(self.work, range(len(plan.units))))
             self.say(f"Going on with {self.folder}: {done:,} of {len(plan.units):,} units of work are done.")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict
 import numpy as np
 
 from errors import UserError, check_format
-from removal import discard
+from removal import MARK, discard, renew
 from tokenizer import schema
 
 if TYPE_CHECKING:  # workers write stores too, and start at once without transformers
@@ -41,6 +41,16 @@ SETTINGS = {
     "tokenizer": str | None,
     "chat_template": str | None,
 }  # that are used
+# Patterns, see `removal.discard`.
+STORE_FILES = (
+    "*.bin",
+    "*.bin.index",
+    "*.idx",
+    "*.json*",
+    "report.md*",
+    "tokenizer/*",
+    "tokenizer/additional_chat_templates/*",
+)
 SCAN_TOKENS = 1 << 24
 BLOCK_DOCUMENTS = 1 << 18
 
@@ -386,17 +396,27 @@ def durable(file: BinaryIO) -> None:
 
 @contextmanager
 def in_place_when_done(path: Path, suffix: str, known: Iterable[str] = ()) -> Iterator[Path]:
-    """Yield a name next to `path` for unfinished work, which becomes `path`, or is deleted. `known`: see `discard`.
+    """Yield a name next to `path` for unfinished work, which becomes `path`, or is deleted.
+
+    Args:
+        known: of a folder, the names of its files, see `discard`; the folder is made and marked.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: it cannot be written, or what has its name was not written here.
     """
+    path = path.resolve() if path.is_symlink() else path
     unfinished = path.with_name(f".{path.name}{suffix}")
-    discard(unfinished, known)
     try:
-        yield unfinished
-        os.replace(unfinished, path)
+        if known:
+            renew(unfinished, suffix, known)
+        else:
+            discard(unfinished, ())
+        try:
+            yield unfinished
+            if known:
+                (unfinished / MARK).unlink()
+            os.replace(unfinished, path)
+        finally:
+            discard(unfinished, (*known, MARK))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror or error}); mend that and try again.") from error
-    finally:
-        discard(unfinished, known)

@@ -146,7 +146,7 @@ def describe_end(folder: RunFolder, plan: Plan, step: int, reason: str | None, p
     return (
         f"\nDone: {folder.model} is the model, {folder.report} tells the run. Next:\n"
         f"  python generate.py {path} --prompt {quote(opening)}\n"
-        f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{quote(folder.path.name)}"
+        f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{quote(folder.path.resolve().name)}"
     )
 
 

@@ -10,7 +10,7 @@ from errors import UserError
 from training.reliability import checkpoint as checkpoints
 from training.reliability.backup import Backup
 from training.reliability.changes import NOT_THE_RUN
-from training.reliability.run_folder import RunArguments, RunFolder, is_checkpoint, may_hold_run, run_of
+from training.reliability.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, may_hold_run, run_of
 from training.reliability.status import check_run_format
 
 
@@ -51,6 +51,24 @@ def choose_checkpoint(
     if not may_hold_run(folder):
         raise UserError(f"{folder.path} exists and is not a run folder; name another --output_dir.")
     check_run_format(folder.status)
+    checkpoint = _choose(folder, arguments, settings, backup, is_restart, say)
+    is_new = checkpoint is None or run_of(checkpoint).resolve() != folder.path.resolve()
+    if is_new and (folder.model / checkpoints.WEIGHTS).exists() and not arguments.overwrite_output_dir:
+        raise UserError(
+            f"{folder.path} holds a model and no checkpoint that this command can resume from; name another --output_dir, or "
+            f"delete the model by --overwrite_output_dir."
+        )
+    return checkpoint
+
+
+def _choose(
+    folder: RunFolder,
+    arguments: RunArguments,
+    settings: Settings,
+    backup: Backup | None,
+    is_restart: bool,
+    say: Callable[[str], None],
+) -> Path | None:
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
     if is_restart:  # what the backup has beyond the folder was taken back
         backup = None
@@ -65,8 +83,8 @@ def choose_checkpoint(
         return _named_checkpoint(source, folder, None if branch else backup, say)
     if arguments.overwrite_output_dir:
         return None
-    if has_begun:  # otherwise there is nothing to lose
-        _refuse_another(folder.path, read_yaml(folder.config), settings)
+    if has_begun:
+        _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
     return _newest(folder, backup, settings, say)
 
 

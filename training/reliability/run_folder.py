@@ -27,15 +27,21 @@ from training.sampling import forget_samples_after
 
 CONFIG_FILE = "config.yaml"
 PLOTS = ("loss", "course")
-FOLDERS = {  # of a run, and the files in them that the next run in the same folder deletes
-    "tensorboard": ("*events.out.tfevents.*", "*hparams.yml"),
+_STEP = f"step_{'[0-9]' * 8}"
+_STEPS = (_STEP, f"damaged_{_STEP}", f".{_STEP}.unfinished", f".{_STEP}.removed", f".damaged_{_STEP}.removed")
+FOLDERS = {  # of a run, and the files in them that the next run in the same folder deletes, in this order
+    "model": checkpoints.MODEL_FILES,  # first: a checkpoint without it is resumed, it without a checkpoint is kept
+    "tensorboard": ("**/events.out.tfevents.*", "**/hparams.yml"),
     "profile": ("trace.json.gz", "summary.json"),
     "evaluation": ("evaluation.json", "evaluation.md", "panel.png"),
-    "lm_eval": ("*results_*.json", "*samples_*.jsonl"),
-    "checkpoints": tuple(f"*step_*/{name}" for name in checkpoints.FILES),
-    "model": checkpoints.MODEL_FILES,
+    "lm_eval": ("results_*.json", "samples_*.jsonl", "*/results_*.json", "*/samples_*.jsonl"),
+    "checkpoints": tuple(f"{step}/{name}" for step in _STEPS for name in checkpoints.FILES),
 }
-HUB_FILES = (*checkpoints.MODEL_FILES, "native/*", "*.gguf", *(f"{name}.png" for name in PLOTS), "README.md", MARK)
+HUB_FILES = (  # what is published, and what push_to_hub.py deletes with its folder
+    *checkpoints.MODEL_FILES,
+    *(f"native/{name}" for name in checkpoints.MODEL_FILES),
+    *("*-F16.gguf", "*-Q8_0.gguf", "*.gguf.tmp", *(f"{name}.png" for name in PLOTS), "README.md", MARK),
+)
 
 
 @dataclass
@@ -96,10 +102,11 @@ class RunFolder:
 
     def clear(self) -> list[Path]:
         """Delete what an earlier run wrote. Return the folders that other files were kept in."""
-        kept = [discard(path, ()) for path in self.files]
-        kept += [discard(self.path / name, files) for name, files in FOLDERS.items()]
+        kept = [discard(self.path / name, files) for name, files in FOLDERS.items()]
         if is_marked(self.hub, "hub"):
             kept.append(discard(self.hub, HUB_FILES))
+        for path in reversed(self.files):  # config.yaml last: a command that is killed here leaves a run that is read
+            discard(path, ())
         return [path for path in kept if path is not None]
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
@@ -119,8 +126,8 @@ class RunFolder:
         return None
 
     def is_empty(self) -> bool:
-        """Whether nothing is there but hidden files, such as a lock."""
-        return all(path.name.startswith(".") for path in self.path.iterdir())
+        """Whether nothing is there but hidden files, such as a lock, and no mark, which may be of another program."""
+        return all(path.name.startswith(".") and path.name != MARK for path in self.path.iterdir())
 
     def last_good(self) -> str:
         """What to go on from, in words."""
