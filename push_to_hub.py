@@ -22,10 +22,10 @@ import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from command_line import FlagParser, run
 from errors import UserError
 from publishing.card import is_kept
-from publishing.hub_folder import OURS, TWIN, FolderArguments, assemble, check_code, sizes
+from publishing.hub_folder import OURS, TWIN, FolderArguments, assemble, check_code
 from publishing.revisions import branch_of
 from publishing.source import Source, all_sources, find_source
-from publishing.upload import check_access, check_repo_id, download, upload
+from publishing.upload import check_access, check_repo_id, download, published_files, upload
 from publishing.verify import Expected, Published, expect, verify
 from removal import discard
 from training.reliability.checkpoint import as_os_error
@@ -121,9 +121,9 @@ def publish(source: Source, push: PushArguments, wanted: FolderArguments, branch
     assemble(source, push.repo_id, wanted, folder, expected.text, branch)
     print(f"{source.model}{f' as {branch}' if branch else ''}:")
     check(Published(str(folder.resolve()), has_code=wanted.has_code), expected, wanted)
-    for name, size in sizes(folder):
-        print(f"  {size:>15,} bytes  {name}")
-    print(f"  {sum(size for _, size in sizes(folder)):>15,} bytes  in all", flush=True)
+    sizes = {name: path.stat().st_size for name, path in published_files(folder).items()}
+    for name, size in [*sizes.items(), ("in all", sum(sizes.values()))]:
+        print(f"  {size:>15,} bytes  {name}", flush=True)
     if push.dry_run:
         where = f"{push.repo_id}{f' as {branch}' if branch else ''}"
         print(f"Not uploaded (--dry_run): {folder} is what would go to {where}.")

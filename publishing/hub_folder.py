@@ -16,7 +16,7 @@ from publishing.card import Edition, model_card
 from publishing.gguf_file import difference, write_gguf
 from publishing.native import write_native
 from publishing.source import Source
-from removal import MARK, renew
+from removal import renew
 from training.reliability.run_folder import HUB_FILES, PLOTS
 
 # Nothing else is ever copied: no optimizer state, no logs with paths, no file that merely lies there.
@@ -157,9 +157,3 @@ def _write_gguf(
         f"{gap.logits:.2g} from those of the model, its loss {gap.loss:+.1e} nats a token, on {ids.numel():,} tokens; llama.cpp's "
         f"own rounding comes on top."
     )
-
-
-def sizes(folder: Path) -> list[tuple[str, int]]:
-    """Return name and bytes of every file that is uploaded."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
-    return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in files]

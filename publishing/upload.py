@@ -94,6 +94,12 @@ def check_models(names: list[str]) -> None:
         )
 
 
+def published_files(folder: Path) -> dict[str, Path]:
+    """The files of a folder that are uploaded, by name."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MARK)
+    return {path.relative_to(folder).as_posix(): path for path in files}
+
+
 def upload(
     folder: Path,
     repo_id: str,
@@ -122,11 +128,7 @@ def upload(
         if branch is not None:
             hub.create_branch(repo_id, repo_type=repo_type, branch=branch, exist_ok=True)
         there = hub.list_repo_files(repo_id, repo_type=repo_type, revision=branch)
-        paths = {
-            path.relative_to(folder).as_posix(): path
-            for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.name != MARK
-        }
+        paths = published_files(folder)
         stale = [name for name in there if name not in paths and any(fnmatch(name, pattern) for pattern in ours)]
         if keep is not None and "README.md" in there and keep(_card(hub, repo_id, repo_type, branch)):
             del paths["README.md"]
@@ -147,17 +149,12 @@ def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None
     """
     with _told(f"read {repo_id} back"), _progress():
         there = Path(HfApi().snapshot_download(repo_id, revision=commit, cache_dir=cache))
-    names = [
-        path.relative_to(compare_with).as_posix()
-        for path in compare_with.rglob("*")
-        if path.is_file() and path.name != MARK
-    ]
-    different = sorted(
+    different = [
         name
-        for name in names
+        for name, path in published_files(compare_with).items()
         if name != "README.md"  # which may have been kept
-        and not ((there / name).is_file() and filecmp.cmp(there / name, compare_with / name, shallow=False))
-    )
+        and not ((there / name).is_file() and filecmp.cmp(there / name, path, shallow=False))
+    ]
     if different:
         raise UserError(f"{repo_id} on the Hub is not what was uploaded ({', '.join(different[:5])}); run this again.")
 

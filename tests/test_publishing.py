@@ -27,11 +27,11 @@ from errors import UserError
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from publishing.card import WRITTEN, Edition, is_kept, model_card
-from publishing.hub_folder import ALLOWED, CODE, OUR_CODE, OURS, RELEASED_CODE, sizes
+from publishing.hub_folder import ALLOWED, CODE, OUR_CODE, OURS, RELEASED_CODE
 from publishing.native import write_native
 from publishing.revisions import in_short
 from publishing.source import find_source
-from publishing.upload import upload
+from publishing.upload import published_files, upload
 from tokenizer.vocabulary import VocabularyArguments, build
 from training import evaluate
 from training.reliability.checkpoint import WEIGHTS
@@ -303,7 +303,7 @@ def test_an_untied_head_and_masked_documents_are_verified_too(train, tmp_path, c
 def test_the_native_format_brings_no_code_and_needs_none(run, launch):
     push(run, "--dry_run", "--format", "native")
     folder = run / "hub"
-    assert {name for name, _ in sizes(folder)} == {name for name in ALWAYS if not name.endswith("gpt2scratch.py")}
+    assert set(published_files(folder)) == {name for name in ALWAYS if not name.endswith("gpt2scratch.py")}
     native = AutoModelForCausalLM.from_pretrained(folder)
     assert type(native) is GPT2LMHeadModel
     ours = GPT2ScratchForCausalLM.from_pretrained(run / "model")
