@@ -17,12 +17,15 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from huggingface_hub import constants
+from safetensors.torch import load_file
 
 import train_accelerate
 from hub_server import TOKEN, serving
+from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
+from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments
 from training.reporting.speed import SHOWN
 
@@ -59,15 +62,23 @@ def prose(seed: int, words: int = 4000) -> str:
     return "\n".join(sentence.capitalize() + "." for sentence in sentences) + "\n"
 
 
+def tokenized(
+    text: Path, output: Path, corpus: dict | None = None, clean="normalize", seed=1, **vocabulary
+) -> TokenStore:
+    """The store of a text, made in this process."""
+    cleaning = CleaningArguments([clean])
+    recipe = Recipe(
+        [str(text)], CorpusArguments(**corpus or {}), VocabularyArguments(**vocabulary), cleaning, seed=seed
+    )
+    return pretokenize(recipe, output, say=lambda text: None)
+
+
 @pytest.fixture(scope="session")
 def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stores")
     for i in range(8):
         (folder / f"text{i}.txt").write_text(prose(i, 800), encoding="utf-8")
-    recipe = Recipe(
-        [str(folder)], CorpusArguments(validation_fraction=0.2), VocabularyArguments(vocab_size=300), seed=1
-    )
-    return pretokenize(recipe, folder / "store", say=lambda text: None)
+    return tokenized(folder, folder / "store", {"validation_fraction": 0.2}, vocab_size=300)
 
 
 def flags(**settings) -> list[str]:
@@ -76,20 +87,47 @@ def flags(**settings) -> list[str]:
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
 
-def trained(store, output_dir: Path, *more: str, **settings) -> Path:
-    """Trains in this process; returns the run folder."""
+def reset_accelerate() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def trained(store, output_dir: Path, *more: str, **settings) -> Path:
+    """Trains in this process; returns the run folder."""
+    reset_accelerate()
     settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
     train_accelerate.main([*flags(**settings), *more])
     return output_dir
 
 
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def untimed(run: Path) -> list[dict]:
     """metrics.jsonl without what differs from run to run."""
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = {*SHOWN, "seconds_to_first_step"}
-    return [{name: value for name, value in entry.items() if name not in timed} for entry in entries]
+    return [{name: value for name, value in entry.items() if name not in timed} for entry in metrics(run)]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """In memory: a loaded file is mapped, and would change with it."""
+    return {name: tensor.clone() for name, tensor in load_file(run / "model" / "model.safetensors").items()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert_equal(weights(one), weights(other))
+    assert untimed(one) == untimed(other)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -97,16 +135,20 @@ def train(store):
     return partial(trained, store)
 
 
+def clean_environment() -> dict[str, str]:
+    """What an outer launcher has not set."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP"))}
+
+
 @pytest.fixture(scope="session")
 def launch():
     """Runs a door as a user would, in a process of its own."""
 
-    def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP"))}
+    def run(*command: str, folder: Path = REPOSITORY, **environment: str) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, *map(str, command)],
-            cwd=REPOSITORY,
-            env=clean | {"OMP_NUM_THREADS": "1"} | environment,
+            cwd=folder,
+            env=clean_environment() | {"OMP_NUM_THREADS": "1"} | environment,
             capture_output=True,
             text=True,
             timeout=1200,  # for a hang; a busy machine may take minutes

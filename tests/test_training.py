@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train_accelerate
-from conftest import prose, untimed
+from conftest import assert_equal, assert_same_run, metrics, prose, weights
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.data import name_of
@@ -20,21 +20,6 @@ from training.reliability.checkpoint import damage
 from training.reliability.status import now
 from training.reporting.metrics import comparable_loss
 from training.sampling import fenced, read_samples
-
-
-def weights(run) -> dict[str, torch.Tensor]:
-    """In memory: a loaded file is mapped, and would change with it."""
-    return {name: tensor.clone() for name, tensor in load_file(run / "model" / "model.safetensors").items()}
-
-
-def metrics(run) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
 
 
 def test_a_run_leaves_what_the_readme_says(train, tmp_path, capsys):
@@ -83,23 +68,18 @@ def test_the_report_tells_the_speed_and_the_settings(train, tmp_path, monkeypatc
     settings = yaml.safe_load(report.split("```yaml\n")[1].split("```")[0])
     assert settings["sample_prompts"] == ["the"]
     assert str(tmp_path) not in str(settings)
-    rows = [
-        row.split(" | ")[0] for row in report.split("## Speed")[1].split("## ")[0].splitlines() if row.startswith("| ")
-    ][1:]
-    assert rows == [
-        "| tokens a second",
-        "| model FLOPs utilisation (MFU)",
-        "| share of the time in which batches were made",
-    ]
+    lines = report.split("## Speed")[1].split("## ")[0].splitlines()
+    rows = [line.split(" | ")[0] for line in lines if line.startswith("| ")][1:]
+    assert rows[:2] == ["| tokens a second", "| model FLOPs utilisation (MFU)"]
+    assert rows[2:] == ["| share of the time in which batches were made"]
     assert "Over 5 log lines." in report
 
 
 def test_the_report_tells_what_was_planned_and_what_was_noticed(train, tmp_path):
     run = train(tmp_path / "run", max_steps=4, hourly_price=3600.0)
+    advice = {"time": now(), "event": "advice", "step": 4, "about": "flat", "text": "It is flat."}
     with (run / "events.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"time": now(), "event": "advice", "step": 4, "about": "flat", "text": "It is flat."}) + "\n"
-        )
+        file.write(json.dumps(advice) + "\n")
     train(run, "--resume_from_checkpoint", str(run), max_steps=8, hourly_price=3600.0)
     report = (run / "report.md").read_text()
     assert "![Throughput, learning rate and gradient norm](course.png)" in report
@@ -189,8 +169,7 @@ def test_resuming_is_exact(train, tmp_path, settings):
     stopped = shutil.copytree(straight, tmp_path / "stopped")
     shutil.rmtree(sorted((stopped / "checkpoints").iterdir())[-1])  # as if killed before the last one was written
     train(stopped, "--resume_from_checkpoint", str(stopped), eval_strategy="no", **settings)
-    assert_equal(weights(straight), weights(stopped))
-    assert untimed(straight) == untimed(stopped)
+    assert_same_run(straight, stopped)
 
 
 def test_the_same_command_again_resumes_or_says_it_is_finished(train, tmp_path, capsys):
@@ -215,13 +194,6 @@ def test_another_configuration_in_the_same_folder_is_refused_by_name(train, tmp_
         train(run, max_steps=1, learning_rate=0.02)
     train(run, "--overwrite_output_dir", max_steps=1, learning_rate=0.02)
     assert yaml.safe_load((run / "config.yaml").read_text())["learning_rate"] == 0.02
-
-
-def test_a_folder_that_is_no_run_is_left_alone(train, tmp_path):
-    (tmp_path / "thesis.txt").write_text("do not delete")
-    with pytest.raises(UserError, match="exists and is not a run folder"):
-        train(tmp_path)
-    assert (tmp_path / "thesis.txt").read_text() == "do not delete"
 
 
 def test_a_damaged_newest_checkpoint_is_set_aside_aloud_and_never_the_newest_again(train, tmp_path, capsys):
@@ -274,24 +246,9 @@ def test_a_moved_run_goes_on_where_it_lies_and_a_missing_checkpoint_names_those_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_saved_nothing_may_be_begun_again_with_other_settings(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_accelerate, "learning_rate_at", lambda *_: 1e30)
-    with pytest.raises(UserError, match="diverged"):
-        train(tmp_path / "run", max_grad_norm=0, eval_strategy="no")
-    monkeypatch.undo()
-    train(tmp_path / "run", max_steps=1)
-
-
-def test_names_come_from_the_text(tmp_path):
-    (tmp_path / "books").mkdir()
-    names = {name_of(f"{tmp_path}/books{end}") for end in ("", "/", "/*.txt")}
-    assert names == {"books"}
-
-
 def test_the_resolved_config_runs_again(train, tmp_path):
     run = train(tmp_path / "run", max_steps=2)
-    again = tmp_path / "again"
-    train(again, "--config", str(run / "config.yaml"), max_steps=2)
+    again = train(tmp_path / "again", "--config", str(run / "config.yaml"), max_steps=2)
     assert_equal(weights(run), weights(again))
 
 
@@ -302,6 +259,7 @@ def test_raw_text_is_enough_and_the_quickstarts_prompts_do_not_leak_into_it(trai
     assert GPT2ScratchForCausalLM.from_pretrained(run / "model").config.vocab_size == 280
     assert len(list((tmp_path / "cache").glob("mine-*/metadata.json"))) == 1
     assert "class" not in (run / "samples.md").read_text()
+    assert {name_of(f"{tmp_path}{end}") for end in ("", "/", "/*.txt")} == {tmp_path.name}
 
 
 def test_characters_train_too_and_the_vocabulary_of_a_yaml_yields_to_them(train, tmp_path, monkeypatch, capsys):
@@ -353,19 +311,17 @@ def test_a_diverged_loss_stops_the_run_and_keeps_what_was_saved(train, tmp_path,
     run = tmp_path / "run"
     healthy = train(run, max_steps=3)
     monkeypatch.setattr(train_accelerate, "learning_rate_at", lambda *_: 1e30)
-    with pytest.raises(
-        UserError, match=r"not finite in 20 steps in a row, until step 24: .*step_00000003 is the last good"
-    ):
-        train(
-            *(run, "--resume_from_checkpoint", str(run)),
-            max_grad_norm=0,
-            save_steps=1,
-            max_steps=30,
-            eval_strategy="no",
-        )
+    settings = {"max_grad_norm": 0, "save_steps": 1, "max_steps": 30, "eval_strategy": "no"}
+    sentence = r"not finite in 20 steps in a row, until step 24: .*step_00000003 is the last good"
+    with pytest.raises(UserError, match=sentence):
+        train(run, "--resume_from_checkpoint", str(run), **settings)
     assert [path.name for path in (healthy / "checkpoints").iterdir()] == ["step_00000003"]
     assert_equal(weights(run), load_file(run / "checkpoints" / "step_00000003" / "model.safetensors"))
     assert json.loads((run / "status.json").read_text())["state"] == "failed"
+    with pytest.raises(UserError, match="diverged"):
+        train(tmp_path / "other", max_grad_norm=0, eval_strategy="no")
+    monkeypatch.undo()
+    train(tmp_path / "other", max_steps=1)  # as nothing was saved
 
 
 def test_a_resumed_run_is_the_same_run_in_tensorboard_and_shows_its_steps_once(train, tmp_path):
