@@ -84,16 +84,6 @@ def test_a_step_sees_the_same_samples_however_it_is_split(micro_batch, accumulat
     assert seen == order.starts(40, 8).tolist()
 
 
-def test_batches_are_int64_from_any_store_dtype():
-    for dtype in ("<u2", "<u4"):
-        tokens = np.full(100, 65_000, dtype=dtype)
-        batches = TrainBatches(held(tokens), WindowOrder(100, 8, 0), BatchPlan(8, 4, 1, 1), 0)
-        inputs, _, _ = batches(0, 0)
-        assert inputs.dtype == torch.int64
-        assert inputs.shape == (4, 8)
-        assert (inputs == 65_000).all()
-
-
 def test_a_text_shorter_than_one_context_is_refused_with_both_lengths():
     with pytest.raises(UserError, match="has 8 tokens, fewer than one context of 8"):
         WindowOrder(8, 8, seed=0)

@@ -3,8 +3,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 
+from conftest import reset_accelerate
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.loss import NextTokenLoss
@@ -22,8 +22,7 @@ def tokens(device: torch.device, where: str = "ram", documents: Documents | None
 
 
 def trainer(model, micro_batch: int, accumulation: int, seed: int = 0) -> Trainer:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    reset_accelerate()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     optimizer = build_optimizer(model, OptimArguments(learning_rate=0.01), accelerator.device)
     loss, optimizer = accelerator.prepare(NextTokenLoss(model), optimizer)
@@ -78,10 +77,8 @@ def test_a_step_that_is_not_finite_changes_nothing(poison):
         before = [parameter.detach().clone() for parameter in model.parameters()]
         moments = [moment.clone() for values in state.values() for moment in values.values()]
         loss, grad_norm = poisoned.step(step, 0.001)
-        same = [
-            torch.equal(a.nan_to_num(), b.detach().nan_to_num())
-            for a, b in zip(before, model.parameters(), strict=True)
-        ]
+        pairs = zip(before, model.parameters(), strict=True)
+        same = [torch.equal(a.nan_to_num(), b.detach().nan_to_num()) for a, b in pairs]
         changed.append(not all(same))
         assert bool(loss.isfinite() and grad_norm.isfinite()) is changed[-1]
         if not changed[-1] and moments:
@@ -92,15 +89,21 @@ def test_a_step_that_is_not_finite_changes_nothing(poison):
     assert counts[-1] == sum(changed)
 
 
-def test_model_and_loss_are_one_graph_compiled_once():
+def test_model_and_loss_are_one_graph_compiled_once_and_no_attention_mask_is_built():
+    """A (T, T) tensor in the graph would mean that attention left its fast path."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    loss = torch.compile(NextTokenLoss(fresh()), backend=counter, fullgraph=True, dynamic=False)
+    graphs = []
+    loss = torch.compile(
+        NextTokenLoss(fresh()), backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True, dynamic=False
+    )
     for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        windows = torch.randint(0, 50, (2, 17), generator=generator)
-        loss(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), 32).backward()
-    assert counter.frame_count == 1
+        windows = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(seed))
+        loss(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), 22).backward()
+    [graph] = graphs
+    tensors = [node.meta.get("example_value") for node in graph.graph.nodes]
+    shapes = [tuple(tensor.shape) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    assert shapes
+    assert not [shape for shape in shapes if shape[-2:] == (11, 11)]
 
 
 EOS = 0
@@ -157,30 +160,11 @@ def test_masked_documents_are_one_graph_compiled_once():
     assert counter.frame_count == 1
 
 
-def test_the_compiled_step_builds_no_attention_mask():
-    """A (T, T) tensor in the graph would mean that attention left its fast path."""
-    torch._dynamo.reset()
-    shapes = []
-
-    def look(graph: torch.fx.GraphModule, inputs):
-        shapes.extend(tuple(node.meta["example_value"].shape) for node in graph.graph.nodes if _is_tensor(node))
-        return graph
-
-    loss = torch.compile(NextTokenLoss(fresh()), backend=look, fullgraph=True, dynamic=False)
-    loss(torch.zeros(2, 11, dtype=torch.int64), torch.zeros(2, 11, dtype=torch.int64), 22)
-    assert shapes
-    assert not [shape for shape in shapes if shape[-2:] == (11, 11)]
-
-
-def _is_tensor(node: torch.fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value"), torch.Tensor)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("where", ["ram", "device"])
 def test_a_step_never_waits_for_the_device(where):
-    AcceleratorState._reset_state(True)
+    reset_accelerate()
     model = fresh().cuda()
     accelerator = Accelerator(mixed_precision="bf16")
     optimizer = build_optimizer(model, OptimArguments(), accelerator.device)
