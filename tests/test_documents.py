@@ -82,18 +82,8 @@ def test_a_text_file_is_one_document_kept_to_the_byte(tmp_path, text):
 @pytest.mark.parametrize(
     ("sample_by", "text", "expected", "blank"),
     [
-        (
-            "line",
-            "one\r\n  two \n\n \t\nthree\rthree\u2028\x85three\nfour",
-            ["one", "  two ", "three\rthree\u2028\x85three", "four"],
-            2,
-        ),
-        (
-            "paragraph",
-            "\n\none\r\none\r\n\r\n  two\ntwo  \n \t\n\u3000\n\nthree\n",
-            ["one\none", "  two\ntwo  ", "three"],
-            0,
-        ),
+        ("line", "one\r\n  two \n\n \t\n3\r3\u2028\x853\nfour", ["one", "  two ", "3\r3\u2028\x853", "four"], 2),
+        ("paragraph", "\n\n1\r\n1\r\n\r\n  2\n2  \n \t\n\u3000\n\nthree\n", ["1\n1", "  2\n2  ", "three"], 0),
     ],
 )
 def test_lines_and_paragraphs_of_plain_text_are_documents(tmp_path, sample_by, text, expected, blank):
@@ -120,21 +110,27 @@ def test_counts_of_several_parts_add_up_and_keep_the_first_place():
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        (
-            "a.csv",
-            'id,text\r\n1,"He said, ""no""\r\n\n  twice"\r\n2,plain\r\n',
-            ['He said, "no"\r\n\n  twice', "plain"],
-        ),
+        ("a.csv", 'id,text\r\n1,"He, ""no""\r\n\n  twice"\r\n2,plain\r\n', ['He, "no"\r\n\n  twice', "plain"]),
         ("a.csv", "id;text\n1;one, two\n", ["one, two"]),
         ("a.csv", "id\ttext\n1\tone, two\n", ["one, two"]),
         ("a.tsv", "id\ttext\n1\tone, two\n", ["one, two"]),
         ("a.csv", "text,id\rone\0one,1\rtwo,2", ["one\0one", "two"]),
         ("a.csv", "text\nword\nnull\nNA\nNone\nnan\n", ["word", "null", "NA", "None", "nan"]),
         ("a.csv", 'text\n"' + "words, and more\n" * 70_000 + '"\n', ["words, and more\n" * 70_000]),  # a megabyte
+        ("a.jsonl", '{"text": "one"}\r\n\r\n{"text": "two"}', ["one", "two"]),
     ],
-    ids=["quotes", "semicolons", "tabs", "tsv", "NULs and CR alone", "words for nothing", "a long field"],
+    ids=[
+        "quotes",
+        "semicolons",
+        "tabs",
+        "tsv",
+        "NULs and CR alone",
+        "words for nothing",
+        "a long field",
+        "no last end",
+    ],
 )
-def test_fields_of_csv(tmp_path, name, content, expected):
+def test_fields_of_records(tmp_path, name, content, expected):
     assert documents(write(tmp_path / name, content)) == expected
 
 
@@ -155,10 +151,6 @@ def test_a_broken_last_line_and_a_value_that_is_no_text_are_counted(tmp_path, la
     assert (counts.empty_records, counts.documents) == (2, 200)
 
 
-def test_a_last_record_without_line_end_is_read(tmp_path):
-    assert documents(write(tmp_path / "a.jsonl", '{"text": "one"}\r\n\r\n{"text": "two"}')) == ["one", "two"]
-
-
 def test_surrogates_and_bytes_in_a_record_that_are_not_utf8_are_replaced_and_counted(tmp_path):
     lines = [json.dumps({"text": GOOD}), '{"text": "a\\ud800b\\udc00"}', '{"text": "\\ud83d\\ude42"}']
     texts, counts = read(write(tmp_path / "a.jsonl", "\n".join(lines)))
@@ -169,7 +161,7 @@ def test_surrogates_and_bytes_in_a_record_that_are_not_utf8_are_replaced_and_cou
     assert (counts.bad_bytes, counts.first["bad_bytes"][1]) == (1, {"byte": len(GOOD) + 13})
 
 
-def test_a_record_that_is_too_long_for_the_memory_is_refused(tmp_path, monkeypatch):
+def test_a_record_that_is_too_long_for_the_memory_and_a_broken_list_are_refused_with_the_place(tmp_path, monkeypatch):
     monkeypatch.setattr(documents_module, "LONGEST_RECORD", 1 << 20)
     records = [{"text": "one"}, {"text": "words " * 200_000}]
     for name, sentence in (
@@ -179,14 +171,10 @@ def test_a_record_that_is_too_long_for_the_memory_is_refused(tmp_path, monkeypat
     ):
         assert re.search(sentence, refusal(write_records(tmp_path / name, records)))
     quoted = refusal(write_records(tmp_path / "b.csv", [{"text": "one"}, {"text": "words\n" * 200_000}]))
-    assert re.search(
-        r"b\.csv cannot be read: field larger than field limit \(1048576\), in line [\d,]+; mend it", quoted
-    )
-
-
-def test_a_broken_json_list_is_refused_with_the_place(tmp_path):
-    sentence = refusal(write(tmp_path / "a.json", '[{"text": "one"}, {"text": "tw'))
-    assert re.search(r"a\.json cannot be read: Unterminated string .*char 27\); mend it or leave it out\.$", sentence)
+    field = r"b\.csv cannot be read: field larger than field limit \(1048576\), in line [\d,]+; mend it"
+    assert re.search(field, quoted)
+    broken = refusal(write(tmp_path / "a.json", '[{"text": "one"}, {"text": "tw'))
+    assert re.search(r"a\.json cannot be read: Unterminated string .*char 27\); mend it or leave it out\.$", broken)
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int8(), pa.string())])
@@ -455,7 +443,7 @@ def test_words_across_units_are_not_cut_and_a_binary_file_of_several_is_counted_
     assert (found, counts.binary_files) == ([], 1)
 
 
-def test_a_file_that_became_shorter_meanwhile_is_refused(tmp_path):
+def test_a_file_that_became_shorter_meanwhile_is_refused_and_one_that_grew_read_to_its_end(tmp_path):
     write(tmp_path / "a.text", "text")
     for kind in ("jsonl", "parquet"):
         write_records(tmp_path / f"a.{kind}", [{"text": "one"}])
@@ -463,14 +451,10 @@ def test_a_file_that_became_shorter_meanwhile_is_refused(tmp_path):
     for kind in ("text", "jsonl", "parquet"):
         with pytest.raises(UserError, match=sentence):
             list(Reader().pieces(Stretch(str(tmp_path / f"a.{kind}"), kind, 10, 1000, "text")))
-
-
-def test_a_file_that_grew_meanwhile_is_read_to_its_end(tmp_path):
-    path = write(tmp_path / "a.txt", "one")
-    [unit] = Corpus([str(path)], CorpusArguments()).units()
-    with path.open("a") as file:
-        file.write(" two")
-    assert joined(list(Reader().pieces(unit.stretches[0]))) == "one two"
+    [unit] = Corpus([str(tmp_path / "a.text")], CorpusArguments()).units()
+    with (tmp_path / "a.text").open("a") as file:
+        file.write(" and more")
+    assert joined(list(Reader().pieces(unit.stretches[0]))) == "text and more"
 
 
 def test_reading_leaves_no_file_open(tmp_path):
