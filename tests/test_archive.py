@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from conftest import contents
 from errors import UserError
 from tokenizer import archive, unpack
 from tokenizer.store import TokenStore
@@ -18,10 +19,6 @@ from tokenizer.store import TokenStore
 def packed(store, tmp_path) -> Path:
     shutil.copytree(store.folder, tmp_path / "my.store")
     return archive.pack(TokenStore(tmp_path / "my.store"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def members(packed: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
@@ -98,7 +95,7 @@ def changed(name: str, change):
     [
         (
             changed("val.bin", lambda text: text[:-2] + b"\1\0"),
-            "was changed or damaged: val.bin in it is not what its metadata say; get it anew.",
+            "changed or damaged: val.bin in it is not what its metadata say",
         ),
         (changed("train.bin", lambda text: text + b"\0\0"), "train.bin in it has"),  # before it is written
         (

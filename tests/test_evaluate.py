@@ -13,13 +13,9 @@ import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from conftest import REPOSITORY, prose
+from conftest import REPOSITORY, metrics, prose, tokenized
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from tokenizer.corpus import CorpusArguments
-from tokenizer.making import pretokenize
-from tokenizer.recipe import Recipe
-from tokenizer.vocabulary import VocabularyArguments
 from training import evaluate
 from training.evaluation import baselines, memorization
 from training.evaluation.baselines import NGram, compressed_bits
@@ -32,20 +28,13 @@ CONFIG = REPOSITORY / "launch" / "two_cpu_processes.yaml"
 PAIR = ("-m", "accelerate.commands.launch", "--quiet", "--config_file", CONFIG)
 
 
-def made(folder, fraction: float, **vocabulary):
-    recipe = Recipe(
-        [str(folder)], CorpusArguments(validation_fraction=fraction), VocabularyArguments(**vocabulary), seed=1
-    )
-    return pretokenize(recipe, folder / "store", say=lambda text: None)
-
-
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
     """A store whose validation split has enough documents for them to be units."""
     folder = tmp_path_factory.mktemp("many")
     for i in range(120):
         (folder / f"text{i}.txt").write_text(prose(i, 40 + 8 * (i % 7)), encoding="utf-8")
-    return made(folder, 0.4, vocab_size=300)
+    return tokenized(folder, folder / "store", {"validation_fraction": 0.4}, vocab_size=300)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +43,7 @@ def letters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("letters")
     choice = random.Random(0).choice
     (folder / "text.txt").write_text("".join(choice("ab\n") for _ in range(20_000)), encoding="utf-8")
-    return made(folder, 0.2, tokenizer_type="character")
+    return tokenized(folder, folder / "store", {"validation_fraction": 0.2}, tokenizer_type="character")
 
 
 def saved(folder, store, knows_nothing: bool = False) -> GPT2ScratchForCausalLM:
@@ -306,8 +295,7 @@ def test_a_run_keeps_what_was_found(train, tmp_path, capsys):
 
 def test_a_checkpoint_of_a_run_is_chosen(train, tmp_path, capsys):
     run = train(tmp_path / "run")
-    scored = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if "eval_loss" in line]
-    loss = {entry["step"]: entry["eval_loss"] for entry in scored}
+    loss = {entry["step"]: entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry}
     for wanted, step in (("last", 6), ("3", 3), ("best", min((6, 3), key=loss.get))):
         result = evaluated(capsys, run, "--checkpoint", wanted)
         assert result["model"] == str(run / "checkpoints" / f"step_{step:08}")

@@ -10,16 +10,11 @@ import pytest
 from huggingface_hub import DatasetCard
 from pyarrow import parquet
 
-from conftest import prose
+from conftest import prose, tokenized
 from errors import UserError
 from tokenizer import export, vocabulary
-from tokenizer.cleaning import CleaningArguments
-from tokenizer.corpus import CorpusArguments
-from tokenizer.making import pretokenize
 from tokenizer.pretokenize import main
-from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
-from tokenizer.vocabulary import VocabularyArguments
 
 
 @pytest.fixture
@@ -27,12 +22,8 @@ def made(tmp_path) -> TokenStore:
     (tmp_path / "secret place").mkdir()
     for i in range(40):
         (tmp_path / "secret place" / f"{i:02}.txt").write_text(prose(i, 40 * (i + 1)))
-    recipe = Recipe(
-        [str(tmp_path / "secret place")],
-        CorpusArguments(validation_fraction=0.2),
-        VocabularyArguments(vocab_size=300),
-    )
-    return pretokenize(recipe, tmp_path / "books", lambda text: None)
+    corpus = {"validation_fraction": 0.2}
+    return tokenized(tmp_path / "secret place", tmp_path / "books", corpus, seed=1337, vocab_size=300)
 
 
 def rows(folder: Path, split: str) -> list[tuple[int, list[int]]]:
@@ -113,11 +104,6 @@ def test_uint32_ids_stay_what_they_are(tmp_path):
     large = vocabulary.character_tokenizer([chr(0x10000 + i) for i in range(70_000)])
     vocabulary.save(large, tmp_path / "large")
     (tmp_path / "a.txt").write_text("".join(chr(0x10000 + i) for i in range(0, 70_000, 7)), encoding="utf-8")
-    recipe = Recipe(
-        [str(tmp_path / "a.txt")],
-        vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "large")),
-        cleaning=CleaningArguments(["none"]),
-    )
-    made = pretokenize(recipe, tmp_path / "store", lambda text: None)
+    made = tokenized(tmp_path / "a.txt", tmp_path / "store", clean="none", tokenizer=str(tmp_path / "large"))
     written = rows(export.to_parquet(made), "train") + rows(tmp_path / "store-parquet", "validation")
     assert np.concatenate([ids for _, ids in written]).tolist() == list(range(0, 70_000, 7))

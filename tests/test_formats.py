@@ -8,11 +8,10 @@ import os
 import shutil
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 
 import generate
 import train_accelerate
-from conftest import REPOSITORY
+from conftest import REPOSITORY, contents, reset_accelerate
 from errors import UserError
 from tokenizer import archive, export, inspect, pretokenize
 from tokenizer.recipe import Recipe
@@ -33,13 +32,8 @@ def old(tmp_path):
 
 
 def train(*arguments):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset_accelerate()
     train_accelerate.main([str(argument) for argument in arguments])
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # ---- older formats -----------------------------------------------------------------------------------------------------
@@ -131,24 +125,11 @@ def test_cached_stores_that_an_update_may_have_left_over_are_named(old, monkeypa
 
 def test_the_names_of_cached_stores_stay_the_same():
     """A change here would make every cached store of every user again: put a new setting into ADDED_SETTINGS."""
-    assert Recipe(["x"]).settings() == {
-        "text_column": None,
-        "sample_by": "document",
-        "chat_template": None,
-        "validation_fraction": 0.01,
-        "strict": False,
-        "vocab_size": None,
-        "tokenizer_type": "bpe",
-        "tokenizer": None,
-        "sample_bytes": 200000000,
-        "pad_token": "<|pad|>",
-        "special_tokens": [],
-        "cleaning": ["normalize"],
-        "dedup": "no",
-        "input": ["x"],
-        "weights": [],
-        "seed": 1337,
-    }
+    corpus = {"text_column": None, "sample_by": "document", "chat_template": None, "strict": False}
+    tokens = {"vocab_size": None, "tokenizer_type": "bpe", "tokenizer": None, "sample_bytes": 200000000}
+    rest = {"pad_token": "<|pad|>", "special_tokens": [], "cleaning": ["normalize"], "dedup": "no", "input": ["x"]}
+    rest |= {"weights": [], "seed": 1337, "validation_fraction": 0.01}
+    assert Recipe(["x"]).settings() == corpus | tokens | rest
 
 
 # ---- newer formats -----------------------------------------------------------------------------------------------------

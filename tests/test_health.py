@@ -6,15 +6,14 @@ import random
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 
+from conftest import reset_accelerate
 from training.reliability.health import WINDOW, DivergenceError, Health, HealthArguments
 
 
 @pytest.fixture
 def health():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset_accelerate()
 
     def make(**arguments) -> Health:
         return Health(Accelerator(cpu=True), HealthArguments(**arguments))
