@@ -74,9 +74,8 @@ def rust(trained) -> Tokenizer:
 def library(rust: Tokenizer, texts: list[str], followed_by: list[int]) -> tuple[list[int], list[int]]:
     """What `tokenizers` makes of the texts, with what follows each."""
     encodings = rust.encode_batch_fast(texts, add_special_tokens=False)
-    followed = [
-        [*one.ids, *([next_] if next_ != NOTHING else [])] for one, next_ in zip(encodings, followed_by, strict=True)
-    ]
+    pairs = zip(encodings, followed_by, strict=True)
+    followed = [[*one.ids, *([next_] if next_ != NOTHING else [])] for one, next_ in pairs]
     return [i for ids in followed for i in ids], [len(ids) for ids in followed]
 
 
@@ -109,10 +108,7 @@ def test_words_are_those_of_byte_level(fuzz):
     ("text", "words"),
     [
         ("", []),
-        (" ", [" "]),
-        ("a", ["a"]),
-        ("'", ["'"]),
-        ("'s", ["'s"]),
+        *((word, [word]) for word in (" ", "a", "'", "'s")),
         ("Hello, world", ["Hello", ",", " world"]),
         ("a  b\n c", ["a", " ", " b", "\n", " c"]),
         ("a\t\n", ["a", "\t\n"]),
@@ -133,13 +129,9 @@ def test_every_code_point_is_of_the_class_that_byte_level_gives_it():
     points = [chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000]
     texts = [f"a{point}1{point} {point}{point}" for point in points[::3]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    assert words_of(texts, WordSplitter()) == [
-        [word for word, _ in byte_level.pre_tokenize_str(text)] for text in texts
-    ]
-
-
-def test_texts_are_split_apart():
-    texts = ["a", "", "b ", " c", "'", "s", "'r", "e", "\u3000", "\u3000", "d\n", ""]
+    expected = [[word for word, _ in byte_level.pre_tokenize_str(text)] for text in texts]
+    assert words_of(texts, WordSplitter()) == expected
+    texts = ["a", "", "b ", " c", "'", "s", "'r", "e", "\u3000", "\u3000", "d\n", ""]  # are split apart
     words = words_of(texts, WordSplitter())
     assert words == [word for text in texts for word in words_of([text], WordSplitter())]
 
@@ -223,7 +215,9 @@ def test_texts_without_a_character_may_be_followed_too(rust, kind, texts, follow
 
 
 NO_PATTERN = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-OTHER_WORDS = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\p{L}+|[^\p{L}\p{N}]+"), "isolated")
+SPLIT = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\p{L}+|[^\p{L}\p{N}]+"), "isolated")
+OTHER_WORDS = pre_tokenizers.Sequence([SPLIT, NO_PATTERN])
+TOOL = AddedToken("<|tool|>", lstrip=True, rstrip=True)
 END = ("<|endoftext|>", 0)
 TEMPLATE = processors.TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=[END])
 CHANGES = {
@@ -232,16 +226,10 @@ CHANGES = {
     "normalizer": (RustEncoder, lambda rust: setattr(rust, "normalizer", normalizers.NFKC())),
     "prefix space": (RustEncoder, lambda rust: setattr(rust, "pre_tokenizer", pre_tokenizers.ByteLevel())),
     "no words": (RustEncoder, lambda rust: setattr(rust, "pre_tokenizer", NO_PATTERN)),
-    "other words": (
-        RustEncoder,
-        lambda rust: setattr(rust, "pre_tokenizer", pre_tokenizers.Sequence([OTHER_WORDS, NO_PATTERN])),
-    ),
+    "other words": (RustEncoder, lambda rust: setattr(rust, "pre_tokenizer", OTHER_WORDS)),
     "added words": (RustEncoder, lambda rust: rust.add_tokens(["the", " and", "\n\n"])),
     "no dropout": (WordEncoder, lambda rust: setattr(rust.model, "dropout", 0.0)),
-    "added control token": (
-        WordEncoder,
-        lambda rust: rust.add_special_tokens([AddedToken("<|tool|>", lstrip=True, rstrip=True)]),
-    ),
+    "added control token": (WordEncoder, lambda rust: rust.add_special_tokens([TOOL])),
     "template": (WordEncoder, lambda rust: setattr(rust, "post_processor", TEMPLATE)),
     "offsets": (WordEncoder, lambda rust: setattr(rust, "post_processor", processors.ByteLevel(trim_offsets=True))),
     # As Llama 3 and GPT-4's, which take whole words first.

@@ -94,6 +94,7 @@ def store_of(folder: Path, *inputs: list[str], **settings) -> TokenStore:
 def documents(store: TokenStore, split: str) -> list[str]:
     pieces = encode.token_bytes(encode.load_rust(store.folder / "tokenizer" / "tokenizer.json"))
     texts = [b"".join(map(pieces.__getitem__, ids)) for ids in ids_of_documents(store, split)]
+    assert getattr(store.metadata, split).bytes == len(b"".join(texts))
     return [text.decode() for text in texts]
 
 
@@ -105,15 +106,11 @@ def ids_of_documents(store: TokenStore, split: str) -> list[list[int]]:
 
 
 def trained_on(store: TokenStore) -> list[str]:
-    texts = documents(store, "train")
-    assert store.metadata.train.bytes == len("".join(texts).encode())
-    return texts
+    return documents(store, "train")
 
 
 def held_out(store: TokenStore) -> list[str]:
-    texts = documents(store, "val")
-    assert store.metadata.val.bytes == len("".join(texts).encode())
-    return texts
+    return documents(store, "val")
 
 
 def for_training(texts: list[str], fraction: float = 0.1) -> list[str]:
@@ -133,10 +130,8 @@ def test_documents_come_in_the_order_of_the_text_with_repeated_ones(tmp_path):
 
 @pytest.mark.parametrize(("weight", "tokenizer_type"), [(2, "bpe"), (30, "bpe"), (2, "character")])
 def test_a_whole_weight_is_so_many_passes_of_every_document(tmp_path, weight, tokenizer_type):
-    stores = (
-        store_of(tmp_path, DOCUMENTS[:60], weights=some, tokenizer_type=tokenizer_type) for some in ((), (weight,))
-    )
-    once, often = stores
+    settings = {"tokenizer_type": tokenizer_type}
+    once, often = (store_of(tmp_path, DOCUMENTS[:60], weights=some, **settings) for some in ((), (weight,)))
     assert trained_on(often) == trained_on(once) * weight
     assert held_out(often) == held_out(once)
     assert once.metadata.eos_token_id == (None if tokenizer_type == "character" else 0)
@@ -182,16 +177,13 @@ def test_a_document_of_several_units_is_weighed_as_a_whole(tmp_path):
 # ---- repeated documents ---------------------------------------------------------------------------------------------
 
 
-def test_repeated_documents_are_left_out_wherever_they_stand(tmp_path):
+def test_repeated_documents_are_left_out_wherever_they_stand_and_the_first_decides_the_weight(tmp_path):
     texts = [*DOCUMENTS[:90], *DOCUMENTS[:5], *DOCUMENTS[90:], *DOCUMENTS[50:60]]
     store = store_of(tmp_path, texts, [*DOCUMENTS[::-1], "One more.\n"], dedup="exact")
     assert trained_on(store) == for_training([*DOCUMENTS, "One more.\n"])
     assert len(trained_on(store)) + len(held_out(store)) == 201
     assert store.metadata.repeated_documents == 215
-
-
-def test_of_repeated_documents_the_first_decides_the_weight(tmp_path):
-    store = store_of(tmp_path, DOCUMENTS[:80], DOCUMENTS[60:100], weights=(1, 2), dedup="exact")
+    store = store_of(tmp_path, DOCUMENTS[:80], DOCUMENTS[60:100], weights=(1, 2), dedup="exact")  # the first decides
     assert trained_on(store) == for_training([*DOCUMENTS[:100], *DOCUMENTS[80:100]])
     assert store.metadata.repeated_documents == 20
     store = store_of(tmp_path, DOCUMENTS[60:100], DOCUMENTS[:80], weights=(2, 1), dedup="exact")
@@ -288,15 +280,11 @@ def test_no_copy_goes_beyond_the_cut_where_no_document_fell_to_validation(tmp_pa
     first, second = trained_on(once)[:6], trained_on(once)[6:]
     copies = [texts for nth in (1, 2) for texts, weight in zip((first, second), weights, strict=True) if nth < weight]
     assert trained_on(store) == [*first, *second, *itertools.chain.from_iterable(copies)]
-
-
-def test_half_a_copy_goes_no_further_either(tmp_path):
-    settings = {"fraction": 0.2, "seed": seed_apart(FIRST + SECOND, 0.2)}
-    once, store = (store_of(tmp_path, FIRST, SECOND, weights=some, **settings) for some in ((), (2.5, 2.5)))
+    half = store_of(tmp_path, FIRST, SECOND, weights=(2.5, 2.5), **settings)
     train = trained_on(once)
-    assert held_out(store) == held_out(once)
-    assert trained_on(store)[: 2 * len(train)] == train * 2
-    more = trained_on(store)[2 * len(train) :]
+    assert held_out(half) == held_out(once)
+    assert trained_on(half)[: 2 * len(train)] == train * 2
+    more = trained_on(half)[2 * len(train) :]
     assert 0 < len(more) < len(train)
     assert more == [text for text in train if text in more]
 
@@ -454,9 +442,8 @@ def test_a_part_that_a_power_cut_damaged_is_made_again(tmp_path, name, damage):
     if name == "json":
         assert Part.read(making.work, int(path.stem)) is None
     else:
-        with pytest.raises(
-            UserError, match=rf"{path.name} was damaged, by a power cut or a broken disk; the same command"
-        ):
+        sentence = rf"{path.name} was damaged, by a power cut or a broken disk; the same command"
+        with pytest.raises(UserError, match=sentence):
             merged(making, making.work)
     Job.open(making.work).do(int(path.stem))
     assert merged(making, making.work) == expected
