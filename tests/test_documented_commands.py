@@ -40,97 +40,80 @@ RUN = {
     ),
 }
 
-# Commands that are not run: why, and a command or a file of tests that is run in their place.
+BOOKS = "python -m tokenizer.pretokenize --input books/"
+CRAWL = "python -m tokenizer.pretokenize --input /shared/crawl/ --output /shared/crawl-store"
+CONVERT = "python -m modeling_gpt2scratch.conversion_gpt2scratch"
+EVALUATE = "python -m training.evaluate runs/quickstart"
+TO_MY_DRIVE = "--backup_dir /content/drive/MyDrive/runs --max_hours 11.5"
+GPUS = "accelerate launch --quiet --config_file launch"
+
+# Commands that are not run: the reason, by the command or the file of tests that is run in their place.
 INSTEAD = {
-    "make train": ("installs", f"{TRAIN} {LIBRARY}"),
-    "make test": ("runs all tests", "tests/test_house.py"),
-    "source .venv/bin/activate": ("the environment of these tests is another", "python -c pass"),
-    "pip install -e .": ("installs", "tests/test_house.py"),
-    "pip install -e '.[demo]'": ("installs", "tests/test_demo.py"),
-    "pip install -e '.[demo]' && python -m publishing.demo runs/quickstart": (
-        "installs; runs until Ctrl-C",
-        "tests/test_demo.py",
-    ),
-    "python -m publishing.demo runs/a runs/b": ("runs until Ctrl-C", "tests/test_demo.py"),
-    "python -m publishing.demo YOUR_NAME/a YOUR_NAME/b --space YOUR_NAME/demo": ("needs the Hub", "tests/test_demo.py"),
-    "python -m modeling_gpt2scratch.conversion_gpt2scratch openai-community/gpt2 models/gpt2": (
-        "needs the Hub",
-        "tests/test_conversion.py",
-    ),
-    f"{PUSH} runs/x --repo_id YOUR_NAME/x --format both --gguf f16 q8_0": (
-        "needs the extra gguf",
-        "tests/test_publishing.py",
-    ),
-    "python -m examples.finetune_chat runs/x --data chats.jsonl": ("needs TRL", "tests/test_finetuning.py"),
-    "accelerate launch --quiet --config_file launch/one_node.yaml --num_processes 4 train_accelerate.py --config presets/gpt2.yaml --data data/my": (
-        "needs GPUs",
-        "tests/test_several_processes.py",
-    ),
-    "accelerate launch --quiet --config_file launch/fsdp2.yaml --num_processes 4 train_accelerate.py --config presets/gpt2_xl.yaml --data data/my": (
-        "needs GPUs",
-        "tests/test_several_processes.py",
-    ),
-    "python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/books": (
-        "the store is there, made by other settings",
-        "python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/my --vocab_size 300",
-    ),
-    "python -m training.evaluate runs/quickstart --compare": (
-        "takes long, and ran with --memorization",
-        "tests/test_evaluate.py",
-    ),
-    "python -m training.evaluate runs/quickstart --compare_with runs/quickstart/checkpoints/step_00001600": (
-        "the run here is shorter",
-        "tests/test_evaluate.py",
-    ),
-    "python -m training.evaluate runs/x --compare_with openai-community/gpt2 --compare_documents 200": (
-        "needs the Hub",
-        "tests/test_evaluate.py",
-    ),
-    "python -m training.evaluate runs/quickstart --memorization": (
-        "takes long, and ran with --compare",
-        "tests/test_evaluate.py",
-    ),
-    'pip install "lm_eval[hf]>=0.4.13"': ("installs", "tests/test_lm_eval.py"),
-    "pip install -e '.[gguf]'": ("installs", "tests/test_gguf.py"),
-    "python -m publishing.gguf_file runs/x x-f16.gguf": ("needs the extra gguf", "tests/test_gguf.py"),
-    "python -m publishing.gguf_file runs/x x-q8_0.gguf --type q8_0": ("needs the extra gguf", "tests/test_gguf.py"),
-    'llama-completion -m x-f16.gguf -p "Once upon a time" -n 100 -no-cnv': ("needs llama.cpp", "tests/test_gguf.py"),
-    "llama-server -m x-f16.gguf": ("needs llama.cpp", "tests/test_gguf.py"),
-    'ollama create x -f Modelfile && ollama run x "Once upon a time"': ("needs ollama", "tests/test_gguf.py"),
-    "cd GPT2Scratch && source .venv/bin/activate": ("the environment of these tests is another", "python -c pass"),
-    "python -m tokenizer.pretokenize --input /shared/crawl/ --output /shared/crawl-store --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT": (
-        "needs Slurm",
-        "python -m tokenizer.pretokenize --input books/ --output data/crawl --vocab_size 300 --shard 0/1",
-    ),
-    "python -m tokenizer.pretokenize --input /shared/crawl/ --output /shared/crawl-store --merge": (
-        "needs Slurm",
-        "python -m tokenizer.pretokenize --input books/ --output data/crawl --vocab_size 300 --merge",
-    ),
-    f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan": (
-        "too large",
-        f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan {SMALL} --plan_steps 1",
-    ),
-    "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": (
-        "needs wandb",
-        f"{TRAIN} --data my.txt --report_to tensorboard --output_dir runs/tracked {SMALL}",
-    ),
-    "tensorboard --logdir runs": ("runs until Ctrl-C", "tests/test_training.py"),
-    "vllm serve YOUR_NAME/x --trust-remote-code": ("needs vLLM", "tests/vllm/run.sh"),
-    f"{PUSH} runs/my --repo_id YOUR_NAME/my-model": ("ran for runs/quickstart", "tests/test_publishing.py"),
-    f"{PUSH} runs/x --repo_id YOUR_NAME/x --dry_run": ("ran for runs/quickstart", "tests/test_publishing.py"),
-    f"{PUSH} runs/x --repo_id YOUR_NAME/x --license mit --language en": ("needs the Hub", "tests/test_publishing.py"),
-    "python -m training.evaluate runs/quickstart": ("ran with --checkpoint best", "tests/test_evaluate.py"),
-    "hf auth login": ("needs the Hub", "tests/test_publishing.py"),
-    "mkdir -p /content/drive/MyDrive/runs": ("the path is Colab's", "mkdir -p drive"),
-    f"{TRAIN} --config presets/gpt2.yaml --data data/my --backup_dir /content/drive/MyDrive/runs --max_hours 11.5": (
-        "the path is Colab's",
-        f"{TRAIN} --config presets/gpt2.yaml --data data/my --backup_dir drive --max_hours 11.5 {SMALL}",
-    ),
-    f"{TRAIN} --resume_from_checkpoint runs/gpt2": (
-        "too large",
-        f"{TRAIN} --resume_from_checkpoint runs/gpt2 --max_steps 6",
-    ),
+    f"{TRAIN} {LIBRARY}": {"make train": "installs"},
+    "tests/test_house.py": {"make test": "runs all tests", "pip install -e .": "installs"},
+    "python -c pass": {
+        "source .venv/bin/activate": "the environment of these tests is another",
+        "cd GPT2Scratch && source .venv/bin/activate": "the environment of these tests is another",
+    },
+    "tests/test_demo.py": {
+        "pip install -e '.[demo]'": "installs",
+        "pip install -e '.[demo]' && python -m publishing.demo runs/quickstart": "installs; runs until Ctrl-C",
+        "python -m publishing.demo runs/a runs/b": "runs until Ctrl-C",
+        "python -m publishing.demo YOUR_NAME/a YOUR_NAME/b --space YOUR_NAME/demo": "needs the Hub",
+    },
+    "tests/test_conversion.py": {f"{CONVERT} openai-community/gpt2 models/gpt2": "needs the Hub"},
+    "tests/test_publishing.py": {
+        f"{PUSH} runs/x --repo_id YOUR_NAME/x --format both --gguf f16 q8_0": "needs the extra gguf",
+        f"{PUSH} runs/my --repo_id YOUR_NAME/my-model": "ran for runs/quickstart",
+        f"{PUSH} runs/x --repo_id YOUR_NAME/x --dry_run": "ran for runs/quickstart",
+        f"{PUSH} runs/x --repo_id YOUR_NAME/x --license mit --language en": "needs the Hub",
+        "hf auth login": "needs the Hub",
+    },
+    "tests/test_finetuning.py": {"python -m examples.finetune_chat runs/x --data chats.jsonl": "needs TRL"},
+    "tests/test_several_processes.py": {
+        f"{GPUS}/one_node.yaml --num_processes 4 train_accelerate.py --config presets/gpt2.yaml --data data/my": "needs GPUs",
+        f"{GPUS}/fsdp2.yaml --num_processes 4 train_accelerate.py --config presets/gpt2_xl.yaml --data data/my": "needs GPUs",
+    },
+    f"{BOOKS} notes.jsonl.zst --output data/my --vocab_size 300": {
+        f"{BOOKS} notes.jsonl.zst --output data/books": "the store is there, made by other settings"
+    },
+    "tests/test_evaluate.py": {
+        EVALUATE: "ran with --checkpoint best",
+        f"{EVALUATE} --compare": "takes long, and ran with --memorization",
+        f"{EVALUATE} --compare_with runs/quickstart/checkpoints/step_00001600": "the run here is shorter",
+        "python -m training.evaluate runs/x --compare_with openai-community/gpt2 --compare_documents 200": "needs the Hub",
+        f"{EVALUATE} --memorization": "takes long, and ran with --compare",
+    },
+    "tests/test_lm_eval.py": {'pip install "lm_eval[hf]>=0.4.13"': "installs"},
+    "tests/test_gguf.py": {
+        "pip install -e '.[gguf]'": "installs",
+        "python -m publishing.gguf_file runs/x x-f16.gguf": "needs the extra gguf",
+        "python -m publishing.gguf_file runs/x x-q8_0.gguf --type q8_0": "needs the extra gguf",
+        'llama-completion -m x-f16.gguf -p "Once upon a time" -n 100 -no-cnv': "needs llama.cpp",
+        "llama-server -m x-f16.gguf": "needs llama.cpp",
+        'ollama create x -f Modelfile && ollama run x "Once upon a time"': "needs ollama",
+    },
+    f"{BOOKS} --output data/crawl --vocab_size 300 --shard 0/1": {
+        f"{CRAWL} --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT": "needs Slurm"
+    },
+    f"{BOOKS} --output data/crawl --vocab_size 300 --merge": {f"{CRAWL} --merge": "needs Slurm"},
+    f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan {SMALL} --plan_steps 1": {
+        f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan": "too large"
+    },
+    f"{TRAIN} --data my.txt --report_to tensorboard --output_dir runs/tracked {SMALL}": {
+        "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": "needs wandb"
+    },
+    "tests/test_training.py": {"tensorboard --logdir runs": "runs until Ctrl-C"},
+    "tests/vllm/run.sh": {"vllm serve YOUR_NAME/x --trust-remote-code": "needs vLLM"},
+    "mkdir -p drive": {"mkdir -p /content/drive/MyDrive/runs": "the path is Colab's"},
+    f"{TRAIN} --config presets/gpt2.yaml --data data/my --backup_dir drive --max_hours 11.5 {SMALL}": {
+        f"{TRAIN} --config presets/gpt2.yaml --data data/my {TO_MY_DRIVE}": "the path is Colab's"
+    },
+    f"{TRAIN} --resume_from_checkpoint runs/gpt2 --max_steps 6": {
+        f"{TRAIN} --resume_from_checkpoint runs/gpt2": "too large"
+    },
 }
+INSTEAD = {command: replacement for replacement, reasons in INSTEAD.items() for command in reasons}
 LM_EVAL = "python -m lm_eval "
 
 
@@ -152,7 +135,7 @@ def substitute(command: str) -> str | None:
         return f"{command} {RUN[command]}".strip()
     if command.startswith(LM_EVAL):
         return "tests/test_lm_eval.py"
-    return INSTEAD[command][1] if command in INSTEAD else None
+    return INSTEAD.get(command)
 
 
 def test_every_command_is_known_and_no_other():
