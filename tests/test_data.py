@@ -9,8 +9,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from conftest import assert_equal, metrics, weights
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training import evaluate
@@ -102,8 +102,7 @@ def test_a_run_that_masks_documents_scores_them_alone(train, store, tmp_path, ca
     assert f", {said}: " in line
     model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
     expected = masked_loss(model, store.in_memory("val"), store.offsets("val"), 16)
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    assert metrics(run)[-1]["eval_loss"] == pytest.approx(expected, abs=1e-5)
     for arguments in ([str(run)], [str(run / "model"), "--data", str(store.folder)]):  # the first by its config.yaml
         evaluate.main(arguments)
         assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expected, abs=1e-5)
@@ -114,9 +113,7 @@ def test_resuming_a_run_that_masks_documents_is_exact(train, tmp_path):
     stopped = shutil.copytree(straight, tmp_path / "stopped")
     shutil.rmtree(stopped / "checkpoints" / "step_00000006")
     train(None, "--resume_from_checkpoint", str(stopped))
-    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (straight, stopped))
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
+    assert_equal(weights(straight), weights(stopped))
 
 
 def test_masking_makes_another_run_and_needs_attention_that_does_not_ignore_it(train, tmp_path, monkeypatch):

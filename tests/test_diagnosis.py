@@ -13,12 +13,8 @@ HEALTHY = {"learning_rate": 1e-3, "data_share": 0.01, "peak_memory_gb": 30.0, "g
 
 
 def diagnosis(folder, on_gpu=True, where="ram", accumulation=1, usual_mfu=None) -> Diagnosis:
-    plan = SimpleNamespace(
-        placement=SimpleNamespace(where=where),
-        batches=SimpleNamespace(micro_batch=8, accumulation=accumulation),
-        available=int(80e9),
-        max_steps=100_000,
-    )
+    parts = {"placement": SimpleNamespace(where=where), "available": int(80e9), "max_steps": 100_000}
+    plan = SimpleNamespace(batches=SimpleNamespace(micro_batch=8, accumulation=accumulation), **parts)
     return Diagnosis(RunFolder(folder), plan, on_gpu, usual_mfu)
 
 
@@ -110,17 +106,10 @@ def test_a_loss_that_is_flat_or_rises(tmp_path):
 def test_a_validation_loss_that_rises_is_said_once_also_across_a_resume(tmp_path):
     rising = evaluations(3.0, 2.0, 2.05, 2.2, 2.3)
     [text] = told(diagnosis(tmp_path), rising)
-    assert text.startswith(
-        "The validation loss rises, from 2.0000 at step 200 to 2.2000: the model learns its text by heart."
-    )
+    words = "The validation loss rises, from 2.0000 at step 200 to 2.2000: the model learns its text by heart."
+    assert text.startswith(words)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rising[:3]))
     assert len(told(diagnosis(tmp_path), rising[3:])) == 1  # it knows what was logged before
-    advice = {
-        "time": "2026-01-01T10:00:00+00:00",
-        "event": "advice",
-        "step": 400,
-        "about": "overfitting",
-        "text": "...",
-    }
+    advice = {"time": "2026-01-01T10:00:00+00:00", "event": "advice", "step": 400, "about": "overfitting", "text": "."}
     (tmp_path / "events.jsonl").write_text(json.dumps(advice) + "\n")
     assert told(diagnosis(tmp_path), rising[3:]) == []

@@ -1,15 +1,13 @@
 """--plan: what a run will take, before it is begun."""
 
-import json
 import re
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 
 import train_accelerate
-from conftest import REPOSITORY, TINY, flags, prose, trained
+from conftest import REPOSITORY, TINY, flags, metrics, prose, reset_accelerate, trained
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import BatchPlan, WindowOrder
@@ -23,18 +21,9 @@ from training.reliability.position import Position
 
 def planned(store, tmp_path, capsys, *more: str, **settings) -> str:
     settings = {"data": store.folder, "output_dir": tmp_path / "run", **TINY, **settings}
+    reset_accelerate()
     train_accelerate.main([*flags(**settings), "--plan", *more])
     return capsys.readouterr().out
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    _fresh()
-
-
-def _fresh():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def test_a_plan_says_what_the_run_will_take_and_leaves_nothing(store, tmp_path, capsys):
@@ -56,16 +45,22 @@ def test_cuda_graphs_are_refused_where_gradients_add_up(store, tmp_path, capsys,
     refusal = f"{mode} uses CUDA graphs, which would overwrite gradients that 2 micro-batches"
     with pytest.raises(UserError, match=refusal):
         planned(store, tmp_path, capsys, per_device_train_batch_size=2, **settings)
-    _fresh()
     assert "compiled" in planned(store, tmp_path, capsys, per_device_train_batch_size=4, **settings)
-    _fresh()
     settings["torch_compile_mode"] = "max-autotune-no-cudagraphs"
     assert "compiled" in planned(store, tmp_path, capsys, per_device_train_batch_size=2, **settings)
 
 
-def test_a_plan_for_a_gpu_says_that_current_builds_have_no_kernels_for_it(store, tmp_path, capsys):
+def test_a_plan_for_a_gpu_says_what_it_lacks_and_does_not_guess_at_small_models_or_unknown_devices(
+    store, tmp_path, capsys
+):
     said = planned(store, tmp_path, capsys, plan_device="v100-16gb")
     assert "PyTorch's build for CUDA 13 has no kernels for the V100 16 GB, of compute capability 7.0: install" in said
+    assert reported_mfu("H200") == reported_mfu("H100")  # the same processor
+    said = planned(store, tmp_path, capsys, plan_device="h200-141gb", mixed_precision="auto")
+    assert "Time:    not known: nobody reports what so small a model reaches" in said
+    assert "of 141.0 a device" in said
+    with pytest.raises(UserError, match=r"^plan_device is 'a1000'; it must be one of a100-40gb, .*v100-16gb\.$"):
+        planned(store, tmp_path, capsys, plan_device="a1000")
 
 
 def test_a_large_text_is_planned_for_by_a_sample_and_nothing_is_left(tmp_path, capsys, monkeypatch):
@@ -80,46 +75,34 @@ def test_a_large_text_is_planned_for_by_a_sample_and_nothing_is_left(tmp_path, c
     text = SimpleNamespace(folder=tmp_path / "text")
     settings = {"vocab_size": 300, "sample_by": "line", "plan_steps": 2, "data_placement": "mmap"}
     said = planned(text, tmp_path, capsys, **settings)
-    about = re.search(
-        r"Data:    .*/text, memory-mapped: about (\d+,\d+) tokens, estimated from 0 of 0 MB, and so", said
-    )
+    line = r"Data:    .*/text, memory-mapped: about (\d+,\d+) tokens, estimated from 0 of 0 MB, and so"
+    about = re.search(line, said)
     assert int(about[1].replace(",", "")) == pytest.approx(181_612, rel=0.02)
-    assert re.search(
-        r"\n         tokenizing it all, which comes before the first step, should take about \d+:\d\d\n", said
-    )
+    assert re.search(r"\n +tokenizing it all, which comes before the first step, should take about \d+:\d\d\n", said)
     assert "tokens/s (measured in" in said
     assert list((tmp_path / "temporary").iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["temporary", "text"]
 
     monkeypatch.setattr("tokenizer.estimate.LARGE_BYTES", 1_000_000)  # so that it is tokenized
-    _fresh()
     exactly = planned(text, tmp_path, capsys, **settings)
     assert re.findall(r": (\S+) tokens, ", exactly)[:1] == ["181,612"]
     monkeypatch.setattr("tokenizer.estimate.LARGE_BYTES", 100_000)
-    _fresh()
     assert ": 181,612 tokens, " in planned(text, tmp_path, capsys, **settings)  # which is there by now
 
 
-def test_the_plan_of_the_seeds_run_is_what_the_seeds_measured():
+def test_the_plan_of_the_seeds_run_is_what_the_seeds_measured_and_its_rate_the_usual_one():
     """145,000 tokens/s at 32 x 512 on an A100."""
     setup = Setup("bf16", True, "sdpa", ())
-    speed = assumed_speed(
-        "A100", SimpleNamespace(model=GPT2ScratchConfig(), memory=SimpleNamespace(parameters=134_601_216)), setup, 1
-    )
+    run = SimpleNamespace(model=GPT2ScratchConfig(), memory=SimpleNamespace(parameters=134_601_216))
+    speed = assumed_speed("A100", run, setup, 1)
     assert speed.tokens_per_second == pytest.approx(145_000, rel=0.01)
     assert "which would be 132,015 to 254,926 tokens/s" in speed.known
+    assert usual_learning_rate(124e6) == pytest.approx(6.4e-4, rel=0.02)
 
 
 def test_a_rented_device_is_planned_for_by_its_datasheet(store, tmp_path, capsys):
-    shape = {
-        "n_layer": 12,
-        "n_head": 12,
-        "n_embd": 768,
-        "n_positions": 512,
-        "tokens_per_step": 32768,
-        "max_steps": 1000,
-    }
-    more = {"plan_device": "a100-80gb", "mixed_precision": "auto", "torch_compile": "auto"}
+    shape = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 512, "tokens_per_step": 32768}
+    more = {"max_steps": 1000, "plan_device": "a100-80gb", "mixed_precision": "auto", "torch_compile": "auto"}
     said = planned(store, tmp_path, capsys, **shape, **more)
     assert "A100 80 GB, bf16, compiled: by its datasheet" in said
     assert "of 80.0 a device" in said
@@ -133,8 +116,7 @@ def test_what_is_measured_is_what_the_run_then_reaches(store, tmp_path, capsys):
     said = planned(store, tmp_path, capsys, plan_steps=10, **shape)
     memory = float(re.search(r"a peak of ([\d.]+) GB", said)[1])
     run = trained(store, tmp_path / "run", **TINY | shape | {"max_steps": 40, "logging_steps": 10})
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert max(entry.get("peak_memory_gb", 0) for entry in entries) == pytest.approx(memory, rel=0.1)
+    assert max(entry.get("peak_memory_gb", 0) for entry in metrics(run)) == pytest.approx(memory, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +142,7 @@ def test_a_plan_says_which_model_the_code_chose(store, tmp_path, capsys, setting
 @pytest.mark.parametrize("preset", sorted((REPOSITORY / "presets").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_vocabulary_of_a_preset_yields_to_the_store(store, tmp_path, capsys, preset):
     arguments = flags(config=preset, data=store.folder, output_dir=tmp_path / "run", plan_steps=0)
+    reset_accelerate()
     train_accelerate.main([*arguments, "--plan"])
     said = capsys.readouterr().out
     assert ", vocabulary 300, " in said
@@ -194,35 +177,16 @@ def test_the_problems_of_every_kind_come_at_once(launch, store, tmp_path):
 
 def test_what_is_wrong_is_said_before_a_text_is_tokenized(tmp_path, capsys):
     (tmp_path / "my.txt").write_text(prose(1))
-    settings = {
-        "data": tmp_path / "my.txt",
-        "output_dir": tmp_path / "run",
-        **TINY,
-        "learning_rate": -1,
-        "vocab_size": 10,
-    }
-    for more in ([], ["--plan"], ["--plan", "--plan_device", "t4-16gb", "--mixed_precision", "bf16"]):
-        arguments = (
-            flags(**settings) if "--mixed_precision" not in more else flags(**settings | {"mixed_precision": None})
-        )
+    settings = {**TINY, "data": tmp_path / "my.txt", "output_dir": tmp_path / "run"}
+    settings |= {"learning_rate": -1, "vocab_size": 10}
+    for planned in ({}, {"plan": "true"}, {"plan": "true", "plan_device": "t4-16gb", "mixed_precision": "bf16"}):
+        reset_accelerate()
         with pytest.raises(UserError) as told:
-            train_accelerate.main([*arguments, *more])
+            train_accelerate.main(flags(**settings | planned))
         assert [line.split()[0] for line in str(told.value).splitlines()][:2] == ["learning_rate", "vocab_size"]
         assert "learning_rate is -1.0; it must be above 0 and at most 100." in str(told.value).splitlines()
     assert "mixed_precision is bf16, but a T4 has none; use fp16 or auto." in str(told.value).splitlines()
     assert capsys.readouterr().out == ""
-
-
-def test_a_small_model_on_a_large_device_is_not_guessed_at(store, tmp_path, capsys):
-    assert reported_mfu("H200") == reported_mfu("H100")  # the same processor
-    said = planned(store, tmp_path, capsys, plan_device="h200-141gb", mixed_precision="auto")
-    assert "Time:    not known: nobody reports what so small a model reaches" in said
-    assert "of 141.0 a device" in said
-
-
-def test_a_device_that_is_not_known_is_refused(store, tmp_path, capsys):
-    with pytest.raises(UserError, match=r"^plan_device is 'a1000'; it must be one of a100-40gb, .*v100-16gb\.$"):
-        planned(store, tmp_path, capsys, plan_device="a1000")
 
 
 def test_it_says_what_would_be_better(store, tmp_path, capsys):
@@ -243,7 +207,3 @@ def test_what_is_due_is_counted_as_the_run_does(strategy, every, times):
     assert order.windows == 8
     assert sum(plan.is_due(strategy, every, step) for step in range(1, 11)) == times
     assert _times(plan, strategy, every) == times
-
-
-def test_the_usual_learning_rate():
-    assert usual_learning_rate(124e6) == pytest.approx(6.4e-4, rel=0.02)
