@@ -63,11 +63,14 @@ def test_a_word_becomes_these_tokens(merges, word, tokens):
     assert [rust.id_to_token(i) for i in ids] == tokens
 
 
-def test_words_do_not_touch_each_other():
+def test_words_do_not_touch_each_other_and_a_long_one_is_many_rounds():
     rust = byte_level([("a", "b"), ("b", "a"), ("ab", "ab")])
     words = [b"a", b"b", b"ab", b"a", b"bab", b"b", b"a"]
     merges = Merges(rust)
     assert encoded(merges, words) == [ids for word in words for ids in encoded(merges, [word])]
+    rust = byte_level([("a", "b"), ("ab", "ab"), ("b", "a"), ("c", "c")])
+    words = [b"ab" * 5000 + b"c" * 3001 + b"ba" * 777, b"c"]
+    assert encoded(Merges(rust), words) == in_rust(rust, words)
 
 
 @pytest.mark.parametrize("first_id", [0, 70_000], ids=["uint16", "uint32"])
@@ -108,12 +111,6 @@ def test_long_words_in_windows_have_the_tokens_of_whole_ones(seed, monkeypatch):
     words.append("".join(pick.choices(tokens, k=500)).encode())
     for word, ids in zip(words, in_rust(rust, words), strict=True):
         assert encoder([word], [encode.NOTHING])[0].tolist() == ids
-
-
-def test_a_long_word_is_many_rounds():
-    rust = byte_level([("a", "b"), ("ab", "ab"), ("b", "a"), ("c", "c")])
-    words = [b"ab" * 5000 + b"c" * 3001 + b"ba" * 777, b"c"]
-    assert encoded(Merges(rust), words) == in_rust(rust, words)
 
 
 def test_a_merge_that_is_named_twice_has_its_last_rank():

@@ -88,12 +88,9 @@ if __name__ == "__main__":
 """
 
 
-def test_datatroves_executors_make_the_same_store(folder):
+def test_datatroves_executors_make_the_same_store(folder, launch):
     pytest.importorskip("datatrove")
     (folder / "pipeline.py").write_text(PIPELINE)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "pipeline.py"], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = launch("pipeline.py", folder=folder, PYTHONPATH=str(REPOSITORY))
     assert done.returncode == 0, done.stderr
     assert tokens_of(folder / "store") == tokens_of(folder / "expected")

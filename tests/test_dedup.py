@@ -35,23 +35,20 @@ def repeats_of(rows: np.ndarray, block: int = 1000, **settings) -> np.ndarray:
     return repeated(lambda: (rows[i : i + block] for i in range(0, len(rows), block)), len(rows), **settings)
 
 
-def test_digests_are_these_numbers():
+def test_digests_are_these_numbers_and_each_key_has_its_columns():
     assert digest([]) == (0x99AA06D3014798D8, 0x6001C324468D497F)
     assert digest([FOX]) == (0xE3DBC07652A52246, 0xE718B78AE77031EE)
     assert digest(["naïve ", "日本語"]) == digest(["naïve 日", "", "本語"]) == (0x9E980E4A8CDA1B67, 0xF8A53C341F33C0FA)
+    for kind in ("no", "exact", "near"):
+        columns = [i for key in key_columns(kind) for i in range(key.start, key.stop)]
+        assert columns == list(range(keys_per_document(kind)))
+    assert keys_per_document("near") == 2 + BANDS
 
 
 def test_bands_are_these_numbers(hasher):
     assert hasher.bands(FOX)[:3].tolist() == [10785064068555023202, 14965718624359287907, 2082176215953572380]
     assert hasher.bands(CHINESE)[:2].tolist() == [13011511918108775046, 12533474677868480444]
     assert hasher.bands("?!")[:2].tolist() == [10184276088777479603, 15594927824249659844]
-
-
-def test_each_key_has_its_columns():
-    for kind in ("no", "exact", "near"):
-        columns = [i for key in key_columns(kind) for i in range(key.start, key.stop)]
-        assert columns == list(range(keys_per_document(kind)))
-    assert keys_per_document("near") == 2 + BANDS
 
 
 @pytest.mark.parametrize("memory", [1, 2_000, 20_000])
@@ -131,20 +128,14 @@ def test_scripts_without_blanks_have_near_duplicates(hasher, text):
     assert not near(hasher, text, text[::-1])
 
 
-def test_short_texts_are_one_shingle(hasher):
+def test_short_texts_are_one_shingle_those_without_words_match_themselves_and_long_ones_are_cut(hasher):
     assert np.array_equal(hasher.bands("Good morning!"), hasher.bands("good  morning"))
     for other in ("morning good", "good", "good morning you", "goodmorning"):
         assert not near(hasher, "good morning", other)
-
-
-def test_texts_without_words_match_themselves_alone(hasher):
     texts = ["", " ", "?!", "!?", "—", "...", "....", "🙂", "🙃"]
     bands = np.stack([hasher.bands(text) for text in texts])
     assert len(np.unique(bands)) == len(texts) * BANDS
     assert near(hasher, "🙂", "🙂")
-
-
-def test_a_long_text_is_cut_without_much_loss(hasher):
     words = essay(0, 3 * STRETCH // 5)
     assert near(hasher, " ".join(words), " ".join(["One", "more", *words]))
 

@@ -2,9 +2,7 @@
 
 import ast
 import json
-import os
 import shutil
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -72,22 +70,14 @@ def tiny(**fields):
     return GPT2ScratchForCausalLM(GPT2ScratchConfig(**TINY | fields)).eval()
 
 
-def as_a_stranger(folder, sources):
+def as_a_stranger(launch, folder, sources):
     """What a fresh process, far from the repository, finds in each source."""
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
-    strange = {"HF_HOME": str(folder / "hf"), "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
-    hidden = ("PYTHONPATH", "HF_HUB_CACHE", "HF_HOME")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run(
-        [sys.executable, "-c", STRANGER, json.dumps([(str(source), str(to or "")) for source, to in sources])],
-        cwd=elsewhere,
-        env=environment | strange | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
+    strange = {"HF_HOME": str(folder / "hf"), "HF_HUB_CACHE": str(folder / "hf" / "hub"), "HF_HUB_OFFLINE": "1"}
+    strange |= {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONPATH": ""}
+    pairs = [(str(source), str(to or "")) for source, to in sources]
+    done = launch("-c", STRANGER, json.dumps(pairs), folder=elsewhere, **strange)
     assert done.returncode == 0, done.stderr
     return [SimpleNamespace(**json.loads(line), stderr=done.stderr) for line in done.stdout.splitlines()]
 
@@ -101,7 +91,7 @@ def put_in_hub_cache(model_folder, cache):
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory):
+def published(tmp_path_factory, launch):
     """Every folder of these tests, and what strangers saw in them: two processes, one after the other."""
     folder = tmp_path_factory.mktemp("published")
     models = {"untied": tiny(), "tied": tiny(tie_word_embeddings=True)}
@@ -109,10 +99,12 @@ def published(tmp_path_factory):
         model.save_pretrained(folder / name)
     put_in_hub_cache(folder / "untied", folder / "hf" / "hub")
     first = {"untied": folder / "resaved", "tied": None, HUB_ID: folder / "resaved_from_hub"}
-    seen = as_a_stranger(folder, [(HUB_ID if name == HUB_ID else folder / name, to) for name, to in first.items()])
+    seen = as_a_stranger(
+        launch, folder, [(HUB_ID if name == HUB_ID else folder / name, to) for name, to in first.items()]
+    )
     shutil.copytree(folder / "untied", folder / "another name-v1.0")
     second = ["resaved", "resaved_from_hub", "another name-v1.0"]
-    seen += as_a_stranger(folder, [(folder / name, None) for name in second])
+    seen += as_a_stranger(launch, folder, [(folder / name, None) for name in second])
     return SimpleNamespace(folder=folder, models=models, seen=dict(zip([*first, *second], seen, strict=True)))
 
 

@@ -12,12 +12,15 @@ def test_cosine_with_warmup_at_known_steps(step, rate):
     assert learning_rate_at(step, 15, COSINE) == pytest.approx(rate, abs=1e-12)
 
 
-def test_linear_and_constant():
+def test_linear_and_constant_and_a_lowest_rate_above_the_peak():
     linear = OptimArguments(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=0, lr_scheduler_type="linear")
     assert [learning_rate_at(step, 5, linear) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     constant = OptimArguments(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2, lr_scheduler_type="constant")
     assert [learning_rate_at(step, 5, constant) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
     assert learning_rate_at(0, 1, OptimArguments(learning_rate=1.0, warmup_steps=0)) == 1.0  # a run of one step
+    assert OptimArguments(1e-3, 1e-3).problems() == []
+    expected = "min_learning_rate is 0.002; it must be between 0 and learning_rate, 0.001."
+    assert OptimArguments(1e-3, 2e-3).problems() == [expected]
 
 
 def test_only_matrices_decay():
@@ -27,9 +30,3 @@ def test_only_matrices_decay():
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.1 if parameter.dim() == 2 else 0.0), name
     assert len(decay) == len(list(model.parameters()))
-
-
-def test_the_lowest_rate_may_not_be_above_the_peak():
-    assert OptimArguments(1e-3, 1e-3).problems() == []
-    expected = "min_learning_rate is 0.002; it must be between 0 and learning_rate, 0.001."
-    assert OptimArguments(1e-3, 2e-3).problems() == [expected]

@@ -16,12 +16,9 @@ def walked(position: Position, step: int, sequences: int) -> int:
     return sample
 
 
-def test_samples_follow_each_other_and_ranges_are_jumped():
+def test_samples_follow_each_other_ranges_are_jumped_and_another_batch_size_goes_on():
     position = Position(passed_over=((40, 60),))
     assert [position.first_sample(step, 10) for step in range(8)] == [0, 10, 20, 30, 60, 70, 80, 90]
-
-
-def test_after_another_batch_size_the_samples_go_on():
     position = Position(step=3, sample=30, tokens=480).after(5, 10, 16)
     assert position == Position(step=5, sample=50, tokens=800)
     assert [position.first_sample(step, 4) for step in (5, 6, 7)] == [50, 54, 58]
