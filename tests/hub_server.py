@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,12 +74,14 @@ class Hub:
         self.taken: set[str] = set()  # names of something else
         self.read_only: set[str] = set()  # namespaces
         self.licences = {"mit", "apache-2.0", None}  # that it knows
+        self.secret: set[str] = set()  # files that may not be read
+        self.lost: Counter[str] = Counter()  # how often the connection is lost at a file
         self.cut_uploads = 0  # of so many large files, the connection breaks off in the middle
         self.hold = threading.Event()  # large files are taken in only while this is set
         self.hold.set()
 
     def __getitem__(self, name: str) -> Repository:
-        return self.repositories[name if name.startswith(("models/", "spaces/")) else f"models/{name}"]
+        return self.repositories[name if name.startswith(("models/", "datasets/", "spaces/")) else f"models/{name}"]
 
     def uploads(self) -> int:
         """Large files that were sent, whole or not."""
@@ -87,7 +90,6 @@ class Hub:
 
 @contextmanager
 def serving() -> Iterator[tuple[Hub, str]]:
-    """A new Hub and its address."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
     server.daemon_threads = True
@@ -101,6 +103,7 @@ def serving() -> Iterator[tuple[Hub, str]]:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer is sent at once
     hub: Hub
 
     def log_message(self, *_: object) -> None:
@@ -145,15 +148,21 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.bodies.append(body)
         return body
 
-    def answer(self, status: int, content: object = None, headers: dict[str, str] | None = None) -> None:
+    def answer(
+        self, status: int, content: object = None, headers: dict[str, str] | None = None, file: str = ""
+    ) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        if self.command == "HEAD":
+            return
+        if self.hub.lost[file]:
+            self.hub.lost[file] -= 1
+            body, self.close_connection = body[: len(body) // 2], True
+        self.wfile.write(body)
 
     def refuse(self, status: int, message: str, code: str = "") -> None:
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
@@ -213,10 +222,16 @@ class Handler(BaseHTTPRequestHandler):
             private = self.hub.repositories[f"{kind}/{name}"].private
             self.answer(200, {"id": name, "sha": sha, "private": private, "siblings": siblings, "tags": []})
 
-    def tree(self, body: bytes, kind: str, name: str, revision: str) -> None:
+    def tree(self, body: bytes, kind: str, name: str, revision: str, folder: str | None = None) -> None:
         if (found := self.at(kind, name, revision)) is not None:
-            entries = []
+            inside, entries = f"{folder}/" if folder else "", []
+            if "recursive=True" not in self.path:
+                below = {path.removeprefix(inside) for path in found[1] if path.startswith(inside)}
+                folders = {path.split("/")[0] for path in below if "/" in path}
+                entries = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": inside + name} for name in folders]
             for path, file in found[1].items():
+                if not path.startswith(inside) or (entries and "/" in path.removeprefix(inside)):
+                    continue
                 entry = {"type": "file", "path": path, "size": len(file.content), "oid": file.oid}
                 if file.is_lfs:
                     entry["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
@@ -306,17 +321,21 @@ class Handler(BaseHTTPRequestHandler):
         sha, files = found
         if path not in files:
             self.send_response(404)
-            for header, value in (
-                ("X-Error-Code", "EntryNotFound"),
-                ("X-Repo-Commit", sha),
-                ("Content-Length", "0"),
-            ):
+            for header, value in {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha, "Content-Length": "0"}.items():
                 self.send_header(header, value)
             self.end_headers()
             return
-        file = files[path]
+        if path in self.hub.secret:
+            self.refuse(403, "")
+            return
+        file, status, start, stop = files[path], 200, 0, None
         etag = file.sha256 if file.is_lfs else file.oid
-        self.answer(200, file.content, {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"})
+        headers = {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            size = len(file.content)
+            status, start, stop = 206, int(asked[1]), min(int(asked[2] or size), size - 1) + 1
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        self.answer(status, file.content[start:stop], headers, path)
 
 
 KIND = r"(?P<kind>models|datasets|spaces)"
@@ -327,7 +346,7 @@ ROUTES = {
         (r"/api/whoami-v2", Handler.whoami),
         (f"/api/{KIND}/{NAME}", Handler.info),
         (f"/api/{KIND}/{NAME}/revision/{REVISION}", Handler.info),
-        (f"/api/{KIND}/{NAME}/tree/{REVISION}/?", Handler.tree),
+        (f"/api/{KIND}/{NAME}/tree/{REVISION}/?(?P<folder>.*)", Handler.tree),
         (f"/api/{KIND}/{NAME}/refs", Handler.refs),
         (rf"/(?P<prefix>(datasets|spaces)/)?{NAME}/resolve/{REVISION}/(?P<path>.+)", Handler.resolve),
     ],

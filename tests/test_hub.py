@@ -1,18 +1,12 @@
 """Datasets of the Hub: what their ids mean, and reading them from a server on this machine that answers as the Hub does."""
 
 import ast
-import hashlib
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from urllib.parse import unquote, urlsplit
+from contextlib import contextmanager
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +14,7 @@ import pytest
 from test_corpus import write
 
 from conftest import REPOSITORY, prose
+from hub_server import File, Repository, serving
 from tokenizer.hub import HubDataset, opened
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import save, train_bpe
@@ -49,19 +44,17 @@ def test_an_id_has_a_configuration_a_split_and_a_revision_as_needed(tmp_path, mo
 @pytest.mark.parametrize(
     "entry",
     [
+        *"name a/b/c /user/name ./name ../name ~/name user/ user/*.txt user/**".split(),
         *(
-            "name",
-            "a/b/c",
-            "/user/name",
-            "./name",
-            "../name",
-            "~/name",
-            "user/",
-            "user/*.txt",
-            "user/**",
             "my user/name",
+            "user/name:",
+            "user/name@",
+            "user/name:a:b:c",
+            "a.txt",
+            "C:\\texts",
+            "https://hub.co/user/name",
+            "",
         ),
-        *("user/name:", "user/name@", "user/name:a:b:c", "a.txt", "C:\\texts", "https://hub.co/user/name", ""),
     ],
 )
 def test_other_paths_are_no_ids(tmp_path, monkeypatch, entry):
@@ -76,8 +69,6 @@ def test_what_begins_with_a_folder_that_is_here_is_no_id(tmp_path, monkeypatch):
     as_planned = HubDataset("user/name", revision="main")  # an id when the work was planned
     assert opened("user/name@main") == as_planned
 
-
-# ---- reading ----------------------------------------------------------------------------------------------------------
 
 CARD = """---
 configs:
@@ -118,94 +109,22 @@ FILES = {
 }
 
 
-class Hub(ThreadingHTTPServer):
-    """As much of the Hub as reading datasets asks for: `commits` of each, and their files."""
-
-    daemon_threads = True
-
-    def __init__(self, **commits: dict[str, dict[str, bytes]]):
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.commits = commits
-        self.branches = {"main": NEWEST, "v1": FIRST}
-        self.lost: Counter[str] = Counter()  # how often the connection is lost at a file
-        self.secret: set[str] = set()
-        Thread(target=self.serve_forever, daemon=True).start()
-
-    def server_close(self) -> None:
-        self.shutdown()
-        super().server_close()
-
-    def environment(self, home) -> dict[str, str]:
-        # Whoever waits before the next try hardly waits.
-        hasty = "import time\nsleep = time.sleep\ntime.sleep = lambda seconds: sleep(min(seconds, 0.001))\n"
-        write(home / "hasty" / "sitecustomize.py", hasty)
-        return {
-            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}",
-            "HF_HUB_OFFLINE": "0",
-            "HF_HOME": str(home),
-            "NO_PROXY": "127.0.0.1",
-            "PYTHONPATH": str(home / "hasty"),
-            "OMP_NUM_THREADS": "1",
-            "USE_TORCH": "0",  # which `datasets` would import in every process
-        }
+@contextmanager
+def serving_datasets(**datasets: dict[str, dict[str, bytes]]):
+    """A Hub with the commits of datasets of one user, and its address."""
+    with serving() as (hub, address):
+        for name, commits in datasets.items():
+            files = {sha: {path: File(content, False) for path, content in commits[sha].items()} for sha in commits}
+            hub.repositories[f"datasets/user/{name}"] = Repository(False, files, {"main": NEWEST, "v1": FIRST})
+        yield hub, address
 
 
-class Answer(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1  # an answer is sent at once
-
-    def do_GET(self):
-        path = unquote(urlsplit(self.path).path)
-        found = re.fullmatch(r"/(?:api/)?datasets/user/(\w+)(?:/(revision|tree|resolve)/([^/]+)/?(.*))?", path)
-        if found is None or found[1] not in self.server.commits:
-            return self.answer(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
-        dataset, what, revision, name = found.groups(default="")
-        commit = self.server.branches.get(revision or "main", revision)
-        if commit not in self.server.commits[dataset]:
-            return self.answer(404, b"{}", **{"X-Error-Code": "RevisionNotFound"})
-        files = self.server.commits[dataset][commit]
-        if what == "resolve":
-            return self.resolve(commit, name, files)
-        if what == "tree":
-            inside = [self.entry(file, files[file]) for file in files if os.path.dirname(file) == name]
-            folders = {os.path.dirname(file) for file in files} - {""} if not name else ()
-            inside += [{"type": "directory", "oid": "0" * 40, "size": 0, "path": folder} for folder in folders]
-            return self.answer(200, json.dumps(inside).encode())
-        about = {"id": f"user/{dataset}", "sha": commit, "siblings": [{"rfilename": file} for file in files]}
-        return self.answer(200, json.dumps(about).encode())
-
-    do_HEAD = do_GET  # noqa: N815  as http.server names it
-
-    def resolve(self, commit: str, name: str, files: dict[str, bytes]):
-        if name not in files:
-            return self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
-        if name in self.server.secret:
-            return self.answer(403, b"")
-        content = files[name]
-        about = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, stop = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1) + 1
-            about["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
-            return self.answer(206, content[start:stop], name, **about)
-        return self.answer(200, content, name, **about)
-
-    def entry(self, path: str, content: bytes) -> dict:
-        return {"type": "file", "oid": hashlib.sha1(content).hexdigest(), "size": len(content), "path": path}
-
-    def answer(self, status: int, content: bytes, name: str = "", **headers: str) -> None:
-        self.send_response(status)
-        for header, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(header, value)
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        if self.server.lost[name]:
-            self.server.lost[name] -= 1
-            content, self.close_connection = content[: len(content) // 2], True
-        self.wfile.write(content)
-
-    def log_message(self, *_) -> None:
-        pass
+def environment(address: str, home: Path) -> dict[str, str]:
+    # Whoever waits before the next try hardly waits.
+    hasty = "import time\nsleep = time.sleep\ntime.sleep = lambda seconds: sleep(min(seconds, 0.001))\n"
+    write(home / "hasty" / "sitecustomize.py", hasty)
+    online = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    return online | {"PYTHONPATH": str(home / "hasty"), "USE_TORCH": "0"}  # torch, which `datasets` would import
 
 
 READ = """
@@ -231,29 +150,20 @@ ENTRIES = [
 ]
 
 
-def output_of(script: str, entries: list[str], environment: dict[str, str]) -> list[str]:
-    """The lines that a process prints about the entries."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *entries],
-        cwd=REPOSITORY,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+def output_of(launch, script: str, entries: list[str], environment: dict[str, str]) -> list[str]:
+    done = launch("-c", script, *entries, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, list[list[str]] | str]:
+def found(tmp_path_factory, launch) -> dict[str, list[list[str]] | str]:
     """The texts of every unit of every entry, or the sentence that it ends in."""
     texts = {FIRST: FILES | {"test.jsonl": jsonl("of the first version")}, NEWEST: FILES}
-    with Hub(name=texts, tables={NEWEST: {"rows.parquet": parquet(*ROWS)}}) as hub:
+    with serving_datasets(name=texts, tables={NEWEST: {"rows.parquet": parquet(*ROWS)}}) as (hub, address):
         hub.lost["shaky.jsonl"] = 2
         hub.secret.add("secret.jsonl")
-        lines = output_of(READ, ENTRIES, hub.environment(tmp_path_factory.mktemp("home")))
+        lines = output_of(launch, READ, ENTRIES, environment(address, tmp_path_factory.mktemp("home")))
     return dict(zip(ENTRIES, map(json.loads, lines), strict=True))
 
 
@@ -297,13 +207,14 @@ def test_a_lost_connection_ends_in_one_sentence_and_the_same_command_goes_on_at_
     save(train_bpe(texts, 300), tmp_path / "tokenizer")
     command = ("-m", "tokenizer.pretokenize", "--input", "user/name", "--output", tmp_path / "store", "--num_proc", "1")
     command = (*command, "--tokenizer", tmp_path / "tokenizer", "--cleaning", "none")
-    with Hub(name={FIRST: files, NEWEST: {"data/train-0.parquet": parquet("changed")}}) as hub:
-        hub.branches["main"] = FIRST
+    commits = {FIRST: files, NEWEST: {"data/train-0.parquet": parquet("changed")}}
+    with serving_datasets(name=commits) as (hub, address):
+        hub["datasets/user/name"].branches["main"] = FIRST
         hub.lost["data/train-1.parquet"] = 10_000
-        first = launch(*command, **hub.environment(tmp_path / "home"))
+        first = launch(*command, **environment(address, tmp_path / "home"))
         hub.lost.clear()
-        hub.branches["main"] = NEWEST
-        again = launch(*command, **hub.environment(tmp_path / "home"))
+        hub["datasets/user/name"].branches["main"] = NEWEST
+        again = launch(*command, **environment(address, tmp_path / "home"))
     assert (first.returncode, "Traceback" in first.stderr) == (1, False), first.stderr
     [error] = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
@@ -336,13 +247,14 @@ for entry in sys.argv[1:]:
 """
 
 
-def test_a_large_dataset_is_estimated_by_its_number_of_records(tmp_path):
+def test_a_large_dataset_is_estimated_by_its_number_of_records(tmp_path, launch):
     """100 records of 10 sentences in each of two shards; what is small is read to its end; what says no number is refused."""
     shards = {f"{shard}.jsonl": jsonl(*(prose(100 * shard + i, 80) for i in range(100))) for shard in range(2)}
     known = b"---\ndataset_info:\n  splits:\n  - {name: train, num_bytes: 1, num_examples: 200}\n---\n"
     datasets = {"large": {"README.md": known, **shards}, "unsaid": shards, "small": {"0.jsonl": jsonl("one", "two")}}
-    with Hub(**{name: {NEWEST: files} for name, files in datasets.items()}) as hub:
-        large, unsaid, small = output_of(ESTIMATE, [f"user/{name}" for name in datasets], hub.environment(tmp_path))
+    with serving_datasets(**{name: {NEWEST: files} for name, files in datasets.items()}) as (_, address):
+        entries = [f"user/{name}" for name in datasets]
+        large, unsaid, small = output_of(launch, ESTIMATE, entries, environment(address, tmp_path))
     read, tokens = ast.literal_eval(large)
     assert read == "62 of 200 records"
     assert tokens == pytest.approx(25_523, rel=0.02)
@@ -352,8 +264,6 @@ def test_a_large_dataset_is_estimated_by_its_number_of_records(tmp_path):
     )
     assert small == "None"
 
-
-# ---- without a network -------------------------------------------------------------------------------------------------
 
 # Nothing listens at port 9. The tests' own processes are kept from the Hub by HF_HUB_OFFLINE; these have to find it out.
 NO_NETWORK = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}
