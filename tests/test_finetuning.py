@@ -1,11 +1,9 @@
 """The recipes of examples/ on real, small runs: what they leave is a model like any other."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -20,14 +18,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import push_to_hub
-from conftest import prose, trained
+from conftest import prose, tokenized, trained
 from errors import UserError
 from examples import finetune_chat, finetune_text
 from examples.tuning import default_rate
-from tokenizer.corpus import CorpusArguments
-from tokenizer.making import pretokenize
-from tokenizer.recipe import Recipe
-from tokenizer.vocabulary import VocabularyArguments, character_tokenizer
+from tokenizer.vocabulary import character_tokenizer
 
 ANSWERS = {"Who is he?": "He is not at it.", "Are they on it?": "They are.", "Was it his?": "It was not his."}
 BIGGER = {"n_embd": 64, "n_positions": 48, "tokens_per_step": 192, "tie_word_embeddings": True, "max_steps": 150}
@@ -66,17 +61,9 @@ def table(output: str) -> dict[str, tuple[float, float]]:
     return {name: (float(before), float(after)) for name, before, after in rows}
 
 
-def asked_by_a_stranger(model, folder) -> dict:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(
-        [sys.executable, "-c", STRANGER, str(model), json.dumps(list(ANSWERS))],
-        cwd=folder,
-        env=environment | {"HF_MODULES_CACHE": str(folder / "modules"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
+def asked_by_a_stranger(launch, model, folder) -> dict:
+    own = {"PYTHONPATH": "", "HF_MODULES_CACHE": str(folder / "modules")}
+    result = launch("-c", STRANGER, model, json.dumps(list(ANSWERS)), folder=folder, **own)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -118,20 +105,15 @@ def test_what_was_left_out_is_chosen_and_said(tuned):
     assert re.fullmatch(r"User:\n(Who is he|Are they on it|Was it his)\?\n\nAssistant:\n", prompt)
 
 
-def test_the_published_card_is_of_the_published_model(tuned, tmp_path):
+def test_the_published_card_is_of_the_published_model(tuned, tmp_path, launch):
     metadata = "---\nbase_model: me/base\nlicense: mit\ntags:\n- gpt2scratch\n- fine-tuned\n---\n"
     model = shutil.copytree(tuned[0], tmp_path / "model", ignore=shutil.ignore_patterns("adapter"))
     _, _, text = (model / "README.md").read_text().split("---\n", 2)
     (model / "README.md").write_text(metadata + text)
     push_to_hub.main([str(model), "--repo_id", "me/talks", "--dry_run"])
     card = ModelCard.load(tmp_path / "model-hub" / "README.md")
-    assert card.data.to_dict() == {
-        "base_model": "me/base",
-        "library_name": "transformers",
-        "license": "mit",
-        "pipeline_tag": "text-generation",
-        "tags": ["gpt2scratch", "fine-tuned"],
-    }
+    kept = {"base_model": "me/base", "license": "mit", "tags": ["gpt2scratch", "fine-tuned"]}
+    assert card.data.to_dict() == kept | {"library_name": "transformers", "pipeline_tag": "text-generation"}
     assert "## Licence\n\nmit\n" in card.text
     blocks = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
     named = [name for block in blocks for name in re.findall(r'(?:pretrained\(|model=)"(.*?)"', block)]
@@ -139,9 +121,7 @@ def test_the_published_card_is_of_the_published_model(tuned, tmp_path):
     for block in blocks[:2]:
         assert '[{"role": "user", "content": "Hello"}]' in block
         script = block.replace('"me/talks"', repr(str(tmp_path / "model-hub")))
-        environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        done = launch("-c", script, folder=tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"))
         assert 0 < len(done.stdout.strip()) < 40
         assert "User" not in done.stdout
     (model / "README.md").write_text("---\ntags: [\n---\n")
@@ -154,8 +134,8 @@ def test_the_rate_goes_by_the_width(width, with_lora, all_weights):
     assert (default_rate(width, lora=True), default_rate(width, lora=False)) == (with_lora, all_weights)
 
 
-def test_it_answers_a_stranger_and_stops_at_the_end_of_the_turn(tuned, tmp_path):
-    seen = asked_by_a_stranger(tuned[0], tmp_path)
+def test_it_answers_a_stranger_and_stops_at_the_end_of_the_turn(tuned, tmp_path, launch):
+    seen = asked_by_a_stranger(launch, tuned[0], tmp_path)
     assert seen["wrong"] == []
     assert seen["ends"] == [0, 0, 0]  # <|endoftext|>, long before the context is full
     assert all(0 < len(answer) < 40 and "<|" not in answer for answer in seen["answers"].values())
@@ -184,24 +164,21 @@ def test_the_adapter_alone_on_its_base_is_the_merged_model(run, tuned):
     assert targets == {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
 
 
-def test_a_model_with_chat_tokens_keeps_its_template_and_stops_at_its_own_token(tmp_path, capsys):
+def test_a_model_with_chat_tokens_keeps_its_template_and_stops_at_its_own_token(tmp_path, capsys, launch):
     for number in range(4):
         messages = [{"role": "user", "content": prose(number, 200)}, {"role": "assistant", "content": prose(9, 200)}]
         with (tmp_path / "old.jsonl").open("a") as file:
             file.write(json.dumps({"messages": messages}) + "\n")
-    recipe = Recipe(
-        [str(tmp_path / "old.jsonl")],
-        CorpusArguments(validation_fraction=0.2, chat_template="chatml"),
-        VocabularyArguments(vocab_size=300),
-    )
-    run = trained(pretokenize(recipe, tmp_path / "store", say=lambda text: None), tmp_path / "run", **BIGGER, **QUICK)
+    corpus = {"validation_fraction": 0.2, "chat_template": "chatml"}
+    store = tokenized(tmp_path / "old.jsonl", tmp_path / "store", corpus, seed=1337, vocab_size=300)
+    run = trained(store, tmp_path / "run", **BIGGER, **QUICK)
     data, model = chats_file(tmp_path / "new.jsonl"), tmp_path / "model"
     learned_by_heart = ["--learning_rate", "0.005", "--num_train_epochs", "8", "--replay_fraction", "0", *SMALL_STEPS]
     flags = ["--output_dir", str(model), "--lora_rank", "0", *learned_by_heart]
     finetune_chat.main([str(run), "--data", str(data), *flags])
     assert table(capsys.readouterr().out)["chats"][1] < 0.1
     end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
-    assert asked_by_a_stranger(model, tmp_path) == {"wrong": [], "answers": ANSWERS, "ends": [end] * 3}
+    assert asked_by_a_stranger(launch, model, tmp_path) == {"wrong": [], "answers": ANSWERS, "ends": [end] * 3}
     assert not (model / "adapter").exists()
 
 
