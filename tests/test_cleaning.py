@@ -26,9 +26,6 @@ def cleaned(text: str, *stages: str) -> str | None:
     return Cleaner(list(stages))(text)
 
 
-# ---- normalize, lenient, balanced, strict ----------------------------------------------------------------------------
-
-
 ANY = [CODE, *SCRIPTS, "👩‍👩‍👧 ❤️ 1️⃣", "don’t — “so” …", ""]
 
 
@@ -118,11 +115,7 @@ def test_cleaning_twice_is_cleaning_once(stages):
         assert cleaned(once, *stages) == once, repr(text)
 
 
-# ---- quality ---------------------------------------------------------------------------------------------------------
-
-
 def words(count: int, start: int = 0) -> list[str]:
-    """Different words of six letters."""
     return [f"wor{chr(97 + i // 676)}{chr(97 + i // 26 % 26)}{chr(97 + i % 26)}" for i in range(start, start + count)]
 
 
@@ -191,12 +184,9 @@ def test_a_rule_drops_what_is_just_beyond_its_threshold(rule, good, bad):
     assert cleaner.outcomes == {f"quality.{rule}": Outcome(1, len(bad), [" ".join(bad.split())[:160]], dropped=True)}
 
 
-def test_repeated_paragraphs_are_measured_by_their_characters_too():
+def test_every_rule_of_quality_is_tested_that_of_repeated_paragraphs_by_their_characters_too():
     assert fault("\n\n".join(lines(8) + lines(2))) == "quality.in_repeated_lines"  # 0.2 of paragraphs may repeat
     assert fault("\n\n".join(lines(7) + lines(3))) == "quality.in_repeated_paragraphs"
-
-
-def test_every_rule_of_quality_is_tested():
     assert {f"quality.{rule}" for rule, _, _ in QUALITY} | {"quality.in_repeated_paragraphs"} == set(FAULTS)
 
 
@@ -212,8 +202,6 @@ def test_short_good_text_passes_in_any_script(text):
     assert fault(text) is None
     assert fault("\n".join([text] * 3)) == "quality.repeated_lines"
 
-
-# ---- what holds for all ----------------------------------------------------------------------------------------------
 
 BAD = '<~&~ ~\n ~a.~.~<a ~&amp;~&#~<b>~<b>x~-<b>-~<!--~<script>~<a x="~a@~a~http://a(~www..~😀x~x\u00ad~a\ufffd'.split(
     "~"
@@ -283,7 +271,4 @@ def test_outcomes_show_what_was_done():
 )
 def test_problems_are_sentences(stages, expected):
     assert problems(CleaningArguments(stages)) == expected
-
-
-def test_the_default_is_to_normalize():
     assert CleaningArguments().cleaning == ["normalize"]

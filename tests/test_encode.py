@@ -87,9 +87,6 @@ def assert_same(encode_, rust: Tokenizer, texts: list[str], followed_by: list[in
     assert ids.tolist() == expected_ids
 
 
-# ---- words ----------------------------------------------------------------------------------------------------------
-
-
 def words_of(texts: list[str], splitter: WordSplitter) -> list[list[str]]:
     """The words of each text, in ByteLevel's printable form."""
     shown = {byte: character for character, byte in byte_level_alphabet().items()}
@@ -136,17 +133,11 @@ def test_every_code_point_is_of_the_class_that_byte_level_gives_it():
     assert words == [word for text in texts for word in words_of([text], WordSplitter())]
 
 
-# ---- a word at a time -----------------------------------------------------------------------------------------------
-
-
-def test_fuzzed_texts_become_the_ids_of_tokenizers(rust, fuzz):
+def test_fuzzed_texts_and_megabytes_of_source_code_become_the_ids_of_tokenizers(rust, fuzz):
     words = WordEncoder(rust, np.dtype("<u2"))
     for start in range(0, len(fuzz), 5000):
         assert_same(words, rust, fuzz[start : start + 5000])
     assert_same(words, rust, ["".join(fuzz)])
-
-
-def test_megabytes_of_source_code_become_the_ids_of_tokenizers(rust):
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [file.read_bytes().decode(errors="replace") for file in files]
     assert sum(map(len, texts)) > 2_000_000
@@ -183,9 +174,6 @@ def test_a_bpe_that_does_not_know_every_byte_is_left_to_rust(rust, fuzz):
     assert_same(words, lacking, fuzz[:1000])
 
 
-# ---- what follows a text --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [WordEncoder, RustEncoder])
 def test_each_text_is_followed_by_its_own_id_or_nothing(rust, fuzz, kind):
     pick = random.Random(1)
@@ -209,9 +197,6 @@ def test_texts_without_a_character_may_be_followed_too(rust, kind, texts, follow
     found = kind(rust, np.dtype(dtype))([text.encode() for text in texts], followed_by)
     assert (found[0].tolist(), found[1].tolist()) == (ids, counts)
     assert (found[0].dtype, found[1].dtype) == (np.dtype(dtype), np.int64)
-
-
-# ---- which way for which tokenizer ----------------------------------------------------------------------------------
 
 
 NO_PATTERN = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -292,17 +277,6 @@ def test_text_that_a_tokenizer_has_no_token_for_is_refused():
         encoder(rust, np.dtype("<u2"))([b"ab", b"c"], [NOTHING, NOTHING])
 
 
-def test_what_reads_like_a_control_token_stays_text(trained):
-    rust = encode.load_rust(trained / "tokenizer.json")
-    for kind in (WordEncoder, RustEncoder):
-        ids, _ = kind(rust, np.dtype("<u2"))([b"<|endoftext|><|pad|> <|x|>"], [NOTHING])
-        assert ids.min() > 2
-        assert rust.decode(ids.tolist()) == "<|endoftext|><|pad|> <|x|>"
-
-
-# ---- characters -----------------------------------------------------------------------------------------------------
-
-
 def characters_of(text: str) -> Tokenizer:
     return vocabulary.character_tokenizer([text]).backend_tokenizer
 
@@ -341,10 +315,7 @@ def test_letters_alone_make_no_character_tokenizer():
     assert ids.tolist() == [0, 1, 2]
 
 
-# ---- bytes of tokens ------------------------------------------------------------------------------------------------
-
-
-def test_a_byte_level_bpe_stands_for_every_byte(rust, fuzz):
+def test_a_byte_level_bpe_stands_for_every_byte_and_what_reads_like_a_control_token_stays_text(rust, fuzz, trained):
     pieces = token_bytes(rust)
     assert len(pieces) == 900
     assert set(map(bytes, map(bytearray, ([byte] for byte in range(256))))) <= set(pieces)
@@ -352,6 +323,11 @@ def test_a_byte_level_bpe_stands_for_every_byte(rust, fuzz):
     for text, of_text in zip(fuzz, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
         assert b"".join(map(pieces.__getitem__, of_text.tolist())) == text.encode()
     assert text_lengths(rust) is None  # nothing can be lost
+    rust = encode.load_rust(trained / "tokenizer.json")
+    for kind in (WordEncoder, RustEncoder):
+        ids, _ = kind(rust, np.dtype("<u2"))([b"<|endoftext|><|pad|> <|x|>"], [NOTHING])
+        assert ids.min() > 2
+        assert rust.decode(ids.tolist()) == "<|endoftext|><|pad|> <|x|>"
 
 
 def test_tokens_of_pieces_stand_for_their_blanks_and_bytes():
@@ -367,16 +343,13 @@ def test_tokens_of_pieces_stand_for_their_blanks_and_bytes():
     assert text_lengths(rust)[ids].sum() == len(text.encode()) + 1
 
 
-def test_other_tokens_stand_for_as_much_as_they_decode_to():
+def test_other_tokens_stand_for_as_much_as_they_decode_to_and_one_without_all_bytes_loses_text():
     for rust in (of_likely_pieces(), of_word_pieces()):
         ids = rust.encode(prose(1, 400)).ids
         lost = len(rust.decode(ids)) - text_lengths(rust)[ids].sum()
         assert abs(lost) <= 1
         unknown = rust.encode("雪").ids[-1]
         assert text_lengths(rust)[unknown] == 0
-
-
-def test_a_tokenizer_without_all_bytes_can_lose_text():
     lossy = Tokenizer(models.BPE())
     lossy.pre_tokenizer, lossy.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     lossy.train_from_iterator(["abc abc"], trainers.BpeTrainer(vocab_size=100, show_progress=False))

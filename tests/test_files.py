@@ -12,11 +12,7 @@ from test_corpus import documents, refusal, write
 from errors import UserError
 from tokenizer import files
 
-COMPRESS = {
-    "gz": gzip.compress,
-    "bz2": bz2.compress,
-    "zst": zstandard.ZstdCompressor(write_checksum=True).compress,
-}
+COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "zst": zstandard.ZstdCompressor(write_checksum=True).compress}
 TEXT = "".join(f"Line {i}: naïve 雪 🙂\r\n" for i in range(2000))
 
 
@@ -30,18 +26,9 @@ def content(path) -> bytes:
         return file.read()
 
 
-# ---- whole ones -------------------------------------------------------------------------------------------------------
-
-
 def test_a_plain_file_is_its_bytes_also_if_it_is_hidden_and_called_as_archives_end(tmp_path, suffix):
     assert content(write(tmp_path / "a.txt", b"one\xff\r\n")) == b"one\xff\r\n"
     assert documents(write(tmp_path / f".{suffix}", "text")) == ["text"]
-
-
-def test_a_compressed_text_is_the_text_it_holds(tmp_path, suffix):
-    path = write(tmp_path / f"a.txt.{suffix}", COMPRESS[suffix](TEXT.encode()))
-    assert content(path) == TEXT.encode()
-    assert documents(path) == [TEXT]
 
 
 @pytest.mark.parametrize(
@@ -59,24 +46,10 @@ def test_records_are_read_from_archives_too(tmp_path, suffix, name, text):
     assert documents(path) == ["one", "two"]
 
 
-def test_an_archive_without_a_name_of_what_it_holds_is_text(tmp_path, suffix):
-    for name in (f"notes.{suffix}", f"Notes of 5.7.{suffix}"):
-        assert documents(write(tmp_path / name, COMPRESS[suffix](b'{"text": "one"}'))) == ['{"text": "one"}']
-
-
-def test_archives_on_end_are_one_text(tmp_path, suffix):
-    parts = [TEXT[:1000], "", TEXT[1000:1001], TEXT[1001:]]
-    path = write(tmp_path / f"a.{suffix}", b"".join(COMPRESS[suffix](part.encode()) for part in parts))
-    assert content(path) == TEXT.encode()
-
-
-def test_frames_may_end_anywhere(tmp_path):
+def test_frames_may_end_anywhere_and_those_to_be_skipped_are_no_text(tmp_path):
     for size in range(490, 520):  # the file is read in blocks of 512 bytes
         text = os.urandom(size)
         assert content(write(tmp_path / "a.zst", COMPRESS["zst"](text) + COMPRESS["zst"](b"end"))) == text + b"end"
-
-
-def test_frames_that_are_to_be_skipped_and_zeros_after_a_gz_archive_are_no_text(tmp_path):
     table = struct.pack("<II", 0x184D2A5E, 700) + b"x" * 700  # as seekable archives end with
     one, two = (COMPRESS["zst"](text) for text in (b"one ", b"two"))
     assert content(write(tmp_path / "a.zst", table + one + table + two + table)) == b"one two"
@@ -95,17 +68,22 @@ def test_frames_of_unknown_size_and_with_long_windows_are_read(tmp_path, paramet
     assert content(write(tmp_path / "a.zst", archive)) == TEXT.encode()
 
 
-def test_an_archive_of_nothing_is_a_blank_document(tmp_path, suffix):
+def test_a_compressed_text_is_the_text_it_holds_whatever_the_name_and_where_blocks_end(tmp_path, suffix):
+    text = "a" + "雪🙂é" * 100_000
+    for name in (f"a.txt.{suffix}", f"notes.{suffix}", f"Notes of 5.7.{suffix}"):
+        path = write(tmp_path / name, COMPRESS[suffix](text.encode()))
+        assert content(path) == text.encode()
+        assert documents(path) == documents(path, sample_by="line") == [text]
+    assert documents(write(tmp_path / f"a.{suffix}", COMPRESS[suffix](b'{"text": "one"}'))) == ['{"text": "one"}']
+
+
+def test_an_archive_of_nothing_is_a_blank_document_and_archives_on_end_are_one_text(tmp_path, suffix):
     path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](b""))
     assert content(path) == b""
     assert refusal(path) == f"{path} holds no text: 1 blank document."
-
-
-def test_characters_across_blocks_of_an_archive_are_kept(tmp_path, suffix):
-    text = "a" + "雪🙂é" * 100_000
-    path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](text.encode()))
-    assert documents(path) == [text]
-    assert documents(path, sample_by="line") == [text]
+    parts = [TEXT[:1000], "", TEXT[1000:1001], TEXT[1001:]]
+    path = write(tmp_path / f"a.{suffix}", b"".join(COMPRESS[suffix](part.encode()) for part in parts))
+    assert content(path) == TEXT.encode()
 
 
 def test_a_plain_archive_is_not_taken_for_a_tar(tmp_path):
@@ -130,9 +108,6 @@ def test_the_name_tells_what_a_file_is(name, kind, is_compressed, is_packed):
     assert (files.suffix(name), files.is_compressed(name), files.is_packed(name)) == (kind, is_compressed, is_packed)
 
 
-# ---- broken ones ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kept", [0.5, 0.99, -1, 20, 5, 1, 0])
 def test_a_truncated_archive_is_refused(tmp_path, suffix, kept):
     archive = COMPRESS[suffix](TEXT.encode())
@@ -143,38 +118,26 @@ def test_a_truncated_archive_is_refused(tmp_path, suffix, kept):
     assert sentence.endswith("); fetch it again or leave it out.")
 
 
-def test_what_a_truncated_archive_held_is_read_up_to_there(tmp_path, suffix):
+def test_a_truncated_archive_is_read_up_to_there_and_what_is_damaged_or_no_archive_refused(tmp_path, suffix):
     text = os.urandom(1_000_000).hex().encode()
     path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](text)[:-100])
     with files.opened(str(path)) as file:
         assert file.read(1_000_000) == text[:1_000_000]
         with pytest.raises(UserError, match="is truncated or damaged"):
             file.read()
-
-
-def test_what_is_damaged_or_no_archive_is_refused(tmp_path, suffix):
     damaged = bytearray(COMPRESS[suffix](TEXT.encode()))
     damaged[len(damaged) // 2] ^= 0x55
     for archive in (bytes(damaged), b"just text\n" * 100):
         assert "is truncated or damaged" in refusal(write(tmp_path / f"a.txt.{suffix}", archive))
+    followed = write(tmp_path / "a.zst", COMPRESS["zst"](b"text") + b"more")
+    assert "is truncated or damaged" in refusal(followed)
 
 
-def test_what_stands_after_a_zst_archive_is_refused(tmp_path):
-    path = write(tmp_path / "a.zst", COMPRESS["zst"](b"text") + b"more")
-    assert "is truncated or damaged" in refusal(path)
-
-
-# ---- boundless ones ---------------------------------------------------------------------------------------------------
-
-
-def test_an_archive_that_inflates_a_thousandfold_is_refused_with_the_remedy(tmp_path, suffix):
+def test_an_archive_that_inflates_a_thousandfold_is_refused_and_no_block_takes_much_memory(tmp_path, suffix):
     path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](b"a" * (files.BOMB_BYTES + (1 << 20))))
     assert path.stat().st_size < files.BOMB_BYTES / 500
     with pytest.raises(UserError, match=r"inflates to more than 200 times its size.*decompress it first\.$"):
         content(path)
-
-
-def test_no_block_of_a_boundless_archive_takes_much_memory(tmp_path, suffix):
     path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](b"a" * (files.BOMB_BYTES - 1)))
     assert max(map(len, files._inflated(str(path)))) <= 16 << 20
 

@@ -17,7 +17,6 @@ OURS = {*ROOMS, "command_line", "train_accelerate", "push_to_hub", "generate", "
 
 
 def imports_of(path) -> set[str]:
-    """Top-level packages that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -43,12 +42,9 @@ def without(*modules: str) -> str:
     return f"import sys; sys.modules.update(dict.fromkeys({modules!r}));"
 
 
-def test_training_from_a_store_needs_nothing_that_only_text_needs(launch, store, tmp_path):
+def test_a_run_and_a_worker_need_nothing_that_only_others_need(launch, store, tmp_path):
     arguments = flags(data=store.folder, output_dir=tmp_path / "run", **TINY)
     result = launch("-c", f"{without(*ONLY_FOR_TEXT)} import train_accelerate; train_accelerate.main({arguments!r})")
     assert result.returncode == 0, result.stderr
-
-
-def test_workers_start_without_what_takes_long_to_import(launch):
     result = launch("-c", f"{without('torch', 'transformers', 'datasets', 'huggingface_hub')} import tokenizer.work")
     assert result.returncode == 0, result.stderr

@@ -85,7 +85,7 @@ def test_the_second_is_refused_and_reads_who_was_first(start, tmp_path):
     assert not run.exists()  # nothing is made in a folder that may turn out to be someone else's
 
 
-def test_it_is_free_after_a_run_and_after_kill_9(start, tmp_path):
+def test_it_is_free_after_a_run_and_after_kill_9_and_a_process_that_replaces_itself_takes_it_again(start, tmp_path):
     with RunLock(tmp_path / "x"):
         assert "is being trained" in refusal(tmp_path / "x")
     holder, _ = start(HOLD, tmp_path / "x", 60)
@@ -95,6 +95,9 @@ def test_it_is_free_after_a_run_and_after_kill_9(start, tmp_path):
     with RunLock(tmp_path / "x"):
         pass
     assert not (tmp_path / ".x.lock.json").exists()
+    holder, said = start(BECOME_ANOTHER, tmp_path / "x", 60)
+    assert said == "held"
+    assert f"process {holder.pid} on" in refusal(tmp_path / "x")
 
 
 @pytest.mark.parametrize("content", ["", "garbage", '{"host": 1}', '["a"]', '{"pid": "x"}'])
@@ -108,12 +111,6 @@ def test_what_is_left_in_the_files_locks_nothing(tmp_path, monkeypatch, content)
     with RunLock(tmp_path / "x"):
         (tmp_path / ".x.lock.json").write_text(content)
         assert "is being trained by another process; wait" in refusal(tmp_path / "x")
-
-
-def test_a_process_that_replaces_itself_takes_it_again(start, tmp_path):
-    holder, said = start(BECOME_ANOTHER, tmp_path / "x", 60)
-    assert said == "held"
-    assert f"process {holder.pid} on" in refusal(tmp_path / "x")
 
 
 def test_an_orphan_that_is_about_to_end_is_waited_for_and_one_that_does_not_end_is_refused(start, tmp_path):
@@ -134,16 +131,13 @@ def test_an_orphan_that_is_about_to_end_is_waited_for_and_one_that_does_not_end_
         os.kill(int(orphan), 9)
 
 
-def test_the_same_folder_by_another_name_is_the_same_folder(tmp_path, monkeypatch):
+def test_the_same_folder_by_another_name_is_the_same_and_a_place_that_cannot_be_written_is_said(tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     (tmp_path / "link").symlink_to("x")
     monkeypatch.chdir(tmp_path)
     with RunLock(tmp_path / "link"):
         for name in ("x", "./x", "x/../x", "link"):
             assert "is being trained" in refusal(name)
-
-
-def test_a_place_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     assert re.search(r"cannot be written \(.*\); name another --output_dir", refusal(tmp_path / "file" / "x"))
 

@@ -74,16 +74,13 @@ def test_the_parts_of_the_run_of_the_seeds():
     }
 
 
-def test_the_largest_micro_batch_fits_and_one_more_does_not():
+def test_the_largest_micro_batch_fits_and_a_sharded_model_keeps_its_share_and_whole_gradients():
     memory = Memory(GPT2ScratchConfig(), True, False, False)
     free = int(24e9)
     largest = memory.largest_micro_batch(free)
     fixed = sum(memory.fixed().values())
     assert memory.total(largest) - fixed <= 0.8 * (free - fixed) < memory.total(largest + 1) - fixed
     assert memory.largest_micro_batch(0) == 1  # which is tried then
-
-
-def test_a_sharded_model_keeps_its_share_and_whole_gradients():
     alone, eighth = (Memory(GPT2ScratchConfig(), True, False, False, sharded_by=n).fixed() for n in (1, 8))
     assert eighth["optimizer"] == alone["optimizer"] // 8
     assert eighth["gradients"] == alone["gradients"] // 8 + alone["gradients"]
