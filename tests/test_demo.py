@@ -60,15 +60,9 @@ def shown(letters):
 
 @contextmanager
 def served(command: list[str], folder: Path):
-    """The address of a page that a process of its own serves."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    server = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env=clean | {"OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(folder / "modules")},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    own = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(folder / "modules")}
+    pipe = {"stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([sys.executable, *command], cwd=folder, env=os.environ | own, **pipe)
     try:
         said = server.stdout.readline()
         address = re.match(r"Open (http://127\.0\.0\.1:\d+/) ", said)
@@ -101,8 +95,6 @@ def browser(tmp_path_factory):
 
 
 class Page:
-    """What a visitor does and sees."""
-
     def __init__(self, browser, address: str):
         self.browser = browser
         browser.get(address)
@@ -140,9 +132,6 @@ class Page:
 def greedy(model: Path, prompt: str, number: int, capsys) -> str:
     generate.main([str(model), "--prompt", prompt, "--max_new_tokens", str(number), "--temperature", "0"])
     return capsys.readouterr().out.removesuffix("\n")
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def test_both_models_write_what_generate_writes_with_what_the_page_has(address, browser, run, letters, capsys):
@@ -200,9 +189,6 @@ def test_an_example_is_written_into_the_prompt_and_a_seed_that_is_no_number_is_t
     page.wait_for("return document.body.innerText.includes('It is a whole number')")
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
 def settings(**others) -> demo_page.Settings:
     usual = {"max_new_tokens": 30, "temperature": 1.0, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
     return demo_page.Settings(**usual | others)
@@ -213,25 +199,19 @@ def written(models: list[demo_page.Shown], **others) -> list[str]:
     return [continuation.text for continuation in last]
 
 
-def test_a_seed_gives_the_same_text_whoever_else_is_writing_and_top_k_1_is_greedy(shown):
+def test_a_seed_gives_the_same_text_and_nothing_writes_on_when_a_visitor_has_left(shown):
     alone = written([shown])
     assert len(alone[0]) == 30
     assert written([shown, shown, shown]) == alone * 3
     assert written([shown], seed=6) != alone
     assert written([shown], top_k=1) == written([shown], temperature=0.0, repetition_penalty=1.1)
-
-
-def test_nothing_writes_on_when_a_visitor_has_left(shown):
+    numbers = (65, 11_648, 1_740_480, 134_601_216, 1_557_611_200)
+    assert list(map(demo_page.short, numbers)) == ["65", "11.6K", "1.7M", "135M", "1.6B"]
     before = threading.active_count()
     writing = demo_page.side_by_side([shown, shown], "The", settings(max_new_tokens=10**9), threading.Event())
     assert [continuation.state for continuation in next(writing)] == ["writing", "writing"]
     writing.close()
     assert threading.active_count() == before
-
-
-def test_a_number_of_parameters_is_short():
-    numbers = (65, 11_648, 1_740_480, 134_601_216, 1_557_611_200)
-    assert list(map(demo_page.short, numbers)) == ["65", "11.6K", "1.7M", "135M", "1.6B"]
 
 
 @pytest.mark.parametrize(
@@ -251,8 +231,6 @@ def test_nothing_can_be_uploaded(address):
     with refused.value as answer:
         assert answer.code == 413
 
-
-# ---- a Space ---------------------------------------------------------------------------------------------------------
 
 FILES = {"README.md", "app.py", "app.css", "models.json", "requirements.txt"}
 PACKAGE = {"__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py"}
@@ -282,9 +260,6 @@ def test_a_dry_run_leaves_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     assert (card.data.sdk, card.data.app_file, card.data.models) == ("gradio", "app.py", ["me/small", "me/large"])
     needed = (folder / "requirements.txt").read_text().split()
     assert needed == ["torch>=2.11", "transformers>=5.17,<6", "safetensors>=0.6"]
-
-
-# ---- requests that cannot be met --------------------------------------------------------------------------------------
 
 
 def test_a_space_is_published_with_models_that_everyone_can_see(hub, tmp_path, monkeypatch, capsys):

@@ -31,30 +31,24 @@ def written(capsys, model, *more: str, prompt: str = "The", number: int = 24) ->
 GREEDY = ("--temperature", "0")
 
 
-def test_greedy_text_is_what_transformers_generates(run, capsys):
+def test_greedy_text_is_what_transformers_generates_and_several_continuations_are_those_of_one(run, capsys):
     streamed = written(capsys, run, *GREEDY, number=8)
     model, tokenizer = (kind.from_pretrained(run / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
     expected = model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=8, do_sample=False)
     assert streamed == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
+    several = written(capsys, run, *GREEDY, "--num_return_sequences", "33")  # a batch of 32 and one more
+    assert several == written(capsys, run, *GREEDY) * 33
 
 
-def test_text_and_prompts_may_go_beyond_the_context(run, capsys):
+def test_text_and_prompts_may_go_beyond_the_context_also_compiled(run, capsys):
     text = written(capsys, run, *GREEDY, number=60)
     assert len(AutoTokenizer.from_pretrained(run / "model").encode(text)) > 40
     prompt = "the and of " * 20
     assert written(capsys, run, prompt=prompt, number=4).startswith(prompt)
-
-
-def test_compiled_it_writes_the_same_also_beyond_the_context(run, capsys):
     torch._dynamo.reset()
     counters.clear()
     assert written(capsys, run, *GREEDY) == written(capsys, run, *GREEDY, "--torch_compile")
     assert counters["stats"]["unique_graphs"] == 1  # Transformers would skip compilation without a word
-
-
-def test_several_continuations_are_those_of_one(run, capsys):
-    several = written(capsys, run, *GREEDY, "--num_return_sequences", "33")  # a batch of 32 and one more
-    assert several == written(capsys, run, *GREEDY) * 33
 
 
 def test_bfloat16_is_used_where_asked_for(run, capsys, monkeypatch):

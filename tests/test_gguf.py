@@ -4,6 +4,7 @@ import shutil
 from functools import partial
 
 import pytest
+import test_native
 import torch
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -50,18 +51,9 @@ def characters():
 
 
 def model_folder(folder, tokenizer, **fields):
-    """A small random model whose every parameter counts, and whose likeliest token is no tie."""
-    torch.manual_seed(2)
-    roles = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    shape = {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
-    shape |= {"vocab_size": len(tokenizer), "activation_function": "gelu_new"}
-    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**{**shape, **roles, **fields})).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    save(tokenizer, folder, model.config.n_positions)
-    return model
+    """One whose likeliest token is no tie."""
+    fields = {"n_positions": 256, "activation_function": "gelu_new"} | fields
+    return test_native.model_folder(folder, tokenizer, seed=2, **fields)
 
 
 @pytest.fixture
@@ -191,8 +183,7 @@ def test_a_text_without_an_end_goes_on_in_llama_cpp(tied, written, llama):
 
 
 @pytest.mark.parametrize(
-    ("kind", "activation", "room"),
-    [("f16", "gelu_new", 0.02), ("f16", "gelu", 0.02), ("q8_0", "gelu", 0.5)],
+    ("kind", "activation", "room"), [("f16", "gelu_new", 0.02), ("f16", "gelu", 0.02), ("q8_0", "gelu", 0.5)]
 )
 def test_llama_cpp_is_as_far_as_the_difference_says(kind, activation, room, written, llama):
     """`room` is what llama.cpp rounds itself: activations to f16, or to 8 bits before a Q8_0 matrix."""
@@ -205,9 +196,6 @@ def test_llama_cpp_is_as_far_as_the_difference_says(kind, activation, room, writ
     assert (loss(theirs[:-1]) - loss(logits_of(ours, ids)[:-1])).item() == pytest.approx(expected.loss, abs=room / 4)
 
 
-# The file itself
-
-
 def test_matrices_are_rounded_and_the_rest_is_not(written):
     kinds = kinds_of(written(bpe(), "q8_0", n_inner=48)[2])
     block = {
@@ -217,13 +205,9 @@ def test_matrices_are_rounded_and_the_rest_is_not(written):
         "blk.0.ffn_down.weight": "F16",  # rows of 48
     }
     assert {name: kind for name, kind in kinds.items() if name.startswith("blk.0")} == block
-    assert {name: kind for name, kind in kinds.items() if not name.startswith("blk")} == {
-        "token_embd.weight": "Q8_0",
-        "position_embd.weight": "F32",
-        "output.weight": "Q8_0",
-        "output_norm.weight": "F32",
-        "output_norm.bias": "F32",
-    }
+    rest = {"token_embd.weight": "Q8_0", "position_embd.weight": "F32", "output.weight": "Q8_0"}
+    rest |= {"output_norm.weight": "F32", "output_norm.bias": "F32"}
+    assert {name: kind for name, kind in kinds.items() if not name.startswith("blk")} == rest
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
@@ -250,26 +234,16 @@ def test_the_door_writes_a_file_of_a_run(store, tmp_path, launch):
     assert result.stdout.startswith(f"Wrote {file} (")
     assert [path.name for path in file.parent.iterdir()] == ["tiny.gguf"]
     told = fields_of(file)
-    assert {name: value for name, value in told.items() if name.startswith(("general.", "gpt2."))} == {
-        "general.architecture": "gpt2",
-        "general.name": "tiny",
-        "general.license": "mit",
-        "general.file_type": 7,
-        "general.quantization_version": 2,
-        "gpt2.context_length": 16,
-        "gpt2.embedding_length": 16,
-        "gpt2.block_count": 2,
-        "gpt2.feed_forward_length": 64,
-        "gpt2.attention.head_count": 2,
-        "gpt2.attention.layer_norm_epsilon": pytest.approx(1e-5),
-    }
+    general = {"architecture": "gpt2", "name": "tiny", "license": "mit", "file_type": 7, "quantization_version": 2}
+    shape = {"context_length": 16, "embedding_length": 16, "block_count": 2, "feed_forward_length": 64}
+    shape |= {"attention.head_count": 2, "attention.layer_norm_epsilon": pytest.approx(1e-5)}
+    for kind, expected in (("general.", general), ("gpt2.", shape)):
+        found = {name.removeprefix(kind): value for name, value in told.items() if name.startswith(kind)}
+        assert found == expected
     assert (told["tokenizer.ggml.model"], told["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
     assert told["tokenizer.ggml.add_bos_token"] is False
     assert told["tokenizer.ggml.tokens"][:2] == ["<|endoftext|>", "<|pad|>"]
     assert told["tokenizer.ggml.token_type"][:3] == [3, 3, 1]
-
-
-# Transformers
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -280,18 +254,14 @@ def test_transformers_reads_it_when_told_the_context(tied, activation, written):
     ours, folder, file = written(tokenizer, **fields)
     write_native(folder, file.parent / "native")
     shutil.move(file, file.parent / "native")
-    told = AutoModelForCausalLM.from_pretrained(
-        file.parent / "native", gguf_file=file.name, n_positions=64, n_inner=48, activation_function=activation
-    )
+    said = {"n_positions": 64, "n_inner": 48, "activation_function": activation}
+    told = AutoModelForCausalLM.from_pretrained(file.parent / "native", gguf_file=file.name, **said)
     ids = some_ids(ours)
     assert (logits_of(told, ids) - logits_of(rounded(ours), ids)).abs().max() < 1e-4
     words = AutoTokenizer.from_pretrained(file.parent / "native", gguf_file=file.name)
     assert [words.encode(text) for text in AWKWARD] == [tokenizer.encode(text) for text in AWKWARD]
     untold = AutoConfig.from_pretrained(file.parent / "native", gguf_file=file.name)
     assert (untold.n_positions, untold.n_ctx, untold.n_inner) == (1024, 64, None)
-
-
-# What is refused
 
 
 def with_rust(**parts):
@@ -331,23 +301,19 @@ def test_what_llama_cpp_would_compute_or_read_otherwise_is_refused(make, fields,
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_characters_without_a_trained_bias_are_refused(tmp_path):
-    tokenizer = characters()
-    config = GPT2ScratchConfig(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2)
-    GPT2ScratchForCausalLM(config).save_pretrained(tmp_path)
-    save(tokenizer, tmp_path)
-    with pytest.raises(UserError, match="the last LayerNorm has no bias by which to keep one silent; train it"):
-        write_gguf(tmp_path, tmp_path / "model.gguf", "f16", "Tiny")
-
-
 def test_a_model_or_a_file_that_cannot_be_used_is_a_sentence(tmp_path):
     model_folder(tmp_path / "model", bpe())
     write_native(tmp_path / "model", tmp_path / "native")
     (tmp_path / "folder.gguf").mkdir()
+    config = GPT2ScratchConfig(vocab_size=len(characters()), n_embd=32, n_layer=1, n_head=2)
+    GPT2ScratchForCausalLM(config).save_pretrained(tmp_path / "characters")
+    save(characters(), tmp_path / "characters")
+    with pytest.raises(UserError, match="the last LayerNorm has no bias by which to keep one silent; train it"):
+        write_gguf(tmp_path / "characters", tmp_path / "model.gguf", "f16", "Tiny")
     with pytest.raises(UserError, match="is a GPT2LMHeadModel; convert it first"):
         write_gguf(tmp_path / "native", tmp_path / "model.gguf", "f16", "Tiny")
     with pytest.raises(UserError, match=r"folder\.gguf cannot be written: Is a directory"):
         write_gguf(tmp_path / "model", tmp_path / "folder.gguf", "f16", "Tiny")
     with pytest.raises(UserError, match="Name a model and a file"):
         main([str(tmp_path)])
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "native", "folder.gguf"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "native", "characters", "folder.gguf"}

@@ -12,15 +12,11 @@ from huggingface_hub import ModelCard
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import REPOSITORY, prose, trained
+from conftest import REPOSITORY, prose, tokenized, trained
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
 from publishing.card import Edition, model_card
 from publishing.evaluations import table
 from publishing.source import find_source
-from tokenizer.corpus import CorpusArguments
-from tokenizer.making import pretokenize
-from tokenizer.recipe import Recipe
-from tokenizer.vocabulary import VocabularyArguments
 
 lm_eval = pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'lm_eval[hf]'")
 from lm_eval.tasks import TaskManager  # noqa: E402
@@ -63,7 +59,6 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, store):
-    """A checkpoint and the GPT-2 that it converts to."""
     folder = tmp_path_factory.mktemp("models")
     checkpoint = trained(store, folder / "run", max_steps=30, warmup_steps=0) / "checkpoints" / "step_00000030"
     convert(str(checkpoint), str(folder / "twin"), "gpt2")
@@ -129,9 +124,7 @@ def test_a_checkpoint_and_its_gpt2_get_the_same_results_and_the_bits_per_byte_of
 
 def test_a_model_of_characters_begins_with_the_token_that_is_named(tasks, tmp_path):
     (tmp_path / "text.txt").write_text(prose(1, 800))
-    recipe = Recipe([str(tmp_path)], CorpusArguments(), VocabularyArguments(tokenizer_type="character"), seed=1)
-    store = pretokenize(recipe, tmp_path / "store", say=lambda text: None)
-    model = trained(store, tmp_path / "run") / "model"
+    model = trained(tokenized(tmp_path, tmp_path / "store", tokenizer_type="character"), tmp_path / "run") / "model"
     newline = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("\n")
     result = lm_eval.simple_evaluate(
         model="hf",

@@ -1,8 +1,6 @@
 """The native twin, read by a process that has never heard of this repository."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -36,9 +34,9 @@ def bpe():
     return tokenizer
 
 
-def model_folder(folder, tokenizer, **fields):
+def model_folder(folder, tokenizer, seed=1, **fields):
     """A small random model whose every parameter counts."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     roles = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     shape = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
     config = GPT2ScratchConfig(**{"vocab_size": len(tokenizer), **shape, **roles, **fields})
@@ -59,14 +57,13 @@ def model_folder(folder, tokenizer, **fields):
     ],
     ids=["bpe", "character"],
 )
-def test_a_stranger_reads_the_same_model(make, fields, special, tmp_path):
+def test_a_stranger_reads_the_same_model(make, fields, special, tmp_path, launch):
     tokenizer = make()
     ours = model_folder(tmp_path / "model", tokenizer, **fields)
     write_native(tmp_path / "model", tmp_path / "native")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    command = [sys.executable, "-c", STRANGER, str(tmp_path / "native"), "answer.json"]
-    result = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, check=False)
+    result = launch("-c", STRANGER, tmp_path / "native", "answer.json", folder=elsewhere)
     assert result.returncode == 0, result.stderr
     seen = json.loads((elsewhere / "answer.json").read_text())
     assert seen["ids"] == [tokenizer.encode("the of and a")]
