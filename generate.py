@@ -10,7 +10,7 @@ import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 # isort: split
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, run
 from errors import UserError
+from limits import setting
 from training.loading import find_model, load_with_tokenizer
 from training.sampling import (
     arrange_weights,
@@ -45,36 +46,24 @@ OTHER_NAMES = {  # in nanoGPT's sample.py and in generate()
 
 @dataclass
 class GenerateArguments:
-    model: str | None = field(default=None, metadata={"help": "What to load; may be given without its flag."})
-    prompt: str = field(default="", metadata={"help": "Text to continue; empty begins a new text.", "free_text": True})
-    max_new_tokens: int = field(
-        default=100, metadata={"help": "Number of tokens to write, also beyond the context.", "minimum": 1}
+    model: str | None = setting(None, "What to load; may be given without its flag.")
+    prompt: str = setting("", "Text to continue; empty begins a new text.", free_text=True)
+    max_new_tokens: int = setting(100, "Number of tokens to write, also beyond the context.", minimum=1)
+    num_return_sequences: int = setting(
+        1, "Number of continuations; several are made side by side, then shown.", minimum=1
     )
-    num_return_sequences: int = field(
-        default=1,
-        metadata={"help": "Number of continuations; several are made side by side, then shown.", "minimum": 1},
+    temperature: float = setting(0.8, "Above 1 wilder, below 1 tamer, 0 always the likeliest.", maximum=1000)
+    top_k: int = setting(50, "Choose among this many likeliest tokens; 0 for all.")
+    top_p: float = setting(1.0, "Choose among the likeliest that make up this share.", above=0, maximum=1)
+    repetition_penalty: float = setting(
+        1.0, "Above 1, tokens that were used get less likely.", minimum=0.01, maximum=100
     )
-    temperature: float = field(
-        default=0.8, metadata={"help": "Above 1 wilder, below 1 tamer, 0 always the likeliest.", "maximum": 1000}
+    seed: int | None = setting(None, "The same seed writes the same text.", below=2**63)
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Precision; auto: as saved. bfloat16 reads half the bytes, and rounds: other texts may come."
     )
-    top_k: int = field(default=50, metadata={"help": "Choose among this many likeliest tokens; 0 for all."})
-    top_p: float = field(
-        default=1.0, metadata={"help": "Choose among the likeliest that make up this share.", "above": 0, "maximum": 1}
-    )
-    repetition_penalty: float = field(
-        default=1.0,
-        metadata={"help": "Above 1, tokens that were used get less likely.", "minimum": 0.01, "maximum": 100},
-    )
-    seed: int | None = field(default=None, metadata={"help": "The same seed writes the same text.", "below": 2**63})
-    dtype: Literal["auto", "float32", "bfloat16"] = field(
-        default="auto",
-        metadata={
-            "help": "Precision; auto: as saved. bfloat16 reads half the bytes, and rounds: other texts may come."
-        },
-    )
-    torch_compile: bool = field(
-        default=False,
-        metadata={"help": "Compile a step, which takes seconds. Meant for GPUs: on a CPU it gained little or nothing."},
+    torch_compile: bool = setting(
+        False, "Compile a step, which takes seconds. Meant for GPUs: on a CPU it gained little or nothing."
     )
 
     def check(self) -> None:

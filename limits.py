@@ -1,12 +1,13 @@
 """What the value of a setting may be: the range of a number, and names that file systems accept.
 
-A field of a dataclass of flags states its range in its metadata, by the keys of `BOUNDS`: `{"help": ..., "minimum": 1}`. A
-number without a range is at least 0 and at most `LARGEST`. A string is a name (a path, a Hub id, a choice) unless its
-metadata has `free_text`. `command_line.FlagParser` checks every value once, from flags and from files.
+`setting` makes a field of a dataclass of flags. A number without a range is at least 0 and at most `LARGEST`. A string is a
+name (a path, a Hub id, a choice) unless it is `free_text`. `command_line.FlagParser` checks every value once, from flags and
+from files.
 """
 
 import operator
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Any
 
 LARGEST = 10**15
@@ -18,6 +19,14 @@ BOUNDS = {
 }
 KEYS = {*BOUNDS, "free_text"}  # of a field's metadata, which argparse does not know
 NAME_BYTES, PATH_BYTES = 255, 4095  # of one part of a path, and of all of it; Linux and macOS allow no more
+
+
+def setting(default: Any, help: str, **limits: Any) -> Any:
+    """Return a field with its text for `--help` and its limits, named by `KEYS`: `setting(1, "Batches.", minimum=1)`."""
+    metadata = {"help": help, **limits}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def problem(name: str, value: Any, metadata: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from command_line import FlagParser, run
 from errors import UserError
+from limits import setting
 from publishing.card import is_kept
 from publishing.hub_folder import OURS, TWIN, FolderArguments, assemble, check_code
 from publishing.revisions import branch_of
@@ -34,21 +35,14 @@ from training.reliability.run_folder import HUB_FILES
 
 @dataclass
 class PushArguments:
-    run: str | None = field(
-        default=None, metadata={"help": "A run, a checkpoint or a model folder; may be given without its flag."}
+    run: str | None = setting(None, "A run, a checkpoint or a model folder; may be given without its flag.")
+    repo_id: str | None = setting(None, "The repository on the Hub, as user/name.")
+    checkpoint: str | None = setting(
+        None, "Of a run: last, best (the lowest validation loss of those kept) or a step; last where left out."
     )
-    repo_id: str | None = field(default=None, metadata={"help": "The repository on the Hub, as user/name."})
-    checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "help": "Of a run: last, best (the lowest validation loss of those kept) or a step; last where left out."
-        },
-    )
-    revisions: bool = field(
-        default=False, metadata={"help": "Also every kept checkpoint, as a branch such as step0001000-tokens33M."}
-    )
-    private: bool = field(default=False, metadata={"help": "Make a new repository private."})
-    dry_run: bool = field(default=False, metadata={"help": "Assemble and verify, but do not upload."})
+    revisions: bool = setting(False, "Also every kept checkpoint, as a branch such as step0001000-tokens33M.")
+    private: bool = setting(False, "Make a new repository private.")
+    dry_run: bool = setting(False, "Assemble and verify, but do not upload.")
 
     def check(self) -> None:
         problems = []

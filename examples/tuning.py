@@ -9,7 +9,7 @@ OUT/
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from command_line import FlagParser
 from errors import UserError, counted
+from limits import setting
 from tokenizer import vocabulary
 from tokenizer.store import TokenStore
 from training.evaluate import store_and_masking
@@ -35,37 +36,18 @@ REPLAY = 0.5  # benchmarks/results/finetuning-cpu.json: what it costs and what i
 
 @dataclass
 class Tuning:
-    model: str | None = field(
-        default=None, metadata={"help": "A run, a checkpoint, a model folder or a Hub id; needs no flag."}
+    model: str | None = setting(None, "A run, a checkpoint, a model folder or a Hub id; needs no flag.")
+    data: str | None = setting(None, "The file to learn from.")
+    output_dir: str | None = setting(None, "A new folder for the model; runs/MODEL-DATA where left out.")
+    lora_rank: int = setting(16, "Rank of the adapters; 0 trains all weights, without LoRA.", maximum=1024)
+    learning_rate: float | None = setting(None, "Its peak; by the model's width where left out.", above=0, maximum=100)
+    num_train_epochs: float = setting(3.0, "Passes over the file.", above=0, maximum=10**6)
+    per_device_train_batch_size: int = setting(16, "Examples a step, on each device.", minimum=1, maximum=65_536)
+    replay_fraction: float | None = setting(
+        None, f"Share of the examples that are original training text; {REPLAY} where that is at hand.", below=1
     )
-    data: str | None = field(default=None, metadata={"help": "The file to learn from."})
-    output_dir: str | None = field(
-        default=None, metadata={"help": "A new folder for the model; runs/MODEL-DATA where left out."}
-    )
-    lora_rank: int = field(
-        default=16, metadata={"help": "Rank of the adapters; 0 trains all weights, without LoRA.", "maximum": 1024}
-    )
-    learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Its peak; by the model's width where left out.", "above": 0, "maximum": 100},
-    )
-    num_train_epochs: float = field(
-        default=3.0, metadata={"help": "Passes over the file.", "above": 0, "maximum": 10**6}
-    )
-    per_device_train_batch_size: int = field(
-        default=16, metadata={"help": "Examples a step, on each device.", "minimum": 1, "maximum": 65_536}
-    )
-    replay_fraction: float | None = field(
-        default=None,
-        metadata={
-            "help": f"Share of the examples that are original training text; {REPLAY} where that is at hand.",
-            "below": 1,
-        },
-    )
-    original_data: str | None = field(
-        default=None, metadata={"help": "Token store of that text; the run's own where left out."}
-    )
-    seed: int = field(default=1337, metadata={"help": "Decides order, adapters and what is held out.", "below": 2**32})
+    original_data: str | None = setting(None, "Token store of that text; the run's own where left out.")
+    seed: int = setting(1337, "Decides order, adapters and what is held out.", below=2**32)
 
     @property
     def folder(self) -> Path:

@@ -19,6 +19,7 @@ from itertools import filterfalse
 
 import numpy as np
 
+from limits import setting
 from tokenizer.scripts import UNSPACED_CLASS
 
 LEVELS = ("lenient", "balanced", "strict")
@@ -33,13 +34,11 @@ EXAMPLES, EXAMPLE_LENGTH = 3, 160
 
 @dataclass
 class CleaningArguments:
-    cleaning: list[str] = field(
-        default_factory=lambda: ["normalize"],
-        metadata={
-            "help": "Stages of cleaning, in this order: `normalize` (NFC, line ends, control characters), one of "
-            "`lenient` (invisible leftovers), `balanced` (markup and rulers too) and `strict` (plain prose only), "
-            "`quality` (drops documents that are no running text). `none` alone: not a character is changed."
-        },
+    cleaning: list[str] = setting(
+        ["normalize"],
+        "Stages of cleaning, in this order: `normalize` (NFC, line ends, control characters), one of `lenient` "
+        "(invisible leftovers), `balanced` (markup and rulers too) and `strict` (plain prose only), `quality` (drops "
+        "documents that are no running text). `none` alone: not a character is changed.",
     )
 
 

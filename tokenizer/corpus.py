@@ -20,6 +20,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal
 
 from errors import UserError, counted
+from limits import setting
 from tokenizer import chat, documents, files, schema
 from tokenizer.documents import PIECE_BYTES, Counts, Stretch
 from tokenizer.files import UnreadableError
@@ -54,37 +55,26 @@ LINK = ("link that was not followed", "links that were not followed")
 
 @dataclass
 class CorpusArguments:
-    text_column: str | None = field(
-        default=None,
-        metadata={"help": "Column of a record that holds its text or chat; found where it is `text` or alone."},
+    text_column: str | None = setting(
+        None, "Column of a record that holds its text or chat; found where it is `text` or alone."
     )
-    exclude: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Leave out what folders and globs find by these names: '*.csv' node_modules 'tables/*.json'."
-        },
+    exclude: list[str] = setting(
+        [], "Leave out what folders and globs find by these names: '*.csv' node_modules 'tables/*.json'."
     )
-    sample_by: Literal["document", "paragraph", "line"] = field(
-        default="document",
-        metadata={"help": "What is a document in a plain text file: all of it, each paragraph, or each line."},
+    sample_by: Literal["document", "paragraph", "line"] = setting(
+        "document", "What is a document in a plain text file: all of it, each paragraph, or each line."
     )
-    chat_template: str | None = field(
-        default=None,
-        metadata={"help": "How chats become text: a file of Jinja source, or chatml; else the tokenizer's own."},
+    chat_template: str | None = setting(
+        None, "How chats become text: a file of Jinja source, or chatml; else the tokenizer's own."
     )
-    validation_fraction: float = field(
-        default=0.01,
-        metadata={
-            "help": "Share of the text held out for validation, above 0 and below 1: whole documents, and the end of each "
-            "document that is longer than 1 MiB and than this share of all text; of a lone document, its end.",
-            "above": 0,
-            "below": 1,
-        },
+    validation_fraction: float = setting(
+        0.01,
+        "Share of the text held out for validation, above 0 and below 1: whole documents, and the end of each "
+        "document that is longer than 1 MiB and than this share of all text; of a lone document, its end.",
+        above=0,
+        below=1,
     )
-    strict: bool = field(
-        default=False,
-        metadata={"help": "Refuse text that is not clean instead of mending and counting up to 1 percent."},
-    )
+    strict: bool = setting(False, "Refuse text that is not clean instead of mending and counting up to 1 percent.")
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ key with an earlier one. So the outcome depends on the documents and their order
 import struct
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from errors import UserError
+from limits import setting
 from tokenizer.scripts import UNSPACED
 
 if TYPE_CHECKING:
@@ -41,12 +42,10 @@ STRETCH = 1 << 16
 
 @dataclass
 class DedupArguments:
-    dedup: Literal["no", "exact", "near"] = field(
-        default="no",
-        metadata={
-            "help": "Leave out documents that repeat an earlier one: `exact`, word for word; `near`, also those that "
-            "share about 70 percent or more of their 5-word sequences with it."
-        },
+    dedup: Literal["no", "exact", "near"] = setting(
+        "no",
+        "Leave out documents that repeat an earlier one: `exact`, word for word; `near`, also those that share about "
+        "70 percent or more of their 5-word sequences with it.",
     )
 
 

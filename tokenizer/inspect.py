@@ -8,22 +8,23 @@ import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 # isort: split
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from command_line import FlagParser, run
 from errors import UserError
+from limits import setting
 from tokenizer import megatron, report
 from tokenizer.store import SPLITS, TokenStore, file_sha256
 
 
 @dataclass
 class InspectArguments:
-    store: str | None = field(default=None, metadata={"help": "Folder of the store; may be given without its flag."})
-    split: Literal["train", "val"] = field(default="train", metadata={"help": "Split of the document to decode."})
-    document: int | None = field(default=None, metadata={"help": "Number of a document to decode, from 0."})
+    store: str | None = setting(None, "Folder of the store; may be given without its flag.")
+    split: Literal["train", "val"] = setting("train", "Split of the document to decode.")
+    document: int | None = setting(None, "Number of a document to decode, from 0.")
 
 
 def main(arguments: list[str]) -> None:

@@ -12,12 +12,13 @@ import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 # isort: split
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from command_line import FlagParser, run
 from errors import UserError
+from limits import setting
 from tokenizer import archive, export
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import Corpus, CorpusArguments
@@ -34,40 +35,29 @@ MAIN = (  # flags that --help explains
 
 @dataclass
 class PretokenizeArguments:
-    input: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Text: files, folders, globs (plain, jsonl, csv, parquet; .gz, .zst, .bz2 of them), or Hub datasets "
-            "as user/name:config:split@revision."
-        },
+    input: list[str] = setting(
+        [],
+        "Text: files, folders, globs (plain, jsonl, csv, parquet; .gz, .zst, .bz2 of them), or Hub datasets as "
+        "user/name:config:split@revision.",
     )
-    output: str | None = field(default=None, metadata={"help": "Folder of the token store to write."})
-    weights: list[float] = field(
-        default_factory=list,
-        metadata={
-            "help": "How many times the documents of each input are trained on: 2, 0.5 (half of them), ...",
-            "above": 0,
-            "maximum": 1000,
-        },
+    output: str | None = setting(None, "Folder of the token store to write.")
+    weights: list[float] = setting(
+        [],
+        "How many times the documents of each input are trained on: 2, 0.5 (half of them), ...",
+        above=0,
+        maximum=1000,
     )
-    seed: int = field(
-        default=SEED, metadata={"help": "Decides which documents are held out for validation.", "below": 2**63}
+    seed: int = setting(SEED, "Decides which documents are held out for validation.", below=2**63)
+    num_proc: int | None = setting(None, "Worker processes; one a core where left out.", minimum=1, maximum=1024)
+    shard: str | None = setting(None, "Do only share i of n, as i/n from 0/n on; afterwards run once with --merge.")
+    merge: bool = setting(False, "Put the shards together; refused while any is missing.")
+    export: Literal["parquet"] | None = setting(
+        None, "Also write the store as a Hub dataset, with its card, to OUTPUT-parquet."
     )
-    num_proc: int | None = field(
-        default=None, metadata={"help": "Worker processes; one a core where left out.", "minimum": 1, "maximum": 1024}
+    compress: bool = setting(
+        False, "Also pack the store into OUTPUT.tar.zst, which `python -m tokenizer.unpack` verifies."
     )
-    shard: str | None = field(
-        default=None, metadata={"help": "Do only share i of n, as i/n from 0/n on; afterwards run once with --merge."}
-    )
-    merge: bool = field(default=False, metadata={"help": "Put the shards together; refused while any is missing."})
-    export: Literal["parquet"] | None = field(
-        default=None, metadata={"help": "Also write the store as a Hub dataset, with its card, to OUTPUT-parquet."}
-    )
-    compress: bool = field(
-        default=False,
-        metadata={"help": "Also pack the store into OUTPUT.tar.zst, which `python -m tokenizer.unpack` verifies."},
-    )
-    quiet: bool = field(default=False, metadata={"help": "Say nothing but what is wrong."})
+    quiet: bool = setting(False, "Say nothing but what is wrong.")
 
     @property
     def share(self) -> tuple[int, int] | None:

@@ -7,20 +7,19 @@ python -m tokenizer.unpack data/my.tar.zst --output data/elsewhere
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 # isort: split
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from command_line import FlagParser, run
 from errors import UserError
+from limits import setting
 from tokenizer import archive
 
 
 @dataclass
 class UnpackArguments:
-    archive: str | None = field(default=None, metadata={"help": "The packed store; may be given without its flag."})
-    output: str | None = field(
-        default=None, metadata={"help": "Folder to write; by default the archive's name without .tar.zst."}
-    )
+    archive: str | None = setting(None, "The packed store; may be given without its flag.")
+    output: str | None = setting(None, "Folder to write; by default the archive's name without .tar.zst.")
 
 
 def main(arguments: list[str]) -> None:

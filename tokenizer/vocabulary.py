@@ -7,7 +7,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from errors import UserError, counted
+from limits import setting
 from tokenizer import encode, hub
 from tokenizer.bpe import byte_level_alphabet
 from tokenizer.words import END, WordSplitter
@@ -33,32 +34,22 @@ GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # as Transfo
 
 @dataclass
 class VocabularyArguments:
-    vocab_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of tokens that a BPE made from text is trained to (32000). A store, characters and an existing "
-            "tokenizer bring their own: another value is refused as a flag and has no effect in a YAML file.",
-            "minimum": 1,
-            "maximum": 1_048_576,
-        },
+    vocab_size: int | None = setting(
+        None,
+        "Number of tokens that a BPE made from text is trained to (32000). A store, characters and an existing "
+        "tokenizer bring their own: another value is refused as a flag and has no effect in a YAML file.",
+        minimum=1,
+        maximum=1_048_576,
     )
-    tokenizer_type: Literal["bpe", "character"] = field(
-        default="bpe", metadata={"help": "What to make from text: a byte-level BPE, or one token a character."}
+    tokenizer_type: Literal["bpe", "character"] = setting(
+        "bpe", "What to make from text: a byte-level BPE, or one token a character."
     )
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "Use this tokenizer (a folder or a Hub id) instead of making one."}
+    tokenizer: str | None = setting(None, "Use this tokenizer (a folder or a Hub id) instead of making one.")
+    sample_bytes: int = setting(
+        200_000_000, "Bytes of text, evenly spread, that a BPE is made from; all where there is less.", minimum=1
     )
-    sample_bytes: int = field(
-        default=200_000_000,
-        metadata={
-            "help": "Bytes of text, evenly spread, that a BPE is made from; all where there is less.",
-            "minimum": 1,
-        },
-    )
-    pad_token: str = field(default=PADDING, metadata={"help": "Padding token of a BPE made from text, or none."})
-    special_tokens: list[str] = field(
-        default_factory=list, metadata={"help": "Further control tokens of a BPE made from text."}
-    )
+    pad_token: str = setting(PADDING, "Padding token of a BPE made from text, or none.")
+    special_tokens: list[str] = setting([], "Further control tokens of a BPE made from text.")
 
 
 def build(

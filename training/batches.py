@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from errors import UserError
+from limits import setting
 from training.reliability.position import START, Position
 from training.tokens import Batch, Tokens
 
@@ -24,23 +25,14 @@ SHIFTS = tuple(np.uint64(n) for n in (30, 27, 31))
 
 @dataclass
 class BatchArguments:
-    tokens_per_step: int = field(
-        default=32768,
-        metadata={
-            "help": "Tokens of the global batch: all processes and accumulation steps together.",
-            "minimum": 1,
-            "maximum": 10**9,
-        },
+    tokens_per_step: int = setting(
+        32768, "Tokens of the global batch: all processes and accumulation steps together.", minimum=1, maximum=10**9
     )
-    per_device_train_batch_size: str = field(
-        default="auto",
-        metadata={"help": "Sequences a process computes at once (micro-batch): a number, or auto by free memory."},
+    per_device_train_batch_size: str = setting(
+        "auto", "Sequences a process computes at once (micro-batch): a number, or auto by free memory."
     )
-    mask_documents: bool = field(
-        default=False,
-        metadata={
-            "help": "Attention and positions begin anew with each document; otherwise they cross from one to the next."
-        },
+    mask_documents: bool = setting(
+        False, "Attention and positions begin anew with each document; otherwise they cross from one to the next."
     )
 
 

@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import get_int_from_env
 
 from errors import UserError
+from limits import setting
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore, read_metadata
 from training.tokens import Documents, MemoryMap, Tokens
@@ -31,16 +32,11 @@ LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCA
 
 @dataclass
 class DataArguments:
-    data: str | None = field(
-        default=None,
-        metadata={"help": "What to train on: a token store, or text (file, folder, glob, Hub dataset id)."},
-    )
-    data_placement: Literal["auto", "device", "ram", "mmap"] = field(
-        default="auto",
-        metadata={
-            "help": "Where the tokens lie: on the GPU, in RAM, or memory-mapped. auto: on the GPU where they take at most "
-            "a twentieth of its free memory, else in RAM where they fit half of what is free."
-        },
+    data: str | None = setting(None, "What to train on: a token store, or text (file, folder, glob, Hub dataset id).")
+    data_placement: Literal["auto", "device", "ram", "mmap"] = setting(
+        "auto",
+        "Where the tokens lie: on the GPU, in RAM, or memory-mapped. auto: on the GPU where they take at most a "
+        "twentieth of its free memory, else in RAM where they fit half of what is free.",
     )
 
 

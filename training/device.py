@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
 from errors import UserError
+from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.early import is_alone_by_mistake
 from training.planning.datasheet import peak_flops
@@ -44,37 +45,26 @@ _waits = False
 
 @dataclass
 class DeviceArguments:
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = field(
-        default="auto",
-        metadata={"help": "Precision of matrix products; weights stay fp32. auto: what the device is good at."},
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = setting(
+        "auto", "Precision of matrix products; weights stay fp32. auto: what the device is good at."
     )
-    torch_compile: str = field(
-        default="auto",
-        metadata={"help": "true, false or auto (where a C++ compiler is found): compile model and loss."},
+    torch_compile: str = setting("auto", "true, false or auto (where a C++ compiler is found): compile model and loss.")
+    torch_compile_mode: str | None = setting(None, "Mode of torch.compile, such as max-autotune-no-cudagraphs.")
+    attn_implementation: str = setting(
+        "auto",
+        "sdpa, eager, flash_attention_2 or flex_attention (see Transformers). auto: sdpa, which picks the device's "
+        "fastest kernel; written out (eager) on a CPU that computes in bf16, up to a context of 512.",
     )
-    torch_compile_mode: str | None = field(
-        default=None, metadata={"help": "Mode of torch.compile, such as max-autotune-no-cudagraphs."}
+    bf16_residual: bool = setting(
+        False, "Keep the residual stream in bf16 too: less memory traffic, at some cost in loss a step."
     )
-    attn_implementation: str = field(
-        default="auto",
-        metadata={
-            "help": "sdpa, eager, flash_attention_2 or flex_attention (see Transformers). auto: sdpa, which picks the device's "
-            "fastest kernel; written out (eager) on a CPU that computes in bf16, up to a context of 512."
-        },
+    gradient_checkpointing: bool = setting(
+        False, "Recompute activations in the backward pass: less memory, about a third slower."
     )
-    bf16_residual: bool = field(
-        default=False,
-        metadata={"help": "Keep the residual stream in bf16 too: less memory traffic, at some cost in loss a step."},
-    )
-    gradient_checkpointing: bool = field(
-        default=False,
-        metadata={"help": "Recompute activations in the backward pass: less memory, about a third slower."},
-    )
-    full_determinism: bool = field(
-        default=False,
-        metadata={
-            "help": "Use only deterministic kernels, so that runs on a GPU repeat to the bit; slower there. CPU runs repeat without it."
-        },
+    full_determinism: bool = setting(
+        False,
+        "Use only deterministic kernels, so that runs on a GPU repeat to the bit; slower there. CPU runs repeat "
+        "without it.",
     )
 
 

@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, run
 from errors import UserError
+from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import vocabulary
 from tokenizer.store import Split, TokenStore
@@ -47,19 +48,12 @@ from training.tokens import IGNORED, Batch, Tokens
 
 @dataclass
 class EvaluationArguments:
-    eval_strategy: Literal["no", "steps", "epoch"] = field(
-        default="steps",
-        metadata={
-            "help": "When to validate and sample: every eval_steps, at each epoch's end, or (no) only at the very end."
-        },
+    eval_strategy: Literal["no", "steps", "epoch"] = setting(
+        "steps", "When to validate and sample: every eval_steps, at each epoch's end, or (no) only at the very end."
     )
-    eval_steps: int = field(default=500, metadata={"help": "Steps between validations.", "minimum": 1})
-    max_eval_samples: int | None = field(
-        default=None,
-        metadata={
-            "help": "Score only this many windows of one context, evenly spread; all where left out.",
-            "minimum": 1,
-        },
+    eval_steps: int = setting(500, "Steps between validations.", minimum=1)
+    max_eval_samples: int | None = setting(
+        None, "Score only this many windows of one context, evenly spread; all where left out.", minimum=1
     )
 
 
@@ -225,45 +219,26 @@ def _float64_device(device: torch.device) -> torch.device:
 
 @dataclass
 class EvaluateDoor:
-    model: str | None = field(
-        default=None, metadata={"help": "A run folder or a model folder; may be given without flag."}
+    model: str | None = setting(None, "A run folder or a model folder; may be given without flag.")
+    checkpoint: str | None = setting(
+        None, "Of a run: last, best (by validation loss) or a step; its model/ where left out."
     )
-    checkpoint: str | None = field(
-        default=None,
-        metadata={"help": "Of a run: last, best (by validation loss) or a step; its model/ where left out."},
+    data: str | None = setting(None, "Token store to score; the run's own where left out.")
+    per_device_eval_batch_size: int = setting(16, "Sequences scored at once.", minimum=1, maximum=65_536)
+    compare: bool = setting(False, "Bits a byte beside those of n-grams and compressors on the same text.")
+    compare_with: list[str] = setting(
+        [], "The same, and beside these: runs, checkpoints, model folders or Hub ids of causal models."
     )
-    data: str | None = field(default=None, metadata={"help": "Token store to score; the run's own where left out."})
-    per_device_eval_batch_size: int = field(
-        default=16, metadata={"help": "Sequences scored at once.", "minimum": 1, "maximum": 65_536}
+    compare_documents: int | None = setting(
+        None, "Compare on only this many documents, evenly spread; all where left out.", minimum=1
     )
-    compare: bool = field(
-        default=False, metadata={"help": "Bits a byte beside those of n-grams and compressors on the same text."}
+    memorization: bool = setting(False, "Look up what the model writes in its training text, word for word.")
+    memorization_texts: int = setting(
+        64, "Texts that the model writes for it, of up to 256 tokens each.", minimum=2, maximum=100_000
     )
-    compare_with: list[str] = field(
-        default_factory=list,
-        metadata={"help": "The same, and beside these: runs, checkpoints, model folders or Hub ids of causal models."},
-    )
-    compare_documents: int | None = field(
-        default=None,
-        metadata={"help": "Compare on only this many documents, evenly spread; all where left out.", "minimum": 1},
-    )
-    memorization: bool = field(
-        default=False, metadata={"help": "Look up what the model writes in its training text, word for word."}
-    )
-    memorization_texts: int = field(
-        default=64,
-        metadata={
-            "help": "Texts that the model writes for it, of up to 256 tokens each.",
-            "minimum": 2,
-            "maximum": 100_000,
-        },
-    )
-    memorization_span: int = field(default=50, metadata={"help": "Tokens in a row that are looked up.", "minimum": 1})
-    seed: int = field(
-        default=1337,
-        metadata={"help": "Decides what the model writes, and which held-out text is taken.", "below": 2**63},
-    )
-    json: bool = field(default=False, metadata={"help": "One line of JSON, as where the output is no terminal."})
+    memorization_span: int = setting(50, "Tokens in a row that are looked up.", minimum=1)
+    seed: int = setting(1337, "Decides what the model writes, and which held-out text is taken.", below=2**63)
+    json: bool = setting(False, "One line of JSON, as where the output is no terminal.")
 
     def check(self) -> None:
         if self.model is None:

@@ -1,8 +1,9 @@
 """How long a run is: in steps, in epochs, or in tokens."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from limits import setting
 from training.batches import BatchPlan
 
 
@@ -10,11 +11,9 @@ from training.batches import BatchPlan
 class LengthArguments:
     """One of the three; one epoch where none is given."""
 
-    max_steps: int | None = field(default=None, metadata={"help": "Length of the run in steps.", "minimum": 1})
-    num_train_epochs: float | None = field(
-        default=None, metadata={"help": "Length of the run in passes over the text.", "above": 0, "maximum": 10**6}
-    )
-    max_train_tokens: int | None = field(default=None, metadata={"help": "Length of the run in tokens.", "minimum": 1})
+    max_steps: int | None = setting(None, "Length of the run in steps.", minimum=1)
+    num_train_epochs: float | None = setting(None, "Length of the run in passes over the text.", above=0, maximum=10**6)
+    max_train_tokens: int | None = setting(None, "Length of the run in tokens.", minimum=1)
 
     def problems(self) -> list[str]:
         given = {name: value for name, value in vars(self).items() if value is not None}

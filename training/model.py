@@ -1,6 +1,6 @@
 """The model of a run: flags, and what the token store decides, become a `GPT2ScratchForCausalLM`."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -8,6 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.device import DeviceArguments
 from training.embedding import make_embeddings_deterministic
@@ -18,37 +19,18 @@ from training.reliability.checkpoint import load_weights
 class ModelArguments:
     """The fields of `GPT2ScratchConfig`, under its names and with its defaults; the vocabulary is the store's."""
 
-    n_layer: int = field(default=12, metadata={"help": "Number of transformer blocks.", "minimum": 1, "maximum": 1000})
-    n_head: int = field(
-        default=12, metadata={"help": "Attention heads a block; must divide n_embd.", "minimum": 1, "maximum": 1024}
-    )
-    n_embd: int = field(
-        default=768, metadata={"help": "Width of the residual stream.", "minimum": 1, "maximum": 65_536}
-    )
-    n_positions: int = field(
-        default=512, metadata={"help": "Context length in tokens.", "minimum": 1, "maximum": 1_048_576}
-    )
-    n_inner: int | None = field(
-        default=None,
-        metadata={"help": "Width of the MLP; 4 * n_embd where left out.", "minimum": 1, "maximum": 262_144},
-    )
-    activation_function: str = field(default="gelu", metadata={"help": "gelu (exact) or gelu_new (GPT-2's tanh)."})
-    tie_word_embeddings: bool = field(default=False, metadata={"help": "Use the token embedding as the head too."})
-    embd_pdrop: float = field(
-        default=0.0, metadata={"help": "Dropout probability after the embeddings.", "minimum": 0, "below": 1}
-    )
-    attn_pdrop: float = field(
-        default=0.0, metadata={"help": "Dropout probability on the attention weights.", "minimum": 0, "below": 1}
-    )
-    resid_pdrop: float = field(
-        default=0.0, metadata={"help": "Dropout probability on what a block adds.", "minimum": 0, "below": 1}
-    )
-    layer_norm_epsilon: float = field(
-        default=1e-5, metadata={"help": "Added to the variance in LayerNorm.", "minimum": 1e-12, "maximum": 1}
-    )
-    initializer_range: float = field(
-        default=0.02, metadata={"help": "Standard deviation of the initial weights.", "minimum": 1e-6, "maximum": 10}
-    )
+    n_layer: int = setting(12, "Number of transformer blocks.", minimum=1, maximum=1000)
+    n_head: int = setting(12, "Attention heads a block; must divide n_embd.", minimum=1, maximum=1024)
+    n_embd: int = setting(768, "Width of the residual stream.", minimum=1, maximum=65_536)
+    n_positions: int = setting(512, "Context length in tokens.", minimum=1, maximum=1_048_576)
+    n_inner: int | None = setting(None, "Width of the MLP; 4 * n_embd where left out.", minimum=1, maximum=262_144)
+    activation_function: str = setting("gelu", "gelu (exact) or gelu_new (GPT-2's tanh).")
+    tie_word_embeddings: bool = setting(False, "Use the token embedding as the head too.")
+    embd_pdrop: float = setting(0.0, "Dropout probability after the embeddings.", minimum=0, below=1)
+    attn_pdrop: float = setting(0.0, "Dropout probability on the attention weights.", minimum=0, below=1)
+    resid_pdrop: float = setting(0.0, "Dropout probability on what a block adds.", minimum=0, below=1)
+    layer_norm_epsilon: float = setting(1e-5, "Added to the variance in LayerNorm.", minimum=1e-12, maximum=1)
+    initializer_range: float = setting(0.02, "Standard deviation of the initial weights.", minimum=1e-6, maximum=10)
 
 
 def model_config(

@@ -1,37 +1,28 @@
 """AdamW, and the learning rate as a function of the step."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
+from limits import setting
+
 
 @dataclass
 class OptimArguments:
-    learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate.", "above": 0, "maximum": 100})
-    min_learning_rate: float = field(
-        default=6e-5, metadata={"help": "Learning rate of the last step.", "minimum": 0, "maximum": 100}
+    learning_rate: float = setting(6e-4, "Peak learning rate.", above=0, maximum=100)
+    min_learning_rate: float = setting(6e-5, "Learning rate of the last step.", minimum=0, maximum=100)
+    warmup_steps: int = setting(100, "Steps over which the rate rises linearly to its peak.")
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = setting(
+        "cosine", "How the rate falls from its peak to min_learning_rate; constant: it does not."
     )
-    warmup_steps: int = field(default=100, metadata={"help": "Steps over which the rate rises linearly to its peak."})
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = field(
-        default="cosine",
-        metadata={"help": "How the rate falls from its peak to min_learning_rate; constant: it does not."},
-    )
-    weight_decay: float = field(
-        default=0.1, metadata={"help": "Decoupled weight decay, on matrices only.", "minimum": 0, "maximum": 1000}
-    )
-    adam_beta1: float = field(
-        default=0.9, metadata={"help": "Decay of AdamW's first moment.", "minimum": 0, "below": 1}
-    )
-    adam_beta2: float = field(
-        default=0.95, metadata={"help": "Decay of AdamW's second moment.", "minimum": 0, "below": 1}
-    )
-    adam_epsilon: float = field(
-        default=1e-8, metadata={"help": "Added to AdamW's denominator.", "minimum": 1e-20, "maximum": 1}
-    )
-    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are scaled down to this norm; 0: never."})
+    weight_decay: float = setting(0.1, "Decoupled weight decay, on matrices only.", minimum=0, maximum=1000)
+    adam_beta1: float = setting(0.9, "Decay of AdamW's first moment.", minimum=0, below=1)
+    adam_beta2: float = setting(0.95, "Decay of AdamW's second moment.", minimum=0, below=1)
+    adam_epsilon: float = setting(1e-8, "Added to AdamW's denominator.", minimum=1e-20, maximum=1)
+    max_grad_norm: float = setting(1.0, "Gradients are scaled down to this norm; 0: never.")
 
     def problems(self) -> list[str]:
         if self.min_learning_rate <= self.learning_rate:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel, PreTr
 from transformers.generation.streamers import BaseStreamer
 
 from errors import UserError
+from limits import setting
 from tokenizer.store import TokenStore, write_whole
 from tokenizer.vocabulary import is_character
 
@@ -22,20 +23,12 @@ OPENING_TOKENS = 16  # of a validation document, where no prompts are given
 
 @dataclass
 class SamplingArguments:
-    sample_prompts: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Prompts to continue at each validation; openings of held-out text where left out.",
-            "free_text": True,
-        },
+    sample_prompts: list[str] = setting(
+        [], "Prompts to continue at each validation; openings of held-out text where left out.", free_text=True
     )
-    sample_tokens: int = field(
-        default=64, metadata={"help": "New tokens a prompt; 0 for no samples.", "maximum": 100_000}
-    )
-    sample_temperature: float = field(
-        default=0.8, metadata={"help": "Temperature of the samples; 0 takes the likeliest.", "maximum": 1000}
-    )
-    sample_top_k: int = field(default=50, metadata={"help": "Sample from this many likeliest tokens; 0 for all."})
+    sample_tokens: int = setting(64, "New tokens a prompt; 0 for no samples.", maximum=100_000)
+    sample_temperature: float = setting(0.8, "Temperature of the samples; 0 takes the likeliest.", maximum=1000)
+    sample_top_k: int = setting(50, "Sample from this many likeliest tokens; 0 for all.")
 
 
 def generation_config(temperature: float, top_k: int = 0, top_p: float = 1.0, **others) -> GenerationConfig:

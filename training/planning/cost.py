@@ -1,9 +1,10 @@
 """What a run costs: hours, money, energy, and the carbon dioxide of it; and whether to say so before it is begun."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from accelerate import Accelerator
 
+from limits import setting
 from training.planning.datasheet import watts
 from training.planning.rentals import RENTALS
 
@@ -12,23 +13,14 @@ GRAMS_OF_CO2_PER_KWH = 445  # the world's average in 2024 (IEA, Electricity 2025
 
 @dataclass
 class CostArguments:
-    hourly_price: float | None = field(
-        default=None,
-        metadata={"help": "What an hour of all devices together costs, in dollars: for plan, report and model card."},
+    hourly_price: float | None = setting(
+        None, "What an hour of all devices together costs, in dollars: for plan, report and model card."
     )
-    plan: bool = field(
-        default=False, metadata={"help": "Say what the run will take, and what is wrong with it, without training."}
+    plan: bool = setting(False, "Say what the run will take, and what is wrong with it, without training.")
+    plan_device: str | None = setting(
+        None, f"With --plan: for one of these, by its datasheet, not for what is here: {', '.join(RENTALS)}."
     )
-    plan_device: str | None = field(
-        default=None,
-        metadata={
-            "help": f"With --plan: for one of these, by its datasheet, not for what is here: {', '.join(RENTALS)}."
-        },
-    )
-    plan_steps: int = field(
-        default=10,
-        metadata={"help": "With --plan: steps that are really done, to measure; 0 for none.", "maximum": 10_000},
-    )
+    plan_steps: int = setting(10, "With --plan: steps that are really done, to measure; 0 for none.", maximum=10_000)
 
     def problems(self) -> list[str]:
         if self.plan_device is not None and self.plan_device not in RENTALS:

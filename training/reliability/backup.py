@@ -13,13 +13,14 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Condition, Thread
 from typing import Any, BinaryIO
 
 from command_line import read_yaml
 from errors import UserError
+from limits import setting
 from removal import discard, mark
 from training.reliability.checkpoint import (
     FILES,
@@ -44,12 +45,10 @@ CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errn
 
 @dataclass
 class BackupArguments:
-    backup_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "An existing folder on another drive that checkpoints are copied to while training goes on, and that a run "
-            "whose own folder is lost goes on from."
-        },
+    backup_dir: str | None = setting(
+        None,
+        "An existing folder on another drive that checkpoints are copied to while training goes on, and that a run "
+        "whose own folder is lost goes on from.",
     )
 
     def problems(self, output_dir: str | Path) -> list[str]:

@@ -1,10 +1,11 @@
 """Settings that differ between a command and the run it resumes: refused, allowed by name, or reported."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.data import find_cached
 from training.reliability import checkpoint as checkpoints
@@ -34,9 +35,8 @@ NOT_THE_RUN = {
 
 @dataclass
 class ChangeArguments:
-    allow_change: list[str] = field(
-        default_factory=list,
-        metadata={"help": f"What may differ from the checkpoint that is resumed, of: {', '.join(ALLOWED)}."},
+    allow_change: list[str] = setting(
+        [], f"What may differ from the checkpoint that is resumed, of: {', '.join(ALLOWED)}."
     )
 
     @property

@@ -29,6 +29,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from errors import NONSENSE, UserError, check_format
+from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from removal import discard
 from tokenizer import vocabulary
@@ -62,17 +63,12 @@ FILES = (*MODEL_FILES, OPTIMIZER, STATE, MANIFEST)
 
 @dataclass
 class CheckpointArguments:
-    save_strategy: Literal["no", "steps", "epoch"] = field(
-        default="steps",
-        metadata={"help": "When to save: every save_steps, at each epoch's end, or only at the very end."},
+    save_strategy: Literal["no", "steps", "epoch"] = setting(
+        "steps", "When to save: every save_steps, at each epoch's end, or only at the very end."
     )
-    save_steps: int = field(default=500, metadata={"help": "Steps between checkpoints.", "minimum": 1})
-    save_total_limit: int | None = field(
-        default=None,
-        metadata={
-            "help": "Keep this many checkpoints, and the best by validation loss; all where left out.",
-            "minimum": 1,
-        },
+    save_steps: int = setting(500, "Steps between checkpoints.", minimum=1)
+    save_total_limit: int | None = setting(
+        None, "Keep this many checkpoints, and the best by validation loss; all where left out.", minimum=1
     )
 
 

@@ -6,13 +6,14 @@ changes nothing (see step.py), so it can be counted later.
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from accelerate import Accelerator
 
 from errors import UserError
+from limits import setting
 
 WINDOW = 128  # losses that a new one is compared with, as in OLMo's SkipStepOptimizer
 ENOUGH = WINDOW // 2  # to compare with
@@ -20,23 +21,16 @@ ENOUGH = WINDOW // 2  # to compare with
 
 @dataclass
 class HealthArguments:
-    max_nonfinite_steps: int = field(
-        default=20,
-        metadata={"help": "Stop after this many steps in a row whose loss or gradient is not finite.", "minimum": 1},
+    max_nonfinite_steps: int = setting(
+        20, "Stop after this many steps in a row whose loss or gradient is not finite.", minimum=1
     )
-    spike_z_score: float = field(
-        default=6.0,
-        metadata={
-            "help": "A loss this many standard deviations above the mean of the last 128 is a spike.",
-            "above": 0,
-        },
+    spike_z_score: float = setting(
+        6.0, "A loss this many standard deviations above the mean of the last 128 is a spike.", above=0
     )
-    on_spike: Literal["log", "rollback"] = field(
-        default="log",
-        metadata={
-            "help": "At a spike: log it, or go back to the checkpoint before it and pass its batches over (at least two "
-            "checkpoints are kept then)."
-        },
+    on_spike: Literal["log", "rollback"] = setting(
+        "log",
+        "At a spike: log it, or go back to the checkpoint before it and pass its batches over (at least two "
+        "checkpoints are kept then).",
     )
 
 

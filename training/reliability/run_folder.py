@@ -15,10 +15,11 @@ runs/x/
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from errors import UserError, counted
+from limits import setting
 from removal import MARK, discard, is_marked, mark
 from training.reliability import checkpoint as checkpoints
 from training.reliability.status import check_run_format, is_status
@@ -46,19 +47,12 @@ HUB_FILES = (  # what is published, and what push_to_hub.py deletes with its fol
 
 @dataclass
 class RunArguments:
-    output_dir: str | None = field(
-        default=None, metadata={"help": "The run folder; runs/NAME of the config file or the data where left out."}
+    output_dir: str | None = setting(None, "The run folder; runs/NAME of the config file or the data where left out.")
+    overwrite_output_dir: bool = setting(False, "Delete the run that is in the folder and start anew.")
+    resume_from_checkpoint: str | None = setting(
+        None, "Go on with a run (its folder: the newest checkpoint) or from one of its checkpoints."
     )
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Delete the run that is in the folder and start anew."}
-    )
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={"help": "Go on with a run (its folder: the newest checkpoint) or from one of its checkpoints."},
-    )
-    seed: int = field(
-        default=1337, metadata={"help": "Decides initial weights, data order and dropout.", "below": 2**63}
-    )
+    seed: int = setting(1337, "Decides initial weights, data order and dropout.", below=2**63)
 
     def problems(self) -> list[str]:
         if may_hold_run(RunFolder(self.output_dir)):

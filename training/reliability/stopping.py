@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
@@ -18,6 +18,7 @@ import psutil
 import torch
 from torch import distributed
 
+from limits import setting
 from training.early import PARENT, die_with_launcher, is_launched
 from training.reliability.restart import settle_output
 
@@ -35,21 +36,11 @@ TICK = 0.5  # seconds between looks at the launcher and the clock
 
 @dataclass
 class StoppingArguments:
-    max_hours: float | None = field(
-        default=None,
-        metadata={
-            "help": "Stop and save after this many hours, counted from the start of the process.",
-            "above": 0,
-            "maximum": 10**6,
-        },
+    max_hours: float | None = setting(
+        None, "Stop and save after this many hours, counted from the start of the process.", above=0, maximum=10**6
     )
-    ddp_timeout: int = field(
-        default=600,
-        metadata={
-            "help": "Seconds that processes wait for one that hangs, before the job ends.",
-            "minimum": 1,
-            "maximum": 604_800,
-        },
+    ddp_timeout: int = setting(
+        600, "Seconds that processes wait for one that hangs, before the job ends.", minimum=1, maximum=604_800
     )
 
 

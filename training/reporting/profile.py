@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,8 @@ from accelerate import Accelerator
 from torch._inductor import config as inductor
 from torch.autograd import DeviceType
 from torch.profiler import profile, record_function
+
+from limits import setting
 
 if TYPE_CHECKING:  # it knows the plan, which knows this module's arguments
     from training.reporting.journal import Journal
@@ -49,11 +51,8 @@ ORDER = ("data", "matmul", "attention", "elementwise", "loss", "optimizer", "cop
 
 @dataclass
 class ProfileArguments:
-    profile: bool = field(
-        default=False,
-        metadata={
-            "help": f"Record {STEPS} steps, from the run's fourth on: where their time goes, and a trace of them."
-        },
+    profile: bool = setting(
+        False, f"Record {STEPS} steps, from the run's fourth on: where their time goes, and a trace of them."
     )
 
 

@@ -1,7 +1,7 @@
 """Trackers (TensorBoard, W&B, Trackio ...): which ones, their runs, and what they are sent."""
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, get_available_trackers, on_main_process
 from accelerate.utils import LoggerType
 
+from limits import setting
 from tokenizer.store import write_whole
 from training.reliability.run_folder import RunFolder
 
@@ -17,15 +18,10 @@ STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names 
 
 @dataclass
 class JournalArguments:
-    logging_steps: int = field(
-        default=10, metadata={"help": "Steps between log lines; each waits for the device once.", "minimum": 1}
-    )
-    report_to: list[str] = field(
-        default_factory=list, metadata={"help": "Trackers of Accelerate to log to: tensorboard, wandb, ... or all."}
-    )
-    project: str = field(
-        default="gpt2scratch",
-        metadata={"help": "Project of the trackers; its runs, named after their folders, can be compared."},
+    logging_steps: int = setting(10, "Steps between log lines; each waits for the device once.", minimum=1)
+    report_to: list[str] = setting([], "Trackers of Accelerate to log to: tensorboard, wandb, ... or all.")
+    project: str = setting(
+        "gpt2scratch", "Project of the trackers; its runs, named after their folders, can be compared."
     )
 
     def trackers(self) -> list[str] | None:
