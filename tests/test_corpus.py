@@ -15,6 +15,7 @@ import pytest
 from errors import UserError
 from tokenizer import corpus as corpus_module
 from tokenizer import documents as documents_module
+from tokenizer import schema
 from tokenizer.corpus import STANDARD_LIBRARY, Corpus, CorpusArguments, Unit
 from tokenizer.documents import Counts, Reader
 
@@ -308,7 +309,7 @@ def test_inputs_do_not_share_units_which_keep_their_weights_when_written_down(tm
     write_records(tmp_path / "b.jsonl", [{"prose": "one"}])
     units = corpus(tmp_path / "a.txt", tmp_path / "b.jsonl", weights=[1, 0.5]).units()
     assert [unit.copies for unit in units] == [1, 0.5]
-    assert [Unit.from_json(json.loads(json.dumps(unit.to_json()))) for unit in units] == units
+    assert schema.build(json.loads(json.dumps([unit.to_json() for unit in units])), list[Unit]) == units
 
 
 # ---- identity ---------------------------------------------------------------------------------------------------------

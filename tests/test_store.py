@@ -219,7 +219,10 @@ def edit(folder: Path, **values) -> None:
         ),
         (lambda f: edit(f, counts=None), r"token store \(counts is None, not an object\)"),
         (lambda f: edit(f, counts={"first": {}}), r"token store \(it has no counts\.documents\)"),
-        (lambda f: edit(f, cleaning={"rule": {"documents": 1}}), r"it has no cleaning\.'rule'\.characters"),
+        (
+            lambda f: edit(f, cleaning={"rule": {"documents": None}}),
+            r"cleaning\.'rule'\.documents is None, not a number",
+        ),
         (lambda f: edit(f, vocab_size=-1), r"vocab_size is -1, not a number from 0 on"),
         (lambda f: edit(f, vocab_size=10**30), r"vocab_size is 10+, not a number from 0 on"),
         (lambda f: edit(f, vocab_size=70_000), r"its dtype is uint16 and its vocab_size 70,000"),

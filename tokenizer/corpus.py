@@ -14,14 +14,14 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal
 
 from errors import UserError, counted
 from limits import setting
-from tokenizer import chat, documents, files, schema
+from tokenizer import chat, documents, files
 from tokenizer.documents import PIECE_BYTES, Counts, Stretch
 from tokenizer.files import UnreadableError
 from tokenizer.hub import HubDataset
@@ -79,23 +79,12 @@ class CorpusArguments:
 
 @dataclass(frozen=True)
 class Unit:
+    copies: float  # how many times its documents are trained on
     stretches: tuple[Stretch, ...]
-    copies: float = 1.0  # how many times its documents are trained on
 
     def to_json(self) -> list:
+        """Return a list of the values, which is shorter than an object."""
         return [self.copies, [list(vars(stretch).values()) for stretch in self.stretches]]
-
-    @staticmethod
-    def from_json(content: list) -> "Unit":
-        """
-        Raises:
-            ValueError: a stretch is none.
-        """
-        copies, stretches = content
-        names = [field.name for field in fields(Stretch)]
-        named = [dict(zip(names, stretch, strict=False)) for stretch in stretches]
-        schema.check(named, list[Stretch], "stretches")
-        return Unit(tuple(Stretch(**stretch) for stretch in named), copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +256,7 @@ class Corpus:
                 column = self._column(str(hub), pinned.head(LOOKED_AT))
                 shards = range(pinned.stream.num_shards)
                 stretches += [(UNIT_BYTES, Stretch(str(pinned), "hub", shard, column=column)) for shard in shards]
-            units += [Unit(group, copies) for group in _grouped(stretches)]
+            units += [Unit(copies, group) for group in _grouped(stretches)]
         if not problems and not units:  # nothing but tables
             problems = tables
         if problems:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import psutil
@@ -48,10 +48,6 @@ class Tail:
     bytes: int  # and bytes of that row
     last: Place
 
-    @staticmethod
-    def from_json(content: dict) -> "Tail":
-        return Tail(**content | {name: tuple(content[name]) for name in ("first", "cut", "last")})
-
 
 @dataclass
 class Written:
@@ -70,13 +66,6 @@ class Progress:
     splits: dict[str, Written] = field(default_factory=lambda: {split: Written() for split in SPLITS})
     cut: Written | None = None  # what was left to train on where the end of it became the text to validate with
     tails: list[Tail] | None = None  # of long documents; None until they are found
-
-    @staticmethod
-    def from_json(content: dict) -> "Progress":
-        splits = {name: Written(**split) for name, split in content["splits"].items()}
-        cut = Written(**content["cut"]) if content["cut"] is not None else None
-        tails = [Tail.from_json(tail) for tail in content.get("tails", [])]  # versions before them held none out
-        return Progress(content["done"], splits, cut, tails)
 
 
 class Merger:
@@ -110,7 +99,8 @@ class Merger:
 
     def _recorded(self) -> Progress:
         try:
-            progress = Progress.from_json(schema.read(self.record, Progress))
+            content = {"tails": []} | schema.read(self.record, dict[str, Any])  # versions before them held none out
+            progress = schema.build(content, Progress)
             return replace(progress, splits={split: progress.splits[split] for split in SPLITS})
         except (ValueError, KeyError) as error:
             raise UserError(f"{self.record} is damaged ({error}); delete {self.work} to begin again.") from error

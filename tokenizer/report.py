@@ -80,7 +80,7 @@ def _left_out(metadata: Metadata) -> Iterator[tuple[str, str]]:
             yield counted(counts[name], *words), _place(counts["first"].get(name))
     if counts.get("links"):
         yield counted(counts["links"], *LINK), ""
-    dropped = {rule: outcome["documents"] for rule, outcome in metadata.cleaning.items() if outcome["dropped"]}
+    dropped = {rule: outcome.documents for rule, outcome in metadata.cleaning.items() if outcome.dropped}
     for rule, number in dropped.items():
         yield f"{counted(number, 'document')} dropped by {rule}", ""
     if repeated := metadata.repeated_documents:
@@ -107,10 +107,10 @@ def _cleaning(metadata: Metadata) -> Iterator[str]:
     if metadata.cleaning:
         yield "## Cleaning"
     for rule, outcome in metadata.cleaning.items():
-        did = "dropped" if outcome["dropped"] else "changed"
-        documents, characters = outcome["documents"], outcome["characters"]
+        did = "dropped" if outcome.dropped else "changed"
+        documents, characters = outcome.documents, outcome.characters
         yield f"### {rule}: {counted(documents, 'document')} {did}, {counted(characters, 'character')} less"
-        yield "\n".join(f"    {example}" for example in outcome["examples"])
+        yield "\n".join(f"    {example}" for example in outcome.examples)
 
 
 def _tokens(store: TokenStore, rust: Tokenizer) -> str:

@@ -21,13 +21,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 
 from errors import UserError, check_format
 from removal import MARK, discard, renew
 from tokenizer import schema
+from tokenizer.cleaning import Outcome
 
 if TYPE_CHECKING:  # workers write stores too, and start at once without transformers
     from transformers import PreTrainedTokenizerBase
@@ -64,13 +65,6 @@ class Split:
     index_sha256: str
 
 
-class RuleOutcome(TypedDict):
-    documents: int
-    characters: int
-    examples: list[str]
-    dropped: bool
-
-
 @dataclass(frozen=True)
 class Metadata:
     """`metadata.json`. Whoever reads a store reads this and assumes nothing."""
@@ -85,7 +79,7 @@ class Metadata:
     sources: list[str]
     settings: dict[str, Any]  # it was made with
     counts: dict[str, Any]  # what was read, mended, left out
-    cleaning: dict[str, RuleOutcome]  # what each rule changed or dropped, with examples
+    cleaning: dict[str, Outcome]  # what each rule changed or dropped, with examples
     repeated_documents: int  # left out
     command: str
     hub_datasets: list[str] = field(default_factory=list)  # those of the sources that are on the Hub, not on a disk
@@ -294,12 +288,8 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         content = schema.read(path, dict[str, Any])
         version = content.get("format_version")
-        schema.check(version, int, "format_version")
-        check_format(folder, version, FORMAT_VERSION)
-        if version == 1:
-            content = _from_format_1(content)
-        schema.check(content, Metadata)
-        metadata = Metadata(**content | {split: Split(**content[split]) for split in SPLITS})
+        check_format(folder, schema.build(version, int, "format_version"), FORMAT_VERSION)
+        metadata = schema.build(_from_format_1(content) if version == 1 else content, Metadata)
         _check_metadata(metadata)
         return metadata
     except OSError as error:
@@ -333,14 +323,14 @@ def _check_metadata(metadata: Metadata) -> None:
     if metadata.format_version == 1:
         return
     counts = dict(metadata.counts)
-    schema.check(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")
+    schema.build(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")
     for name in ("documents", "bytes", "blank", "empty_records"):
         if name not in counts:
             raise ValueError(f"it has no counts.{name}")
-    schema.check(counts, dict[str, int], "counts")
+    schema.build(counts, dict[str, int], "counts")
     for name, kind in SETTINGS.items():
         if name in metadata.settings:
-            schema.check(metadata.settings[name], kind, f"settings.{name}")
+            schema.build(metadata.settings[name], kind, f"settings.{name}")
 
 
 def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:

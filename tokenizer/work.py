@@ -84,11 +84,7 @@ class Plan:
         try:
             content = schema.read(path, dict[str, Any])
             check_format(folder, content.get("format_version"), PLAN_VERSION)
-            schema.check(content.get("units"), list[tuple[float, list[list]]], "units")
-            schema.check(content | {"units": []}, Plan)
-            units = [Unit.from_json(unit) for unit in content["units"]]
-            parts = {"settings": Settings(**content["settings"]), "skipped": Counts(**content.get("skipped", {}))}
-            return Plan(**content | parts | {"units": units})
+            return schema.build(content, Plan)
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error}); delete {folder} to begin again.") from error
 
@@ -113,15 +109,10 @@ class Part:
     def read(folder: Path, number: int) -> "Part | None":
         """None where it is not done, or was done by a version that did not record as much."""
         try:
-            part = Part.from_json(schema.read(part_file(folder, number, "json"), Part))
+            part = schema.read(part_file(folder, number, "json"), Part)
         except (FileNotFoundError, ValueError):
             return None
         return part if {*SPLITS, "rows"} <= part.hashes.keys() and part.tokens.keys() >= {*SPLITS} else None
-
-    @staticmethod
-    def from_json(content: dict[str, Any]) -> "Part":
-        outcomes = {rule: Outcome(**outcome) for rule, outcome in content["outcomes"].items()}
-        return Part(**content | {"counts": Counts(**content["counts"]), "outcomes": outcomes})
 
 
 def part_file(folder: Path, number: int, name: str) -> Path:
@@ -413,7 +404,7 @@ class Worker:
             answer = self._ask(folder, number)
             if "problem" in answer:
                 raise UserError(answer["problem"])
-            on_part(Part.from_json(answer))
+            on_part(schema.build(answer, Part))
 
     def _ask(self, folder: Path, number: int) -> dict[str, Any]:
         try:
