@@ -561,10 +561,10 @@ NONSENSE = [
     ({"position": {"step": 3, "sample": 24, "tokens": 0, "passed_over": []}}, "step is 3"),
     ({"position": {"step": "6", "sample": 24, "tokens": 0, "passed_over": []}}, "step is '6'"),
     ({"position": {"step": 6, "sample": 24, "tokens": 0, "passed_over": [[9, 3]]}}, "passed_over"),
-    ({"position": []}, "integer"),
+    ({"position": []}, "step is 0"),
     ({"settings": {}}, "data"),
-    ({"settings": None}, "NoneType"),
-    ({"losses": [float("nan")]}, "losses"),
+    ({"settings": None}, "settings is None, not an object"),
+    ({"losses": [float("nan")]}, "it holds NaN"),
     ({"unlogged": 10**9}, "unlogged"),
     ({"grad_scaler": {"scale": "x"}}, "grad_scaler"),
 ]

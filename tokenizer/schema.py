@@ -76,7 +76,8 @@ def build(value: Any, kind: Any, name: str = "it") -> Any:
     elif kind is int:
         _require(_is_int(value) and 0 <= value <= LARGEST, value, name, "a number from 0 on")
     elif kind is float:
-        _require(_is_int(value) or (isinstance(value, float) and math.isfinite(value)), value, name, "a number")
+        is_number = (_is_int(value) and abs(value) <= LARGEST) or (isinstance(value, float) and math.isfinite(value))
+        _require(is_number, value, name, "a number")
     else:
         _require(isinstance(value, kind), value, name, {str: "text", bool: "true or false"}.get(kind, kind.__name__))
     return value

@@ -32,7 +32,7 @@ from errors import NONSENSE, UserError, check_format
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from removal import discard
-from tokenizer import vocabulary
+from tokenizer import schema, vocabulary
 from tokenizer.store import file_sha256
 from training.reliability.position import Position
 from training.sharding import part_like
@@ -304,13 +304,10 @@ def load_state(checkpoint: Path) -> TrainState:
         UserError: it is not a state as `write` leaves it.
     """
     try:
-        content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        content = schema.read(checkpoint / STATE, dict[str, Any])
         if "position" not in content:
             content = _from_format_1(content, checkpoint)
-        position = content.pop("position")
-        passed_over = tuple((int(first), int(end)) for first, end in position.pop("passed_over"))
-        losses = tuple(None if loss is None else float(loss) for loss in content.pop("losses"))
-        state = TrainState(Position(**position, passed_over=passed_over), losses=losses, **content)
+        state = schema.build(content, TrainState)
         wrong = _wrong_in(state, checkpoint)
     except (OSError, *NONSENSE) as error:
         wrong = str(error)
@@ -336,25 +333,15 @@ def _from_format_1(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 
 def _wrong_in(state: TrainState, checkpoint: Path) -> str | None:
     """Numbers that no run writes; a stranger may have made the manifest fit."""
-    position = state.position
-    numbers = {"step": position.step, "sample": position.sample, "tokens": position.tokens, "unlogged": state.unlogged}
-    wrong = [
-        f"{name} is {value!r}" for name, value in numbers.items() if type(value) is not int or not 0 <= value < 2**62
-    ]
-    if not wrong and checkpoint.name.startswith("step_") and position.step != step_of(checkpoint):
-        wrong.append(f"step is {position.step}")
-    if not wrong and state.unlogged > len(state.losses):
-        wrong.append(f"unlogged is {state.unlogged}")
-    if any(first >= end or first < 0 for first, end in position.passed_over):
-        wrong.append("passed_over has an empty range")
-    if any(loss is not None and not math.isfinite(loss) for loss in state.losses):
-        wrong.append("losses are not finite")
-    scaler = state.grad_scaler
-    if scaler is not None and not all(isinstance(value, (int, float)) for value in scaler.values()):
-        wrong.append("grad_scaler has no numbers")
-    if not all(isinstance(state.settings[name], str) for name in ("data", "tokenizer")):
-        wrong.append("data and tokenizer are no hashes")
-    return "; ".join(wrong) or None
+    if checkpoint.name.startswith("step_") and state.position.step != step_of(checkpoint):
+        return f"step is {state.position.step}"
+    if state.unlogged > len(state.losses):
+        return f"unlogged is {state.unlogged}"
+    if any(first >= end for first, end in state.position.passed_over):
+        return "passed_over has an empty range"
+    if not all(isinstance(state.settings.get(name), str) for name in ("data", "tokenizer")):
+        return "data and tokenizer are no hashes"
+    return None
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:

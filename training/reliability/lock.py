@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from inspect import signature
 from pathlib import Path
@@ -20,6 +20,7 @@ import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from errors import UserError
+from tokenizer import schema
 from training.early import is_launched
 
 # Not filelock's own fallback, which version 4 lets one switch off: it uses the same file, and the empty one that a lock leaves
@@ -49,9 +50,8 @@ class Holder:
     def read(cls, path: Path) -> "Holder | None":
         """None where nothing readable is noted."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{field.name: field.type(content[field.name]) for field in fields(cls)})
-        except (OSError, ValueError, KeyError, TypeError):
+            return schema.read(path, cls)
+        except (OSError, ValueError):
             return None
 
     def is_about_to_end(self) -> bool:

@@ -4,15 +4,16 @@ A line that no run writes, cut off by a crash or changed by hand, is skipped: no
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tokenizer import schema
 from tokenizer.store import write_whole
 
 EVALUATED = {"epoch", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"}
-ESTIMATED = {"steps", "tokens_per_second", "hours", "evaluation_share", "memory_bytes"}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -48,7 +49,14 @@ def _is_metrics(entry: dict[str, Any]) -> bool:
 
 def _fits(event: dict[str, Any]) -> bool:
     needed = {"spike": {"loss", "z_score"}, "advice": {"about", "text"}}.get(str(event.get("event")), set())
-    return needed <= event.keys() and all(DETAILS[name](value) for name, value in event.items() if name in DETAILS)
+    try:
+        built = {name: schema.build(event[name], kind) for name, kind in DETAILS.items() if name in event}
+        is_zoned = "time" not in built or datetime.fromisoformat(built["time"]).tzinfo is not None
+    except ValueError:
+        return False
+    starts = built.get("earlier", [])
+    is_whole = needed <= event.keys() and all("step" in start and _fits(start) for start in starts)
+    return is_zoned and is_whole and ("planned" not in built or built["planned"].is_possible)
 
 
 def _is_count(value: Any) -> bool:
@@ -59,40 +67,32 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 2**62)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+@dataclass
+class Planned:
+    """What was estimated for a run, as its first event has it."""
+
+    steps: int
+    evaluation_share: float
+    memory_bytes: float
+    tokens_per_second: float | None  # both or none
+    hours: float | None
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the numbers are such as reports reckon with."""
+        is_one_unknown = (self.tokens_per_second is None) != (self.hours is None)
+        largest = max(abs(number or 0) for number in vars(self).values())
+        return not is_one_unknown and largest < 1e18 and self.steps >= 1 > self.evaluation_share
 
 
-def _is_time(value: Any) -> bool:
-    try:
-        return datetime.fromisoformat(value).tzinfo is not None
-    except (ValueError, TypeError):
-        return False
-
-
-def _is_estimate(value: Any) -> bool:
-    if not isinstance(value, dict) or not value.keys() >= ESTIMATED:
-        return False
-    unknown = {name for name in ESTIMATED if value[name] is None}
-    is_known = all(_is_number(value[name]) and abs(value[name]) < 1e18 for name in ESTIMATED - unknown)
-    return (
-        is_known
-        and unknown in (set(), {"tokens_per_second", "hours"})
-        and value["steps"] >= 1 > value["evaluation_share"]
-    )
-
-
-DETAILS: dict[str, Callable[[Any], bool]] = {
-    "time": _is_time,
-    "step": _is_count,
-    "loss": _is_number,
-    "z_score": _is_number,
-    "planned": _is_estimate,
-    **dict.fromkeys(("event", "environment", "about", "text", "checkpoint", "because"), _is_text),
-    "changes": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "earlier": lambda value: (
-        isinstance(value, list) and all(isinstance(start, dict) and "step" in start and _fits(start) for start in value)
-    ),
+DETAILS = {
+    **dict.fromkeys(("time", "event", "environment", "about", "text", "checkpoint", "because"), str),
+    "step": int,
+    "loss": float,
+    "z_score": float,
+    "planned": Planned,
+    "changes": list[str],
+    "earlier": list[dict[str, Any]],
 }
 
 
