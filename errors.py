@@ -1,4 +1,7 @@
-"""Messages to the user. Imports nothing, so that worker processes start at once."""
+"""Messages to the user. Imports nothing large, so that worker processes start at once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # What reading the content of a file raises that another program wrote, or none.
 NONSENSE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, StopIteration)
@@ -11,6 +14,22 @@ class UserError(Exception):
     """
 
     is_said = False  # by another process
+
+
+@contextmanager
+def disk_errors(path: object, remedy: str) -> Iterator[None]:
+    """Turn what the disk refuses (no permission, no room, no such file) into a sentence that ends with `remedy`.
+
+    Raises:
+        UserError: instead of an OSError that names no file, `path` is named.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # of an output that nobody reads
+        raise
+    except OSError as error:
+        what = f"{error.filename or path} cannot be read or written ({error.strerror or error})"
+        raise UserError(f"{what}; {remedy}.") from error
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -139,7 +139,7 @@ def test_the_same_folder_by_another_name_is_the_same_and_a_place_that_cannot_be_
         for name in ("x", "./x", "x/../x", "link"):
             assert "is being trained" in refusal(name)
     (tmp_path / "file").write_text("")
-    assert re.search(r"cannot be written \(.*\); name another --output_dir", refusal(tmp_path / "file" / "x"))
+    assert re.search(r"cannot be read or written \(.*\); name another --output_dir", refusal(tmp_path / "file" / "x"))
 
 
 def test_a_disk_without_flock_is_locked_by_a_file(start, tmp_path):

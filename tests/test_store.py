@@ -276,7 +276,9 @@ def test_a_store_that_may_not_be_read_is_refused(finished, name):
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     (finished / name).chmod(0o700)
     assert result.returncode == 1
-    assert re.fullmatch(r"error: \S+ cannot be read \(Permission denied\); .*\n", result.stderr), result.stderr
+    assert re.fullmatch(r"error: \S+ cannot be read or written \(Permission denied\); .*\n", result.stderr), (
+        result.stderr
+    )
 
 
 def test_all_damage_is_reported_together_and_a_store_without_metadata_is_unfinished(finished):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from errors import UserError
+from errors import UserError, disk_errors
 from tokenizer import documents, files
 from tokenizer.corpus import UNIT_BYTES, Corpus, TextFile, kind_of
 from tokenizer.documents import Stretch
@@ -19,7 +19,7 @@ from tokenizer.files import UnreadableError
 from tokenizer.hub import HubDataset
 from tokenizer.making import Making, cores
 from tokenizer.recipe import Recipe
-from tokenizer.store import SPLITS, TokenStore, disk_problem
+from tokenizer.store import GOES_ON, SPLITS, TokenStore
 from tokenizer.work import Workers
 
 LARGE_BYTES = 50_000_000  # of text: less is tokenized in seconds
@@ -64,7 +64,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     if not any(corpus.hub) and corpus.text_size <= LARGE_BYTES:
         return None
     say(f"Reading a sample of {data} ...")
-    try:
+    with disk_errors(folder, GOES_ON):
         text.mkdir()
         sampled = _sample_files(corpus, text) if corpus.all_files else _sample_hub(corpus.hub[0], text)
         if sampled is None:
@@ -75,8 +75,6 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
         except UserError as error:
             told = str(error).replace(os.path.join(text, ""), "").replace(str(text), "it")
             raise UserError(f"In a sample of {data}: {told}") from error
-    except OSError as error:
-        raise disk_problem(error, folder) from error
     return Estimate(store, factor, read, seconds)
 
 

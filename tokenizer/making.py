@@ -21,7 +21,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from errors import UserError, counted
+from errors import UserError, counted, disk_errors
 from removal import MARK, discard, is_marked, mark, renew
 from tokenizer import cleaning, encode, megatron, report, schema, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
@@ -33,7 +33,7 @@ from tokenizer.files import is_packed
 from tokenizer.merge import Merger
 from tokenizer.progress import Progress
 from tokenizer.recipe import Recipe
-from tokenizer.store import MAX_UINT16_VOCAB, STORE_FILES, TokenStore, disk_problem, finish, write_whole
+from tokenizer.store import GOES_ON, MAX_UINT16_VOCAB, STORE_FILES, TokenStore, finish, write_whole
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.work import Part, Plan, Settings, Workers, done_parts
 
@@ -71,23 +71,18 @@ def pretokenize(
     folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
     if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write there
         raise UserError(f"{str(folder)!a} is not a name in UTF-8; name another --output.")
-    try:
-        with Workers() as workers:
-            making = Making(recipe, folder, say, workers, num_proc or cores())
-            with _locked(folder, "", wait=is_cache or shard is not None):
-                if TokenStore.is_store(folder):
-                    return making.open_finished(is_cache)
-                making.plan(is_cache)
-                if shard is None:
-                    _refuse_busy_shards(folder)
-                    return making.finish(merge_only)
-                own = _locked(folder, f".shard-{shard[0]}-of-{shard[1]}", wait=False)
-            with own:
-                making.do_shard(*shard)
-    except BrokenPipeError:  # of `say`
-        raise
-    except OSError as error:
-        raise disk_problem(error, folder) from error
+    with disk_errors(folder, GOES_ON), Workers() as workers:
+        making = Making(recipe, folder, say, workers, num_proc or cores())
+        with _locked(folder, "", wait=is_cache or shard is not None):
+            if TokenStore.is_store(folder):
+                return making.open_finished(is_cache)
+            making.plan(is_cache)
+            if shard is None:
+                _refuse_busy_shards(folder)
+                return making.finish(merge_only)
+            own = _locked(folder, f".shard-{shard[0]}-of-{shard[1]}", wait=False)
+        with own:
+            making.do_shard(*shard)
     return None
 
 

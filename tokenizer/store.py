@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 
-from errors import UserError, check_format
+from errors import UserError, check_format, disk_errors
 from removal import MARK, discard, renew
 from tokenizer import schema
 from tokenizer.cleaning import Outcome
@@ -42,6 +42,8 @@ SETTINGS = {
     "tokenizer": str | None,
     "chat_template": str | None,
 }  # that are used
+OTHER_STORE = "correct that, or name another store"
+GOES_ON = "correct that, and the same command goes on"
 # Patterns, see `removal.discard`.
 STORE_FILES = (
     "*.bin",
@@ -125,22 +127,18 @@ class TokenStore:
         """
         self.folder = Path(folder)
         self.metadata = read_metadata(self.folder)
-        try:
+        with disk_errors(self.folder, OTHER_STORE):
             problems = list(filter(None, map(self._wrong_file, self.metadata.hashes)))
             path = self.folder / "tokenizer" / "tokenizer.json"
             if not problems and file_sha256(path) != self.metadata.tokenizer_sha256:
                 problems.append(f"{path.parent} is another tokenizer than the one these tokens were made with.")
-        except OSError as error:
-            raise unreadable(self.folder, error) from error
         if problems:
             raise UserError("\n".join(f"{problem} Delete it and make it anew." for problem in problems))
 
     @staticmethod
     def is_store(folder: str | Path) -> bool:
-        try:
+        with disk_errors(folder, OTHER_STORE):
             return (Path(folder) / "metadata.json").is_file()
-        except OSError as error:  # of a folder that may not be looked into
-            raise unreadable(Path(folder), error) from error
 
     def _wrong_file(self, name: str) -> str | None:
         """
@@ -235,10 +233,8 @@ class TokenStore:
         names = [name for split in splits or SPLITS for name in (self.metadata.index_file(split), tokens_file(split))]
         for name in names:
             path, stated = self.folder / name, self.metadata.hashes[name]
-            try:
+            with disk_errors(path, "check its disk"):
                 found = file_sha256(path)
-            except OSError as error:
-                raise UserError(f"{path} cannot be read ({error.strerror or error}); check its disk.") from error
             if found != stated:
                 raise UserError(
                     f"{path} was changed or damaged: its SHA-256 is {found}, and metadata.json states {stated}. Put the "
@@ -286,14 +282,13 @@ def read_metadata(folder: Path) -> Metadata:
             f"`python -m tokenizer.pretokenize --input TEXT --output {folder}`."
         )
     try:
-        content = schema.read(path, dict[str, Any])
+        with disk_errors(path, OTHER_STORE):
+            content = schema.read(path, dict[str, Any])
         version = content.get("format_version")
         check_format(folder, schema.build(version, int, "format_version"), FORMAT_VERSION)
         metadata = schema.build(_from_format_1(content) if version == 1 else content, Metadata)
         _check_metadata(metadata)
         return metadata
-    except OSError as error:
-        raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is not the metadata of a token store ({error}). Delete it and make it anew."
@@ -354,21 +349,6 @@ def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) 
     write_whole(folder / "metadata.json", json.dumps(asdict(metadata), indent=2, ensure_ascii=False) + "\n")
 
 
-def unreadable(path: Path, error: OSError) -> UserError:
-    """The sentence for a store that the system does not let us read."""
-    return UserError(
-        f"{error.filename or path} cannot be read ({error.strerror or error}); correct that, or name another store."
-    )
-
-
-def disk_problem(error: OSError, path: Path) -> UserError:
-    """The sentence for what the disk refused."""
-    return UserError(
-        f"{error.filename or path} cannot be read or written ({error.strerror or error}); mend that, and the same command "
-        f"goes on."
-    )
-
-
 def write_whole(path: Path, text: str) -> None:
     """Writes a file so that it is there whole or not at all."""
     unfinished = path.with_name(path.name + ".tmp")
@@ -396,7 +376,7 @@ def in_place_when_done(path: Path, suffix: str, known: Iterable[str] = ()) -> It
     """
     path = path.resolve() if path.is_symlink() else path
     unfinished = path.with_name(f".{path.name}{suffix}")
-    try:
+    with disk_errors(path, "correct that and try again"):
         if known:
             renew(unfinished, suffix, known)
         else:
@@ -408,5 +388,3 @@ def in_place_when_done(path: Path, suffix: str, known: Iterable[str] = ()) -> It
             os.replace(unfinished, path)
         finally:
             discard(unfinished, (*known, MARK))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror or error}); mend that and try again.") from error

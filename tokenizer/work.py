@@ -27,14 +27,14 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from errors import UserError, check_format
+from errors import UserError, check_format, disk_errors
 from tokenizer import encode, schema
 from tokenizer.chat import ChatTemplate
 from tokenizer.cleaning import Cleaner, Outcome
 from tokenizer.corpus import Unit
 from tokenizer.dedup import BANDS, MinHasher, halves, keys_per_document
 from tokenizer.documents import Counts, Piece, Reader, Stretch
-from tokenizer.store import SPLITS, disk_problem, write_whole
+from tokenizer.store import GOES_ON, SPLITS, write_whole
 
 PLAN_VERSION = 1
 ROOT = Path(__file__).parent.parent
@@ -159,16 +159,13 @@ class Job:
         Raises:
             UserError: text that cannot be read or encoded, or a full disk.
         """
-        try:
-            with PartWriter(self, number) as writer:
-                for stretch in self.units[number].stretches:
-                    if self.continues(stretch):
-                        writer.go_on_with(self.first_piece(stretch.path))
-                    for piece in writer.reader.pieces(stretch):
-                        writer.add(piece)
-                return writer.finish()
-        except OSError as error:
-            raise disk_problem(error, self.folder / "parts") from error
+        with disk_errors(self.folder / "parts", GOES_ON), PartWriter(self, number) as writer:
+            for stretch in self.units[number].stretches:
+                if self.continues(stretch):
+                    writer.go_on_with(self.first_piece(stretch.path))
+                for piece in writer.reader.pieces(stretch):
+                    writer.add(piece)
+            return writer.finish()
 
     def continues(self, stretch: Stretch) -> bool:
         """Whether a stretch begins within a document."""

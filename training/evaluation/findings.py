@@ -14,8 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from errors import NONSENSE, UserError, check_format
-from tokenizer.store import TokenStore, disk_problem, file_sha256, write_whole
+from errors import NONSENSE, UserError, check_format, disk_errors
+from tokenizer.store import GOES_ON, TokenStore, file_sha256, write_whole
 from training.evaluation.panel import Row
 from training.reliability.run_folder import RunFolder, run_of
 from training.reporting.plots import plot_panel
@@ -50,14 +50,12 @@ def keep(results: dict[str, Any], rows: list[Row], model: Path, store: TokenStor
         run = RunFolder(run_of(model))
     except UserError:
         return
-    try:
+    with disk_errors(run.evaluation, GOES_ON):
         _write(results, rows, run.evaluation, store)
         found, picture = found_of(run, run.model), run.evaluation / "panel.png"
         if found and picture.is_file():
             found += f"\n\n![Bits a byte of each]({run.evaluation.name}/{picture.name})"
         gather(run.report, "Evaluation", found)
-    except OSError as error:
-        raise disk_problem(error, run.evaluation) from error
     print(f"Kept in {run.evaluation}.", file=sys.stderr)
 
 

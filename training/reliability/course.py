@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from errors import UserError
+from errors import UserError, disk_errors
 from training.config import TrainConfig, write_config
 from training.device import on_main
 from training.early import launch_command
@@ -95,15 +95,11 @@ def begin_run(
     Raises:
         UserError: the folder cannot be written.
     """
-    try:
+    with disk_errors(folder.path, "name another --output_dir"):
         for kept in begin(folder, start.step, start.checkpoint):
             say(f"{kept} keeps files that were in {folder.path} and that no run wrote.")
         write_config(config, folder.config)
         folder.checkpoints.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{folder.path} cannot be written ({error.strerror or error}); name another --output_dir."
-        ) from error
     if backup is not None:
         named = config.run.resume_from_checkpoint
         goes_back = config.run.overwrite_output_dir or (named is not None and is_checkpoint(Path(named)))

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from errors import UserError
+from errors import UserError, disk_errors
 from tokenizer import schema
 from training.early import is_launched
 
@@ -94,12 +94,9 @@ class RunLock:
         Raises:
             UserError: another process trains in the folder, or the lock file cannot be written.
         """
-        try:
+        with disk_errors(self.path, "name another --output_dir"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.lock = self._wait_for_lock()
-        except OSError as error:
-            reason = error.strerror or error
-            raise UserError(f"{self.path} cannot be written ({reason}); name another --output_dir.") from error
         with suppress(OSError):  # the note is for the sentence alone
             self.note.write_text(json.dumps(asdict(Holder.this_process())) + "\n", encoding="utf-8")
 
