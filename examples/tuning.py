@@ -90,20 +90,14 @@ def default_rate(width: int, lora: bool) -> float:
 
 
 def parse(documentation: str, arguments: list[str]) -> Tuning:
-    """
-    Raises:
-        UserError: what cannot be, all at once.
-    """
+    """Return the settings of the flags, or raise a `UserError` with all that cannot be."""
     parser = FlagParser((Tuning,), documentation.splitlines()[0], positional="model")
     (tuning,), _ = parser.parse(arguments, check=Tuning.check)
     return tuning
 
 
 def need(*packages: str) -> None:
-    """
-    Raises:
-        UserError: one of them is not installed.
-    """
+    """Raise a `UserError` where one of the packages is not installed."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise UserError(
@@ -115,10 +109,7 @@ def need(*packages: str) -> None:
 
 
 def read_text(path: str) -> str:
-    """
-    Raises:
-        UserError: the file is no text.
-    """
+    """Return a file's text, or raise a `UserError` where it is none."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -79,10 +79,7 @@ def _pack_file(store: TokenStore, name: str, tar: tarfile.TarFile) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> TokenStore:
-    """
-    Raises:
-        UserError: not a packed store, a truncated, changed or malicious one, a folder that exists, or too little room.
-    """
+    """Unpack a store; raise a `UserError` for any other, damaged or malicious file, an existing folder, or a full disk."""
     if not archive.is_file():
         raise UserError(f"There is no file {archive}.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -145,10 +142,7 @@ def _check_room(archive: Path, folder: Path, needed: int) -> None:
 
 @contextmanager
 def _opened(archive: Path) -> Iterator[tarfile.TarFile]:
-    """
-    Raises:
-        UserError, while it is read: no such archive, or a truncated or damaged one.
-    """
+    """Open an archive; reading one that is truncated or damaged raises a `UserError`."""
     import zstandard
 
     try:

@@ -175,10 +175,7 @@ class Corpus:
         return f"{', '.join(self.inputs)} ({counted(len(self.all_files), 'file')}, {self.size / 1e6:.1f} MB)"
 
     def check(self, counts: Counts, at_least: int = 0) -> None:
-        """
-        Raises:
-            UserError: what was read is too unclean, even if there are `at_least` so many bytes of text in all.
-        """
+        """Raise a `UserError` where the text read is too unclean, even if there are `at_least` so many bytes of it."""
         where = ", ".join(self.inputs)
         left_out = self.left_out_words(counts)
         if counts.documents == 0 and not at_least:

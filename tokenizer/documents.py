@@ -397,10 +397,7 @@ def refuse_utf16(head: bytes, path: str) -> None:
 
 
 def records(stretch: Stretch) -> Iterator[tuple[dict[str, Any] | None, dict[str, int]]]:
-    """
-    Raises:
-        UserError: what cannot be read to its end, or a record that is too large.
-    """
+    """Yield records; raise a `UserError` for a file that cannot be read to its end, or a record that is too large."""
     with readable(stretch.path):
         if stretch.kind in ("jsonl", "json", "csv") and stretch.start == 0:
             refuse_utf16(head(stretch.path), stretch.path)

@@ -160,10 +160,7 @@ class RustEncoder:
         self.dtype = dtype
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """
-        Raises:
-            UserError: text that the tokenizer does not know, where it has no token for that.
-        """
+        """Encode; raise a `UserError` for text that the tokenizer does not know, where it has no token for that."""
         try:
             encodings = self.rust.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         except Exception as error:  # the Rust library raises nothing narrower
@@ -183,10 +180,7 @@ class CharacterEncoder:
         self.size = rust.get_vocab_size()
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """
-        Raises:
-            UserError: a character that the tokenizer does not know.
-        """
+        """Encode; raise a `UserError` for a character that the tokenizer does not know."""
         decoded = [text.decode() for text in texts]
         points = np.frombuffer("".join(decoded).encode("utf-32-le"), dtype="<u4")
         ids = self.table[points]

@@ -273,10 +273,7 @@ class Making:
         self.say(f"Tokenizer: {kind[arguments.tokenizer_type]}.")
 
     def _check_room(self, settings: Settings, sample: "Sample") -> None:
-        """
-        Raises:
-            UserError: the store will not fit on its disk.
-        """
+        """Raise a `UserError` where the store will not fit on its disk."""
         ids_per_byte = sample.ids_per_byte(self.rust)
         itemsize = np.dtype(settings.dtype).itemsize
         # The ids of a part are there until its last copy is written.

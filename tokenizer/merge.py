@@ -109,10 +109,7 @@ class Merger:
         return np.fromfile(part_file(self.work, unit, "rows"), dtype=self.row_type)
 
     def _verify(self, unit: int, name: str, digest: str) -> None:
-        """
-        Raises:
-            UserError: a file of a part is not what was written. The part counts as not done.
-        """
+        """Raise a `UserError` where a file of a part is not what was written. The part then counts as not done."""
         if digest != self.parts[unit].hashes[name]:
             part_file(self.work, unit, "json").unlink()
             raise UserError(

@@ -80,10 +80,7 @@ def _recipe(door: PretokenizeArguments, *parts) -> Recipe:
 
 
 def check(door: PretokenizeArguments, *parts) -> None:
-    """
-    Raises:
-        UserError: everything that can be known to be wrong before the text is read, one problem a line.
-    """
+    """Raise a `UserError` with all that can be known to be wrong before the text is read, one problem a line."""
     problems = door.problems() + _recipe(door, *parts).problems()
     if problems:  # otherwise the text is looked for once
         try:

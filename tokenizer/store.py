@@ -121,10 +121,7 @@ class TokenStore:
     """A finished store, opened for reading."""
 
     def __init__(self, folder: str | Path):
-        """
-        Raises:
-            UserError: not a store, an unfinished or damaged one, of a newer format, or its tokenizer was exchanged.
-        """
+        """Raise a `UserError` where it is no store, unfinished, damaged, of a newer format, or has another's tokenizer."""
         self.folder = Path(folder)
         self.metadata = read_metadata(self.folder)
         with disk_errors(self.folder, OTHER_STORE):
@@ -141,10 +138,7 @@ class TokenStore:
             return (Path(folder) / "metadata.json").is_file()
 
     def _wrong_file(self, name: str) -> str | None:
-        """
-        Raises:
-            OSError: it may not be read.
-        """
+        """Return what is wrong with a file, as far as its size tells; raise an `OSError` where it may not be read."""
         path = self.folder / name
         if not path.is_file():
             return f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}."
@@ -178,10 +172,7 @@ class TokenStore:
         return offsets
 
     def require_indexes(self) -> None:
-        """
-        Raises:
-            UserError: the store has a format without the index files that other programs read.
-        """
+        """Raise a `UserError` where the store's format lacks the index files that other programs read."""
         if self.metadata.format_version == 1:
             raise UserError(
                 f"{self.folder} is a store of format 1, which can be read but not packed or exported; make it again with "
@@ -189,10 +180,7 @@ class TokenStore:
             )
 
     def load_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """
-        Raises:
-            UserError: it cannot be loaded, or is not the one that the metadata describe.
-        """
+        """Return the tokenizer; raise a `UserError` where it cannot be loaded or is not the one that the metadata describe."""
         from tokenizer import vocabulary
 
         tokenizer = vocabulary.load(self.folder / "tokenizer")
@@ -211,10 +199,7 @@ class TokenStore:
         return tokenizer
 
     def check_ids(self, split: str) -> None:
-        """
-        Raises:
-            UserError: an id that the vocabulary does not have.
-        """
+        """Raise a `UserError` for an id that the vocabulary does not have."""
         tokens = self.memory_map(split)
         for start in range(0, len(tokens), SCAN_TOKENS):
             largest = int(tokens[start : start + SCAN_TOKENS].max())
@@ -296,10 +281,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _check_metadata(metadata: Metadata) -> None:
-    """
-    Raises:
-        ValueError: what the types do not say: values that exclude each other, and counts that reports need.
-    """
+    """Raise a `ValueError` for what types do not say: values that exclude each other, counts that reports need."""
     if metadata.format_version < 1:
         raise ValueError(f"its format_version is {metadata.format_version}")
     if not 1 <= metadata.vocab_size <= 2**32:

@@ -76,10 +76,7 @@ class Plan:
 
     @staticmethod
     def read(folder: Path) -> "Plan":
-        """
-        Raises:
-            UserError: it is of a newer format, or damaged.
-        """
+        """Return the plan; raise a `UserError` where it is of a newer format, or damaged."""
         path = folder / "plan.json"
         try:
             content = schema.read(path, dict[str, Any])
@@ -155,10 +152,7 @@ class Job:
         return Job(folder, plan.settings, plan.units)
 
     def do(self, number: int) -> Part:
-        """
-        Raises:
-            UserError: text that cannot be read or encoded, or a full disk.
-        """
+        """Do a unit; raise a `UserError` for text that cannot be read or encoded, or a full disk."""
         with disk_errors(self.folder / "parts", GOES_ON), PartWriter(self, number) as writer:
             for stretch in self.units[number].stretches:
                 if self.continues(stretch):

@@ -340,10 +340,7 @@ def wait_for_main(accelerator: Accelerator) -> None:
 
 
 def check_same_command(accelerator: Accelerator, settings: dict[str, Any]) -> None:
-    """
-    Raises:
-        UserError: the processes of the group are not of one run.
-    """
+    """Raise a `UserError` where the processes of the group are not of one run."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
     mine = torch.tensor([int.from_bytes(digest[:7])], device=accelerator.device)
     everyones = accelerator.gather(mine).tolist()

@@ -121,10 +121,7 @@ def setup_of(config: TrainConfig) -> Setup:
 
 
 def check(config: TrainConfig) -> None:
-    """
-    Raises:
-        UserError: everything that can be known to be wrong before text is tokenized and processes meet, one problem a line.
-    """
+    """Raise a `UserError` with all that is known to be wrong before text is tokenized, one problem a line."""
     problems = config.recipe.problems() if config.text else []
     try:
         setup_of(config)

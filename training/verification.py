@@ -37,10 +37,7 @@ class StoreVerification:
         self.check()
 
     def check(self) -> None:
-        """
-        Raises:
-            UserError: a file that has been hashed by now was changed.
-        """
+        """Raise a `UserError` where a file that has been hashed by now was changed."""
         if self.problem is not None:
             raise self.problem
 

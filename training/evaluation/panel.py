@@ -84,10 +84,7 @@ def held_out(store: TokenStore, most: int | None) -> HeldOut:
 
 
 def encoded(text: HeldOut, tokenizer: PreTrainedTokenizerBase, name: str) -> Encoded:
-    """
-    Raises:
-        UserError: the tokenizer does not know all of the text.
-    """
+    """Encode the text; raise a `UserError` where the tokenizer does not know all of the text."""
     rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     rust.encode_special_tokens = True  # what reads like a control token stays text
     rust.no_truncation()

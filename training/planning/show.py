@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
 
 def show_plan(config: TrainConfig) -> None:
-    """
-    Raises:
-        UserError: everything about the configuration that cannot be, one problem a line.
-    """
+    """Print the plan, or raise a `UserError` with all that cannot be in the configuration, one problem a line."""
     # So that nothing stays in the temporary folder.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -299,10 +299,7 @@ def is_linked(path: Path, folder: Path) -> bool:
 
 
 def load_state(checkpoint: Path) -> TrainState:
-    """
-    Raises:
-        UserError: it is not a state as `write` leaves it.
-    """
+    """Return the state of a checkpoint; raise a `UserError` where it is not as `write` leaves it."""
     try:
         content = schema.read(checkpoint / STATE, dict[str, Any])
         if "position" not in content:
@@ -384,10 +381,7 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """
-    Raises:
-        UserError: it is no safetensors file.
-    """
+    """Open a file of safetensors; raise a `UserError` where it is none."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -400,10 +394,7 @@ def _least(key: str) -> float:
 
 
 def _sound(tensor: torch.Tensor, name: str, shape: torch.Size, path: Path, at_least: float = -math.inf) -> torch.Tensor:
-    """
-    Raises:
-        UserError: a shape, a type or values that no run writes.
-    """
+    """Return the tensor; raise a `UserError` for a shape, a type or values that no run writes."""
     problem = None
     if tensor.shape != shape or tensor.dtype != torch.float32:
         problem = f"{tuple(tensor.shape)} of {tensor.dtype} instead of {tuple(shape)} of torch.float32"

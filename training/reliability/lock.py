@@ -90,10 +90,7 @@ class RunLock:
         self.release()
 
     def acquire(self) -> None:
-        """
-        Raises:
-            UserError: another process trains in the folder, or the lock file cannot be written.
-        """
+        """Take the lock; raise a `UserError` where another process has it, or its file cannot be written."""
         with disk_errors(self.path, "name another --output_dir"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.lock = self._wait_for_lock()
@@ -108,10 +105,7 @@ class RunLock:
             self.lock = None
 
     def _wait_for_lock(self) -> BaseFileLock:
-        """
-        Raises:
-            UserError: another process holds the lock and does not seem to end.
-        """
+        """Return the lock; raise a `UserError` where another process holds it and does not seem to end."""
         began, told = time.monotonic(), False
         while True:
             try:

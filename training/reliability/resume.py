@@ -114,10 +114,7 @@ def _newest(
 
 
 def _refuse_another(folder: Path, before: dict[str, Any], settings: Settings) -> None:
-    """
-    Raises:
-        UserError: the run in the folder has other settings, which are named.
-    """
+    """Raise a `UserError` that names the settings in which the run in the folder differs."""
     if changed := settings.differences(before):
         raise UserError(
             f"{folder} holds another run ({', '.join(changed)}); name another --output_dir, go on with it by "

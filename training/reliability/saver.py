@@ -102,10 +102,7 @@ class Saver:
         return self.failure is not None or self.verification.problem is not None
 
     def wait(self) -> None:
-        """
-        Raises:
-            UserError: what was being saved is not saved.
-        """
+        """Wait for the save under way; raise a `UserError` where it failed."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -229,10 +226,7 @@ def _page_locked(sizes: list[int], owner: Snapshot) -> list[torch.Tensor]:
 
 @contextmanager
 def _short_memory() -> Iterator[None]:
-    """
-    Raises:
-        UserError: what happens inside found no memory.
-    """
+    """Raise a `UserError` where what happens inside finds no memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -251,10 +245,7 @@ def _shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:
 
 
 def refuse_full_disk(folder: Path, n_bytes: int) -> None:
-    """
-    Raises:
-        UserError: less is free than a checkpoint and the copy of its weights take.
-    """
+    """Raise a `UserError` where a checkpoint and the copy of its weights will not fit on the disk."""
     needed, free = int(n_bytes * 4 / 3), shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(

@@ -41,10 +41,7 @@ def is_status(path: Path) -> bool:
 
 
 def check_run_format(path: Path) -> None:
-    """
-    Raises:
-        UserError: a newer version of this project wrote the run folder of this status.json.
-    """
+    """Raise a `UserError` where a newer version of this project wrote the run folder of this status.json."""
     with suppress(OSError, *NONSENSE):  # no status.json, or not one of ours
         check_format(path.parent, json.loads(path.read_bytes()).get("format_version"), FORMAT_VERSION)
 
