@@ -127,7 +127,7 @@ def train(
             accelerator.scaler.load_state_dict(start.state.grad_scaler)
         batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, plan.position)
         trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
-        keeper.keep(model, optimizer, tokenizer, verification)
+        keeper.saver.keep(model, optimizer, tokenizer, verification)
         watts = watts_of_all(accelerator)
         about = About(plan.model, model.num_parameters(), store.metadata, watts)
         validation = Validation(
@@ -148,12 +148,12 @@ def train(
             if start.step == 0:
                 validation.write_some_text(0, journal, aloud=False)
             if start.owes_validation:
-                validation.run(start.step, journal, keeper.stops)
+                validation.run(start.step, journal, keeper.stopper.agreed)
             for step in keeper.steps():
                 profiler.before(step)
                 learning_rate = learning_rate_at(step, plan.max_steps, config.optim)
                 step_loss, grad_norm = trainer.step(step, learning_rate)
-                keeper.watch(step_loss, grad_norm)
+                keeper.health.add(step_loss, grad_norm)
                 journal.count(step_loss, plan.tokens_per_step)
                 done = step + 1
                 logs = plan.is_due("steps", config.journal.logging_steps, done)
@@ -164,12 +164,13 @@ def train(
                     with speed.waiting():  # nothing else waits for the device
                         keeper.read(done)
                 if logs:
-                    journal.log(done, plan.epoch(done), learning_rate, keeper.take_reading(), plan.after(done).tokens)
+                    reading = keeper.health.take_reading()
+                    journal.log(done, plan.epoch(done), learning_rate, reading, plan.after(done).tokens)
                 with journal.pause():
                     if saves:
                         keeper.save(done)
                     if validates:
-                        validation.run(done, journal, keeper.stops)
+                        validation.run(done, journal, keeper.stopper.agreed)
     say(describe_end(folder, plan, keeper.step, keeper.reason, prompts[0]))
     return keeper.reason
 

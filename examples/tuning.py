@@ -61,15 +61,12 @@ class Tuning:
         return path.parent.name if path.name == "model" else path.name
 
     def check(self) -> None:
-        problems = []
         if self.model is None or self.data is None:
-            problems.append("Name a model and a file: python -m examples.finetune_chat runs/x --data chats.jsonl")
-        elif not Path(self.data).is_file():
-            problems.append(f"There is no file {self.data}.")
-        elif self.folder.exists():
-            problems.append(f"{self.folder} exists already; name a new folder with --output_dir.")
-        if problems:
-            raise UserError("\n".join(problems))
+            raise UserError("Name a model and a file: python -m examples.finetune_chat runs/x --data chats.jsonl")
+        if not Path(self.data).is_file():
+            raise UserError(f"There is no file {self.data}.")
+        if self.folder.exists():
+            raise UserError(f"{self.folder} exists already; name a new folder with --output_dir.")
 
     def decide(self, width: int, original_at_hand: bool) -> None:
         """Chooses what was left out for a model of `width`, and says it."""

@@ -7,19 +7,16 @@ and noted; and only then the backup drive is waited for, which may take minutes.
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-import torch
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
 
 from errors import UserError
-from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.config import TrainConfig
 from training.device import on_main, waits_for_main
 from training.reliability.backup import Backup
 from training.reliability.checkpoint import TrainState
 from training.reliability.course import Start
 from training.reliability.faults import made_of
-from training.reliability.health import DivergenceError, Health, Reading
+from training.reliability.health import DivergenceError, Health
 from training.reliability.restart import Restart
 from training.reliability.rollback import forget_checkpoints_from, go_back
 from training.reliability.run_folder import RunFolder
@@ -28,7 +25,6 @@ from training.reliability.status import record, write_status
 from training.reliability.stopping import NOT_SAVED, Stopper
 from training.reliability.watchdog import Watchdog, is_of_the_group
 from training.reporting.screen import voice
-from training.verification import StoreVerification
 
 
 class Keeper:
@@ -72,16 +68,6 @@ class Keeper:
             elif isinstance(error, Exception):
                 self._fail(error)
 
-    def keep(
-        self,
-        model: GPT2ScratchForCausalLM,
-        optimizer: torch.optim.Optimizer,
-        tokenizer: PreTrainedTokenizerBase,
-        verification: StoreVerification,
-    ) -> None:
-        """Takes charge of what a checkpoint is made of, and of what it waits for."""
-        self.saver.keep(model, optimizer, tokenizer, verification)
-
     def steps(self) -> Iterator[int]:
         """The steps to do, counted from 0. Ends early where all processes agree to stop; how far they came is saved."""
         while self.step < self.plan.max_steps and not self.stopper.agreed():
@@ -96,14 +82,6 @@ class Keeper:
             self.save(self.step)
         on_main(self.accelerator, self.saver.wait)
         self.saver.verification.check()  # of other machines
-
-    def stops(self) -> str | None:
-        """Whether all processes agree to stop, and why: asked by all, before whatever takes long."""
-        return self.stopper.agreed()
-
-    def watch(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Notes a step's numbers, on the device."""
-        self.health.add(loss, grad_norm)
 
     def read(self, step: int) -> None:
         """Looks at the numbers of the steps until `step`. Waits for the device.
@@ -125,10 +103,6 @@ class Keeper:
             self.say(
                 "The run goes on: going back has not helped, or no checkpoint from before is left. Try a lower rate."
             )
-
-    def take_reading(self) -> Reading:
-        """What a log line tells of the steps since the last one, once they are read."""
-        return self.health.take_reading()
 
     def save(self, step: int) -> None:
         """Begins to save what the run is after `step` steps, all of them read, unless it is not worth it.
