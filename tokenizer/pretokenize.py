@@ -47,7 +47,7 @@ class PretokenizeArguments:
         above=0,
         maximum=1000,
     )
-    seed: int = setting(SEED, "Decides which documents are held out for validation.", below=2**63)
+    seed: int = setting(SEED, "Decides which documents are held out for validation.", minimum=-(10**30), maximum=10**30)
     num_proc: int | None = setting(None, "Worker processes; one a core where left out.", minimum=1, maximum=1024)
     shard: str | None = setting(None, "Do only share i of n, as i/n from 0/n on; afterwards run once with --merge.")
     merge: bool = setting(False, "Put the shards together; refused while any is missing.")
