@@ -224,15 +224,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def tree(self, body: bytes, kind: str, name: str, revision: str, folder: str | None = None) -> None:
         if (found := self.at(kind, name, revision)) is not None:
-            inside, entries = f"{folder}/" if folder else "", []
-            if "recursive=True" not in self.path:
-                below = {path.removeprefix(inside) for path in found[1] if path.startswith(inside)}
-                folders = {path.split("/")[0] for path in below if "/" in path}
-                entries = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": inside + name} for name in folders]
-            for path, file in found[1].items():
-                if not path.startswith(inside) or (entries and "/" in path.removeprefix(inside)):
+            inside = f"{folder}/" if folder else ""
+            below = {path.removeprefix(inside): file for path, file in found[1].items() if path.startswith(inside)}
+            folders = {path.split("/")[0] for path in below if "/" in path}
+            if "recursive=true" in self.path:
+                folders = set()
+            entries = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": inside + path} for path in folders]
+            for path, file in below.items():
+                if folders and "/" in path:
                     continue
-                entry = {"type": "file", "path": path, "size": len(file.content), "oid": file.oid}
+                entry = {"type": "file", "path": inside + path, "size": len(file.content), "oid": file.oid}
                 if file.is_lfs:
                     entry["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
                 entries.append(entry)
