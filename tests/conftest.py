@@ -6,6 +6,8 @@ import random
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +67,6 @@ def prose(seed: int, words: int = 4000) -> str:
 def tokenized(
     text: Path, output: Path, corpus: dict | None = None, clean="normalize", seed=1, **vocabulary
 ) -> TokenStore:
-    """The store of a text, made in this process."""
     cleaning = CleaningArguments([clean])
     recipe = Recipe(
         [str(text)], CorpusArguments(**corpus or {}), VocabularyArguments(**vocabulary), cleaning, seed=seed
@@ -93,7 +94,6 @@ def reset_accelerate() -> None:
 
 
 def trained(store, output_dir: Path, *more: str, **settings) -> Path:
-    """Trains in this process; returns the run folder."""
     reset_accelerate()
     settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
     train_accelerate.main([*flags(**settings), *more])
@@ -124,6 +124,13 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 def assert_same_run(one: Path, other: Path) -> None:
     assert_equal(weights(one), weights(other))
     assert untimed(one) == untimed(other)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 600) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

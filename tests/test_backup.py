@@ -12,6 +12,7 @@ from hashlib import sha256
 
 import pytest
 
+from conftest import wait_until
 from errors import UserError
 from training.reliability import backup
 from training.reliability.backup import Backup, BackupArguments, copy_checkpoint
@@ -55,17 +56,10 @@ def names(run: RunFolder) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
 
 
-def until(condition, seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def submit_all(copies: Backup, run: RunFolder) -> None:
     for checkpoint in sorted(run.checkpoints.iterdir()):
         copies.submit(checkpoint)
-        until(lambda name=checkpoint.name: copies.copied == name)
+        wait_until(lambda name=checkpoint.name: copies.copied == name)
 
 
 def fork(story: Callable[[], None]) -> int:
@@ -98,14 +92,11 @@ def make(drive, monkeypatch):
     return make
 
 
-# ---- there ---------------------------------------------------------------------------------------------------------------
-
-
 def test_what_it_leaves_is_a_run_folder(make, drive, tmp_path):
     run = write_run(tmp_path / "x", 1, 2)
     copies, said = make(run)
     copies.submit(run.checkpoints / "step_00000002")
-    until(lambda: copies.copied)
+    wait_until(lambda: copies.copied)
     log(run, 3, loss=1.0)  # after the last checkpoint
     copies.finish()
     there = RunFolder(drive / "x")
@@ -133,8 +124,8 @@ def test_only_the_newest_waits_and_is_protected(make, drive, tmp_path):
     first, second, third = sorted(run.checkpoints.iterdir())
     for checkpoint in (first, second, third):
         copies.submit(checkpoint)
-    until(lambda: copies.problem)
-    until(lambda: not copies.protects(first) and not copies.protects(second))
+    wait_until(lambda: copies.problem)
+    wait_until(lambda: not copies.protects(first) and not copies.protects(second))
     assert copies.protects(third)
     (drive / "later").mkdir()
     copies.finish()
@@ -147,18 +138,18 @@ def test_a_drive_that_is_gone_is_said_once_and_copied_to_when_it_is_back(make, d
     first, second = sorted(run.checkpoints.iterdir())
     copies, said = make(run)
     copies.submit(first)
-    until(lambda: copies.copied)
+    wait_until(lambda: copies.copied)
     drive.rename(tmp_path / "unplugged")
     drive.mkdir()  # the mount point: it must not be filled
     copies.submit(second)
-    until(lambda: copies.problem)
+    wait_until(lambda: copies.problem)
     time.sleep(0.3)  # several attempts
     assert len(said) == 1
     assert "WARNING: step_00000002 could not be copied" in said[0]
     assert "No such file or directory" in said[0]
     drive.rmdir()
     (tmp_path / "unplugged").rename(drive)
-    until(lambda: copies.copied == second.name)
+    wait_until(lambda: copies.copied == second.name)
     assert said[1:] == [f"Backup:  {drive / 'x'} is back, and step_00000002 is in it"]
     copies.finish()
     assert [path.name for path in complete_checkpoints(drive / "x" / "checkpoints")] == [first.name, second.name]
@@ -169,7 +160,7 @@ def test_a_drive_that_never_comes_does_not_keep_the_run(make, tmp_path):
     run = write_run(tmp_path / "x", 1)
     copies, said = make(run, backup_dir=tmp_path / "file")
     copies.submit(run.checkpoints / "step_00000001")
-    until(lambda: copies.problem)
+    wait_until(lambda: copies.problem)
     began = time.monotonic()
     copies.finish()
     assert time.monotonic() - began < 60  # it does not wait for the drive
@@ -183,10 +174,10 @@ def test_a_full_drive_keeps_what_it_has(make, drive, tmp_path):
 
     def fill() -> None:
         copies.submit(run.checkpoints / "step_00000001")
-        until(lambda: copies.copied)
+        wait_until(lambda: copies.copied)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # bytes a file may have
         copies.submit(run.checkpoints / "step_00000002")
-        until(lambda: copies.problem)
+        wait_until(lambda: copies.problem)
         said.append(str(names(copies.there)))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         copies.finish()
@@ -260,9 +251,6 @@ def test_work_that_the_run_did_not_go_on_from_is_left_alone(make, tmp_path):
         assert "where the run itself is" in BackupArguments(str(folder)).problems(tmp_path / "x")[0]
     for folder in (str(tmp_path / "drive"), None):
         assert BackupArguments(folder).problems(tmp_path / "x") == []
-
-
-# ---- and back ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conftest import REPOSITORY, prose
+import conftest
+from conftest import REPOSITORY, prose, wait_until
 from errors import UserError
 from tokenizer import corpus
 from tokenizer.cleaning import CleaningArguments
@@ -65,7 +66,6 @@ def hear_ctrl_c() -> None:
 
 
 def finish(arguments: list[str], folder: Path) -> str:
-    """What a process says that ends well."""
     with start(arguments, folder) as process:
         said, wrong = process.communicate(timeout=600)
     assert (process.returncode, wrong) == (0, "")
@@ -84,7 +84,7 @@ def failed(process: subprocess.Popen) -> str:
 
 def contents(store: Path) -> dict[str, bytes]:
     """Every file of a store, without the command that made it."""
-    found = {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    found = conftest.contents(store)
     made_by = json.loads(found["metadata.json"])["command"]
     for name in ("metadata.json", "report.md"):
         text = found[name].decode()
@@ -94,7 +94,6 @@ def contents(store: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def expected(texts, tmp_path_factory) -> dict[str, bytes]:
-    """The store of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("expected")
     assert "603 documents that repeat" in finish(command(texts, "--num_proc", 1), folder)
     assert len(os.listdir(folder)) == 2, "the store and its lock"
@@ -115,22 +114,6 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def wait_for(happens) -> None:
-    deadline = time.monotonic() + 600
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-# ---- the same in any number of processes and any order ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_proc", [2, 3])
-def test_any_number_of_processes_makes_the_same_store(texts, expected, tmp_path, num_proc):
-    finish(command(texts, "--num_proc", num_proc), tmp_path)
-    assert contents(tmp_path / "store") == expected
-
-
 def recipe_of(texts: Path) -> Recipe:
     vocabulary = VocabularyArguments(vocab_size=400, sample_bytes=100_000)
     return Recipe([str(texts)], vocabulary=vocabulary, dedup=DedupArguments("exact"))
@@ -138,7 +121,6 @@ def recipe_of(texts: Path) -> Recipe:
 
 @pytest.fixture
 def planned(texts, tmp_path, monkeypatch) -> Iterator[Making]:
-    """What is to be done, with nothing done yet."""
     monkeypatch.setattr(corpus, "UNIT_BYTES", UNIT_BYTES)
     with Workers() as workers:
         making = Making(recipe_of(texts), tmp_path / "store", lambda text: None, workers, 1)
@@ -155,9 +137,6 @@ def test_the_order_in_which_units_are_done_makes_no_difference(planned, expected
     assert contents(tmp_path / "store") == expected
 
 
-# ---- killed -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_same_command_goes_on_after_kills_at_any_moment(texts, expected, tmp_path, seed):
     random_number = random.Random(seed).random
@@ -167,8 +146,8 @@ def test_the_same_command_goes_on_after_kills_at_any_moment(texts, expected, tmp
                 time.sleep(0.6 * random_number())
             workers = workers_of(process)
             process.kill()
-        wait_for(lambda workers=workers: not any(is_alive(worker) for worker in workers))
-    finish(command(texts, "--num_proc", 2), tmp_path)
+        wait_until(lambda workers=workers: not any(is_alive(worker) for worker in workers))
+    finish(command(texts, "--num_proc", 2 + seed), tmp_path)  # any number makes the same store
     assert contents(tmp_path / "store") == expected
     assert sorted(os.listdir(tmp_path)) == [".store.lock", "store"]
 
@@ -178,7 +157,7 @@ def test_the_same_command_goes_on_after_kills_at_any_moment(texts, expected, tmp
 )
 def test_the_same_command_goes_on_where_it_was_killed_when_a_file_appeared(texts, expected, tmp_path, file):
     with start(command(texts, "--num_proc", 2), tmp_path) as process:
-        wait_for((tmp_path / ".store.unfinished" / file).exists)
+        wait_until((tmp_path / ".store.unfinished" / file).exists)
         process.kill()
     done = len(list(tmp_path.glob(".store.unfinished/parts/*.json")))
     said = finish(command(texts, "--num_proc", 2), tmp_path)
@@ -187,27 +166,24 @@ def test_the_same_command_goes_on_where_it_was_killed_when_a_file_appeared(texts
     assert contents(tmp_path / "store") == expected
 
 
-def test_a_worker_that_is_killed_ends_in_one_sentence(texts, expected, tmp_path):
+def test_a_worker_that_is_killed_ends_in_one_sentence_also_between_two_units(texts, expected, tmp_path):
+    worker = Worker()
+    worker.process.kill()
+    worker.process.wait()
+    with pytest.raises(UserError, match="A worker process ended with status -9"):
+        worker._ask(tmp_path, 0)
+    worker.close()
     with start(command(texts, "--num_proc", 2), tmp_path) as process:
-        wait_for(lambda: len(workers_of(process)) == 2)
+        wait_until(lambda: len(workers_of(process)) == 2)
         workers_of(process)[0].kill()
         assert "A worker process ended with status -9 (-9: killed, often for want of memory)" in failed(process)
     finish(command(texts, "--num_proc", 2), tmp_path)
     assert contents(tmp_path / "store") == expected
 
 
-def test_a_worker_that_was_killed_between_two_units_ends_in_one_sentence(planned):
-    worker = Worker()
-    worker.process.kill()
-    worker.process.wait()
-    with pytest.raises(UserError, match="A worker process ended with status -9"):
-        worker._ask(planned.work, 0)
-    worker.close()
-
-
 def test_ctrl_c_ends_all_of_it_and_the_same_command_goes_on(texts, expected, tmp_path):
     with start(command(texts, "--num_proc", 2), tmp_path, preexec_fn=hear_ctrl_c) as process:
-        wait_for((tmp_path / ".store.unfinished" / "parts" / "000000.json").exists)
+        wait_until((tmp_path / ".store.unfinished" / "parts" / "000000.json").exists)
         workers = workers_of(process)
         process.send_signal(signal.SIGINT)
         _, wrong = process.communicate(timeout=600)
@@ -215,9 +191,6 @@ def test_ctrl_c_ends_all_of_it_and_the_same_command_goes_on(texts, expected, tmp
     assert not any(worker.is_running() for worker in workers)
     finish(command(texts, "--num_proc", 2), tmp_path)
     assert contents(tmp_path / "store") == expected
-
-
-# ---- the disk ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file_bytes", [0, 1000, 20_000, 40_000, 100_000])
@@ -253,12 +226,8 @@ def test_room_is_needed_for_parts_and_copies_which_is_said_before_the_work(tmp_p
             assert not list(tmp_path.rglob("parts"))
 
 
-# ---- changed in between -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def begun(tmp_path, monkeypatch) -> Path:
-    """A folder with texts, and a store of them on its way."""
     monkeypatch.chdir(tmp_path)
     os.mkdir("texts")
     for name in "abc":
@@ -303,7 +272,14 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(begun, name
         pretokenize(recipe_of(Path("texts")), Path(name), lambda text: None)
 
 
-def test_files_that_changed_in_between_are_named_and_undoing_it_goes_on(begun):
+def test_settings_and_files_that_changed_in_between_are_named_and_undoing_it_goes_on(begun):
+    of = {"inputs": ["texts"], "vocabulary": recipe_of(begun).vocabulary, "dedup": DedupArguments("exact")}
+    assert refused(Recipe(**of, seed=2)) == "seed was 1337 and is 2"
+    assert refused(Recipe(**of | {"dedup": DedupArguments("no")})) == "dedup was 'exact' and is 'no'"
+    cleaning = CleaningArguments(["normalize", "strict"])
+    assert refused(Recipe(**of, cleaning=cleaning)) == "cleaning was ['normalize'] and is ['normalize', 'strict']"
+    several = Recipe(**of, corpus=CorpusArguments(strict=True, sample_by="line", text_column="x"), weights=[2.0])
+    assert refused(several).endswith("; strict was False and is True; and 1 more")
     recipe, file = recipe_of(Path("texts")), Path("texts/b.txt")
     said: list[str] = []
     Path("texts/d.txt").write_text("new")
@@ -319,16 +295,6 @@ def test_files_that_changed_in_between_are_named_and_undoing_it_goes_on(begun):
     pretokenize(recipe, Path("store"), said.append)
     assert said[0] == "Going on with store: 0 of 1 units of work are done."
     assert TokenStore("store").metadata.train.documents + TokenStore("store").metadata.val.documents >= 3
-
-
-def test_settings_that_changed_in_between_are_named(begun):
-    of = {"inputs": ["texts"], "vocabulary": recipe_of(begun).vocabulary, "dedup": DedupArguments("exact")}
-    assert refused(Recipe(**of, seed=2)) == "seed was 1337 and is 2"
-    assert refused(Recipe(**of | {"dedup": DedupArguments("no")})) == "dedup was 'exact' and is 'no'"
-    cleaning = CleaningArguments(["normalize", "strict"])
-    assert refused(Recipe(**of, cleaning=cleaning)) == "cleaning was ['normalize'] and is ['normalize', 'strict']"
-    several = Recipe(**of, corpus=CorpusArguments(strict=True, sample_by="line", text_column="x"), weights=[2.0])
-    assert refused(several).endswith("; strict was False and is True; and 1 more")
 
 
 def test_a_file_that_goes_away_during_the_work_is_named(planned, texts):
@@ -350,9 +316,8 @@ def test_a_file_that_grows_or_shrinks_while_it_is_read_is_named(begun, monkeypat
         do(self, *arguments)
 
     monkeypatch.setattr(Workers, "do", changed_meanwhile)
-    with pytest.raises(
-        UserError, match=r"^texts/b\.txt was changed while it was read: it had [\d,]+ bytes and has [\d,]+\. "
-    ):
+    sentence = r"^texts/b\.txt was changed while it was read: it had [\d,]+ bytes and has [\d,]+\. "
+    with pytest.raises(UserError, match=sentence):
         pretokenize(recipe_of(Path("texts")), Path("store"), lambda text: None)
     assert not Path("store").exists()
 
