@@ -83,7 +83,6 @@ def test_a_truncated_or_changed_file_is_refused(packed, tmp_path, share):
 
 
 def changed(name: str, change):
-    """Changes the content of one file among those of a packed store."""
     return lambda files: [(info, change(text) if info.name.endswith(name) else text) for info, text in files]
 
 

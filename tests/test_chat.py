@@ -17,6 +17,8 @@ from tokenizer.store import TokenStore
 START, END = CHATML_TOKENS
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello 雪\n"}]
 SEGMENTS = [("", START), ("user\nHi", END), ("\n", START), ("assistant\nHello 雪\n", END), ("\n", None)]
+PARTS = [{"type": "text", "text": "H"}, {"type": "image"}, {"type": "text", "text": None}, {"type": "text", "text": 5}]
+PARTS += [{"text": "i"}, "no"]  # those without a text are left out
 CHATML_TEMPLATE = ChatTemplate(CHATML, CHATML_TOKENS)
 
 
@@ -25,7 +27,6 @@ def rendered(template: ChatTemplate, chat: list[dict]) -> str:
 
 
 def read(path, template: ChatTemplate) -> tuple[list[list[Piece]], Counts]:
-    """The pieces of every chat, and what was counted."""
     source = Corpus([str(path)], CorpusArguments())
     reader = Reader(chat=template)
     [unit] = source.units()
@@ -33,9 +34,6 @@ def read(path, template: ChatTemplate) -> tuple[list[list[Piece]], Counts]:
     pieces = list(itertools.chain.from_iterable(map(reader.pieces, unit.stretches)))
     starts = [i for i, piece in enumerate(pieces) if piece.starts_document]
     return [pieces[start:stop] for start, stop in itertools.pairwise([*starts, len(pieces)])], reader.counts
-
-
-# ---- messages ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -46,10 +44,7 @@ def read(path, template: ChatTemplate) -> tuple[list[list[Piece]], Counts]:
         [{"from": "user", "value": "Hi"}, {"from": "chatgpt", "value": "Hello 雪\n"}],
         [{"role": "human", "content": "Hi", "id": 5}, {"role": "bot", "content": "Hello 雪\n", "liked": True}],
         [
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "H"}, {"type": "image"}, {"type": "text", "text": "i"}],
-            },
+            {"role": "user", "content": PARTS},
             {"role": "assistant", "content": [{"type": "text", "text": "Hello 雪\n"}]},
         ],
     ],
@@ -58,6 +53,7 @@ def read(path, template: ChatTemplate) -> tuple[list[list[Piece]], Counts]:
 def test_messages_have_the_same_names_whoever_named_them(chat):
     assert normalised(chat) == CHAT
     assert CHATML_TEMPLATE.segments(chat) == SEGMENTS
+    assert ChatTemplate(CHATML, ()).segments(chat) == [(rendered(CHATML_TEMPLATE, CHAT), None)]  # no control tokens
 
 
 @pytest.mark.parametrize(
@@ -72,14 +68,6 @@ def test_what_is_no_chat_is_none(value):
     assert normalised(value) is None
     with pytest.raises(ValueError, match="no list of messages with role and content"):
         CHATML_TEMPLATE.segments(value)
-
-
-def test_a_part_without_text_is_left_out():
-    parts = [{"type": "text", "text": None}, {"type": "text", "text": 5}, {"text": "Hi"}, "no"]
-    assert normalised([{"role": "user", "content": parts}]) == [{"role": "user", "content": "Hi"}]
-
-
-# ---- control tokens ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -104,23 +92,10 @@ def test_control_tokens_may_hold_each_other_and_be_single_characters(said):
 
 def test_a_template_may_write_control_tokens_from_roles_and_variables():
     source = "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] | trim }}{% endfor %}{{ eos_token }}"
-    template = ChatTemplate(
-        source, ("<|user|>", "<|assistant|>", "<s>", "</s>"), {"bos_token": "<s>", "eos_token": "</s>"}
-    )
-    assert template.segments([{"role": "user", "content": " <|user|> "}, CHAT[1]]) == [
-        ("", "<s>"),
-        ("", "<|user|>"),
-        ("\n<|user|>", "<|assistant|>"),
-        ("\nHello 雪", "</s>"),
-        ("", None),
-    ]
-
-
-def test_without_control_tokens_all_is_text():
-    assert ChatTemplate(CHATML, ()).segments(CHAT) == [(rendered(CHATML_TEMPLATE, CHAT), None)]
-
-
-# ---- templates --------------------------------------------------------------------------------------------------------
+    control = ("<|user|>", "<|assistant|>", "<s>", "</s>")
+    template = ChatTemplate(source, control, {"bos_token": "<s>", "eos_token": "</s>"})
+    expected = [("", "<s>"), ("", "<|user|>"), ("\n<|user|>", "<|assistant|>"), ("\nHello 雪", "</s>"), ("", None)]
+    assert template.segments([{"role": "user", "content": " <|user|> "}, CHAT[1]]) == expected
 
 
 def test_a_template_is_chatml_or_a_file(tmp_path):
@@ -157,18 +132,13 @@ def test_a_template_may_refuse_a_chat_and_cannot_reach_out_of_its_sandbox(tmp_pa
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", ()).segments(CHAT)
 
 
-# ---- records of chats -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_a_chat_is_a_document_in_pieces_that_end_with_control_tokens(tmp_path, suffix, column):
     path = write_records(tmp_path / f"a.{suffix}", [{"id": 1, column: CHAT}, {"id": 2, column: CHAT[:1]}])
     chats, counts = read(path, CHATML_TEMPLATE)
-    assert [[(piece.text, piece.control) for piece in chat] for chat in chats] == [
-        SEGMENTS,
-        [*SEGMENTS[:2], ("\n", None)],
-    ]
+    segments = [[(piece.text, piece.control) for piece in chat] for chat in chats]
+    assert segments == [SEGMENTS, [*SEGMENTS[:2], ("\n", None)]]
     assert all([piece.ends_document for piece in chat] == [False] * (len(chat) - 1) + [True] for chat in chats)
     assert (counts.documents, counts.bytes) == (2, sum(len(piece.text.encode()) for chat in chats for piece in chat))
 
@@ -185,15 +155,12 @@ def test_records_that_are_no_chat_are_counted_with_the_reason(tmp_path):
         source.check(counts)
 
 
-def test_a_message_of_megabytes_is_kept_and_surrogates_in_it_are_replaced_and_counted(tmp_path):
-    said = "word " * 500_000
-    chat = {"messages": [{"role": "user", "content": f"{said}\ud800"}]}
-    [pieces], counts = read(write_records(tmp_path / "a.jsonl", [chat]), CHATML_TEMPLATE)
-    assert "".join(piece.text for piece in pieces) == f"user\n{said}\ufffd\n"
+def test_surrogates_in_a_message_are_replaced_and_counted_and_text_and_chats_may_be_mixed(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "word \ud800"}]}
+    [pieces], counts = read(write_records(tmp_path / "surrogate.jsonl", [chat]), CHATML_TEMPLATE)
+    assert "".join(piece.text for piece in pieces) == "user\nword \ufffd\n"
     assert counts.bad_bytes == 1
-
-
-def test_text_and_chats_may_be_mixed(tmp_path):
+    (tmp_path / "surrogate.jsonl").unlink()
     write(tmp_path / "a.txt", f"plain {START}")
     write_records(tmp_path / "b.jsonl", [{"messages": CHAT}])
     chats, _ = read(tmp_path, CHATML_TEMPLATE)

@@ -49,7 +49,6 @@ def documents(*inputs, **arguments) -> list[str]:
 
 
 def refusal(*inputs, **arguments) -> str:
-    """The one sentence of what cannot be read."""
     with pytest.raises(UserError) as error:
         read(*inputs, **arguments)
     sentence = str(error.value)
@@ -78,9 +77,6 @@ def write_records(path: Path, records: list[dict]) -> Path:
     else:
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
-
-
-# ---- what is found, and in which order --------------------------------------------------------------------------------
 
 
 def test_a_folder_is_read_in_the_order_of_its_names_without_hidden_files(tmp_path):
@@ -148,10 +144,7 @@ def test_the_standard_library_is_sources_without_tests_and_tables():
     assert 3e6 < source.size < 30e6
 
 
-# ---- links, and the same file twice -----------------------------------------------------------------------------------
-
-
-def test_links_in_a_folder_are_not_followed_and_counted(tmp_path):
+def test_links_in_a_folder_are_not_followed_and_a_named_one_is_unless_it_is_broken(tmp_path):
     write(tmp_path / "elsewhere" / "b.txt", "out")
     write(tmp_path / "books" / "a.txt", "in")
     (tmp_path / "books" / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
@@ -161,9 +154,6 @@ def test_links_in_a_folder_are_not_followed_and_counted(tmp_path):
     assert documents(tmp_path / "books") == ["in"]
     assert corpus(tmp_path / "books").left_out_words(Counts()) == "4 links that were not followed"
     assert "is not clean (4 links that were not followed), and --strict" in refusal(tmp_path / "books", strict=True)
-
-
-def test_a_link_that_is_named_is_followed_unless_it_is_broken(tmp_path):
     write(tmp_path / "elsewhere" / "b.txt", "out")
     (tmp_path / "a.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
     (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
@@ -185,9 +175,6 @@ def test_a_file_that_is_named_twice_is_refused_with_the_remedy(tmp_path, monkeyp
     assert refusal("books", "books/a.txt") == sentence
     assert "is named twice, by books and by ./books" in refusal("books", "./books")
     assert "is named twice, by books/*.txt and by books/a*" in refusal("books/*.txt", "books/a*")
-
-
-# ---- kinds ------------------------------------------------------------------------------------------------------------
 
 
 TWO = '{"text": "one"}\n{"text": "two"}\n'
@@ -220,9 +207,6 @@ def test_a_json_file_of_one_record_is_known_by_its_column(tmp_path):
     path = write(tmp_path / "b.json", '{"id": 1, "prose": "one"}\n')
     assert documents(path) == ['{"id": 1, "prose": "one"}\n']
     assert documents(path, text_column="prose") == ["one"]
-
-
-# ---- columns ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
@@ -274,9 +258,6 @@ def test_a_column_of_chats_is_found_where_none_of_text_is(tmp_path):
     assert not source.has_chats
 
 
-# ---- units ------------------------------------------------------------------------------------------------------------
-
-
 def ranges(source: Corpus) -> list[list[tuple]]:
     return [[(Path(s.path).name, s.start, s.stop) for s in unit.stretches] for unit in source.units()]
 
@@ -312,10 +293,14 @@ def test_inputs_do_not_share_units_which_keep_their_weights_when_written_down(tm
     assert schema.build(json.loads(json.dumps([unit.to_json() for unit in units])), list[Unit]) == units
 
 
-# ---- identity ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_fingerprint_follows_content_kind_and_order_and_not_names_or_times(tmp_path):
+def test_identity_is_name_size_and_time_and_the_fingerprint_follows_content_kind_and_order(tmp_path):
+    path = write(tmp_path / "雪.txt", "雪")
+    os.utime(path, ns=(5, 7))
+    assert corpus(tmp_path).identity() == [[str(path), 3, 7]]
+    plain, packed = write(tmp_path / "a.txt", b"x" * 10), write(tmp_path / "b.txt.gz", b"x" * 100)
+    source = corpus(plain, packed)
+    assert (source.size, source.text_sizes, source.text_size) == (110, [10, 400], 410)  # about
+    assert source.describe() == f"{plain}, {packed} (2 files, 0.0 MB)"
     first = corpus(write(tmp_path / "a.txt", '{"text": "one"}\n')).fingerprint()
     os.utime(tmp_path / "a.txt", (1, 1))
     assert corpus(tmp_path / "a.txt").fingerprint() == first
@@ -324,19 +309,6 @@ def test_the_fingerprint_follows_content_kind_and_order_and_not_names_or_times(t
     assert corpus(write(tmp_path / "a.txt", '{"text": "two"}\n')).fingerprint() != first
     ab, c, a, bc = (write(tmp_path / f"{i}.txt", text) for i, text in enumerate(["ab", "c", "a", "bc"]))
     assert len({corpus(*inputs).fingerprint() for inputs in ((ab, c), (c, ab), (a, bc))}) == 3
-
-
-def test_identity_is_name_size_and_time_of_every_file_and_text_may_be_packed(tmp_path):
-    path = write(tmp_path / "雪.txt", "雪")
-    os.utime(path, ns=(5, 7))
-    assert corpus(tmp_path).identity() == [[str(path), 3, 7]]
-    plain, packed = write(tmp_path / "a.txt", b"x" * 10), write(tmp_path / "b.txt.gz", b"x" * 100)
-    source = corpus(plain, packed)
-    assert (source.size, source.text_sizes, source.text_size) == (110, [10, 400], 410)  # about
-    assert source.describe() == f"{plain}, {packed} (2 files, 0.0 MB)"
-
-
-# ---- what is mended, left out, refused --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -435,9 +407,6 @@ def test_strict_refuses_what_is_otherwise_mended_and_says_where_it_stands(tmp_pa
     documents(tmp_path)
     with pytest.raises(UserError, match=rf"is not clean \({what}"):
         documents(tmp_path, strict=True)
-
-
-# ---- files in folders that are no text ---------------------------------------------------------------------------------
 
 
 def folder_with(tmp_path: Path, name: str, content: bytes, words: str = GOOD * 100) -> Path:

@@ -67,9 +67,6 @@ def joined(found: list[Piece]) -> str:
     return "".join(piece.text for piece in found)
 
 
-# ---- what is a document -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text", ["  First line\r\n\r\n\tsecond\u2028line \n\n", "one\n", "one", "\n\none\n", "one\x00\n" + GOOD]
 )
@@ -102,9 +99,6 @@ def test_counts_of_several_parts_add_up_and_keep_the_first_place():
         counts.add(later)
     first = {"blank": ["a", {"line": 2}], "bad_bytes": ["a", {"line": 1}], "empty_records": ["b", {"line": 1}]}
     assert counts == Counts(2, 20, 2, 0, 4, 1, 0, first)
-
-
-# ---- records ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -185,7 +179,11 @@ def test_parquet_text_may_be_of_any_kind_and_in_many_row_groups(tmp_path, kind):
     assert documents(tmp_path / "a.parquet") == texts
 
 
-def test_parquet_text_that_is_null_or_breaks_its_promise_of_utf8_is_counted(tmp_path):
+def test_a_parquet_file_without_rows_holds_no_text_and_nulls_and_broken_promises_of_utf8_are_counted(tmp_path):
+    schema = pa.schema([("text", pa.string())])
+    pq.ParquetWriter(tmp_path / "a.parquet", schema).close()
+    pq.write_table(schema.empty_table(), tmp_path / "b.parquet")
+    assert "holds no text: nothing was found" in refusal(tmp_path)
     column = pa.array([GOOD.encode(), None, b"caf\xe9", *[b"more"] * 150]).view(pa.string())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=2)
     texts, counts = read(tmp_path / "a.parquet")
@@ -194,21 +192,11 @@ def test_parquet_text_that_is_null_or_breaks_its_promise_of_utf8_is_counted(tmp_
     assert counts.bad_bytes == 1
 
 
-def test_a_parquet_file_without_rows_or_row_groups_holds_no_text(tmp_path):
-    schema = pa.schema([("text", pa.string())])
-    pq.ParquetWriter(tmp_path / "a.parquet", schema).close()
-    pq.write_table(schema.empty_table(), tmp_path / "b.parquet")
-    assert "holds no text: nothing was found" in refusal(tmp_path)
-
-
 @pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-10], lambda b: b[:4] + b[100:], lambda b: b"text"])
 def test_a_damaged_parquet_file_is_refused(tmp_path, damage):
     path = write_records(tmp_path / "a.parquet", [{"text": f"{i} {GOOD}"} for i in range(9)])
     write(path, damage(path.read_bytes()))
     assert re.search(r"a\.parquet cannot be read: .*; mend it or leave it out\.$", refusal(path))
-
-
-# ---- encodings --------------------------------------------------------------------------------------------------------
 
 
 def test_a_byte_order_mark_at_the_start_is_no_text_and_one_inside_is_kept(tmp_path):
@@ -233,23 +221,17 @@ def test_utf16_text_is_called_by_its_name(tmp_path, name, encoding):
     assert refusal(path) == f"{path} is UTF-16 text; save it as UTF-8."
 
 
-def test_some_nuls_are_text_and_many_a_binary_file(tmp_path):
+def test_some_nuls_are_text_many_a_binary_file_and_bytes_that_are_not_utf8_are_replaced_one_by_one(tmp_path):
     write(tmp_path / "a.txt", "one\0two" + GOOD)
     write(tmp_path / "b.txt", b"one" + b"\0two" * 100)
     texts, counts = read(tmp_path)
     assert texts == ["one\0two" + GOOD]
     assert (counts.binary_files, counts.first["binary_files"]) == (1, [str(tmp_path / "b.txt"), {}])
-
-
-def test_bytes_that_are_not_utf8_are_replaced_one_by_one_and_counted(tmp_path):
     content = b"na\xefve \xed\xa0\x80 \xc0\xaf \xf4\x90\x80\x80 " + b"plain words " * 100 + b"\xe2\x82"
     texts, counts = read(write(tmp_path / "a.txt", content))
     bad = "\ufffd"
     assert texts == [f"na{bad}ve {bad * 3} {bad * 2} {bad * 4} " + "plain words " * 100 + bad * 2]
     assert (counts.bad_bytes, counts.first["bad_bytes"]) == (12, [str(tmp_path / "a.txt"), {}])
-
-
-# ---- borders of blocks ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("character", ["é", "雪", "🙂"])
@@ -280,9 +262,6 @@ def test_megabytes_of_nothing_are_one_blank_document_unless_text_follows(tmp_pat
     assert (found, counts.blank, counts.documents, counts.bytes) == ([], 1, 0, 0)
     text = "\n" * 2_500_000 + "text\n"
     assert documents(write(tmp_path / "a.txt", text)) == [text]
-
-
-# ---- pieces -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["jumble", "crlf", "one line"])
@@ -373,8 +352,6 @@ def test_no_line_break_is_torn_where_there_is_no_place_to_cut(tmp_path, monkeypa
             a.text.endswith("\r") and b.text.startswith("\n") for a, b in itertools.pairwise(found) if b.text
         )
 
-
-# ---- units: parts of files --------------------------------------------------------------------------------------------
 
 CHARACTERS = [*"aaab1  \n\n\r\t,.é雪🙂\u0301\u3000\ufeff\x85\0", "\r\n", "\r\n\r\n", "\n\n", "word word"]
 

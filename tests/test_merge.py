@@ -117,15 +117,16 @@ def for_training(texts: list[str], fraction: float = 0.1) -> list[str]:
     return [text for text in texts if share(text.encode(), SEED) >= fraction]
 
 
-# ---- as often as asked ----------------------------------------------------------------------------------------------
-
-
-def test_documents_come_in_the_order_of_the_text_with_repeated_ones(tmp_path):
+def test_documents_come_in_the_order_of_the_text_and_each_input_by_its_own_weight(tmp_path):
     store = store_of(tmp_path, DOCUMENTS, DOCUMENTS)
     assert trained_on(store) == for_training(DOCUMENTS) * 2
     assert (len(trained_on(store)), len(held_out(store))) == (2 * 179, 2 * 21)
     assert [ids[-1] for split in SPLITS for ids in ids_of_documents(store, split)] == [0] * 400
     assert store.metadata.repeated_documents == 0
+    first, second, third = DOCUMENTS[:70], DOCUMENTS[70:150], DOCUMENTS[150:]
+    store = store_of(tmp_path, first, second, third, weights=(2, 1, 3))
+    assert trained_on(store) == for_training([*first, *second, *third, *first, *third, *third])
+    assert Counter(held_out(store)).most_common(1)[0][1] == 1
 
 
 @pytest.mark.parametrize(("weight", "tokenizer_type"), [(2, "bpe"), (30, "bpe"), (2, "character")])
@@ -135,13 +136,6 @@ def test_a_whole_weight_is_so_many_passes_of_every_document(tmp_path, weight, to
     assert trained_on(often) == trained_on(once) * weight
     assert held_out(often) == held_out(once)
     assert once.metadata.eos_token_id == (None if tokenizer_type == "character" else 0)
-
-
-def test_each_input_has_its_own_weight(tmp_path):
-    first, second, third = DOCUMENTS[:70], DOCUMENTS[70:150], DOCUMENTS[150:]
-    store = store_of(tmp_path, first, second, third, weights=(2, 1, 3))
-    assert trained_on(store) == for_training([*first, *second, *third, *first, *third, *third])
-    assert Counter(held_out(store)).most_common(1)[0][1] == 1
 
 
 def test_with_weight_half_about_half_of_the_documents_come_the_same_every_time(tmp_path):
@@ -174,10 +168,7 @@ def test_a_document_of_several_units_is_weighed_as_a_whole(tmp_path):
     assert more == [text for text in train if text in more]
 
 
-# ---- repeated documents ---------------------------------------------------------------------------------------------
-
-
-def test_repeated_documents_are_left_out_wherever_they_stand_and_the_first_decides_the_weight(tmp_path):
+def test_repeated_documents_are_left_out_wherever_they_stand_and_the_first_that_is_used_decides_the_weight(tmp_path):
     texts = [*DOCUMENTS[:90], *DOCUMENTS[:5], *DOCUMENTS[90:], *DOCUMENTS[50:60]]
     store = store_of(tmp_path, texts, [*DOCUMENTS[::-1], "One more.\n"], dedup="exact")
     assert trained_on(store) == for_training([*DOCUMENTS, "One more.\n"])
@@ -188,9 +179,6 @@ def test_repeated_documents_are_left_out_wherever_they_stand_and_the_first_decid
     assert store.metadata.repeated_documents == 20
     store = store_of(tmp_path, DOCUMENTS[60:100], DOCUMENTS[:80], weights=(2, 1), dedup="exact")
     assert trained_on(store) == for_training([*DOCUMENTS[60:100], *DOCUMENTS[:60], *DOCUMENTS[60:100]])
-
-
-def test_a_document_that_is_not_used_takes_no_place_from_another(tmp_path):
     store = store_of(tmp_path, DOCUMENTS, DOCUMENTS, weights=(0.5, 1), dedup="exact")
     first = trained_on(store_of(tmp_path, DOCUMENTS, weights=(0.5,)))
     assert trained_on(store) == first + [text for text in for_training(DOCUMENTS) if text not in first]
@@ -232,9 +220,6 @@ def test_no_document_is_in_both_splits(tmp_path, dedup, weights):
     if dedup == "exact":
         assert set(val.values()) == {1}
         assert set(train.values()) == {int(weights[0])}
-
-
-# ---- a lone document ------------------------------------------------------------------------------------------------
 
 
 def seed_apart(texts: list[str], fraction: float, all_to_validation: bool = False) -> int:
@@ -289,15 +274,15 @@ def test_no_copy_goes_beyond_the_cut_where_no_document_fell_to_validation(tmp_pa
     assert more == [text for text in train if text in more]
 
 
-def test_the_tail_may_take_whole_inputs(tmp_path):
+def test_the_tail_may_take_whole_inputs_and_a_document_below_the_share_stays_whole(tmp_path):
     settings = {"fraction": 0.6, "seed": seed_apart(FIRST + SECOND, 0.6)}
     store = store_of(tmp_path, FIRST, SECOND, weights=(1, 3), **settings)
     assert "".join(trained_on(store) + held_out(store)) == "".join(FIRST + SECOND)
     assert 0.55 < store.metadata.val.bytes / len("".join(FIRST + SECOND).encode()) < 0.65
     assert set(held_out(store)) >= set(SECOND)
-
-
-# ---- long documents -------------------------------------------------------------------------------------------------
+    merge.LONG_BYTES = 100
+    texts = [prose(i, 400) for i in range(30)]  # of 1.4 kB; a tenth of all is 4 kB
+    assert sorted(trained_on(store := store_of(tmp_path, texts)) + held_out(store)) == sorted(texts)
 
 
 def with_long_document(folder: Path, seed: int, weights: tuple[float, ...] = ()) -> TokenStore:
@@ -332,14 +317,6 @@ def test_the_end_of_a_long_document_is_in_no_further_copy(tmp_path):
     assert trained_on(thrice) == [head, *others, head, head]
 
 
-def test_a_document_below_the_validation_share_of_the_text_stays_whole(tmp_path):
-    merge.LONG_BYTES = 100
-    texts = [prose(i, 400) for i in range(30)]  # of 1.4 kB; a tenth of all is 4 kB
-    assert sorted(trained_on(store := store_of(tmp_path, texts)) + held_out(store)) == sorted(texts)
-
-
-# ---- in blocks, and killed ------------------------------------------------------------------------------------------
-
 INPUTS = {
     "weights and dedup": ([*DOCUMENTS[:25], *DOCUMENTS[:9]], DOCUMENTS[20:40] + ["One more.\n"] * 2),
     "a tail that is cut off": (DOCUMENTS[1:7], DOCUMENTS[7:25]),
@@ -359,7 +336,6 @@ def merger_of(making: Making, work: Path) -> Merger:
 
 
 def merged(making: Making, work: Path) -> dict[str, bytes]:
-    """The files of the store, put together from the parts in `work`."""
     merger_of(making, work).merge()
     assert not [*work.glob("parts/*.train"), *work.glob("parts/*.val")]
     return {path.name: path.read_bytes() for path in (work / "store").glob("*.bin*")}
@@ -427,9 +403,6 @@ def test_killed_at_any_step_and_again_and_again_it_goes_on_to_the_same_bytes(tmp
         pass
     assert next(steps) > 24
     assert merged(making, making.work) == expected
-
-
-# ---- damage -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["train", "val", "rows", "json"])

@@ -23,9 +23,6 @@ def held(ids: np.ndarray) -> Tokens:
     return Tokens(torch.from_numpy(ids.view(f"<i{ids.itemsize}")), CPU)
 
 
-# Batches
-
-
 @pytest.mark.parametrize(("dtype", "vocab_size"), [("<u2", 300), ("<u2", 65_000), ("<u4", 2**31 - 1)])
 def test_batches_are_the_same_from_memory_and_from_a_file(tmp_path, dtype, vocab_size):
     ids = np.random.default_rng(0).integers(0, vocab_size, 5000).astype(dtype)
@@ -107,16 +104,9 @@ def test_a_batch_announces_itself_and_the_next(tmp_path, rank):
         assert len(advice.ranges) == 8
         for start in (*batches._starts(step, micro_step), *batches._starts(next_step, next_micro_step)):
             assert advice.covers(2 * start, 2 * (start + 65))
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="this system takes no advice")
-def test_nothing_beyond_the_end_of_a_file_is_announced(tmp_path):
     for n in (mmap.PAGESIZE // 2, 3000):  # to the end of a page, and not
         tokens = mapped(tmp_path / "val.bin", np.zeros(n, dtype=np.uint16), 300)
-        tokens.file.announce(np.array([0, n - 3, n]), 17)  # by the real map, which would refuse
-
-
-# Documents
+        tokens.file.announce(np.array([0, n - 3, n]), 17)  # by the real map, which would refuse what is beyond it
 
 
 def positions(offsets: list[int], starts: list[int], context: int, has_eos: bool) -> list[list[int]]:
@@ -151,6 +141,12 @@ def test_windows_cut_documents_and_documents_windows():
         8: [0, 1, 2, 0],  # g h i E: the next one starts with the last token
     }
     assert positions([0, 4, 6, 12], list(expected), 4, has_eos=True) == list(expected.values())
+    ids = np.arange(12, dtype=np.uint16)
+    tokens = Tokens(torch.from_numpy(ids.view(np.int16)), CPU, Documents(np.array([0, 4, 6, 12]), has_eos=True))
+    _, targets, found = tokens.batch(np.array([0, 8, 12]), 8)  # they go on beyond the end
+    assert found.dtype == torch.int64
+    assert found.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4], list(range(8))]
+    assert (targets[1] != IGNORED).tolist() == [True] * 3 + [False] * 5
 
 
 def test_many_documents_are_what_a_loop_finds():
@@ -165,12 +161,3 @@ def test_many_documents_are_what_a_loop_finds():
             for place in range(start + 1, start + 64):
                 expected.append(0 if place in begins else expected[-1] + 1)
             assert row == expected
-
-
-def test_positions_come_with_the_batch_and_go_on_beyond_the_end():
-    ids = np.arange(12, dtype=np.uint16)
-    tokens = Tokens(torch.from_numpy(ids.view(np.int16)), CPU, Documents(np.array([0, 4, 6, 12]), has_eos=True))
-    _, targets, found = tokens.batch(np.array([0, 8, 12]), 8)
-    assert found.dtype == torch.int64
-    assert found.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4], list(range(8))]
-    assert (targets[1] != IGNORED).tolist() == [True] * 3 + [False] * 5

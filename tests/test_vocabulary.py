@@ -13,14 +13,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.long_words import TEXTS
-from conftest import prose
+from conftest import prose, tokenized
 from errors import UserError
 from tokenizer import encode, vocabulary
 from tokenizer.bpe import byte_level_alphabet
 from tokenizer.chat import CHATML_TOKENS
-from tokenizer.cleaning import CleaningArguments
-from tokenizer.corpus import CorpusArguments
-from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments, build, character_tokenizer, problems, token_bytes, train_bpe
@@ -68,11 +65,7 @@ def as_bytes(tokenizer, ids) -> bytes:
 
 
 def made(*texts: str, **arguments):
-    """The tokenizer that is made from `texts`."""
     return build(VocabularyArguments(**arguments), None, lambda: texts)
-
-
-# ---- byte-level BPE -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", UNICODE.values(), ids=UNICODE)
@@ -80,16 +73,6 @@ def test_a_bpe_gives_any_text_back(bpe, text):
     [ids] = encoded(bpe, text)
     assert bpe.decode(ids) == text
     assert as_bytes(bpe, ids) == text.encode()
-
-
-def test_a_bpe_encodes_as_the_tokenizers_library_does(bpe, tmp_path):
-    vocabulary.save(bpe, tmp_path)
-    rust = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    rust.encode_special_tokens = True
-    pick = random.Random(0)
-    texts = ["".join(pick.choices([*UNICODE.values(), *PROSE.split(" "), " ", "\n"], k=40)) for _ in range(50)]
-    for text, ids in zip(texts, encoded(bpe, *texts), strict=True):
-        assert ids.tolist() == rust.encode(text).ids
 
 
 def test_ids_survive_saving_and_loading_with_and_without_autotokenizer(tmp_path):
@@ -105,14 +88,11 @@ def test_ids_survive_saving_and_loading_with_and_without_autotokenizer(tmp_path)
     assert ours(PROSE).input_ids == loaded(PROSE).input_ids
 
 
-def test_training_is_repeatable_however_a_text_is_divided_where_words_end():
+def test_training_is_repeatable_however_a_text_is_divided_and_words_are_counted_a_batch_at_a_time(monkeypatch):
     whole = train_bpe([PROSE], 400).backend_tokenizer.to_str()
     assert train_bpe([PROSE], 400).backend_tokenizer.to_str() == whole
     assert train_bpe(re.split("(?=[;.])", PROSE), 400).backend_tokenizer.to_str() == whole
     assert train_bpe(["", PROSE, ""], 400).backend_tokenizer.to_str() == whole
-
-
-def test_the_words_of_large_texts_are_counted_a_batch_at_a_time(monkeypatch):
     texts = [prose(i, 400) for i in range(10)]
     at_once, _ = vocabulary.count_words(texts)
     assert (at_once[b" the"], at_once[b"."], at_once[b"\xff"]) == (142, 500, 0)
@@ -134,15 +114,12 @@ def test_long_words_train_the_bpe_in_pieces_and_are_encoded_as_tokenizers_does(n
     assert ids.tolist() == rust.encode(text).ids
 
 
-def test_of_more_pieces_of_words_than_the_trainer_can_hold_some_stand_for_all(monkeypatch):
+def test_of_very_many_pieces_some_stand_for_all_and_of_very_many_words_those_that_occur_once_are_let_go(monkeypatch):
     monkeypatch.setattr(vocabulary, "COUNTED_PIECE_BYTES", 10_000)
     text = TEXTS["dna"](random.Random(0), 1 << 18)
     counts, _ = vocabulary.count_words([text, text])
     assert sum(map(len, counts)) <= 10_000
     assert counts.total() == 2 * (1 << 18) // 1024
-
-
-def test_of_very_many_words_those_that_occur_once_are_let_go(monkeypatch):
     monkeypatch.setattr(vocabulary, "COUNTED_BYTES", 100)
     monkeypatch.setattr(vocabulary, "COUNTED_WORDS", 50)
     counts, _ = vocabulary.count_words(f" same once{'x' * i}" for i in range(100))
@@ -154,10 +131,9 @@ def test_words_are_trained_on_by_their_frequency_however_many_there_are(monkeypa
     text = "abab " * 400 + "cdcd " * 80 + "efef " * 8 + "ghgh"
     monkeypatch.setattr(vocabulary, "TRAINED_WORDS", 10)
     tokens = token_bytes(train_bpe([text], 1000))
-    assert {b"abab", b"cdcd"} & set(
-        tokens
-    ) == set()  # of 48 occurrences one is kept; words of a text but the first begin
-    assert {b" abab", b" cdcd"} <= set(tokens)  # with a blank
+    # Of 48 occurrences one is kept; words of a text but the first begin with a blank.
+    assert {b"abab", b"cdcd"} & set(tokens) == set()
+    assert {b" abab", b" cdcd"} <= set(tokens)
     assert b" efef" not in tokens
 
 
@@ -175,13 +151,10 @@ def test_a_vocabulary_is_as_large_as_asked_for_or_as_the_text_allows(size, text,
     assert len(made(text, vocab_size=size)) == tokens
 
 
-@pytest.mark.parametrize("size", [257, 1, 0, -5])
-def test_a_vocabulary_too_small_for_bytes_is_refused(size):
-    [sentence] = problems(VocabularyArguments(vocab_size=size))
-    assert re.match(rf"vocab_size {size} is too small .* needs 258 \(256 bytes and 2 special tokens\)", sentence)
-
-
-def test_control_tokens_need_room_too():
+def test_a_vocabulary_too_small_for_bytes_and_control_tokens_is_refused():
+    for size in (257, 1):
+        [sentence] = problems(VocabularyArguments(vocab_size=size))
+        assert re.match(rf"vocab_size {size} is too small .* needs 258 \(256 bytes and 2 special tokens\)", sentence)
     arguments = VocabularyArguments(vocab_size=259, special_tokens=["<|a|>"])
     assert problems(arguments) == []
     with pytest.raises(UserError, match=r"vocab_size 259 is too small .* needs 261 \(256 bytes and 5 special tokens\)"):
@@ -201,9 +174,6 @@ def test_ids_beyond_65535_are_whole():
     assert ids.tolist() == rust.encode("雪é" + PROSE).ids
     assert as_bytes(tokenizer, ids) == ("雪é" + PROSE).encode()
     assert token_bytes(tokenizer)[7] == b"unused 7"
-
-
-# ---- special tokens -------------------------------------------------------------------------------------------------
 
 
 def test_special_tokens_have_the_first_two_ids_and_stay_text_in_text(bpe):
@@ -228,27 +198,22 @@ def test_a_padding_token_can_be_named_or_left_out(tmp_path, pad_token, found, pa
     assert loaded.decode(encoded(loaded, PROSE)[0]) == PROSE
 
 
-def test_control_tokens_come_next_each_once(tmp_path):
-    special = ["<|user|>", "<|im_end|>", "<|user|>", "<|endoftext|>"]
-    arguments = VocabularyArguments(vocab_size=300, special_tokens=special)
-    vocabulary.save(build(arguments, None, lambda: [PROSE], ["<|endoftext|>", *CHATML_TOKENS]), tmp_path)
-    names = ["<|endoftext|>", "<|pad|>", "<|user|>", "<|im_end|>", "<|im_start|>"]
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert loaded.convert_ids_to_tokens(range(5)) == names
-    assert (len(loaded), set(loaded.all_special_tokens), loaded.eos_token_id) == (300, set(names), 0)
-
-
 def test_control_tokens_survive_saving_and_autotokenizer_without_a_warning(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level(logging.WARNING):
-        tokenizer = made(PROSE, vocab_size=300, special_tokens=["<|user|>", "<|bot|>"])
+        arguments = VocabularyArguments(
+            vocab_size=300, special_tokens=["<|user|>", "<|bot|>", "<|user|>", "<|endoftext|>"]
+        )
+        tokenizer = build(arguments, None, lambda: [PROSE], ["<|endoftext|>", "<|bot|>", "<|im_start|>"])
         vocabulary.save(tokenizer, tmp_path)
         loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert caplog.messages == []
-    assert loaded.all_special_tokens == ["<|endoftext|>", "<|pad|>", "<|user|>", "<|bot|>"]
+    names = ["<|endoftext|>", "<|pad|>", "<|user|>", "<|bot|>", "<|im_start|>"]
+    assert loaded.convert_ids_to_tokens(range(5)) == loaded.all_special_tokens == names  # each once
+    assert (len(loaded), loaded.eos_token_id) == (300, 0)
     assert loaded("a<|user|>b<|bot|>").input_ids.count(2) == 1
     assert loaded.decode([2, *loaded("text").input_ids, 3], skip_special_tokens=True) == "text"
-    assert token_bytes(loaded)[:4] == [b""] * 4
+    assert token_bytes(loaded)[:5] == [b""] * 5
     assert loaded.get_vocab() == tokenizer.get_vocab()
 
 
@@ -281,17 +246,9 @@ def test_what_would_be_ignored_or_cannot_be_is_said():
     assert problems(VocabularyArguments(tokenizer_type="character", vocab_size=65)) == []
 
 
-# ---- from a sample --------------------------------------------------------------------------------------------------
-
-
 def store_of(folder: Path, **arguments) -> TokenStore:
-    recipe = Recipe(
-        [str(folder)],
-        CorpusArguments(validation_fraction=0.1),
-        VocabularyArguments(**{"vocab_size": 350} | arguments),
-        CleaningArguments(["none"]),
-    )
-    return pretokenize(recipe, folder.with_name(f"store{len(list(folder.parent.iterdir()))}"), lambda text: None)
+    output = folder.with_name(f"store{len(list(folder.parent.iterdir()))}")
+    return tokenized(folder, output, {"validation_fraction": 0.1}, "none", **{"vocab_size": 350} | arguments)
 
 
 def test_a_tokenizer_is_made_from_a_sample_the_same_every_time(tmp_path, monkeypatch):
@@ -311,12 +268,10 @@ def test_a_tokenizer_is_made_from_a_sample_the_same_every_time(tmp_path, monkeyp
         assert len(text.replace("<|endoftext|>", "")) == sum(file.stat().st_size for file in folder.iterdir())
 
 
-# ---- characters -----------------------------------------------------------------------------------------------------
-
 CHARACTERS = "To be,\tor not\r\nto be 雪🙂e\u0301 ."
 
 
-def test_a_character_tokenizer_holds_exactly_the_characters_and_survives_saving_and_autotokenizer(tmp_path):
+def test_a_character_tokenizer_holds_exactly_the_characters_and_names_an_unseen_one(tmp_path):
     tokenizer = made(CHARACTERS[:9], CHARACTERS[9:], tokenizer_type="character")
     assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == sorted(set(CHARACTERS))
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (None, None, None)
@@ -329,23 +284,9 @@ def test_a_character_tokenizer_holds_exactly_the_characters_and_survives_saving_
     assert encoded(loaded, CHARACTERS, "")[0].tolist() == ids
     assert loaded.decode(ids) == CHARACTERS
     assert as_bytes(loaded, ids) == CHARACTERS.encode()
-
-
-def test_an_unseen_character_is_named():
     with pytest.raises(UserError, match=r"The character 'ß' \(U\+00DF\) is not among the 4 that this") as error:
         encoded(character_tokenizer(["abc "]), "a b", "c ß")
     assert "\n" not in str(error.value)
-
-
-# ---- existing tokenizers --------------------------------------------------------------------------------------------
-
-
-def test_an_existing_tokenizer_is_taken_as_it_is(tmp_path):
-    theirs = train_bpe(["quite another text " * 20], 280)
-    vocabulary.save(theirs, tmp_path / "theirs")
-    recipe = Recipe(["any"], vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "theirs")))
-    ours = build(recipe.vocabulary, recipe.theirs, lambda: [PROSE])
-    assert ours(PROSE).input_ids == theirs(PROSE).input_ids
 
 
 def test_a_tokenizer_in_the_form_of_gpt2_is_loaded_from_its_folder(tmp_path):
@@ -376,23 +317,24 @@ def test_a_tokenizer_in_the_form_of_gpt2_is_loaded_from_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "tokenizer_type"])
-def test_a_vocab_size_that_is_not_the_tokenizers_is_answered_with_both(tmp_path, kind):
-    vocabulary.save(train_bpe([PROSE], 280), tmp_path / "theirs")
+def test_an_existing_tokenizer_is_taken_as_it_is_and_another_vocab_size_answered_with_both(tmp_path, kind):
+    theirs = train_bpe([PROSE], 280)
+    vocabulary.save(theirs, tmp_path / "theirs")
+    recipe = Recipe(["any"], vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "theirs")))
+    assert build(recipe.vocabulary, recipe.theirs, lambda: ["another"])(PROSE).input_ids == theirs(PROSE).input_ids
     value, size = {"tokenizer": (str(tmp_path / "theirs"), 280), "tokenizer_type": ("character", len(set(PROSE)))}[kind]
     recipe = Recipe(["any"], vocabulary=VocabularyArguments(vocab_size=999, **{kind: value}))
     with pytest.raises(UserError, match=rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"):
         build(recipe.vocabulary, recipe.theirs, lambda: [PROSE])
 
 
-def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
-        vocabulary.load(tmp_path)
-
-
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"version": "1.0"}', '{"model": {}, "added_tokens": []}'])
 @pytest.mark.parametrize("made_here", [False, True])
 def test_a_damaged_tokenizer_or_description_of_one_is_refused(bpe, tmp_path, content, made_here):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
+        vocabulary.load(tmp_path)
+    (tmp_path / "config.json").unlink()
     if made_here:
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
     (tmp_path / "tokenizer.json").write_text(content)
@@ -403,13 +345,6 @@ def test_a_damaged_tokenizer_or_description_of_one_is_refused(bpe, tmp_path, con
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": ')
     with pytest.raises(UserError, match="No tokenizer can be loaded from"):
         vocabulary.load(tmp_path)
-
-
-def test_an_existing_tokenizer_of_whole_words_encodes_as_the_tokenizers_library_does():
-    words = Tokenizer(models.WordLevel({"hello": 0, "world": 1, "<unk>": 2}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
-    assert encoded(tokenizer, "hello new world")[0].tolist() == [0, 2, 1]
 
 
 def test_a_tokenizer_whose_words_begin_with_a_blank_loses_nothing_of_a_text(tmp_path):
@@ -447,9 +382,3 @@ def test_truncation_and_padding_of_an_existing_tokenizer_are_left_out(tmp_path):
     rust = encode.load_rust(tmp_path / "tokenizer.json")
     ids, counts = encode.encoder(rust, np.dtype("<u2"))([b"hello hellos hello"], [encode.NOTHING])
     assert (ids.tolist(), counts.tolist()) == ([2, 2, 3, 2], [4])
-
-
-def test_ids_come_text_by_text(bpe):
-    ids = encoded(bpe, "one", "", "two words")
-    assert [one.dtype for one in ids] == [np.uint32] * 3
-    assert [bpe.decode(one) for one in ids] == ["one", "", "two words"]
