@@ -48,15 +48,8 @@ NEEDED = (WEIGHTS, OPTIMIZER, STATE, "config.json")
 MODEL_FILES = (  # names that are deleted with a model; other files are kept
     *("config.json", "generation_config.json", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py"),
     *(WEIGHTS, "model-*-of-*.safetensors", "model.safetensors.index.json"),
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "merges.txt",
-    ),
-    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
 FILES = (*MODEL_FILES, OPTIMIZER, STATE, MANIFEST)
 
