@@ -32,11 +32,8 @@ from training.sharding import Sharding, generating, part_like, shard, whole
 from training.step import Trainer
 from training.tokens import Tokens
 
-CONFIG = GPT2ScratchConfig(
-    vocab_size=51, n_positions=16, n_embd=18, n_layer=3, n_head=2
-)  # 51 rows: shares of 26 and 25
-
-
+# 51 rows: shares of 26 and 25
+CONFIG = GPT2ScratchConfig(vocab_size=51, n_positions=16, n_embd=18, n_layer=3, n_head=2)
 CPU = torch.device("cpu")
 
 

@@ -10,7 +10,7 @@ from accelerate.commands.launch import launch_command_parser
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from conftest import REPOSITORY, TINY, flags, trained
+from conftest import REPOSITORY, TINY, assert_equal, flags, metrics, trained, weights
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.device import DeviceArguments, decide
@@ -40,7 +40,6 @@ def resumed_alone(store, folder: Path, resume_from: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(launch, store, tmp_path_factory) -> Path:
-    """Runs of one process, and of two."""
     folder = tmp_path_factory.mktemp("runs")
     trained(store, folder / "alone", **SETTINGS)
     trained(store, folder / "alone_tied", **SETTINGS, **TIED)
@@ -69,14 +68,13 @@ def runs(launch, store, tmp_path_factory) -> Path:
     return folder
 
 
-def metrics(run: Path) -> dict[tuple[int, str], float]:
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def numbers(run: Path) -> dict[tuple[int, str], float]:
     compared = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_tokens")
-    return {(entry["step"], name): entry[name] for entry in entries for name in compared if name in entry}
+    return {(entry["step"], name): entry[name] for entry in metrics(run) for name in compared if name in entry}
 
 
 def assert_same(run: Path, expected: Path) -> None:
-    ours, theirs = metrics(run), metrics(expected)
+    ours, theirs = numbers(run), numbers(expected)
     for key, value in ours.items():
         assert value == pytest.approx(theirs[key], abs=1e-6), key
     assert (6, "eval_loss") in ours
@@ -86,14 +84,14 @@ def assert_same(run: Path, expected: Path) -> None:
 def test_two_processes_train_as_one_does_also_with_a_tied_head_and_accumulation(runs, name):
     assert_same(runs / "fsdp_tied", runs / "alone_tied")
     assert_same(runs / name, runs / "alone")
-    assert metrics(runs / name).keys() == metrics(runs / "alone").keys()
+    assert numbers(runs / name).keys() == numbers(runs / "alone").keys()
     assert (runs / name / "samples.md").read_text() == (runs / "alone" / "samples.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["alone_to_fsdp", "fsdp_to_ddp", "fsdp_to_alone", "ddp_to_alone"])
 def test_a_run_goes_on_with_another_number_of_processes(runs, name):
     assert_same(runs / name, runs / "alone")
-    assert min(metrics(runs / name))[0] == 4
+    assert min(numbers(runs / name))[0] == 4
 
 
 def test_three_processes_go_on_from_two_by_the_yaml_for_fsdp2(launch, store, runs):
@@ -108,18 +106,14 @@ def test_three_processes_go_on_from_two_by_the_yaml_for_fsdp2(launch, store, run
 @pytest.mark.parametrize("name", ["ddp_defaults", "fsdp_defaults"])
 def test_two_processes_train_at_default_settings(runs, name):
     """Compiled, in the device's precision, which may be bf16."""
-    ours, expected = metrics(runs / name), metrics(runs / "alone")
+    ours, expected = numbers(runs / name), numbers(runs / "alone")
     assert ours.keys() == expected.keys()
     for step in range(1, 7):
         assert ours[step, "loss"] == pytest.approx(expected[step, "loss"], abs=2e-2)
 
 
 def test_two_processes_resume_bitwise_at_default_settings(runs):
-    straight, resumed = (
-        load_file(runs / name / "model" / "model.safetensors") for name in ("ddp_defaults", "ddp_defaults_resumed")
-    )
-    for name, tensor in straight.items():
-        assert torch.equal(resumed[name], tensor), name
+    assert_equal(weights(runs / "ddp_defaults"), weights(runs / "ddp_defaults_resumed"))
 
 
 def shapes(path: Path) -> dict[str, tuple]:
@@ -143,8 +137,8 @@ def test_a_checkpoint_is_the_same_whoever_wrote_it(runs, ours, theirs):
 
 
 def test_bf16_and_recomputed_activations_are_near(runs):
-    expected = metrics(runs / "alone")
-    for (step, name), value in metrics(runs / "fsdp_bf16").items():
+    expected = numbers(runs / "alone")
+    for (step, name), value in numbers(runs / "fsdp_bf16").items():
         if name == "loss" and step < 3:
             assert value == pytest.approx(expected[step, name], abs=1e-2)
     saved = shapes(runs / "fsdp_bf16" / "model" / "model.safetensors")

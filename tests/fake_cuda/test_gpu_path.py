@@ -27,21 +27,10 @@ CARDS = {  # name, compute capability, multiprocessors, GB
 
 def on_card(card: str, *command: str | Path, **environment: str | Path) -> subprocess.CompletedProcess:
     """Runs Python with the arguments `command` on a machine with this card."""
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=REPOSITORY,
-        env={
-            **os.environ,
-            "FAKE_GPU": CARDS[card],
-            "LD_PRELOAD": str(BUILD / "libcuda.so.1"),
-            "TRITON_LIBCUDA_PATH": str(BUILD),
-            "HF_HUB_OFFLINE": "1",
-            **{name: str(value) for name, value in environment.items()},
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    own = {"FAKE_GPU": CARDS[card], "LD_PRELOAD": BUILD / "libcuda.so.1", "TRITON_LIBCUDA_PATH": BUILD}
+    own = {name: str(value) for name, value in {**own, "HF_HUB_OFFLINE": "1", **environment}.items()}
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, cwd=REPOSITORY, env=os.environ | own, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +51,8 @@ def record():
         del counted["memory"]
     file = RESULTS / "fake-cuda.json"
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    head = about("", []) | {
-        "command": "make test-fake-cuda",
-        "device": "no device: a CUDA runtime that computes nothing",
-    }
+    how = {"command": "make test-fake-cuda", "device": "no device: a CUDA runtime that computes nothing"}
+    head = about("", []) | how
     write("fake-cuda", before | head | counted)
 
 
@@ -183,23 +170,10 @@ def test_a_gpu_that_others_fill_is_said_to_be_full(stores, tmp_path):
 
 
 def test_attention_avoids_cudnn_with_masks_at_lengths_where_it_gave_nan(stores, tmp_path):
-    flags = (
-        "--data",
-        stores / "32000",
-        "--output_dir",
-        tmp_path / "run",
-        "--plan",
-        "--plan_steps",
-        "0",
-        "--mask_documents",
-        "true",
-        "--attn_pdrop",
-        "0",
-    )
+    flags = ("--data", stores / "32000", "--output_dir", tmp_path / "run", "--plan", "--plan_steps", "0")
+    flags += ("--mask_documents", "true", "--attn_pdrop", "0", "--tokens_per_step", "8192")
     for context, kernel in (("64", "efficient"), ("128", "cudnn")):
-        done = on_card(
-            "H100", "train_accelerate.py", *SMALL, *flags, "--n_positions", context, "--tokens_per_step", "8192"
-        )
+        done = on_card("H100", "train_accelerate.py", *SMALL, *flags, "--n_positions", context)
         assert f"attention: sdpa ({kernel})" in done.stdout, done.stderr[-3000:]
         assert ("Attention avoids cuDNN" in done.stdout) == (kernel == "efficient")
 

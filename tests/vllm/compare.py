@@ -40,13 +40,8 @@ def compare(folder: Path) -> None:
     different = 0
     for kind in KINDS:
         expected = json.loads((folder / f"{kind}.json").read_text(encoding="utf-8"))
-        engine = LLM(
-            str(folder / kind),
-            trust_remote_code=True,
-            model_impl="transformers",
-            dtype="float32",
-            skip_tokenizer_init=True,
-        )
+        settings = {"trust_remote_code": True, "model_impl": "transformers", "dtype": "float32"}
+        engine = LLM(str(folder / kind), skip_tokenizer_init=True, **settings)
         outputs = engine.generate([{"prompt_token_ids": prompt} for prompt, _ in expected], greedy, use_tqdm=False)
         for (prompt, tokens), output in zip(expected, outputs, strict=True):
             written = list(output.outputs[0].token_ids)
