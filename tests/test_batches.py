@@ -37,7 +37,7 @@ def test_order_is_the_same_everywhere_and_forever():
     assert len(WindowOrder(10**12, 1024, seed=0).starts(10**13 + 5, 8)) == 8  # any position costs the same
 
 
-def test_an_epoch_sees_every_window_once_and_the_next_one_in_another_order():
+def test_an_epoch_sees_every_window_once_and_the_next_one_in_another_order_and_at_other_places():
     order = WindowOrder(1003, 10, seed=3)
     first, second = order.starts(0, order.windows), order.starts(order.windows, order.windows)
     for starts in (first, second):
@@ -46,9 +46,6 @@ def test_an_epoch_sees_every_window_once_and_the_next_one_in_another_order():
         assert starts.min() >= 0
         assert starts.max() + 10 < 1003
     assert (first != second).any()
-
-
-def test_successive_epochs_cut_the_text_at_different_places():
     order = WindowOrder(10_000, 64, seed=0)
     offsets = {int(order.starts(epoch * order.windows, order.windows).min()) for epoch in range(20)}
     assert len(offsets) > 10
@@ -84,18 +81,10 @@ def test_a_step_sees_the_same_samples_however_it_is_split(micro_batch, accumulat
     assert seen == order.starts(40, 8).tolist()
 
 
-def test_a_text_shorter_than_one_context_is_refused_with_both_lengths():
-    with pytest.raises(UserError, match="has 8 tokens, fewer than one context of 8"):
-        WindowOrder(8, 8, seed=0)
-
-
-def test_auto_takes_the_largest_micro_batch_that_divides_the_batch():
+def test_auto_takes_the_largest_micro_batch_that_divides_and_what_does_not_fit_names_what_would():
     plan, problems = plan_batches(BatchArguments(tokens_per_step=48 * 16), 16, 2, largest_micro_batch=10)
     assert problems == []
     assert (plan.micro_batch, plan.accumulation, plan.processes) == (8, 3, 2)
-
-
-def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
     arguments = BatchArguments(tokens_per_step=1000, per_device_train_batch_size="4")
     plan, problems = plan_batches(arguments, 64, 1, largest_micro_batch=100)
     assert plan is None
@@ -103,6 +92,8 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
         "tokens_per_step 1000 is not a multiple of 256 (context 64 x 1 process x micro-batch 4); "
         "the nearest are 768 or 1024."
     ]
+    with pytest.raises(UserError, match="has 8 tokens, fewer than one context of 8"):
+        WindowOrder(8, 8, seed=0)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])

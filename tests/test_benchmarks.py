@@ -33,16 +33,13 @@ def test_every_rung_changes_one_lever():
     assert rungs[-1] == Rung()
 
 
-def test_ratios_are_taken_within_a_round():
+def test_ratios_are_taken_within_a_round_and_a_clone_that_is_none_is_refused(tmp_path):
     """The machine is three times as slow in the second round; theirs takes twice as long in both."""
     measured = {
         "ours": [{"seconds_a_step": [0.1, 0.2, 0.2]}, {"seconds_a_step": [0.6]}],
         "theirs": [{"seconds_a_step": [0.4]}, {"seconds_a_step": [1.2]}],
     }
     assert train_step.ratios(measured) == {"theirs": {"median": 2.0, "p10": 2.0, "p90": 2.0}}
-
-
-def test_a_clone_that_is_none_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no model\.py"):
         train_step.main(["--nanogpt", str(tmp_path)])
 

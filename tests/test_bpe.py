@@ -113,15 +113,12 @@ def test_long_words_in_windows_have_the_tokens_of_whole_ones(seed, monkeypatch):
         assert encoder([word], [encode.NOTHING])[0].tolist() == ids
 
 
-def test_a_merge_that_is_named_twice_has_its_last_rank():
+def test_a_merge_named_twice_has_its_last_rank_and_pairs_are_found_where_many_meet_in_one_slot():
     rust = byte_level([("a", "b"), ("b", "c")])
     content = json.loads(rust.to_str())
     content["model"]["merges"].append(["a", "b"])
     rust = Tokenizer.from_str(json.dumps(content))
     assert encoded(Merges(rust), [b"abc"]) == in_rust(rust, [b"abc"])
-
-
-def test_pairs_are_found_where_many_meet_in_one_slot():
     table = PairTable(*np.divmod(np.arange(3000, dtype=np.int32), 60), small=True)
     left, right = np.divmod(np.arange(3600, dtype=np.int32), 60)
     assert table(left, right).tolist() == [*range(3000), *[NONE] * 600]

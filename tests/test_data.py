@@ -108,15 +108,12 @@ def test_a_run_that_masks_documents_scores_them_alone(train, store, tmp_path, ca
         assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_resuming_a_run_that_masks_documents_is_exact(train, tmp_path):
+def test_resuming_a_run_that_masks_documents_is_exact_and_masking_makes_another_run(train, tmp_path, monkeypatch):
     straight = train(tmp_path / "straight", "--mask_documents", "true")
     stopped = shutil.copytree(straight, tmp_path / "stopped")
     shutil.rmtree(stopped / "checkpoints" / "step_00000006")
     train(None, "--resume_from_checkpoint", str(stopped))
     assert_equal(weights(straight), weights(stopped))
-
-
-def test_masking_makes_another_run_and_needs_attention_that_does_not_ignore_it(train, tmp_path, monkeypatch):
     run = train(tmp_path / "run", max_steps=1)
     with pytest.raises(UserError, match=r"holds another run \(mask_documents False -> True\)"):
         train(run, "--mask_documents", "true", max_steps=1)

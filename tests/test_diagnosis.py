@@ -85,7 +85,7 @@ def test_a_micro_batch_that_leaves_a_device_empty(tmp_path):
     assert told(diagnosis(tmp_path, accumulation=2), lines([3.0] * 5, peak_memory_gb=33.0)) == []
 
 
-def test_a_gradient_that_explodes(tmp_path):
+def test_a_gradient_that_explodes_and_a_loss_that_is_flat_or_rises(tmp_path):
     usual = lines(noisy(3.0, 60, fall=1))
     one, two = (HEALTHY | {"step": 610 + 10 * i, "loss": 2.0, "grad_norm": norm} for i, norm in enumerate((6.0, 8.0)))
     assert told(diagnosis(tmp_path), [*usual, one, HEALTHY | {"step": 620, "loss": 2.0}]) == []
@@ -93,9 +93,6 @@ def test_a_gradient_that_explodes(tmp_path):
         "The gradient's norm is 8.00, 16 times what it was; if it stays so, lower learning_rate or raise warmup_steps, and resume "
         "from a checkpoint before."
     ]
-
-
-def test_a_loss_that_is_flat_or_rises(tmp_path):
     falling = noisy(5.0, 200, fall=2)
     [flat] = told(diagnosis(tmp_path), lines(falling + noisy(3.0, 80)))
     assert flat.startswith("The loss is flat over the last 510 steps: 3.001, then 3.000 (± 0.000). ")

@@ -64,9 +64,6 @@ def evaluated(capsys, *arguments) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-# ---- the loss, and how sure it is -------------------------------------------------------------------------------------
-
-
 def test_the_standard_error_by_hand_is_over_documents_or_blocks_of_a_text_of_few():
     """Deviations -0.5, -1 and 1.5 from 2.5 a unit of size: sqrt(3 / 2 * 3.5) / 6."""
     result = ratio(np.array([2.0, 4.0, 9.0]), np.array([1, 2, 3]))
@@ -129,9 +126,6 @@ def test_two_processes_find_the_same(many, tmp_path, capsys, launch):
         assert ours["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], abs=1e-6)
 
 
-# ---- the panel --------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def bits_of_documents(model, tokenizer, texts: list[str], context: int) -> list[float]:
     """The definition: each token alone, from a window of its own."""
@@ -175,7 +169,7 @@ def test_a_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(many, store, 
     assert set(rows) - {str(tmp_path / name) for name in bits} == {"unigram", "trigram", *baselines.COMPRESSORS}
 
 
-def test_a_unigram_and_a_bigram_by_hand():
+def test_ngrams_by_hand_sum_to_one_after_any_two_tokens():
     # 3, 1 and 0 of 4, a discount of 0.75 from two kinds: 1.5 / 4, shared by three.
     unigram = NGram(np.array([0, 0, 0, 1], dtype=np.uint16), 3, 1)
     assert unigram.probabilities(np.array([0, 1, 2])) == pytest.approx([0.6875, 0.1875, 0.125])
@@ -184,9 +178,6 @@ def test_a_unigram_and_a_bigram_by_hand():
     assert bigram.probabilities(np.array([0, 0]))[1] == pytest.approx(0.75 / 2 * (1 / 3))
     assert bigram.probabilities(np.array([0, 1])) == pytest.approx([1 / 3, 1.25 / 2 + 0.75 / 2 * (2 / 3)])
     assert bigram.probabilities(np.array([1, 0])) == pytest.approx([2 / 3, 0.25 / 2 + 0.75 * (1 / 3)])
-
-
-def test_probabilities_sum_to_one_after_any_two_tokens():
     tokens = np.random.default_rng(0).integers(0, 6, 200)  # 6 is never seen
     trigram = NGram(np.concatenate([[5, 4], tokens[tokens < 5], [5]]), 7, 3)
     for first in range(7):
@@ -196,25 +187,19 @@ def test_probabilities_sum_to_one_after_any_two_tokens():
             assert min(after) > 0
 
 
-def test_a_larger_training_split_is_thinned(store, monkeypatch):
+def test_baselines_are_thinned_ngrams_and_compressors(store, monkeypatch):
     monkeypatch.setattr(baselines, "FITTED_TOKENS", 1000)
     tokens = store.in_memory("train")
     fitted = baselines.fitted_on(store)
     assert len(fitted) == 1000
     assert fitted[:50].tolist() == tokens[:50].tolist()
     assert fitted[-50:].tolist() == tokens[-50:].tolist()
-
-
-def test_compressors():
     bits = compressed_bits(b"a" * 100_000)
     assert bits["bzip2 -9"] == 8 * 47 / 100_000  # as the commands of these names make of it
     assert bits["xz -6"] == 8 * 148 / 100_000
     assert bits["gzip -9"] == pytest.approx(8 * 133 / 100_000, rel=0.1)  # zlib has versions
     noise = compressed_bits(random.Random(0).randbytes(100_000))
     assert all(8 < value < 8.1 for value in noise.values())
-
-
-# ---- memorization -----------------------------------------------------------------------------------------------------
 
 
 def test_a_planted_span_is_found_where_it_stands_and_an_absent_one_is_not(monkeypatch):
@@ -254,9 +239,6 @@ def test_spans_end_with_the_document(many, tmp_path, capsys):
     found = evaluated(capsys, *arguments)["memorization"]
     assert found["share"] < 0.01 < 0.1 < found["held_out_share"]
     assert 64 * 50 < found["spans"] < 64 * 254  # an end of text comes once in 300 tokens
-
-
-# ---- the door ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_keeps_what_was_found(train, tmp_path, capsys):

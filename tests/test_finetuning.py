@@ -83,15 +83,12 @@ def tuned(run, launch, tmp_path_factory):
     return folder / "model", result.stdout
 
 
-def test_chats_are_learned_and_what_is_forgotten_is_said(tuned):
+def test_chats_are_learned_and_what_is_forgotten_and_what_was_left_out_are_said(tuned):
     losses = table(tuned[1])
     assert list(losses) == ["chats", "original"]
     assert losses["chats"][1] < losses["chats"][0] - 1.5
     assert losses["original"][1] < losses["original"][0] + 0.2
     assert table((tuned[0] / "README.md").read_text()) == losses
-
-
-def test_what_was_left_out_is_chosen_and_said(tuned):
     said = "The learning rate rises to 0.0074 (width 64); 50% of the examples are replayed original text."
     assert said in tuned[1]
     card = (tuned[0] / "README.md").read_text()

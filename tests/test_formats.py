@@ -36,9 +36,6 @@ def train(*arguments):
     train_accelerate.main([str(argument) for argument in arguments])
 
 
-# ---- older formats -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("version", "loss"), [(1, 3.35865), (2, 3.35542)])
 def test_a_run_of_an_older_format_writes_and_resumes_to_the_loss_that_it_reached_then(old, version, loss, capsys):
     run = old / f"run_v{version}"
@@ -107,13 +104,10 @@ def test_what_was_evaluated_is_read(old):
     assert "### Panel" in found_of(run, run.model)
 
 
-def test_the_cached_store_that_a_run_was_trained_on_is_named(old, monkeypatch):
+def test_the_cached_store_of_a_run_and_those_that_an_update_may_have_left_over_are_named(old, monkeypatch):
     monkeypatch.setattr(data, "CACHE", old)
     with pytest.raises(UserError, match=r"the run was trained on \S+/store_v2: --data \S+/store_v2 resumes it"):
         train("--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v1")
-
-
-def test_cached_stores_that_an_update_may_have_left_over_are_named(old, monkeypatch):
     monkeypatch.setattr(data, "CACHE", old / "cache")
     shutil.copytree(old / "store_v1", old / "cache" / "text-0123456789ab")
     said = []
@@ -130,9 +124,6 @@ def test_the_names_of_cached_stores_stay_the_same():
     rest = {"pad_token": "<|pad|>", "special_tokens": [], "cleaning": ["normalize"], "dedup": "no", "input": ["x"]}
     rest |= {"weights": [], "seed": 1337, "validation_fraction": 0.01}
     assert Recipe(["x"]).settings() == corpus | tokens | rest
-
-
-# ---- newer formats -----------------------------------------------------------------------------------------------------
 
 
 def pretokenize_again(old):

@@ -31,7 +31,7 @@ def noise(n: int) -> list[float]:
     return [3.0 + chance.gauss(0, 0.05) for _ in range(n)]
 
 
-def test_a_log_line_tells_the_mean_of_the_steps_that_counted(health):
+def test_a_log_line_tells_the_mean_of_the_steps_that_counted_and_too_many_others_end_the_run(health):
     one = health()
     feed(one, 2.0, math.nan, 4.0)
     assert one.read(3) is None
@@ -46,9 +46,6 @@ def test_a_log_line_tells_the_mean_of_the_steps_that_counted(health):
     other.read(1)
     assert other.losses == [None]
     assert not other.is_lost
-
-
-def test_too_many_in_a_row_end_the_run_and_name_the_weights(health):
     one = health(max_nonfinite_steps=3)
     feed(one, 2.0, math.nan, math.nan)
     one.read(3)
@@ -58,7 +55,7 @@ def test_too_many_in_a_row_end_the_run_and_name_the_weights(health):
     assert divergence.value.weights_after == 1  # the last step that changed them
 
 
-def test_a_spike_is_six_deviations_above_what_was_before(health):
+def test_a_spike_is_six_deviations_above_what_was_before_also_read_in_pieces(health):
     one = health()
     losses = noise(200)
     feed(one, *losses, 3.2, 5.0, 6.0, 3.0)
@@ -73,9 +70,6 @@ def test_a_spike_is_six_deviations_above_what_was_before(health):
     other = health()  # with little to compare with
     feed(other, *noise(WINDOW // 2 - 1), 9.0)
     assert other.read(WINDOW // 2) is None
-
-
-def test_reading_in_pieces_finds_the_same(health):
     losses = [*noise(150), 5.0, *noise(20)]
     whole, pieces = health(), health()
     feed(whole, *losses)

@@ -71,7 +71,6 @@ def tiny(**fields):
 
 
 def as_a_stranger(launch, folder, sources):
-    """What a fresh process, far from the repository, finds in each source."""
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     strange = {"HF_HOME": str(folder / "hf"), "HF_HUB_CACHE": str(folder / "hf" / "hub"), "HF_HUB_OFFLINE": "1"}

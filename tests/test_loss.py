@@ -49,16 +49,7 @@ def test_in_mixed_precision_it_is_as_close_as_autograd(precision):
         assert (one - truth).norm() <= 1.2 * (other - truth).norm() + 1e-6 * truth.norm()
 
 
-def test_the_sum_that_gpus_compute_is_the_same():
-    log_probabilities = torch.randn(30, 50).log_softmax(dim=-1)
-    log_probabilities[3, 4] = -torch.inf  # of a token that is not the target
-    targets = torch.arange(30) + 10
-    targets[::7] = IGNORED
-    expected = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
-    torch.testing.assert_close(_nats_of_one_kernel(log_probabilities, targets), expected)
-
-
-def test_the_gradient_by_hand():
+def test_the_gradient_by_hand_and_the_sum_that_gpus_compute():
     """Two tokens, logits 0 and log 3: probabilities 1/4 and 3/4."""
     states = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[0.0], [3.0]]).log().nan_to_num(neginf=0.0).requires_grad_()
@@ -67,6 +58,12 @@ def test_the_gradient_by_hand():
     assert loss.item() == pytest.approx(1.3862944)  # log 4
     assert weight.grad.flatten().tolist() == pytest.approx([-0.75, 0.75])
     assert states.grad.item() == pytest.approx(0.75 * 1.0986123)
+    log_probabilities = torch.randn(30, 50).log_softmax(dim=-1)
+    log_probabilities[3, 4] = -torch.inf  # of a token that is not the target
+    targets = torch.arange(30) + 10
+    targets[::7] = IGNORED
+    expected = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
+    torch.testing.assert_close(_nats_of_one_kernel(log_probabilities, targets), expected)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -80,9 +77,8 @@ def test_whole_logits_never_exist_for_the_backward_pass(compiled):
         return tensor
 
     states, weight, targets = problem(*SHAPES[-1])
-    loss = (
-        torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True) if compiled else linear_cross_entropy
-    )
+    loss = linear_cross_entropy
+    loss = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss(states, weight, targets)
     assert sorted(kept)[-2:] == [1100 * 8, 2500 * 8]
@@ -102,9 +98,8 @@ def test_compiled_it_is_one_graph_and_the_same():
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_a_model_are_those_of_its_own_loss(tied):
     torch.manual_seed(0)
-    model = GPT2ScratchForCausalLM(
-        GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, tie_word_embeddings=tied)
-    )
+    shape = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**shape, tie_word_embeddings=tied))
     windows = torch.randint(0, 50, (3, 17))
     inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
     model(inputs, labels=targets, shift_labels=targets).loss.backward()

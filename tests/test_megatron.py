@@ -24,7 +24,7 @@ def test_an_index_is_megatrons_to_the_byte(tmp_path, dtype, code, itemsize):
     assert (tmp_path / "train.idx").read_bytes() == (tmp_path / "val.idx").read_bytes() == expected
 
 
-def test_a_document_that_int32_cannot_count_is_several_sequences(tmp_path):
+def test_a_document_that_int32_cannot_count_is_several_sequences_read_some_at_a_time(tmp_path, monkeypatch):
     megatron.write_indexes(store_of(tmp_path, [5, 2**32 + 5, 2**32 + 6]), "uint16")
     content = (tmp_path / "train.idx").read_bytes()
     sequences, documents = struct.unpack_from("<QQ", content, 18)
@@ -33,9 +33,6 @@ def test_a_document_that_int32_cannot_count_is_several_sequences(tmp_path):
     assert lengths == (5, 2**31 - 1, 2**31 - 1, 2, 1)
     assert struct.unpack_from("<5q", content, 54) == (0, 10, 2**32 + 8, 2**33 + 6, 2**33 + 10)
     assert struct.unpack_from("<4q", content, 94) == (0, 1, 4, 5)
-
-
-def test_documents_are_read_some_at_a_time(tmp_path, monkeypatch):
     ends = np.cumsum(np.arange(1, 50)).tolist()
     megatron.write_indexes(store_of(tmp_path, ends), "uint16")
     whole = (tmp_path / "train.idx").read_bytes()

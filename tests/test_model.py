@@ -186,15 +186,6 @@ class SoftmaxTypes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@torch.no_grad()
-def test_eager_attention_takes_the_softmax_in_float32_under_bfloat16():
-    model = tiny("eager").to(torch.bfloat16)
-    with SoftmaxTypes() as softmax:
-        output = model(tokens(1, 8), output_attentions=True)
-    assert softmax.seen == [torch.float32] * 2
-    assert output.attentions[0].dtype == output.logits.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["embd_pdrop", "attn_pdrop", "resid_pdrop"])
 def test_each_kind_of_dropout_acts_in_training_and_only_there(kind, attention):
@@ -352,7 +343,6 @@ def test_drafts_of_the_first_layers_are_greedy_generation():
 
 @pytest.fixture
 def warned():
-    """The warnings that `generate` logs."""
     texts = []
     logger = logging.getLogger("transformers.generation.utils")
     watch = lambda record: texts.append(record.getMessage()) or True  # noqa: E731
@@ -676,7 +666,8 @@ def test_a_registered_attention_function_sees_the_layer_and_every_keyword():
         assert kwargs["dropout"] == 0.0
 
 
-def test_eager_attention_is_the_equation():
+@torch.no_grad()
+def test_eager_attention_is_the_equation_with_the_softmax_in_float32():
     """softmax(q k^T / sqrt(2)) v with q k^T / sqrt(2) = (0, ln 3): weights 1/4 and 3/4."""
     query = torch.tensor([[[[math.sqrt(2), 0.0]]]])
     key = torch.tensor([[[[0.0, 1.0], [math.log(3), 1.0]]]])
@@ -684,3 +675,8 @@ def test_eager_attention_is_the_equation():
     output, weights = eager_attention_forward(torch.nn.Module(), query, key, value, None, scaling=1 / math.sqrt(2))
     torch.testing.assert_close(weights, torch.tensor([[[[0.25, 0.75]]]]))
     torch.testing.assert_close(output, torch.tensor([[[[1.0, 6.0]]]]))
+    model = tiny("eager").to(torch.bfloat16)
+    with SoftmaxTypes() as softmax:
+        output = model(tokens(1, 8), output_attentions=True)
+    assert softmax.seen == [torch.float32] * 2
+    assert output.attentions[0].dtype == output.logits.dtype == torch.bfloat16

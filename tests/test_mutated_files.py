@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import trained
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from publishing.card import Edition, model_card
@@ -66,8 +67,6 @@ def mutated(original: bytes, name: str, rng: random.Random) -> bytes:
 
 @pytest.fixture(scope="module")
 def finished(store, tmp_path_factory):
-    from conftest import trained
-
     run = trained(store, tmp_path_factory.mktemp("runs") / "finished")
     evaluate.main([str(run), "--memorization"])
     return run

@@ -38,16 +38,13 @@ def test_each_of_several_texts_goes_on_where_it_stood_and_ends_where_it_ends(let
 
 
 @torch.no_grad()
-def test_a_text_ends_at_any_of_several_end_tokens(letters):
+def test_a_text_ends_at_any_of_several_end_tokens_and_arranged_weights_are_the_same(letters):
     model, tokenizer = letters
     model.generation_config.eos_token_id = [END, 3]  # as a chat model, whose config names one
     torch.manual_seed(1)
     texts = continue_texts(model, tokenizer, "a", 64, 30, generation_config(1.0, top_k=4))
     assert not {END, 3} & {id for text in texts for id in tokenizer.encode(text)}
     assert max(map(len, texts)) > CONTEXT
-
-
-def test_arranged_weights_are_the_same_weights(letters):
     model, _ = letters
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     arrange_weights(model)

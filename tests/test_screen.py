@@ -14,7 +14,7 @@ ENTRY = {"step": 100, "loss": 3.2141, "learning_rate": 6e-4, "grad_norm": 0.4237
 ENTRY |= {"mfu": 0.47, "data_share": 0.0004, "peak_memory_gb": 11.2}
 
 
-def test_a_log_line():
+def test_a_log_line_a_perplexity_and_a_clock():
     assert View(ENTRY, 120.0, 62.0, None).line() == (
         "loss 3.214  norm 0.42  lr 6.00e-04  683,000 tok/s  MFU 47%  data 0.0%  peak 11.2 GB  ETA 1:02"
     )
@@ -23,15 +23,18 @@ def test_a_log_line():
     skipped = {"learning_rate": 6e-4, "skipped_steps": 10, "peak_memory_gb": 1.0}
     expected = "no finite loss  (10 skipped: not finite)  lr 6.00e-04  peak 1.0 GB  ETA 0:01"
     assert View(skipped, 1.0, 1.0, None).line() == expected
+    assert [perplexity(value) for value in (44.3219, 6787.0, 1.139e108)] == ["44.32", "6,787.00", "1.1e+108"]
+    assert [clock(seconds) for seconds in (0, 61, 3661.9, 360_000)] == ["0:00", "1:01", "1:01:01", "100:00:00"]
 
 
 def test_the_best_is_claimed_by_the_loss_that_compares(capsys):
     early = {"step": 400, "eval_loss": 3.3, "eval_perplexity": 27.1126, "eval_bits_per_byte": 1.5}
     last = early | {"step": 800, "eval_loss": 3.4, "eval_sampled_loss": 3.25}
-    screen = Screen(800, 0, [])
+    screen = Screen(800, 0, [], compiles=True)
     for entry, best in ((early, early), (last, last), (early | {"step": 600, "eval_loss": 3.35}, early)):
         screen.validated(entry, best)
     assert capsys.readouterr().out.splitlines() == [
+        "Compiling for the first step, which may take minutes ...",
         "step 400: validation loss 3.3000, perplexity 27.11, 1.500 bits per byte (the best so far)",
         "step 800: validation loss 3.4000, perplexity 27.11, 1.500 bits per byte on all held-out text, loss 3.2500 on the "
         "sample (the best so far)",
@@ -51,11 +54,6 @@ def test_lines_break_at_words_and_commands_stay_whole():
     assert wrapped("         (weights 0.00, gradients 0.00)", 30) == "         (weights 0.00,\n         gradients 0.00)"
 
 
-def test_what_is_no_terminal_hears_once_that_it_compiles(capsys):
-    Screen(100, 0, [], compiles=True)
-    assert capsys.readouterr().out == "Compiling for the first step, which may take minutes ...\n"
-
-
 @pytest.mark.parametrize(
     ("values", "width", "drawn"),
     [
@@ -69,21 +67,13 @@ def test_a_curve_in_a_line(values, width, drawn):
     assert sparkline(values, width) == drawn
 
 
-def test_a_perplexity_has_no_hundred_digits_and_a_clock_hours_where_there_are_any():
-    assert [perplexity(value) for value in (44.3219, 6787.0, 1.139e108)] == ["44.32", "6,787.00", "1.1e+108"]
-    assert [clock(seconds) for seconds in (0, 61, 3661.9, 360_000)] == ["0:00", "1:01", "1:01:01", "100:00:00"]
-
-
 def test_on_a_terminal_a_few_lines_stay_in_place(store, tmp_path):
     ours, theirs = os.openpty()
     settings = TINY | {"max_steps": 40, "eval_steps": 20, "hourly_price": 2.0}
-    process = subprocess.Popen(
-        [sys.executable, "train_accelerate.py", *flags(data=store.folder, output_dir=tmp_path / "run", **settings)],
-        cwd=REPOSITORY,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40", "OMP_NUM_THREADS": "1"},
-        stdout=theirs,
-        stderr=theirs,
-    )
+    arguments = flags(data=store.folder, output_dir=tmp_path / "run", **settings)
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "train_accelerate.py", *arguments]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=theirs, stderr=theirs)
     os.close(theirs)
     said = b""
     while True:
@@ -100,9 +90,8 @@ def test_on_a_terminal_a_few_lines_stay_in_place(store, tmp_path):
     assert re.search(stays, text)
     last = text[text.rindex("step 40/40 ━") :]
     assert re.search(r"\ntrain +loss [\d.]+  █[▁-█]+  gradient norm [\d.]+  learning rate 0.00e\+00", last)
-    assert re.search(
-        r"\nvalidate +loss [\d.]+, perplexity [\d.]+, [\d.]+ bits per byte, at step 40 \(the best so far\)", last
-    )
+    scored = r"\nvalidate +loss [\d.]+, perplexity [\d.]+, [\d.]+ bits per byte, at step 40 \(the best so far\)"
+    assert re.search(scored, last)
     assert re.search(r"\nspeed +[\d,]+ tok/s  data [\d.]+%  peak [\d.]+ GB", last)
     assert re.search(r"\ntime +0:\d\d so far  0.\d\d of 0.\d\d \$", last)
     assert said.endswith(b"\n")
@@ -112,15 +101,11 @@ def test_on_a_terminal_a_few_lines_stay_in_place(store, tmp_path):
 IS_LIVE = "from training.reporting.screen import Screen; it = Screen(100, 0, []); print(it.live is not None)"
 
 
-def test_in_a_file_nothing_stays_in_place_whatever_its_colours(launch):
+def test_nothing_stays_in_place_in_a_file_whatever_its_colours_or_on_a_terminal_that_cannot_move_its_cursor(launch):
     assert launch("-c", IS_LIVE, FORCE_COLOR="1").stdout == "False\n"
-
-
-def test_on_a_terminal_that_cannot_move_its_cursor_nothing_stays_in_place():
     ours, theirs = os.openpty()
-    subprocess.run(
-        [sys.executable, "-c", IS_LIVE], cwd=REPOSITORY, env=os.environ | {"TERM": "dumb"}, stdout=theirs, check=True
-    )
+    dumb = os.environ | {"TERM": "dumb"}
+    subprocess.run([sys.executable, "-c", IS_LIVE], cwd=REPOSITORY, env=dumb, stdout=theirs, check=True)
     said = os.read(ours, 65536)
     os.close(theirs)
     os.close(ours)
@@ -130,15 +115,8 @@ def test_on_a_terminal_that_cannot_move_its_cursor_nothing_stays_in_place():
 SPEAKS = "from command_line import run; from training.reporting.screen import say; run(lambda _: say('\u2581 7'))"
 
 
-def test_a_terminal_of_another_encoding_shows_what_it_can(launch):
+def test_another_encoding_shows_what_it_can_and_a_closed_output_is_no_reason_to_fail(launch):
     assert launch("-c", SPEAKS, PYTHONIOENCODING="ascii").stdout == "? 7\n"
-
-
-def test_a_closed_output_is_no_reason_to_fail():
-    closed = subprocess.run(
-        ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, SPEAKS],
-        cwd=REPOSITORY,
-        stderr=subprocess.PIPE,
-        check=False,
-    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, SPEAKS]
+    closed = subprocess.run(command, cwd=REPOSITORY, stderr=subprocess.PIPE, check=False)
     assert (closed.returncode, closed.stderr) == (0, b"")

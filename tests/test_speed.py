@@ -93,15 +93,7 @@ EVENTS = """\
 """
 
 
-def test_hours_leave_out_the_time_between_a_kill_and_the_next_start(tmp_path):
-    (tmp_path / "events.jsonl").write_text(EVENTS)
-    events = read_events(tmp_path / "events.jsonl")
-    assert hours(events, datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 1.5
-    assert hours(events, datetime(2026, 1, 2, 8, 30, tzinfo=UTC)) == 1.25  # a clock that was set back
-    assert hours([], datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 0
-
-
-def test_an_event_that_a_crash_cut_off_hides_none_after_it(tmp_path):
+def test_an_event_cut_off_hides_none_after_it_and_hours_leave_out_the_time_between_starts(tmp_path):
     path = tmp_path / "events.jsonl"
     record(path, "begun", 0)
     with path.open("a") as file:
@@ -110,6 +102,11 @@ def test_an_event_that_a_crash_cut_off_hides_none_after_it(tmp_path):
     record(path, "saved", 5, seconds=0.1)
     found = [(event["event"], event["step"]) for event in read_events(path)]
     assert found == [("begun", 0), ("resumed", 0), ("saved", 5)]
+    (tmp_path / "events.jsonl").write_text(EVENTS)
+    events = read_events(tmp_path / "events.jsonl")
+    assert hours(events, datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 1.5
+    assert hours(events, datetime(2026, 1, 2, 8, 30, tzinfo=UTC)) == 1.25  # a clock that was set back
+    assert hours([], datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 0
 
 
 def test_the_report_sums_up_the_log_lines(store, tmp_path):
