@@ -263,13 +263,9 @@ def test_a_plan_that_was_changed_is_refused(begun, old, new, problem):
     assert str(error.value) == f"{path} is damaged ({problem}); delete .store.unfinished to begin again."
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"), [("o\udcff", r"'o\\udcff' is not a name in UTF-8"), ("link", "link exists and is not")]
-)
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(begun, name, problem):
-    Path("link").symlink_to("texts/loop")
-    with pytest.raises(UserError, match=problem + r".*; name another --output\.$"):
-        pretokenize(recipe_of(Path("texts")), Path(name), lambda text: None)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(begun):
+    with pytest.raises(UserError, match=r"'o\\udcff' is not a name in UTF-8; name another --output\.$"):
+        pretokenize(recipe_of(Path("texts")), Path("o\udcff"), lambda text: None)
 
 
 def test_settings_and_files_that_changed_in_between_are_named_and_undoing_it_goes_on(begun):
