@@ -16,17 +16,25 @@ runs/x/
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from errors import UserError, counted
 from limits import setting
-from removal import MARK, discard, is_marked, mark
+from removal import LITTER, MARK, discard, is_marked, mark
 from training.reliability import checkpoint as checkpoints
 from training.reliability.status import check_run_format, is_status
 from training.reporting.metrics import comparable_loss, forget_after, read_events, read_metrics
 from training.sampling import forget_samples_after
 
 CONFIG_FILE = "config.yaml"
+EMPTY = (
+    *LITTER,
+    ".gitignore",
+    ".gitkeep",
+    ".ipynb_checkpoints",
+    "lost+found",
+)  # names in a folder that counts as empty
 PLOTS = ("loss", "course")
 _STEP = f"step_{'[0-9]' * 8}"
 _STEPS = (_STEP, f"damaged_{_STEP}", f".{_STEP}.unfinished", f".{_STEP}.removed", f".damaged_{_STEP}.removed")
@@ -120,8 +128,9 @@ class RunFolder:
         return None
 
     def is_empty(self) -> bool:
-        """Whether nothing is there but hidden files, such as a lock, and no mark, which may be of another program."""
-        return all(path.name.startswith(".") and path.name != MARK for path in self.path.iterdir())
+        """Whether nothing is there but a lock, and what systems and version control put into empty folders."""
+        names = (*EMPTY, f".{self.path.resolve().name}.lock*")
+        return all(any(fnmatchcase(path.name, name) for name in names) for path in self.path.iterdir())
 
     def last_good(self) -> str:
         """What to go on from, in words."""
