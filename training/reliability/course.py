@@ -18,7 +18,7 @@ from training.reliability import restart
 from training.reliability.backup import Backup
 from training.reliability.changes import compare
 from training.reliability.checkpoint import TrainState
-from training.reliability.resume import Settings, choose_checkpoint
+from training.reliability.resume import Settings, choose_checkpoint, refuse_lost_checkpoints
 from training.reliability.run_folder import RunFolder, begin, is_checkpoint, run_of
 from training.reliability.status import record, starts_in_force, write_status
 from training.reporting.metrics import has_evaluation, read_events
@@ -67,6 +67,7 @@ def find_start(
     def choose() -> str | None:
         settings = Settings(config.flat(), config.defaults(), config.changes.allowed)
         chosen = choose_checkpoint(config.run, settings, backup, bool(restart.restarted()), say)
+        refuse_lost_checkpoints(config.run, chosen)
         return str(chosen) if chosen is not None else None
 
     found = on_main(accelerator, choose)

@@ -51,24 +51,6 @@ def choose_checkpoint(
     if not may_hold_run(folder):
         raise UserError(f"{folder.path} exists and is not a run folder; name another --output_dir.")
     check_run_format(folder.status)
-    checkpoint = _choose(folder, arguments, settings, backup, is_restart, say)
-    is_new = checkpoint is None or run_of(checkpoint).resolve() != folder.path.resolve()
-    if is_new and (folder.model / checkpoints.WEIGHTS).exists() and not arguments.overwrite_output_dir:
-        raise UserError(
-            f"{folder.path} holds a model and no checkpoint that this command can resume from; name another --output_dir, or "
-            f"delete the model by --overwrite_output_dir."
-        )
-    return checkpoint
-
-
-def _choose(
-    folder: RunFolder,
-    arguments: RunArguments,
-    settings: Settings,
-    backup: Backup | None,
-    is_restart: bool,
-    say: Callable[[str], None],
-) -> Path | None:
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
     if is_restart:  # what the backup has beyond the folder was taken back
         backup = None
@@ -86,6 +68,21 @@ def _choose(
     if has_begun:
         _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
     return _newest(folder, backup, settings, say)
+
+
+def refuse_lost_checkpoints(arguments: RunArguments, checkpoint: Path | None) -> None:
+    """Keep the model of a run whose checkpoints were deleted: a command that does not resume it would replace it.
+
+    Raises:
+        UserError: the run folder holds such a model, and the command does not overwrite it.
+    """
+    folder = RunFolder(arguments.output_dir)
+    is_new = checkpoint is None or run_of(checkpoint).resolve() != folder.path.resolve()
+    if is_new and (folder.model / checkpoints.WEIGHTS).exists() and not arguments.overwrite_output_dir:
+        raise UserError(
+            f"{folder.path} holds a model and no checkpoint that this command can resume from; name another --output_dir, or "
+            f"delete the model by --overwrite_output_dir."
+        )
 
 
 def _newest(
