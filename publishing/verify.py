@@ -31,7 +31,7 @@ LOSS_TOLERANCE = 0.01  # nats a token: the run computed it in bf16, as a rule
 STANDARD_ERRORS = 5  # that the loss on some windows may differ from that on all
 FORWARD_FLOPS = 1e12  # spent on the loss: some ten seconds of two cores
 # All that a process gets of this one's environment: no token, no path of this repository, no address of a proxy.
-FOR_STRANGERS = (
+PASSED_ON = (
     *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT"),
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
@@ -161,7 +161,7 @@ def _ask_a_stranger(published: Published, expected: Expected) -> tuple[dict, tor
         save_file({"probe": expected.probe, **expected.windows}, request["files"])
         (elsewhere / "request").write_text(json.dumps(request), encoding="utf-8")
         home = str(elsewhere / "home")
-        environment = {name: os.environ[name] for name in FOR_STRANGERS if name in os.environ}
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment |= {"HOME": home, "HF_HOME": home, "PYTHONUSERBASE": site.getuserbase(), "HF_HUB_OFFLINE": "1"}
         if published.cache is not None:
             environment["HF_HUB_CACHE"] = str(published.cache)

@@ -194,7 +194,7 @@ def test_configurations_splits_revisions_tables_and_chats_are_read(found, entry,
             r"user/name:default:nothing@2+ cannot be read from the Hub: Bad split: nothing\. .*[^.]\.",
         ),
         ("user/name:secret", r"user/name:secret@2+ cannot be read from the Hub: 403 Forbidden.*[^.]\."),
-        ("user/name:broken", r"user/name:broken@2+ cannot be read further: .*\. The same command goes on from here\."),
+        ("user/name:broken", r"user/name:broken@2+ cannot be read further: .*\. The same command resumes from here\."),
     ],
 )
 def test_what_cannot_be_read_ends_in_one_sentence(found, entry, sentence):
@@ -218,7 +218,7 @@ def test_a_lost_connection_ends_in_one_sentence_and_the_same_command_goes_on_at_
     assert (first.returncode, "Traceback" in first.stderr) == (1, False), first.stderr
     [error] = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
-        rf"error: user/name@{FIRST} cannot be read further: .*\. The same command goes on from here\.", error
+        rf"error: user/name@{FIRST} cannot be read further: .*\. The same command resumes from here\.", error
     )
     assert again.returncode == 0, again.stderr
     assert "store: 1 of 2 units of work are done." in again.stdout

@@ -245,7 +245,7 @@ def edit(folder: Path, **values) -> None:
 )
 def test_a_damaged_store_is_refused_with_the_remedy(finished, damage, sentence):
     damage(finished)
-    with pytest.raises(UserError, match=sentence + r".* Delete it and make it anew\.$") as error:
+    with pytest.raises(UserError, match=sentence + r".* Delete it and make it again\.$") as error:
         TokenStore(finished)
     assert "\n" not in str(error.value)
 
@@ -254,7 +254,7 @@ def test_a_damaged_store_is_refused_with_the_remedy(finished, damage, sentence):
 def test_an_index_that_does_not_divide_the_tokens_is_refused(finished, ends):
     store = TokenStore(finished)
     np.array(ends, dtype="<i8").tofile(finished / "val.bin.index")
-    with pytest.raises(UserError, match=r"val\.bin\.index is not the index of \d+ tokens: .* make it anew\.$"):
+    with pytest.raises(UserError, match=r"val\.bin\.index is not the index of \d+ tokens: .* make it again\.$"):
         store.offsets("val")
 
 
@@ -310,5 +310,5 @@ def test_an_id_beyond_the_vocabulary_is_found(finished):
     tokens.flush()
     store = TokenStore(finished)
     store.check_ids("train")
-    with pytest.raises(UserError, match=r"val\.bin holds token id 300, beyond its vocabulary of 300; .* anew"):
+    with pytest.raises(UserError, match=r"val\.bin holds token id 300, beyond its vocabulary of 300; .* again"):
         store.check_ids("val")

@@ -203,7 +203,7 @@ def test_a_full_disk_ends_in_one_sentence_and_the_same_command_goes_on(texts, ex
     with start(command(texts, "--num_proc", 2), tmp_path, preexec_fn=limited) as process:
         sentence = failed(process)
     assert "(File too large" in sentence or "(os error 27)" in sentence
-    assert "correct that, and the same command goes on." in sentence
+    assert "correct that, and the same command resumes." in sentence
     finish(command(texts, "--num_proc", 2), tmp_path)
     assert contents(tmp_path / "store") == expected
 

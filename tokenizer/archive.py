@@ -75,7 +75,7 @@ def _pack_file(store: TokenStore, name: str, tar: tarfile.TarFile) -> None:
         content = Hashed(source)
         tar.addfile(info, content)
     if store.metadata.hashes.get(name, content.hexdigest) != content.hexdigest:
-        raise UserError(f"{store.folder / name} was changed. Delete {store.folder} and make it anew.")
+        raise UserError(f"{store.folder / name} was changed. Delete {store.folder} and make it again.")
 
 
 def unpack(archive: Path, folder: Path) -> TokenStore:

@@ -19,7 +19,7 @@ from tokenizer.files import UnreadableError
 from tokenizer.hub import HubDataset
 from tokenizer.making import Making, cores
 from tokenizer.recipe import Recipe
-from tokenizer.store import GOES_ON, SPLITS, TokenStore
+from tokenizer.store import RESUMES, SPLITS, TokenStore
 from tokenizer.work import Workers
 
 LARGE_BYTES = 50_000_000  # of text: less is tokenized in seconds
@@ -64,7 +64,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     if not any(corpus.hub) and corpus.text_size <= LARGE_BYTES:
         return None
     say(f"Reading a sample of {data} ...")
-    with disk_errors(folder, GOES_ON):
+    with disk_errors(folder, RESUMES):
         text.mkdir()
         sampled = _sample_files(corpus, text) if corpus.all_files else _sample_hub(corpus.hub[0], text)
         if sampled is None:

@@ -154,7 +154,7 @@ class HubDataset:
             yield from stream
         except Exception as error:
             raise UserError(
-                f"{self} cannot be read further: {shortened(error)}. The same command goes on from here."
+                f"{self} cannot be read further: {shortened(error)}. The same command resumes from here."
             ) from error
 
 

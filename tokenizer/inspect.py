@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
         return
     show(store)
     if found := list(problems(store)):
-        raise UserError("\n".join(f"{problem} Delete the store and make it anew." for problem in found))
+        raise UserError("\n".join(f"{problem} Delete the store and make it again." for problem in found))
     print("Every hash is right, and so are the indexes; every id is in the vocabulary.")
 
 
@@ -92,7 +92,7 @@ def _problems_of_split(store: TokenStore, split: str) -> Iterator[str]:
     try:
         store.check_ids(split)
     except UserError as error:
-        yield str(error).removesuffix(" Delete it and make it anew.")
+        yield str(error).removesuffix(" Delete it and make it again.")
 
 
 if __name__ == "__main__":

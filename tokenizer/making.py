@@ -33,7 +33,7 @@ from tokenizer.files import is_packed
 from tokenizer.merge import Merger
 from tokenizer.progress import Progress
 from tokenizer.recipe import Recipe
-from tokenizer.store import GOES_ON, MAX_UINT16_VOCAB, STORE_FILES, TokenStore, finish, write_whole
+from tokenizer.store import MAX_UINT16_VOCAB, RESUMES, STORE_FILES, TokenStore, finish, write_whole
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.work import Part, Plan, Settings, Workers, done_parts
 
@@ -71,7 +71,7 @@ def pretokenize(
     folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
     if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write there
         raise UserError(f"{str(folder)!a} is not a name in UTF-8; name another --output.")
-    with disk_errors(folder, GOES_ON), Workers() as workers:
+    with disk_errors(folder, RESUMES), Workers() as workers:
         making = Making(recipe, folder, say, workers, num_proc or cores())
         with _locked(folder, "", wait=is_cache or shard is not None):
             if TokenStore.is_store(folder):
@@ -153,7 +153,7 @@ class Making:
             return schema.read(path, list[tuple[str, int, int]])
         except (FileNotFoundError, ValueError) as error:
             raise UserError(
-                f"{path} is missing or damaged ({error}). Delete {self.folder} and make it anew."
+                f"{path} is missing or damaged ({error}). Delete {self.folder} and make it again."
             ) from error
 
     def _changed(self, settings: dict[str, Any], inputs: list[list]) -> str:

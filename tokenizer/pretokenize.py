@@ -5,7 +5,7 @@ python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/boo
 python -m tokenizer.pretokenize --input user/dataset:config:split@revision --tokenizer openai-community/gpt2 --output data/theirs
 python -m tokenizer.pretokenize --input crawl/ --output data/crawl --shard 3/64      # on one of 64 machines; then --merge
 
-Interrupted, the same command goes on, and what it makes is the same to the byte, in any number of processes.
+Interrupted, the same command resumes, and what it makes is the same to the byte, in any number of processes.
 """
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)

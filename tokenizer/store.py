@@ -43,7 +43,7 @@ SETTINGS = {
     "chat_template": str | None,
 }  # that are used
 OTHER_STORE = "correct that, or name another store"
-GOES_ON = "correct that, and the same command goes on"
+RESUMES = "correct that, and the same command resumes"
 # Patterns, see `removal.discard`.
 STORE_FILES = (
     "*.bin",
@@ -130,7 +130,7 @@ class TokenStore:
             if not problems and file_sha256(path) != self.metadata.tokenizer_sha256:
                 problems.append(f"{path.parent} is another tokenizer than the one these tokens were made with.")
         if problems:
-            raise UserError("\n".join(f"{problem} Delete it and make it anew." for problem in problems))
+            raise UserError("\n".join(f"{problem} Delete it and make it again." for problem in problems))
 
     @staticmethod
     def is_store(folder: str | Path) -> bool:
@@ -167,7 +167,7 @@ class TokenStore:
         offsets = index if self.metadata.format_version == 1 else np.concatenate([[0], index])
         if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
             raise UserError(
-                f"{path} is not the index of {tokens:,} tokens: it was changed. Delete {self.folder} and make it anew."
+                f"{path} is not the index of {tokens:,} tokens: it was changed. Delete {self.folder} and make it again."
             )
         return offsets
 
@@ -194,7 +194,7 @@ class TokenStore:
         if stated != found:
             raise UserError(
                 f"{self.folder / 'metadata.json'} states {stated}, its tokenizer has {found}: one of them was changed. Delete "
-                f"{self.folder} and make it anew."
+                f"{self.folder} and make it again."
             )
         return tokenizer
 
@@ -206,7 +206,7 @@ class TokenStore:
             if largest >= self.metadata.vocab_size:
                 raise UserError(
                     f"{self.folder / f'{split}.bin'} holds token id {largest}, beyond its vocabulary of "
-                    f"{self.metadata.vocab_size}; the file or metadata.json was changed. Delete it and make it anew."
+                    f"{self.metadata.vocab_size}; the file or metadata.json was changed. Delete it and make it again."
                 )
 
     def check_hashes(self, *splits: str) -> None:
@@ -276,7 +276,7 @@ def read_metadata(folder: Path) -> Metadata:
         return metadata
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} is not the metadata of a token store ({error}). Delete it and make it anew."
+            f"{path} is not the metadata of a token store ({error}). Delete it and make it again."
         ) from error
 
 

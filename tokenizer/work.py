@@ -34,7 +34,7 @@ from tokenizer.cleaning import Cleaner, Outcome
 from tokenizer.corpus import Unit
 from tokenizer.dedup import BANDS, MinHasher, halves, keys_per_document
 from tokenizer.documents import Counts, Piece, Reader, Stretch
-from tokenizer.store import GOES_ON, SPLITS, write_whole
+from tokenizer.store import RESUMES, SPLITS, write_whole
 
 PLAN_VERSION = 1
 ROOT = Path(__file__).parent.parent
@@ -153,7 +153,7 @@ class Job:
 
     def do(self, number: int) -> Part:
         """Do a unit; raise a `UserError` for text that cannot be read or encoded, or a full disk."""
-        with disk_errors(self.folder / "parts", GOES_ON), PartWriter(self, number) as writer:
+        with disk_errors(self.folder / "parts", RESUMES), PartWriter(self, number) as writer:
             for stretch in self.units[number].stretches:
                 if self.continues(stretch):
                     writer.go_on_with(self.first_piece(stretch.path))

@@ -32,7 +32,7 @@ class BatchArguments:
         "auto", "Sequences a process computes at once (micro-batch): a number, or auto by free memory."
     )
     mask_documents: bool = setting(
-        False, "Attention and positions begin anew with each document; otherwise they cross from one to the next."
+        False, "Attention and positions start again with each document; otherwise they cross from one to the next."
     )
 
 

@@ -225,7 +225,7 @@ class EvaluateDoor:
     )
     data: str | None = setting(None, "Token store to score; the run's own where left out.")
     per_device_eval_batch_size: int = setting(16, "Sequences scored at once.", minimum=1, maximum=65_536)
-    compare: bool = setting(False, "Bits a byte beside those of n-grams and compressors on the same text.")
+    compare: bool = setting(False, "Bits per byte compared with those of n-grams and compressors on the same text.")
     compare_with: list[str] = setting(
         [], "The same, and beside these: runs, checkpoints, model folders or Hub ids of causal models."
     )

@@ -98,7 +98,7 @@ class MemoryMap:
         if size < len(self._map):
             raise UserError(
                 f"{self.path} has {size:,} bytes now instead of {len(self._map):,}: it was changed while it was being read. "
-                f"Restore it, and the same command goes on."
+                f"Restore it, and the same command resumes."
             )
 
     def check_ids(self, rows: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ class MemoryMap:
         if largest >= self.vocab_size:
             raise UserError(
                 f"{self.path} holds token id {largest}, beyond its vocabulary of {self.vocab_size}; the file or "
-                f"metadata.json was changed. Delete {self.path.parent} and make it anew."
+                f"metadata.json was changed. Delete {self.path.parent} and make it again."
             )
 
 

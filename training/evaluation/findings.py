@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from errors import NONSENSE, UserError, check_format, disk_errors
-from tokenizer.store import GOES_ON, TokenStore, file_sha256, write_whole
+from tokenizer.store import RESUMES, TokenStore, file_sha256, write_whole
 from training.evaluation.panel import Row
 from training.reliability.run_folder import RunFolder, run_of
 from training.reporting.plots import plot_panel
@@ -50,7 +50,7 @@ def keep(results: dict[str, Any], rows: list[Row], model: Path, store: TokenStor
         run = RunFolder(run_of(model))
     except UserError:
         return
-    with disk_errors(run.evaluation, GOES_ON):
+    with disk_errors(run.evaluation, RESUMES):
         _write(results, rows, run.evaluation, store)
         found, picture = found_of(run, run.model), run.evaluation / "panel.png"
         if found and picture.is_file():

@@ -48,7 +48,7 @@ class BackupArguments:
     backup_dir: str | None = setting(
         None,
         "An existing folder on another drive that checkpoints are copied to while training goes on, and that a run "
-        "whose own folder is lost goes on from.",
+        "whose own folder is lost resumes from.",
     )
 
     def problems(self, output_dir: str | Path) -> list[str]:

@@ -41,8 +41,8 @@ def made_of(error: Exception, plan: Plan, asked_micro_batch: str, folder: RunFol
         )
     if isinstance(error, OSError) and error.errno in OF_THE_DISK:
         return UserError(
-            f"{error.filename or folder.path}: {os.strerror(error.errno)}. The run ends here; {folder.last_good()}. Mend "
-            f"that, and the same command goes on."
+            f"{error.filename or folder.path}: {os.strerror(error.errno)}. The run ends here; {folder.last_good()}. Correct "
+            f"that, and the same command resumes."
         )
     return error
 

@@ -131,7 +131,7 @@ class Keeper:
             forget_checkpoints_from(error.weights_after, self.folder, self.backup)
         outcome = made_of(error, self.plan, self.config.batch.per_device_train_batch_size, self.folder)
         if isinstance(outcome, Restart) and self.stopper.requested:  # a fresh process would not know of it
-            outcome = UserError(f"Stopped ({self.stopper.requested}); the same command goes on. {outcome.reason}")
+            outcome = UserError(f"Stopped ({self.stopper.requested}); the same command resumes. {outcome.reason}")
         if isinstance(outcome, Restart):
             self.watchdog.order_restart(outcome.environment, outcome.reason)
         self._end("failed", (str(outcome) or type(outcome).__name__).splitlines()[0])

@@ -56,7 +56,7 @@ HUB_FILES = (  # what is published, and what push_to_hub.py deletes with its fol
 @dataclass
 class RunArguments:
     output_dir: str | None = setting(None, "The run folder; runs/NAME of the config file or the data where left out.")
-    overwrite_output_dir: bool = setting(False, "Delete the run that is in the folder and start anew.")
+    overwrite_output_dir: bool = setting(False, "Delete the run in the folder and start again.")
     resume_from_checkpoint: str | None = setting(
         None, "Go on with a run (its folder: the newest checkpoint) or from one of its checkpoints."
     )
