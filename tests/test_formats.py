@@ -11,11 +11,12 @@ import pytest
 
 import generate
 import train_accelerate
+from atomic import file_sha256
 from conftest import REPOSITORY, contents, reset_accelerate
 from errors import UserError
 from tokenizer import archive, export, inspect, pretokenize
 from tokenizer.recipe import Recipe
-from tokenizer.store import TokenStore, file_sha256
+from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments
 from training import data
 from training.evaluation.findings import found_of

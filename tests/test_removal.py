@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import push_to_hub
+from atomic import unfinished_path
 from conftest import REPOSITORY
 from errors import UserError
 from publishing.space import assemble_space
@@ -13,7 +14,6 @@ from removal import MARK, discard, is_marked, mark, renew
 from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
-from tokenizer.store import in_place_when_done
 from training.reliability.run_folder import RunFolder, may_hold_run
 
 THEIRS = (
@@ -162,11 +162,11 @@ def test_unfinished_work_of_the_same_name_loses_no_other_file(tmp_path):
         pytest.raises(
             UserError, match=r"\.x\.unpacking exists and was not written by this command; move it elsewhere, or"
         ),
-        in_place_when_done(tmp_path / "x", ".unpacking", ("train.bin",)),
+        unfinished_path(tmp_path / "x", ".unpacking", ("train.bin",)),
     ):
         raise AssertionError
     mark(tmp_path / ".x.unpacking", ".unpacking")  # by a process that was killed
-    with in_place_when_done(tmp_path / "x", ".unpacking", ("train.bin",)) as unfinished:
+    with unfinished_path(tmp_path / "x", ".unpacking", ("train.bin",)) as unfinished:
         write(unfinished, "train.bin")
     assert sorted(contents(tmp_path)) == [".x.unpacking.kept/mine.txt", "x/train.bin"]
 

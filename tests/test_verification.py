@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from atomic import file_sha256
 from errors import UserError
 from tokenizer.export import to_parquet
-from tokenizer.store import TokenStore, file_sha256
+from tokenizer.store import TokenStore
 from training import evaluate
 from training.reliability.run_folder import RunFolder
 

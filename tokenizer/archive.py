@@ -13,19 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from atomic import fsync, unfinished_path
 from errors import UserError
 from tokenizer import megatron
-from tokenizer.store import (
-    SPLITS,
-    STORE_FILES,
-    Metadata,
-    TokenStore,
-    durable,
-    in_place_when_done,
-    index_file,
-    read_metadata,
-    tokens_file,
-)
+from tokenizer.store import SPLITS, STORE_FILES, Metadata, TokenStore, index_file, read_metadata, tokens_file
 
 SUFFIX = ".tar.zst"
 ROOT = "store/"
@@ -57,14 +48,14 @@ def pack(store: TokenStore) -> Path:
     tokenizer_files = (file.relative_to(store.folder).as_posix() for file in store.folder.glob("tokenizer/**/*"))
     others = sorted(name for name in tokenizer_files if TOKENIZER_FILE.fullmatch(name) and name not in FILES)
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, threads=-1, write_checksum=True)
-    with in_place_when_done(path, ".packing") as unfinished, unfinished.open("wb") as file:
+    with unfinished_path(path, ".packing") as unfinished, unfinished.open("wb") as file:
         with (
             compressor.stream_writer(file, closefd=False) as packed,
             tarfile.open(fileobj=packed, mode="w|", format=tarfile.GNU_FORMAT, copybufsize=COPIED) as tar,
         ):
             for name in ("metadata.json", *others, *FILES[1:]):
                 _pack_file(store, name, tar)
-        durable(file)
+        fsync(file)
     return path
 
 
@@ -85,7 +76,7 @@ def unpack(archive: Path, folder: Path) -> TokenStore:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name another after {archive}.")
     with (
-        in_place_when_done(folder, ".unpacking", STORE_FILES) as unfinished,
+        unfinished_path(folder, ".unpacking", STORE_FILES) as unfinished,
         _opened(archive) as tar,
     ):
         hashes = dict(_unpacked(tar, archive, unfinished))
@@ -117,7 +108,7 @@ def _unpacked(tar: tarfile.TarFile, archive: Path, folder: Path) -> Iterator[tup
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with (folder / name).open("wb") as file:
             shutil.copyfileobj(content, file, COPIED)
-            durable(file)
+            fsync(file)
         yield name, content.hexdigest
         if number == 0:
             sizes = _metadata_of(archive, folder).sizes

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from atomic import unfinished_path
 from errors import UserError
 from tokenizer import report
 from tokenizer.cleaning import CleaningArguments
@@ -16,7 +17,7 @@ from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
 from tokenizer.hub import HubDataset
 from tokenizer.recipe import SEED
-from tokenizer.store import SPLITS, Metadata, TokenStore, in_place_when_done, index_file, sequences, tokens_file
+from tokenizer.store import SPLITS, Metadata, TokenStore, index_file, sequences, tokens_file
 from tokenizer.vocabulary import VocabularyArguments
 
 ROW_TOKENS = 1 << 20  # a longer document goes on in the next row
@@ -40,7 +41,7 @@ def to_parquet(store: TokenStore) -> Path:
             return folder
         raise UserError(f"{folder} exists and is not {store.folder} as parquet; move it away or delete it.")
     store.check_hashes()
-    with in_place_when_done(folder, ".exporting", ("data/*.parquet", "tokenizer/*", "README.md")) as unfinished:
+    with unfinished_path(folder, ".exporting", ("data/*.parquet", "tokenizer/*", "README.md")) as unfinished:
         (unfinished / "data").mkdir(parents=True)
         rows = sum(_write_shards(store, split, unfinished / "data") for split in SPLITS)
         shutil.copytree(store.folder / "tokenizer", unfinished / "tokenizer")

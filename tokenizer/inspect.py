@@ -5,6 +5,7 @@ python -m tokenizer.inspect data/my --split val --document 3
 """
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+from atomic import file_sha256
 
 # isort: split
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
 from tokenizer import megatron, report
-from tokenizer.store import SPLITS, TokenStore, file_sha256
+from tokenizer.store import SPLITS, TokenStore
 
 
 @dataclass

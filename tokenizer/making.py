@@ -21,6 +21,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
+from atomic import write_atomic
 from errors import UserError, counted, disk_errors
 from removal import MARK, discard, is_marked, mark, renew
 from tokenizer import cleaning, encode, megatron, report, schema, vocabulary
@@ -33,7 +34,7 @@ from tokenizer.files import is_packed
 from tokenizer.merge import Merger
 from tokenizer.progress import Progress
 from tokenizer.recipe import Recipe
-from tokenizer.store import MAX_UINT16_VOCAB, RESUMES, STORE_FILES, TokenStore, finish, write_whole
+from tokenizer.store import MAX_UINT16_VOCAB, RESUMES, STORE_FILES, TokenStore, finish
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.work import Part, Plan, Settings, Workers, done_parts
 
@@ -383,7 +384,7 @@ class Making:
             )
 
     def _describe(self, counts: Counts, outcomes: dict[str, Outcome], merger: Merger) -> None:
-        write_whole(self.store / "inputs.json", json.dumps(self.inputs))
+        write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
         megatron.write_indexes(self.store, self.settings.dtype)
         splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
         finish(

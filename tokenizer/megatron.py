@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenizer.store import SPLITS, durable, index_file, sequences
+from atomic import fsync
+from tokenizer.store import SPLITS, index_file, sequences
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 DTYPES = {"uint16": 8, "uint32": 4}  # codes; 4 is int32, the same bytes for ids below 2^31
@@ -18,7 +19,7 @@ def write_indexes(folder: Path, dtype: str) -> None:
         with (folder / f"{split}.idx").open("wb") as file:
             for block in _index(folder, split, dtype):
                 file.write(block)
-            durable(file)
+            fsync(file)
 
 
 def is_index(folder: Path, split: str, dtype: str) -> bool:

@@ -20,9 +20,10 @@ import numpy as np
 import psutil
 import xxhash
 
+from atomic import write_atomic
 from errors import UserError
 from tokenizer import dedup, encode, schema
-from tokenizer.store import SPLITS, index_file, tokens_file, write_whole
+from tokenizer.store import SPLITS, index_file, tokens_file
 from tokenizer.work import Part, Settings, part_file, row_type
 
 BLOCK_TOKENS = 1 << 21
@@ -270,7 +271,7 @@ class Merger:
         for path, _ in self._files():
             with path.open("ab") as file:
                 os.fsync(file.fileno())
-        write_whole(self.record, schema.sealed(asdict(self.progress)))
+        write_atomic(self.record, schema.sealed(asdict(self.progress)))
 
     def _cut_back(self) -> None:
         """Cuts off what was written and not put on record."""

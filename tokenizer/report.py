@@ -7,10 +7,11 @@ import numpy as np
 from huggingface_hub.constants import HF_HUB_CACHE
 from tokenizers import Tokenizer
 
+from atomic import write_atomic
 from errors import counted
 from tokenizer import encode
 from tokenizer.corpus import LEFT_OUT, LINK
-from tokenizer.store import SPLITS, Metadata, TokenStore, write_whole
+from tokenizer.store import SPLITS, Metadata, TokenStore
 
 COUNTED_TOKENS = 1 << 22  # evenly spread, for the most frequent ones
 COMPARED_TOKENS = 1 << 18  # with GPT-2's
@@ -51,7 +52,7 @@ def write(store: TokenStore, rust: Tokenizer) -> None:
         *_cleaning(metadata),
         f"## Tokens\n\n{_tokens(store, rust)}",
     ]
-    write_whole(store.folder / "report.md", "\n\n".join(sections) + "\n")
+    write_atomic(store.folder / "report.md", "\n\n".join(sections) + "\n")
 
 
 def tokenizer_kind(metadata: Metadata) -> str:

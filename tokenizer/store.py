@@ -17,16 +17,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from atomic import file_sha256, write_atomic
 from errors import UserError, check_format, disk_errors
-from removal import MARK, discard, renew
 from tokenizer import schema
 from tokenizer.cleaning import Outcome
 
@@ -252,11 +251,6 @@ def sequences(index: Path, longest: int) -> Iterator[tuple[np.ndarray, np.ndarra
             number, start = number + len(ends), int(ends[-1])
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_metadata(folder: Path) -> Metadata:
     path = folder / "metadata.json"
     if not TokenStore.is_store(folder):
@@ -328,45 +322,4 @@ def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) 
         for split, numbers in splits.items()
     }
     metadata = Metadata(**described, tokenizer_sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"), **about)
-    write_whole(folder / "metadata.json", json.dumps(asdict(metadata), indent=2, ensure_ascii=False) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("wb") as file:
-        file.write(text.encode(errors="backslashreplace"))  # in names of files that are not UTF-8
-        durable(file)
-    os.replace(unfinished, path)
-
-
-def durable(file: BinaryIO) -> None:
-    """What was written survives a power cut."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-@contextmanager
-def in_place_when_done(path: Path, suffix: str, known: Iterable[str] = ()) -> Iterator[Path]:
-    """Yield a name next to `path` for unfinished work, which becomes `path`, or is deleted.
-
-    Args:
-        known: of a folder, the names of its files, see `discard`; the folder is made and marked.
-
-    Raises:
-        UserError: it cannot be written, or what has its name was not written here.
-    """
-    path = path.resolve() if path.is_symlink() else path
-    unfinished = path.with_name(f".{path.name}{suffix}")
-    with disk_errors(path, "correct that and try again"):
-        if known:
-            renew(unfinished, suffix, known)
-        else:
-            discard(unfinished, ())
-        try:
-            yield unfinished
-            if known:
-                (unfinished / MARK).unlink()
-            os.replace(unfinished, path)
-        finally:
-            discard(unfinished, (*known, MARK))
+    write_atomic(folder / "metadata.json", json.dumps(asdict(metadata), indent=2, ensure_ascii=False) + "\n")

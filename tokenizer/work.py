@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from atomic import write_atomic
 from errors import UserError, check_format, disk_errors
 from tokenizer import encode, schema
 from tokenizer.chat import ChatTemplate
@@ -34,7 +35,7 @@ from tokenizer.cleaning import Cleaner, Outcome
 from tokenizer.corpus import Unit
 from tokenizer.dedup import BANDS, MinHasher, halves, keys_per_document
 from tokenizer.documents import Counts, Piece, Reader, Stretch
-from tokenizer.store import RESUMES, SPLITS, write_whole
+from tokenizer.store import RESUMES, SPLITS
 
 PLAN_VERSION = 1
 ROOT = Path(__file__).parent.parent
@@ -86,7 +87,7 @@ class Plan:
             raise UserError(f"{path} is damaged ({error}); delete {folder} to begin again.") from error
 
     def write(self, folder: Path) -> None:
-        write_whole(
+        write_atomic(
             folder / "plan.json", schema.sealed(asdict(self) | {"units": [unit.to_json() for unit in self.units]})
         )
 

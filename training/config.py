@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
+from atomic import write_atomic
 from command_line import FlagParser
 from errors import UserError
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
 from tokenizer.recipe import Recipe
-from tokenizer.store import write_whole
 from tokenizer.vocabulary import VocabularyArguments
 from training.batches import BatchArguments
 from training.data import DataArguments, is_store, name_of
@@ -189,4 +189,4 @@ def write_config(config: TrainConfig, path: Path) -> None:
     told_elsewhere = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
     told_elsewhere |= {"plan", "plan_device", "plan_steps"}
     content = {name: value for name, value in config.flat().items() if value is not None and name not in told_elsewhere}
-    write_whole(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    write_atomic(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

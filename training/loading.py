@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from atomic import file_sha256
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM, loading
 from tokenizer import hub, vocabulary
-from tokenizer.store import TokenStore, file_sha256
+from tokenizer.store import TokenStore
 from training.reliability import checkpoint as checkpoints
 from training.reliability.run_folder import RunFolder
 

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from atomic import write_atomic
 from errors import UserError
 from limits import setting
-from tokenizer.store import TokenStore, write_whole
+from tokenizer.store import TokenStore
 from tokenizer.vocabulary import is_character
 
 # In samples.md: its step, or the fence of a sample and the sample.
@@ -218,7 +219,7 @@ def forget_samples_after(path: Path, step: int) -> None:
     if path.is_file():
         text = path.read_text(encoding="utf-8", errors="replace")
         later = (found.start() for found in SECTION_OR_SAMPLE.finditer(text) if found[1] and int(found[1]) > step)
-        write_whole(path, text[: next(later, len(text))])
+        write_atomic(path, text[: next(later, len(text))])
 
 
 def _section(step: int, texts: list[str]) -> str:

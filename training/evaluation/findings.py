@@ -14,8 +14,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from atomic import file_sha256, write_atomic
 from errors import NONSENSE, UserError, check_format, disk_errors
-from tokenizer.store import RESUMES, TokenStore, file_sha256, write_whole
+from tokenizer.store import RESUMES, TokenStore
 from training.evaluation.panel import Row
 from training.reliability.run_folder import RunFolder, run_of
 from training.reporting.plots import plot_panel
@@ -107,12 +108,12 @@ def _write(results: dict[str, Any], rows: list[Row], folder: Path, store: TokenS
     elif not rows:
         (folder / "panel.png").unlink(missing_ok=True)  # of other weights
     has_plot = plot_panel(rows, folder / "panel.png") if rows else (folder / "panel.png").is_file()
-    write_whole(
+    write_atomic(
         folder / "evaluation.json",
         json.dumps({"format_version": FORMAT_VERSION} | results | identity, indent=2, ensure_ascii=False) + "\n",
     )
     shown = ["![Bits a byte of each](panel.png)"] if has_plot else []
-    write_whole(folder / "evaluation.md", "\n\n".join(["# Evaluation", *_sections(results, "##"), *shown]) + "\n")
+    write_atomic(folder / "evaluation.md", "\n\n".join(["# Evaluation", *_sections(results, "##"), *shown]) + "\n")
 
 
 def _tables(results: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]], str]]:

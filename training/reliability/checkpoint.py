@@ -28,12 +28,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from atomic import file_sha256, fsync_path
 from errors import NONSENSE, UserError, check_format
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from removal import discard
 from tokenizer import schema, vocabulary
-from tokenizer.store import file_sha256
 from training.reliability.position import Position
 from training.sharding import part_like
 
@@ -140,7 +140,7 @@ def write(
         (unfinished / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
         _seal(unfinished, state.position.step)
         discard(final, FILES, replacement=unfinished)  # there if a run that went back had reached this step
-        sync(folder)
+        fsync_path(folder)
     except BaseException:
         with suppress(OSError):  # what failed above is the reason
             discard(unfinished, FILES)
@@ -167,23 +167,14 @@ def _seal(folder: Path, step: int) -> None:
     files = {}
     for path in paths:
         path.chmod(0o666 & ~umask)
-        sync(path)
+        fsync_path(path)
         files[str(path.relative_to(folder).as_posix())] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
     manifest = folder / MANIFEST
     manifest.write_text(
         json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": files}, indent=2) + "\n", encoding="utf-8"
     )
     for path in (manifest, folder / STATE_FOLDER, folder):
-        sync(path)
-
-
-def sync(path: Path) -> None:
-    """Forces a file, or the names in a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fsync_path(path)
 
 
 def copy_model(checkpoint: Path, destination: Path) -> None:

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from atomic import write_atomic
 from errors import NONSENSE, check_format
-from tokenizer.store import write_whole
 
 FORMAT_VERSION = 1  # of the run folder; a status.json without one is of format 1 too
 
@@ -27,7 +27,7 @@ def write_status(
     status = {"format_version": FORMAT_VERSION, "state": state, "reason": reason, "step": step, "time": now()}
     status |= {"host": socket.gethostname(), "pid": os.getpid()}
     with suppress(OSError):
-        write_whole(path, json.dumps(status, indent=2) + "\n")
+        write_atomic(path, json.dumps(status, indent=2) + "\n")
 
 
 def is_status(path: Path) -> bool:

@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from atomic import write_atomic
 from tokenizer import schema
-from tokenizer.store import write_whole
 
 EVALUATED = {"epoch", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"}
 
@@ -99,7 +99,7 @@ DETAILS = {
 def forget_after(path: Path, step: int) -> None:
     """Takes out what was logged after the checkpoint that a run resumes from, so that the file reads as one run."""
     entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
-    write_whole(path, "".join(json.dumps(entry) + "\n" for entry in entries))
+    write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def has_evaluation(path: Path, step: int) -> bool:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from atomic import write_atomic
 from errors import counted
 from modeling_gpt2scratch import GPT2ScratchConfig
 from settings_file import read_yaml
 from tokenizer.report import documents, left_out
-from tokenizer.store import Metadata, write_whole
+from tokenizer.store import Metadata
 from training.early import launch_command
 from training.planning.cost import describe_cost
 from training.planning.flops import flops_per_token
@@ -73,7 +74,7 @@ def write_report(folder: RunFolder, about: About) -> None:
         describe_cost(hours_in_all, hourly_price, about.watts),
         _limitations(about),
     ]
-    write_whole(folder.report, "\n\n".join(section for section in sections if section) + "\n")
+    write_atomic(folder.report, "\n\n".join(section for section in sections if section) + "\n")
 
 
 def gather(report: Path, heading: str, content: str) -> None:
@@ -84,7 +85,7 @@ def gather(report: Path, heading: str, content: str) -> None:
     parts = [part.strip() for part in parts if not part.startswith(f"## {heading}\n")]
     place = next((i + 1 for i, part in enumerate(parts) if part.startswith("## Results\n")), len(parts))
     parts[place:place] = [f"## {heading}\n\n{content}"] if content else []
-    write_whole(report, "\n\n".join(parts) + "\n")
+    write_atomic(report, "\n\n".join(parts) + "\n")
 
 
 def split_at_headings(text: str) -> list[str]:

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, get_available_trackers, on_main_process
 from accelerate.utils import LoggerType
 
+from atomic import write_atomic
 from limits import setting
-from tokenizer.store import write_whole
 from training.reliability.run_folder import RunFolder
 
 STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names it
@@ -70,7 +70,7 @@ def open_trackers(
         return
     is_known = folder.tracker_id.is_file()
     if not is_known:
-        write_whole(folder.tracker_id, f"{secrets.token_hex(4)}\n")
+        write_atomic(folder.tracker_id, f"{secrets.token_hex(4)}\n")
     name, run_id = folder.path.resolve().name, folder.tracker_id.read_text(encoding="utf-8").strip()
     plain = {
         name: value if isinstance(value, (int, float, str)) else str(value)

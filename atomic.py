@@ -1,0 +1,67 @@
+"""Atomic writes: a file or folder appears whole under its name, or not at all. Imports nothing large."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from errors import disk_errors
+from removal import MARK, discard, renew
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file, force it to disk, and rename it into place."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("wb") as file:
+        file.write(text.encode(errors="backslashreplace"))  # in names of files that are not UTF-8
+        fsync(file)
+    os.replace(unfinished, path)
+
+
+def fsync(file: BinaryIO) -> None:
+    """Force what was written to disk, so that it survives a power cut."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def fsync_path(path: Path) -> None:
+    """Force a closed file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def unfinished_path(path: Path, suffix: str, known: Iterable[str] = ()) -> Iterator[Path]:
+    """Yield a name next to `path` for unfinished work, which becomes `path`, or is deleted.
+
+    Args:
+        known: of a folder, the names of its files, see `discard`; the folder is made and marked.
+
+    Raises:
+        UserError: it cannot be written, or what has its name was not written here.
+    """
+    path = path.resolve() if path.is_symlink() else path
+    unfinished = path.with_name(f".{path.name}{suffix}")
+    with disk_errors(path, "correct that and try again"):
+        if known:
+            renew(unfinished, suffix, known)
+        else:
+            discard(unfinished, ())
+        try:
+            yield unfinished
+            if known:
+                (unfinished / MARK).unlink()
+            os.replace(unfinished, path)
+        finally:
+            discard(unfinished, (*known, MARK))
