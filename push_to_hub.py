@@ -29,8 +29,8 @@ from publishing.source import Source, all_sources, find_source
 from publishing.upload import check_access, check_repo_id, download, published_files, upload
 from publishing.verify import Expected, Published, expect, verify
 from removal import discard
-from training.reliability.checkpoint import as_os_error
-from training.reliability.run_folder import HUB_FILES
+from training.checkpoint import as_os_error
+from training.run_folder import HUB_FILES
 
 
 @dataclass

@@ -22,6 +22,8 @@ from accelerate import Accelerator
 from transformers.utils import logging as transformers_logging
 
 from command_line import run
+from training import checkpoint
+from training.backup import Backup
 from training.batches import TrainBatches
 from training.config import TrainConfig, read_config
 from training.data import open_store, place_tokens
@@ -35,28 +37,27 @@ from training.device import (
     stop_accelerator,
     wait_for_main,
 )
+from training.forecast.advice import is_gpu, outlook
+from training.forecast.cost import watts_of_all
+from training.forecast.forecast import assumed_here, forecast_of
+from training.forecast.show import show_plan
+from training.guard import restart
+from training.guard.guard import Keeper
+from training.guard.lock import RunLock
+from training.guard.stopping import EXIT_CODES
+from training.guard.watchdog import Watchdog
+from training.log import Journal
 from training.loss import NextTokenLoss
 from training.model import build_model
 from training.optim import build_optimizer, learning_rate_at
 from training.plan import check, make_plan
-from training.planning.advice import is_gpu, outlook
-from training.planning.cost import watts_of_all
-from training.planning.forecast import assumed_here, forecast_of
-from training.planning.show import show_plan
-from training.reliability import checkpoint, restart
-from training.reliability.backup import Backup
-from training.reliability.course import begin_run, describe_end, describe_run, find_start, finish_again
-from training.reliability.keeper import Keeper
-from training.reliability.lock import RunLock
-from training.reliability.run_folder import RunFolder
-from training.reliability.stopping import EXIT_CODES
-from training.reliability.watchdog import Watchdog
-from training.reporting.journal import Journal
-from training.reporting.profile import Profiler
+from training.profile import Profiler
 from training.reporting.report import About
-from training.reporting.screen import voice
-from training.reporting.speed import Speed
+from training.run import begin_run, describe_end, describe_run, find_start, finish_again
+from training.run_folder import RunFolder
 from training.sampling import prompts_of
+from training.screen import voice
+from training.speed import Speed
 from training.step import Trainer, prepare_loss
 from training.validation import Validation
 from training.verification import StoreVerification

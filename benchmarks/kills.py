@@ -27,9 +27,9 @@ import torch
 from benchmarks.results import REPOSITORY, device_name
 from command_line import FlagParser, run
 from errors import UserError
-from training.reliability.checkpoint import complete_checkpoints, damage, step_of
-from training.reliability.run_folder import RunFolder
-from training.reporting.speed import SHOWN
+from training.checkpoint import complete_checkpoints, damage, step_of
+from training.run_folder import RunFolder
+from training.speed import SHOWN
 
 SETTINGS = {
     "n_layer": 2,

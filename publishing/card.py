@@ -15,9 +15,9 @@ from errors import UserError, counted
 from publishing.evaluations import evaluations, table
 from publishing.source import Source
 from tokenizer import vocabulary
+from training.compare.findings import found_of
 from training.config import TrainConfig
 from training.data import find_store
-from training.evaluation.findings import found_of
 from training.reporting.report import split_at_headings
 from training.sampling import read_samples
 

@@ -19,10 +19,10 @@ from errors import UserError
 from modeling_gpt2scratch.loading import ModelError
 from publishing.space import assemble_space
 from publishing.upload import check_access, check_models, check_repo_id, upload
+from training.checkpoint import step_of
 from training.loading import find_model
-from training.reliability.checkpoint import step_of
-from training.reliability.run_folder import RunFolder, is_checkpoint, run_of
-from training.reporting.metrics import read_metrics
+from training.metrics import read_metrics
+from training.run_folder import RunFolder, is_checkpoint, run_of
 
 AT_MOST = 4  # cards that fit beside each other
 CHIPS = 6  # example prompts

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult
 
 from errors import UserError
 from publishing.source import Source
-from training.reliability.checkpoint import MANIFEST
+from training.checkpoint import MANIFEST
 
 HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
 VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}

@@ -17,7 +17,7 @@ from publishing.gguf_file import difference, write_gguf
 from publishing.native import write_native
 from publishing.source import Source
 from removal import renew
-from training.reliability.run_folder import HUB_FILES, PLOTS
+from training.run_folder import HUB_FILES, PLOTS
 
 # Nothing else is ever copied: no optimizer state, no logs with paths, no file that merely lies there.
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")

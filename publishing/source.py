@@ -7,11 +7,11 @@ from pathlib import Path
 
 from errors import UserError
 from modeling_gpt2scratch.loading import ModelError, own_file, read_model_config
+from training import checkpoint as checkpoints
+from training.checkpoint import complete_checkpoints, step_of
 from training.config import TrainConfig, read_config
-from training.reliability import checkpoint as checkpoints
-from training.reliability.checkpoint import complete_checkpoints, step_of
-from training.reliability.run_folder import RunFolder, find_checkpoint, is_checkpoint, run_of
-from training.reporting.metrics import read_metrics
+from training.metrics import read_metrics
+from training.run_folder import RunFolder, find_checkpoint, is_checkpoint, run_of
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments
-from training.reporting.speed import SHOWN
+from training.speed import SHOWN
 
 REPOSITORY = Path(__file__).parent.parent
 sys.modules["vllm"] = None  # pytest puts tests/ on the path, where TRL would take the folder tests/vllm for vLLM

@@ -14,10 +14,10 @@ import pytest
 
 from conftest import wait_until
 from errors import UserError
-from training.reliability import backup
-from training.reliability.backup import Backup, BackupArguments, copy_checkpoint
-from training.reliability.checkpoint import NEEDED, complete_checkpoints, damage
-from training.reliability.run_folder import RunFolder
+from training import backup
+from training.backup import Backup, BackupArguments, copy_checkpoint
+from training.checkpoint import NEEDED, complete_checkpoints, damage
+from training.run_folder import RunFolder
 
 
 def write_checkpoint(folder, step: int, size: int = 1000, content: int = 0):

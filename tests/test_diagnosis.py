@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from training.reliability.run_folder import RunFolder
-from training.reporting.diagnosis import Diagnosis
+from training.diagnosis import Diagnosis
+from training.run_folder import RunFolder
 
 HEALTHY = {"learning_rate": 1e-3, "data_share": 0.01, "peak_memory_gb": 30.0, "grad_norm": 0.5}
 

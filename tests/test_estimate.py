@@ -122,7 +122,7 @@ def test_what_is_wrong_is_said_to_be_of_a_sample(tmp_path):
 def test_a_plan_that_is_ended_leaves_no_sample(launch):
     program = """if True:
         import os, signal
-        from training.planning import show
+        from training.forecast import show
         show._show_plan = lambda config, folder: (print(folder, flush=True), os.kill(os.getpid(), signal.SIGTERM))
         show.show_plan(None)
     """

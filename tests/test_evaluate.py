@@ -17,12 +17,12 @@ from conftest import REPOSITORY, metrics, prose, tokenized
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import evaluate
-from training.evaluation import baselines, memorization
-from training.evaluation.baselines import NGram, compressed_bits
-from training.evaluation.findings import found_of, show
-from training.evaluation.memorization import find, hash_spans
-from training.evaluation.ratio import ratio, units
-from training.reliability.run_folder import RunFolder
+from training.compare import baselines, memorization
+from training.compare.baselines import NGram, compressed_bits
+from training.compare.findings import found_of, show
+from training.compare.memorization import find, hash_spans
+from training.compare.ratio import ratio, units
+from training.run_folder import RunFolder
 
 CONFIG = REPOSITORY / "launch" / "two_cpu_processes.yaml"
 PAIR = ("-m", "accelerate.commands.launch", "--quiet", "--config_file", CONFIG)

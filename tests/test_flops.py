@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.flops import flops_per_token
 from training.planning.datasheet import TERAFLOPS_AND_WATTS, peak_of, watts_of
-from training.planning.flops import flops_per_token
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments
 from training import data
-from training.evaluation.findings import found_of
-from training.reliability.run_folder import RunFolder
-from training.reporting.metrics import read_metrics
+from training.compare.findings import found_of
+from training.metrics import read_metrics
+from training.run_folder import RunFolder
 
 FORMATS = REPOSITORY / "tests" / "formats"
 

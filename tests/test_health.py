@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 
 from conftest import reset_accelerate
-from training.reliability.health import WINDOW, DivergenceError, Health, HealthArguments
+from training.guard.health import WINDOW, DivergenceError, Health, HealthArguments
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 
 from conftest import REPOSITORY
 from errors import UserError
-from training.reliability.lock import Holder, RunLock
+from training.guard.lock import Holder, RunLock
 
 WITHOUT_FLOCK = """
-import errno, fcntl, training.reliability.lock
-training.reliability.lock.SOFT_LOCK_SECONDS = 0.1
+import errno, fcntl, training.guard.lock
+training.guard.lock.SOFT_LOCK_SECONDS = 0.1
 def flock(*_):
     raise OSError(errno.ENOSYS, "Function not implemented")
 fcntl.flock = flock
@@ -23,7 +23,7 @@ fcntl.flock = flock
 HOLD = """
 import sys, time
 from training.early import die_with_launcher
-from training.reliability.lock import RunLock
+from training.guard.lock import RunLock
 die_with_launcher(False)  # as once training has begun
 lock = RunLock(sys.argv[1])
 lock.acquire()
@@ -41,7 +41,7 @@ os._exit(1)
 """
 BECOME_ANOTHER = f"""
 import os, sys
-from training.reliability.lock import RunLock
+from training.guard.lock import RunLock
 lock = RunLock(sys.argv[1])
 lock.acquire()
 os.execv(sys.executable, [sys.executable, "-c", {HOLD!r}, *sys.argv[1:]])
@@ -102,7 +102,7 @@ def test_it_is_free_after_a_run_and_after_kill_9_and_a_process_that_replaces_its
 
 @pytest.mark.parametrize("content", ["", "garbage", '{"host": 1}', '["a"]', '{"pid": "x"}'])
 def test_what_is_left_in_the_files_locks_nothing(tmp_path, monkeypatch, content):
-    monkeypatch.setattr("training.reliability.lock.UNNAMED_SECONDS", 0.1)
+    monkeypatch.setattr("training.guard.lock.UNNAMED_SECONDS", 0.1)
     for name in (".x.lock", ".x.lock.json"):
         (tmp_path / name).write_text(content)
     with RunLock(tmp_path / "x"):

@@ -5,7 +5,7 @@ import torch
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.loss import NextTokenLoss
-from training.planning.memory import Memory
+from training.memory import Memory
 
 
 def kept_for_backward(config: GPT2ScratchConfig, attention: str, in_half: bool, compiled: bool, rows: int) -> int:

@@ -15,12 +15,12 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from publishing.card import Edition, model_card
 from publishing.source import find_source
 from tokenizer.store import TokenStore
+from training import checkpoint as checkpoints
 from training import evaluate
-from training.reliability import checkpoint as checkpoints
-from training.reliability.run_folder import RunFolder, find_checkpoint
-from training.reliability.status import check_run_format, hours, starts_in_force
+from training.metrics import best_step, forget_after, read_events
 from training.reporting import report
-from training.reporting.metrics import best_step, forget_after, read_events
+from training.run_folder import RunFolder, find_checkpoint
+from training.status import check_run_format, hours, starts_in_force
 
 NEWEST = "checkpoints/step_00000006"
 VALUES = [None, True, -1, 10**30, 1e308, float("nan"), "", "x", "\ud800", [], {}, [[]], "9" * 5000]

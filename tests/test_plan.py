@@ -12,11 +12,11 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import BatchPlan, WindowOrder
 from training.device import Setup
+from training.forecast.advice import usual_learning_rate
+from training.forecast.forecast import _times, assumed_speed
 from training.plan import Plan
-from training.planning.advice import usual_learning_rate
-from training.planning.forecast import _times, assumed_speed
 from training.planning.rentals import reported_mfu
-from training.reliability.position import Position
+from training.position import Position
 
 
 def planned(store, tmp_path, capsys, *more: str, **settings) -> str:

@@ -2,7 +2,7 @@
 
 import random
 
-from training.reliability.position import Position
+from training.position import Position
 
 
 def walked(position: Position, step: int, sequences: int) -> int:

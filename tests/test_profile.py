@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from conftest import assert_same_run
-from training.reporting.profile import Event, account, summarize, table
+from training.profile import Event, account, summarize, table
 
 CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0"
 ADAMW = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>"

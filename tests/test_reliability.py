@@ -38,9 +38,9 @@ from errors import UserError
 from publishing.card import Edition, model_card
 from publishing.source import find_source
 from removal import mark
-from training.reliability.checkpoint import _seal, complete_checkpoints, damage
-from training.reliability.run_folder import RunFolder
-from training.reliability.saver import refuse_full_disk
+from training.checkpoint import _seal, complete_checkpoints, damage
+from training.run_folder import RunFolder
+from training.saver import refuse_full_disk
 
 DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
 LONG = {**TINY, **DROPOUT, "max_steps": 150, "save_steps": 1, "save_total_limit": 1, "eval_steps": 40}

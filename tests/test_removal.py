@@ -14,7 +14,7 @@ from removal import MARK, discard, is_marked, mark, renew
 from tokenizer.corpus import CorpusArguments
 from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
-from training.reliability.run_folder import RunFolder, may_hold_run
+from training.run_folder import RunFolder, may_hold_run
 
 THEIRS = (
     "config.yaml",

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conftest import REPOSITORY, TINY, flags
-from training.reporting.screen import Screen, Stopwatch, View, clock, perplexity, sparkline, wrapped
+from training.screen import Screen, Stopwatch, View, clock, perplexity, sparkline, wrapped
 
 ENTRY = {"step": 100, "loss": 3.2141, "learning_rate": 6e-4, "grad_norm": 0.4237, "tokens_per_second": 683_000.0}
 ENTRY |= {"mfu": 0.47, "data_share": 0.0004, "peak_memory_gb": 11.2}
@@ -98,7 +98,7 @@ def test_on_a_terminal_a_few_lines_stay_in_place(store, tmp_path):
     assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l")  # the cursor is back
 
 
-IS_LIVE = "from training.reporting.screen import Screen; it = Screen(100, 0, []); print(it.live is not None)"
+IS_LIVE = "from training.screen import Screen; it = Screen(100, 0, []); print(it.live is not None)"
 
 
 def test_nothing_stays_in_place_in_a_file_whatever_its_colours_or_on_a_terminal_that_cannot_move_its_cursor(launch):
@@ -112,7 +112,7 @@ def test_nothing_stays_in_place_in_a_file_whatever_its_colours_or_on_a_terminal_
     assert said == b"False\r\n"
 
 
-SPEAKS = "from command_line import run; from training.reporting.screen import say; run(lambda _: say('\u2581 7'))"
+SPEAKS = "from command_line import run; from training.screen import say; run(lambda _: say('\u2581 7'))"
 
 
 def test_another_encoding_shows_what_it_can_and_a_closed_output_is_no_reason_to_fail(launch):

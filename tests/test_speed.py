@@ -12,12 +12,12 @@ import torch
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.device import Setup, describe
-from training.reliability.run_folder import RunFolder
-from training.reliability.status import record
-from training.reporting.metrics import read_events
+from training.metrics import read_events
 from training.reporting.report import About, hours, write_report
-from training.reporting.speed import Speed, in_words, peak_memory
+from training.run_folder import RunFolder
 from training.sampling import write_samples
+from training.speed import Speed, in_words, peak_memory
+from training.status import record
 from training.tokens import Tokens
 
 
@@ -25,13 +25,13 @@ from training.tokens import Tokens
 def clock(monkeypatch):
     """`clock.now`, in seconds, goes by itself only where the test says so."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("training.reporting.speed.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("training.speed.time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
 def speed(monkeypatch, peak: float | None, processes: int = 1) -> Speed:
-    monkeypatch.setattr("training.reporting.speed.peak_flops", lambda device, precision: peak)
-    monkeypatch.setattr("training.reporting.speed.peak_memory", lambda device: 11_249_000_000)
+    monkeypatch.setattr("training.speed.peak_flops", lambda device, precision: peak)
+    monkeypatch.setattr("training.speed.peak_memory", lambda device: 11_249_000_000)
     accelerator = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16", num_processes=processes)
     return Speed(SimpleNamespace(seconds=0.0), GPT2ScratchConfig(), accelerator)  # 685,375,488 operations a token
 

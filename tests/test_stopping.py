@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from conftest import REPOSITORY, clean_environment
-from training.reliability.stopping import EXIT_CODES, Stopper, StoppingArguments
+from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
 
 # A training run without the training: 0.1 s a step, a collective where there are several processes. It writes what it
 # does to a file of its own, since its screen may go.
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from torch import distributed, ones
 
-from training.reliability.stopping import EXIT_CODES, Stopper, StoppingArguments
+from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
 
 folder, steps, mode, hours = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], [float(text) for text in sys.argv[4:]]
 rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

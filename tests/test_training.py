@@ -14,12 +14,12 @@ import train_accelerate
 from conftest import assert_equal, assert_same_run, metrics, prose, weights
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from training.checkpoint import damage
 from training.data import name_of
 from training.evaluate import eval_windows, store_and_masking
-from training.reliability.checkpoint import damage
-from training.reliability.status import now
-from training.reporting.metrics import comparable_loss
+from training.metrics import comparable_loss
 from training.sampling import fenced, read_samples
+from training.status import now
 
 
 def test_a_run_leaves_what_the_readme_says(train, tmp_path, capsys):
@@ -53,7 +53,7 @@ def test_a_run_leaves_what_the_readme_says(train, tmp_path, capsys):
 
 
 def test_the_report_tells_the_speed_and_the_settings(train, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("training.reporting.speed.peak_flops", lambda device, precision: 1e12)
+    monkeypatch.setattr("training.speed.peak_flops", lambda device, precision: 1e12)
     run = train(tmp_path / "run", n_layer=1, n_head=1, backup_dir=tmp_path / "backup")
     logged = [entry for entry in metrics(run) if "mfu" in entry]
     assert [entry["step"] for entry in logged] == [2, 3, 4, 5, 6]  # the first step is no measure

@@ -12,7 +12,7 @@ from errors import UserError
 from tokenizer.export import to_parquet
 from tokenizer.store import TokenStore
 from training import evaluate
-from training.reliability.run_folder import RunFolder
+from training.run_folder import RunFolder
 
 
 def flip(path: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torch import distributed, ones
 
-from training.reliability.restart import remembering, restarted
-from training.reliability.stopping import Stopper, StoppingArguments
-from training.reliability.watchdog import Watchdog
+from training.guard.restart import remembering, restarted
+from training.guard.stopping import Stopper, StoppingArguments
+from training.guard.watchdog import Watchdog
 
 folder, mode, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

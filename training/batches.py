@@ -13,7 +13,7 @@ import numpy as np
 
 from errors import UserError
 from limits import setting
-from training.reliability.position import START, Position
+from training.position import START, Position
 from training.tokens import Batch, Tokens
 
 BLOCK = 4096  # samples whose places are computed together: the cost of a few vector operations is spread over them

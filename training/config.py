@@ -17,24 +17,24 @@ from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
 from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
+from training.backup import BackupArguments
 from training.batches import BatchArguments
+from training.checkpoint import CheckpointArguments
+from training.compatibility import ChangeArguments
 from training.data import DataArguments, is_store, name_of
 from training.device import DeviceArguments
 from training.evaluate import EvaluationArguments
+from training.forecast.cost import CostArguments
+from training.guard.health import HealthArguments
+from training.guard.stopping import StoppingArguments
 from training.length import LengthArguments
 from training.model import ModelArguments
 from training.optim import OptimArguments
 from training.other_names import OTHER_NAMES
-from training.planning.cost import CostArguments
-from training.reliability.backup import BackupArguments
-from training.reliability.changes import ChangeArguments
-from training.reliability.checkpoint import CheckpointArguments
-from training.reliability.health import HealthArguments
-from training.reliability.run_folder import CONFIG_FILE, RunArguments, run_of
-from training.reliability.stopping import StoppingArguments
-from training.reporting.profile import ProfileArguments
-from training.reporting.trackers import JournalArguments
+from training.profile import ProfileArguments
+from training.run_folder import CONFIG_FILE, RunArguments, run_of
 from training.sampling import SamplingArguments
+from training.trackers import JournalArguments
 
 ABOUT = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
 ABOUT_TEXT = {part.name for kind in ABOUT for part in fields(kind)}

@@ -33,15 +33,15 @@ from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import vocabulary
 from tokenizer.store import Split, TokenStore
+from training.compare import findings, panel
+from training.compare.memorization import memorization
+from training.compare.ratio import Ratio, ratio, units
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.device import keep_freed_memory
-from training.evaluation import findings, panel
-from training.evaluation.memorization import memorization
-from training.evaluation.ratio import Ratio, ratio, units
 from training.loading import check_store, find_model, load_own_model
 from training.loss import token_nats
-from training.reliability.run_folder import CONFIG_FILE, find_checkpoint, run_of
-from training.reporting.progress import track
+from training.progress import track
+from training.run_folder import CONFIG_FILE, find_checkpoint, run_of
 from training.sharding import keep_accelerate_from_sharding
 from training.tokens import IGNORED, Batch, Tokens
 

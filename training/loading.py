@@ -11,8 +11,8 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM, loading
 from tokenizer import hub, vocabulary
 from tokenizer.store import TokenStore
-from training.reliability import checkpoint as checkpoints
-from training.reliability.run_folder import RunFolder
+from training import checkpoint as checkpoints
+from training.run_folder import RunFolder
 
 
 def find_model(name: str) -> str:

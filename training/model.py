@@ -10,9 +10,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.checkpoint import load_weights
 from training.device import DeviceArguments
 from training.embedding import make_embeddings_deterministic
-from training.reliability.checkpoint import load_weights
 
 
 @dataclass

@@ -15,16 +15,16 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.corpus import Corpus
 from tokenizer.store import SPLITS, TokenStore
 from training.batches import BatchPlan, WindowOrder, plan_batches
+from training.compatibility import NOT_THE_RUN
 from training.config import ABOUT_TEXT, TrainConfig
 from training.data import Placement, bytes_of, choose_placement, processes_of_this_machine
 from training.device import Setup, decide, without_kernels
+from training.guard import restart
 from training.length import steps_of
+from training.memory import Memory
 from training.model import ModelArguments, model_config
-from training.planning.memory import Memory
 from training.planning.rentals import RENTALS
-from training.reliability import restart
-from training.reliability.changes import NOT_THE_RUN
-from training.reliability.position import Position
+from training.position import Position
 
 PROGRAM_GROWS = 120_000_000  # bytes: of code that is loaded, and compiled, from the first step on
 

@@ -12,11 +12,11 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.store import Split
 from training.config import TrainConfig
 from training.evaluate import Evaluation, evaluate
+from training.guard.health import DivergenceError
+from training.log import Journal
 from training.plan import Plan
-from training.reliability.health import DivergenceError
-from training.reliability.run_folder import RunFolder
-from training.reporting.journal import Journal
 from training.reporting.report import About, write_report
+from training.run_folder import RunFolder
 from training.sampling import sample, write_samples
 from training.sharding import generating
 from training.tokens import Tokens

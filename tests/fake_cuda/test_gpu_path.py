@@ -120,7 +120,7 @@ def test_the_step_of_the_seeds_run_keeps_to_its_budget(stores, tmp_path, record)
 TOO_MUCH = """if True:
     import sys
     sys.path.insert(0, "tests/fake_cuda")
-    from training.planning import memory
+    from training import memory
     memory.USABLE = 3
     import observed_run
     observed_run.main(sys.argv[1:])

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from training.reporting.metrics import comparable_loss, seconds_until
+from training.metrics import comparable_loss, seconds_until
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from training.evaluation.panel import Row
+    from training.compare.panel import Row
 
 # Legible on white and on black.
 GRAY, BLUE, ORANGE = "#808690", "#3d84c6", "#d9673f"

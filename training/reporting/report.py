@@ -20,11 +20,9 @@ from settings_file import read_yaml
 from tokenizer.report import documents, left_out
 from tokenizer.store import Metadata
 from training.early import launch_command
-from training.planning.cost import describe_cost
-from training.planning.flops import flops_per_token
-from training.reliability.run_folder import RunFolder
-from training.reliability.status import hours, starts_in_force
-from training.reporting.metrics import (
+from training.flops import flops_per_token
+from training.forecast.cost import describe_cost
+from training.metrics import (
     best_evaluation,
     comparable_loss,
     read_events,
@@ -33,8 +31,10 @@ from training.reporting.metrics import (
     seconds_until,
 )
 from training.reporting.plots import plot_course, plot_loss
-from training.reporting.screen import clock, perplexity
+from training.run_folder import RunFolder
 from training.sampling import fenced, read_samples
+from training.screen import clock, perplexity
+from training.status import hours, starts_in_force
 
 MOST_ROWS = 16  # of the table of results; metrics.jsonl has them all
 MOMENTS = 5  # at which the report shows what the model wrote

@@ -10,21 +10,21 @@ from contextlib import ExitStack
 from accelerate import Accelerator
 
 from errors import UserError
+from training.backup import Backup
+from training.checkpoint import TrainState
 from training.config import TrainConfig
 from training.device import on_main, waits_for_main
-from training.reliability.backup import Backup
-from training.reliability.checkpoint import TrainState
-from training.reliability.course import Start
-from training.reliability.faults import made_of
-from training.reliability.health import DivergenceError, Health
-from training.reliability.restart import Restart
-from training.reliability.rollback import forget_checkpoints_from, go_back
-from training.reliability.run_folder import RunFolder
-from training.reliability.saver import Saver
-from training.reliability.status import record, write_status
-from training.reliability.stopping import NOT_SAVED, Stopper
-from training.reliability.watchdog import Watchdog, is_of_the_group
-from training.reporting.screen import voice
+from training.guard.faults import made_of
+from training.guard.health import DivergenceError, Health
+from training.guard.restart import Restart
+from training.guard.rollback import forget_checkpoints_from, go_back
+from training.guard.stopping import NOT_SAVED, Stopper
+from training.guard.watchdog import Watchdog, is_of_the_group
+from training.run import Start
+from training.run_folder import RunFolder
+from training.saver import Saver
+from training.screen import voice
+from training.status import record, write_status
 
 
 class Keeper:

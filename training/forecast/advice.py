@@ -9,8 +9,8 @@ import torch
 
 from training.config import TrainConfig
 from training.device import Setup, kernel_of_sdpa, memory_of_others
+from training.forecast.forecast import FILLS_A_GPU, TOKENS_A_PARAMETER, Forecast, describe_forecast
 from training.plan import Plan
-from training.planning.forecast import FILLS_A_GPU, TOKENS_A_PARAMETER, Forecast, describe_forecast
 
 FEW_TOKENS = 8192  # of a micro-batch, which leave a GPU idle between its kernels
 MANY_EPOCHS = 4  # from which on repeated text teaches less and less (Muennighoff et al. 2023)

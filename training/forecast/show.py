@@ -13,12 +13,12 @@ from training.batches import WindowOrder
 from training.config import TrainConfig
 from training.data import estimate_store, open_store, place_tokens
 from training.device import Setup, describe, start_accelerator
+from training.forecast.advice import is_gpu, outlook
+from training.forecast.forecast import Throughput, assumed_speed, forecast_of, rentals
+from training.forecast.probe import measure
 from training.plan import Plan, make_plan, setup_of
-from training.planning.advice import is_gpu, outlook
-from training.planning.forecast import Throughput, assumed_speed, forecast_of, rentals
-from training.planning.probe import measure
 from training.planning.rentals import RENTALS
-from training.reporting.screen import clock, voice
+from training.screen import clock, voice
 
 if TYPE_CHECKING:
     from tokenizer.estimate import Estimate

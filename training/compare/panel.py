@@ -21,10 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from errors import UserError, counted
 from tokenizer.store import TokenStore
-from training.evaluation.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
-from training.evaluation.ratio import Ratio, ratio, units
+from training.compare.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
+from training.compare.ratio import Ratio, ratio, units
 from training.loading import find_model, load_with_tokenizer
-from training.reporting.progress import track
+from training.progress import track
 
 LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have room for more
 BYTES_OF_LOGITS = 1 << 27  # at once, in fp32

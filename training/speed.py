@@ -10,8 +10,8 @@ from accelerate import Accelerator
 
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import TrainBatches
+from training.flops import flops_per_token
 from training.planning.datasheet import peak_flops
-from training.planning.flops import flops_per_token
 
 # What is measured, by its name in metrics.jsonl, and how the screen shows it.
 SHOWN = {

@@ -10,10 +10,10 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from errors import UserError
 from training.device import memory_of_others
+from training.guard.health import DivergenceError
+from training.guard.restart import Restart, remembering
 from training.plan import Plan
-from training.reliability.health import DivergenceError
-from training.reliability.restart import Restart, remembering
-from training.reliability.run_folder import RunFolder
+from training.run_folder import RunFolder
 
 # What a disk, a drive or its owner can do to a run.
 OF_THE_DISK = {

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from errors import UserError
 from tokenizer.store import TokenStore
-from training.evaluation.ratio import Ratio, ratio
-from training.reporting.progress import track
+from training.compare.ratio import Ratio, ratio
+from training.progress import track
 from training.sampling import generation_config
 
 LENGTH = 256  # tokens of a text at most

@@ -11,7 +11,7 @@ from accelerate.utils import LoggerType
 
 from atomic import write_atomic
 from limits import setting
-from training.reliability.run_folder import RunFolder
+from training.run_folder import RunFolder
 
 STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names it
 

@@ -7,9 +7,9 @@ from typing import Any
 from errors import UserError
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
+from training import checkpoint as checkpoints
+from training.checkpoint import TrainState
 from training.data import find_cached
-from training.reliability import checkpoint as checkpoints
-from training.reliability.checkpoint import TrainState
 
 # No checkpoint survives a change of these: its tensors would not fit.
 SHAPE = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_inner", "tie_word_embeddings")

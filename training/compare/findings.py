@@ -17,10 +17,10 @@ from rich.table import Table
 from atomic import file_sha256, write_atomic
 from errors import NONSENSE, UserError, check_format, disk_errors
 from tokenizer.store import RESUMES, TokenStore
-from training.evaluation.panel import Row
-from training.reliability.run_folder import RunFolder, run_of
+from training.compare.panel import Row
 from training.reporting.plots import plot_panel
 from training.reporting.report import gather
+from training.run_folder import RunFolder, run_of
 from training.sampling import fenced
 
 FORMAT_VERSION = 1  # of evaluation.json; one without a version is of format 1 too

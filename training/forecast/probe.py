@@ -8,14 +8,14 @@ from accelerate import Accelerator
 from training.batches import TrainBatches
 from training.config import TrainConfig
 from training.device import Setup
+from training.flops import flops_per_token
+from training.forecast.forecast import Throughput
 from training.loss import NextTokenLoss
 from training.model import build_model
 from training.optim import build_optimizer
 from training.plan import Plan
 from training.planning.datasheet import peak_flops
-from training.planning.flops import flops_per_token
-from training.planning.forecast import Throughput
-from training.reporting.speed import peak_memory
+from training.speed import peak_memory
 from training.step import Trainer, prepare_loss
 from training.tokens import Tokens
 

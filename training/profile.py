@@ -20,7 +20,7 @@ from torch.profiler import profile, record_function
 from limits import setting
 
 if TYPE_CHECKING:  # it knows the plan, which knows this module's arguments
-    from training.reporting.journal import Journal
+    from training.log import Journal
 
 WARM_UP = 3  # steps: compilation, first allocations, and one under the profiler
 STEPS = 3

@@ -34,7 +34,7 @@ from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from removal import discard
 from tokenizer import schema, vocabulary
-from training.reliability.position import Position
+from training.position import Position
 from training.sharding import part_like
 
 FORMAT_VERSION = 2

@@ -9,20 +9,20 @@ from typing import Any
 from accelerate import Accelerator
 
 from errors import UserError, disk_errors
+from training import checkpoint as checkpoints
+from training.backup import Backup
+from training.checkpoint import TrainState
+from training.compatibility import compare
 from training.config import TrainConfig, write_config
 from training.device import on_main
 from training.early import launch_command
+from training.guard import restart
+from training.metrics import has_evaluation, read_events
 from training.plan import Plan
-from training.reliability import checkpoint as checkpoints
-from training.reliability import restart
-from training.reliability.backup import Backup
-from training.reliability.changes import compare
-from training.reliability.checkpoint import TrainState
-from training.reliability.resume import Settings, choose_checkpoint, refuse_lost_checkpoints
-from training.reliability.run_folder import RunFolder, begin, is_checkpoint, run_of
-from training.reliability.status import record, starts_in_force, write_status
-from training.reporting.metrics import has_evaluation, read_events
-from training.reporting.screen import say
+from training.resume import Settings, choose_checkpoint, refuse_lost_checkpoints
+from training.run_folder import RunFolder, begin, is_checkpoint, run_of
+from training.screen import say
+from training.status import record, starts_in_force, write_status
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "accelerate")
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from removal import discard
+from training import checkpoint as checkpoints
+from training.backup import Backup
+from training.guard.health import Spike
+from training.guard.restart import Restart, remembering
 from training.plan import Plan
-from training.reliability import checkpoint as checkpoints
-from training.reliability.backup import Backup
-from training.reliability.health import Spike
-from training.reliability.restart import Restart, remembering
-from training.reliability.run_folder import RunFolder
+from training.run_folder import RunFolder
 
 MOST_IN_A_ROW = 3  # from one checkpoint: what is still wrong then is not the batches
 

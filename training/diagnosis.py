@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from training.checkpoint import folder_name
+from training.metrics import comparable_loss, read_events, read_metrics
 from training.plan import Plan
-from training.reliability.checkpoint import folder_name
-from training.reliability.run_folder import RunFolder
-from training.reporting.metrics import comparable_loss, read_events, read_metrics
+from training.run_folder import RunFolder
 
 IN_A_ROW = 5  # log lines, before something is taken for a habit
 SLOW = 0.5  # of the MFU that others reach on the device

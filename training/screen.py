@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from training.reporting.metrics import comparable_loss, scores_more
-from training.reporting.speed import in_words
+from training.metrics import comparable_loss, scores_more
+from training.speed import in_words
 
 # A notebook gives its commands a terminal, but keeps all that they ever wrote to it: lines, not four pictures a second.
 IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # as Jupyter tells its kernels

@@ -23,8 +23,8 @@ import torch
 from torch import distributed
 
 from training.early import PARENT
-from training.reliability.restart import Restart, at_most, execute, settle_output
-from training.reliability.stopping import leave, say
+from training.guard.restart import Restart, at_most, execute, settle_output
+from training.guard.stopping import leave, say
 
 PREFIX = "gpt2scratch/watchdog"
 PATIENCE = 60.0  # seconds of silence

@@ -20,7 +20,7 @@ from torch import distributed
 
 from limits import setting
 from training.early import PARENT, die_with_launcher, is_launched
-from training.reliability.restart import settle_output
+from training.guard.restart import settle_output
 
 # What a process ends with after it has stopped and saved, as a shell would report the signal. The later one wins where
 # processes have different reasons.

@@ -22,10 +22,10 @@ from pathlib import Path
 from errors import UserError, counted
 from limits import setting
 from removal import LITTER, MARK, discard, is_marked, mark
-from training.reliability import checkpoint as checkpoints
-from training.reliability.status import check_run_format, is_status
-from training.reporting.metrics import comparable_loss, forget_after, read_events, read_metrics
+from training import checkpoint as checkpoints
+from training.metrics import comparable_loss, forget_after, read_events, read_metrics
 from training.sampling import forget_samples_after
+from training.status import check_run_format, is_status
 
 CONFIG_FILE = "config.yaml"
 EMPTY = (

@@ -23,15 +23,15 @@ from transformers import PreTrainedTokenizerBase
 
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from training import checkpoint
+from training.backup import Backup
+from training.checkpoint import Snapshot, TrainState
 from training.device import on_main
-from training.reliability import checkpoint
-from training.reliability.backup import Backup
-from training.reliability.checkpoint import Snapshot, TrainState
-from training.reliability.health import DivergenceError
-from training.reliability.run_folder import RunFolder
-from training.reliability.status import record, write_status
-from training.reporting.metrics import best_step
+from training.guard.health import DivergenceError
+from training.metrics import best_step
+from training.run_folder import RunFolder
 from training.sharding import whole
+from training.status import record, write_status
 from training.verification import StoreVerification
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from command_line import read_yaml
 from errors import UserError
-from training.reliability import checkpoint as checkpoints
-from training.reliability.backup import Backup
-from training.reliability.changes import NOT_THE_RUN
-from training.reliability.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, may_hold_run, run_of
-from training.reliability.status import check_run_format
+from training import checkpoint as checkpoints
+from training.backup import Backup
+from training.compatibility import NOT_THE_RUN
+from training.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, may_hold_run, run_of
+from training.status import check_run_format
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from training.planning.forecast import Forecast
-from training.reliability.health import Reading
-from training.reliability.run_folder import RunFolder
-from training.reliability.status import hours, record
-from training.reporting.diagnosis import Advice, Diagnosis
-from training.reporting.metrics import best_evaluation, read_events, read_metrics
-from training.reporting.screen import Screen, View
-from training.reporting.speed import Speed
-from training.reporting.trackers import log_to_trackers, open_trackers
+from training.diagnosis import Advice, Diagnosis
+from training.forecast.forecast import Forecast
+from training.guard.health import Reading
+from training.metrics import best_evaluation, read_events, read_metrics
+from training.run_folder import RunFolder
+from training.screen import Screen, View
+from training.speed import Speed
+from training.status import hours, record
+from training.trackers import log_to_trackers, open_trackers
 
 LINES_OF_ETA = 100  # whose mean speed it goes by
 

@@ -17,12 +17,12 @@ from tokenizer.store import TokenStore
 from training.config import TrainConfig
 from training.data import bytes_of
 from training.device import Setup
+from training.flops import flops_per_token
+from training.forecast.cost import CostArguments
 from training.plan import Plan
-from training.planning.cost import CostArguments
 from training.planning.datasheet import model_of, peak_of
-from training.planning.flops import flops_per_token
 from training.planning.rentals import DOLLARS_A_COLAB_UNIT, PRICES_OF, RENTALS, REPORTED_MFU, reported_mfu
-from training.reporting.screen import clock
+from training.screen import clock
 
 TOKENS_A_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
 EVALUATION_COST = 1 / 3  # of a token trained on: the forward pass alone

@@ -22,7 +22,7 @@ from command_line import read_yaml
 from errors import UserError
 from limits import setting
 from removal import discard, mark
-from training.reliability.checkpoint import (
+from training.checkpoint import (
     FILES,
     MANIFEST,
     DamageError,
@@ -33,9 +33,9 @@ from training.reliability.checkpoint import (
     step_of,
     sweep,
 )
-from training.reliability.run_folder import RunFolder, may_hold_run
-from training.reporting.metrics import best_step, read_metrics
-from training.reporting.screen import clock
+from training.metrics import best_step, read_metrics
+from training.run_folder import RunFolder, may_hold_run
+from training.screen import clock
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between attempts
 PIECE_BYTES = 1 << 20

@@ -1,0 +1,1 @@
+"""--plan: an estimate of memory, time, cost and disk use before a run starts."""

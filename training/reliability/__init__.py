@@ -1,1 +1,0 @@
-"""Nothing is lost: checkpoints, and whatever may go wrong."""
