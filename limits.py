@@ -17,12 +17,17 @@ BOUNDS = {
     "maximum": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
-KEYS = {*BOUNDS, "free_text"}  # of a field's metadata, which argparse does not know
+KEYS = {*BOUNDS, "free_text", "resume"}  # of a field's metadata, which argparse does not know
 NAME_BYTES, PATH_BYTES = 255, 4095  # of one part of a path, and of all of it; Linux and macOS allow no more
 
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
-    """Return a field with its text for `--help` and its limits, named by `KEYS`: `setting(1, "Batches.", minimum=1)`."""
+    """Return a field with its text for `--help` and its limits, named by `KEYS`: `setting(1, "Batches.", minimum=1)`.
+
+    `resume` states what a value means that differs from the resumed checkpoint's. It is reported where nothing is given;
+    "free": it may differ without a word; "refused": only with --allow_change; "derived": the checkpoint records what
+    follows from it instead, such as `max_steps`, or the hash of the data.
+    """
     metadata = {"help": help, **limits}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)

@@ -196,11 +196,13 @@ def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[s
     rung = Rung(**more)
     if rung.keeps_memory and DEVICE.type == "cpu":
         keep_freed_memory()
-    arguments = DeviceArguments(mixed_precision="bf16" if rung.bf16 else "no", bf16_residual=rung.bf16_residual)
-    attention = (
-        decide(arguments, workload.n_positions).attn_implementation if rung.attention == "auto" else rung.attention
+    arguments = DeviceArguments(
+        mixed_precision="bf16" if rung.bf16 else "no",
+        bf16_residual=rung.bf16_residual,
+        attn_implementation=rung.attention,
     )
-    model = build_model(GPT2ScratchConfig(**workload.model), None, arguments, attention).to(DEVICE).train()
+    setup = decide(arguments, workload.n_positions)
+    model = build_model(GPT2ScratchConfig(**workload.model), setup, seed=0).to(DEVICE).train()
     fused = NextTokenLoss(model)
 
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

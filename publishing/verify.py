@@ -20,8 +20,8 @@ from errors import UserError
 from publishing.source import Source
 from removal import MARK
 from training.data import find_store
-from training.evaluate import eval_windows
 from training.loading import load_own_model
+from training.scoring import eval_windows
 
 STRANGER = Path(__file__).with_name("stranger.py")
 PROBE_TOKENS = 64

@@ -24,12 +24,14 @@ from torch.profiler import ProfilerActivity, profile
 import train_accelerate
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training import device, sharding
+from training import distributed, guard, sharding
 from training.batches import BatchPlan, TrainBatches, WindowOrder
+from training.device import Setup
 from training.loss import NextTokenLoss
 from training.optim import OptimArguments, build_optimizer
-from training.sharding import Sharding, generating, part_like, shard, whole
-from training.step import Trainer
+from training.sharding import Sharding, generating, shard
+from training.step import build_train_step
+from training.tensors import shard_like, whole
 from training.tokens import Tokens
 
 # 51 rows: shares of 26 and 25
@@ -62,12 +64,12 @@ def check_a_tensor_is_divided_and_whole_again(accelerator: Accelerator) -> None:
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             assert torch.equal(whole(parameter), plain[name])
-            share = part_like(plain[name].detach(), parameter)
+            share = shard_like(plain[name].detach(), parameter)
             assert torch.equal(share.to_local(), parameter.to_local())
             assert share.to_local().untyped_storage().nbytes() == share.to_local().nbytes  # no view of the whole
-            assert part_like(plain[name], plain[name]) is whole(plain[name]) is plain[name]
+            assert shard_like(plain[name], plain[name]) is whole(plain[name]) is plain[name]
         count = torch.tensor(3.0)
-        assert part_like(count, parameter) is count
+        assert shard_like(count, parameter) is count
 
 
 def check_parameters_stay_divided_after_a_validation(accelerator: Accelerator) -> None:
@@ -107,21 +109,19 @@ def check_a_step_that_is_not_finite_changes_nothing(accelerator: Accelerator) ->
 
 
 def check_a_loss_that_is_not_finite_on_one_process_skips_the_step_on_all(accelerator: Accelerator) -> None:
-    torch.manual_seed(0)
-    model = GPT2ScratchForCausalLM(CONFIG)
-    loss, optimizer = accelerator.prepare(
-        NextTokenLoss(model), build_optimizer(model, OptimArguments(), accelerator.device)
-    )
     plan, order = BatchPlan(16, 2, 1, 2), WindowOrder(3000, 16, seed=0)
+    setup, batches = Setup("no", False, "eager", ()), TrainBatches(Tokens(torch.zeros(3000), CPU), order, plan, 0)
+    train_step = build_train_step(CONFIG, None, batches, OptimArguments(), setup, accelerator)
+    model = train_step.model
     for poisoned in (False, True, False):
         ids = torch.zeros(3000, dtype=torch.int16)
         if poisoned and accelerator.process_index == 1:
             ids += 50  # only this process reads the token whose embedding is not finite
         with torch.no_grad():
             model.transformer.wte.weight[50] = math.inf
-        trainer = Trainer(accelerator, loss, optimizer, TrainBatches(Tokens(ids, CPU), order, plan, 0), 1.0, 0)
+        batches.tokens = Tokens(ids, CPU)
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        trainer.step(0, 0.1)
+        train_step(0, 1.0)
         same = [torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True)]
         assert all(same) is poisoned
         everyone = accelerator.gather(model.lm_head.weight.detach()[None])
@@ -129,9 +129,9 @@ def check_a_loss_that_is_not_finite_on_one_process_skips_the_step_on_all(acceler
 
 
 def check_a_process_of_another_command_is_refused(accelerator: Accelerator) -> None:
-    device.check_same_command(accelerator, {"seed": 1})
+    distributed.check_same_command(accelerator, {"seed": 1})
     with pytest.raises(UserError, match=r"^Rank 1 was started with other settings than rank 0\."):
-        device.check_same_command(accelerator, {"seed": accelerator.process_index})
+        distributed.check_same_command(accelerator, {"seed": accelerator.process_index})
 
 
 def check_what_the_main_process_finds_all_know(accelerator: Accelerator) -> None:
@@ -139,9 +139,9 @@ def check_what_the_main_process_finds_all_know(accelerator: Accelerator) -> None
         raise UserError("It cannot be.")
 
     main = accelerator.is_main_process
-    assert device.on_main(accelerator, lambda: ["found", time.sleep(1)] if main else None) == ["found", None]
+    assert distributed.on_main(accelerator, lambda: ["found", time.sleep(1)] if main else None) == ["found", None]
     with pytest.raises(UserError, match=r"^It cannot be\.$") as refused:
-        device.on_main(accelerator, fail)
+        distributed.on_main(accelerator, fail)
     assert refused.value.is_said is not main
 
 
@@ -207,7 +207,7 @@ if __name__ == "__main__":
         assert accelerator.num_processes == 2
         check(accelerator)
         accelerator.print(f"passed: {check.__name__}", flush=True)
-    train_accelerate.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # the group goes on
+    guard.job.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # the group goes on
     for run in json.loads(Path(sys.argv[1]).read_text()):
         forget()
         os.environ.update(run["environment"])

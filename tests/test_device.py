@@ -8,7 +8,7 @@ import torch
 
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.device import DeviceArguments, decide, has_kernels, kernel_of_sdpa
+from training.device import DeviceArguments, Setup, decide, has_kernels, kernel_of_sdpa
 from training.loss import NextTokenLoss
 from training.model import build_model
 
@@ -27,8 +27,7 @@ def test_attention_is_written_out_where_that_is_faster_on_a_cpu(precision, conte
 
 @pytest.mark.parametrize(("bf16_residual", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_the_residual_stream_is_in_bf16_if_asked_and_the_weights_are_not(bf16_residual, expected):
-    torch.manual_seed(0)
-    model = build_model(CONFIG, None, DeviceArguments(bf16_residual=bf16_residual), "sdpa")
+    model = build_model(CONFIG, Setup("bf16", False, "sdpa", (), bf16_residual=bf16_residual), 0)
     streams = []
     for block in model.transformer.h:
         block.register_forward_hook(lambda _module, _inputs, stream: streams.append(stream.dtype))
@@ -70,7 +69,7 @@ def test_freed_memory_is_kept_and_not_asked_for_again(launch):
 
 
 CHILD = (
-    "import os, training.threads, training.early as e; print(os.environ['OMP_NUM_THREADS'], e.is_alone_by_mistake())"
+    "import os, training.threads, training.launcher as e; print(os.environ['OMP_NUM_THREADS'], e.is_alone_by_mistake())"
 )
 LAUNCHER = f"import json, os, subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}], env=os.environ | json.loads(sys.argv[1]))"
 UNASKED = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}  # what the launcher exports where nobody asked

@@ -5,8 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training import hardware
 from training.flops import flops_per_token
-from training.planning.datasheet import TERAFLOPS_AND_WATTS, peak_of, watts_of
+from training.hardware import peak_flops, watts
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ PEAKS = [
 
 @pytest.mark.parametrize(("name", "precision", "teraflops"), PEAKS)
 def test_devices_by_their_datasheets(name, precision, teraflops):
-    assert peak_of(name, precision) == pytest.approx(teraflops * 1e12)
+    assert peak_flops(name, precision) == pytest.approx(teraflops * 1e12)
 
 
 NOT_LISTED = [
@@ -75,10 +76,10 @@ NOT_LISTED += [
 
 @pytest.mark.parametrize("name", NOT_LISTED)
 def test_a_device_that_is_not_in_the_table_is_no_other(name):
-    assert peak_of(name, "bf16") is None
+    assert peak_flops(name, "bf16") is None
 
 
 def test_the_table_can_be_reached():
-    for name, (half, _, watts) in TERAFLOPS_AND_WATTS.items():
-        assert peak_of(name, "bf16") == half * 1e12
-        assert watts_of(name) == watts
+    for name, (half, _, power) in hardware._DATA["datasheets"].items():
+        assert peak_flops(name, "bf16") == half * 1e12
+        assert watts(name) == power

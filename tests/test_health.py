@@ -8,7 +8,10 @@ import torch
 from accelerate import Accelerator
 
 from conftest import reset_accelerate
-from training.guard.health import WINDOW, DivergenceError, Health, HealthArguments
+from training.batches import START
+from training.checkpoint import TrainState
+from training.health import WINDOW, Health, HealthArguments
+from training.loss import DivergenceError
 
 
 @pytest.fixture
@@ -16,7 +19,7 @@ def health():
     reset_accelerate()
 
     def make(**arguments) -> Health:
-        return Health(Accelerator(cpu=True), HealthArguments(**arguments))
+        return Health(Accelerator(cpu=True), HealthArguments(**arguments), TrainState(START, {}))
 
     return make
 

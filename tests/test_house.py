@@ -1,37 +1,118 @@
-"""The way of the data is a straight line: who may import whom."""
+"""The imports of the project point one way: between packages, and between the files of training/."""
 
 import ast
+import inspect
+from dataclasses import fields
 
 import pytest
 
 from conftest import REPOSITORY, TINY, flags
+from training.run import Run
 
-ROOMS = ("modeling_gpt2scratch", "tokenizer", "training", "publishing")
+PACKAGES = ("modeling_gpt2scratch", "tokenizer", "training", "publishing")
 MAY_IMPORT = {
     "modeling_gpt2scratch": set(),
     "tokenizer": {"command_line"},
     "training": {"command_line", "tokenizer", "modeling_gpt2scratch"},
     "publishing": {"command_line", "tokenizer", "training", "modeling_gpt2scratch"},
 }
-OURS = {*ROOMS, "command_line", "train_accelerate", "push_to_hub", "generate", "benchmarks", "tests"}
+OURS = {*PACKAGES, "command_line", "train_accelerate", "push_to_hub", "generate", "benchmarks", "tests"}
+# The rings of training/, from the inside out. A file imports lower rings, and files left of it in its own.
+RINGS = {
+    "ground": "launcher threads console restart hardware flops cost tensors optim status metrics compilation other_names",
+    "data and step": "tokens data batches loss sharding embedding device model distributed step sampling scoring verification",
+    "on disk": "checkpoint run_folder trackers backup saver loading",
+    "decisions": "memory plan compatibility resume run",
+    "while it runs": "screen health speed diagnosis log profile report.plots report.report validation guard.lock guard.stopping"
+    " guard.watchdog guard.faults guard.rollback guard.guard guard.job",
+    "configuration": "config preflight",
+    "leaves": "compare.ratio compare.baselines compare.panel compare.memorization compare.findings evaluate"
+    " forecast.forecast forecast.advice forecast.probe forecast.show",
+}
+ORDER = [name for ring in RINGS.values() for name in ring.split()]
+FOR_COMMANDS = {name for ring in ("configuration", "leaves") for name in RINGS[ring].split()}
+ACCEPT_RUN = {
+    "forecast/show.py",
+    "guard/faults.py",
+    "guard/guard.py",
+    "guard/rollback.py",
+    "log.py",
+    "profile.py",
+    "run.py",
+    "validation.py",
+}
 
 
-def imports_of(path) -> set[str]:
+def imported(path) -> set[str]:
+    """Return all modules that a file imports, within functions and for type checkers too, but for relative imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add(node.module.split(".")[0])
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_the_arrows_run_one_way(room):
-    files = list((REPOSITORY / room).rglob("*.py"))
-    assert files
-    for path in files:
-        assert imports_of(path) & OURS <= MAY_IMPORT[room] | {room}, path.name
+def files_of(package: str) -> list:
+    return [path for path in sorted((REPOSITORY / package).rglob("*.py")) if path.name != "__init__.py"]
+
+
+def module_of(path) -> str:
+    return path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_one_way(package):
+    assert files_of(package)
+    for path in files_of(package):
+        assert {name.split(".")[0] for name in imported(path)} & OURS <= MAY_IMPORT[package] | {package}, path.name
+
+
+def test_the_files_of_training_import_inner_rings_and_files_left_of_them():
+    modules = {module_of(path).removeprefix("training."): path for path in files_of("training")}
+    assert sorted(ORDER) == sorted(modules)
+    for name, path in modules.items():
+        inner = {module.removeprefix("training.") for module in imported(path) if module.startswith("training.")} & set(
+            ORDER
+        )
+        assert not [other for other in inner if ORDER.index(other) >= ORDER.index(name)], name
+        assert name in FOR_COMMANDS or not inner & FOR_COMMANDS, name
+
+
+def test_the_training_script_imports_at_most_18_of_our_modules():
+    modules = {module_of(path) for package in PACKAGES for path in files_of(package)}
+    modules |= {path.stem for path in REPOSITORY.glob("*.py")}
+    assert len(imported(REPOSITORY / "train_accelerate.py") & modules) <= 18
+
+
+def functions_of(path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)]
+
+
+def test_constructors_take_at_most_six_parameters():
+    for path in files_of("training"):
+        for function in functions_of(path):
+            if function.name == "__init__":
+                arguments = function.args
+                assert len(arguments.args) + len(arguments.kwonlyargs) <= 7, path.name  # with self
+                assert arguments.kwarg is None, path.name
+
+
+def test_few_files_accept_the_whole_run():
+    def accepts_run(function: ast.FunctionDef) -> bool:
+        return any(isinstance(a.annotation, ast.Name) and a.annotation.id == "Run" for a in function.args.args)
+
+    training = REPOSITORY / "training"
+    accepting = {
+        path.relative_to(training).as_posix()
+        for path in files_of("training")
+        if any(map(accepts_run, functions_of(path)))
+    }
+    assert accepting == ACCEPT_RUN
+    assert len(ACCEPT_RUN) <= 8
+    assert len(fields(Run)) <= 8
+    assert not [name for name, member in vars(Run).items() if inspect.isfunction(member) and not name.startswith("__")]
 
 
 ONLY_FOR_TEXT = ("datasets", "pyarrow", "xxhash", "zstandard", "rensa")

@@ -22,7 +22,7 @@ fcntl.flock = flock
 """
 HOLD = """
 import sys, time
-from training.early import die_with_launcher
+from training.launcher import die_with_launcher
 from training.guard.lock import RunLock
 die_with_launcher(False)  # as once training has begun
 lock = RunLock(sys.argv[1])

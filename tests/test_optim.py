@@ -2,22 +2,22 @@ import pytest
 import torch
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training.optim import OptimArguments, build_optimizer, learning_rate_at
+from training.optim import OptimArguments, build_optimizer, schedule
 
 COSINE = OptimArguments(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4)
 
 
 @pytest.mark.parametrize(("step", "rate"), [(0, 0.25), (1, 0.5), (3, 1.0), (4, 1.0), (9, 0.55), (14, 0.1), (100, 0.1)])
 def test_cosine_with_warmup_at_known_steps(step, rate):
-    assert learning_rate_at(step, 15, COSINE) == pytest.approx(rate, abs=1e-12)
+    assert schedule(step, 15, COSINE) == pytest.approx(rate, abs=1e-12)
 
 
 def test_linear_and_constant_and_a_lowest_rate_above_the_peak():
     linear = OptimArguments(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=0, lr_scheduler_type="linear")
-    assert [learning_rate_at(step, 5, linear) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert [schedule(step, 5, linear) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     constant = OptimArguments(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2, lr_scheduler_type="constant")
-    assert [learning_rate_at(step, 5, constant) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
-    assert learning_rate_at(0, 1, OptimArguments(learning_rate=1.0, warmup_steps=0)) == 1.0  # a run of one step
+    assert [schedule(step, 5, constant) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+    assert schedule(0, 1, OptimArguments(learning_rate=1.0, warmup_steps=0)) == 1.0  # a run of one step
     assert OptimArguments(1e-3, 1e-3).problems() == []
     expected = "min_learning_rate is 0.002; it must be between 0 and learning_rate, 0.001."
     assert OptimArguments(1e-3, 2e-3).problems() == [expected]

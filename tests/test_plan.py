@@ -10,13 +10,12 @@ import train_accelerate
 from conftest import REPOSITORY, TINY, flags, metrics, prose, reset_accelerate, trained
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.batches import BatchPlan, WindowOrder
+from training.batches import BatchPlan, DataPosition, WindowOrder
 from training.device import Setup
 from training.forecast.advice import usual_learning_rate
 from training.forecast.forecast import _times, assumed_speed
+from training.hardware import reported_mfu
 from training.plan import Plan
-from training.planning.rentals import reported_mfu
-from training.position import Position
 
 
 def planned(store, tmp_path, capsys, *more: str, **settings) -> str:
@@ -203,7 +202,7 @@ def test_it_says_what_would_be_better(store, tmp_path, capsys):
 def test_what_is_due_is_counted_as_the_run_does(strategy, every, times):
     """10 steps of 2 sequences over 8 windows: two and a half epochs."""
     batches, order = BatchPlan(16, 2, 1, 1), WindowOrder(16 * 9 + 1, 16, seed=0)
-    plan = Plan(None, batches, order, 10, None, None, 0, {}, Position())
+    plan = Plan(None, batches, order, 10, None, None, 0, DataPosition())
     assert order.windows == 8
     assert sum(plan.is_due(strategy, every, step) for step in range(1, 11)) == times
     assert _times(plan, strategy, every) == times

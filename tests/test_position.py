@@ -2,10 +2,10 @@
 
 import random
 
-from training.position import Position
+from training.batches import DataPosition
 
 
-def walked(position: Position, step: int, sequences: int) -> int:
+def walked(position: DataPosition, step: int, sequences: int) -> int:
     """The definition: from step to step, and behind every range that a step would reach into."""
     sample = position.sample
     for now in range(position.step, step + 1):
@@ -17,10 +17,10 @@ def walked(position: Position, step: int, sequences: int) -> int:
 
 
 def test_samples_follow_each_other_ranges_are_jumped_and_another_batch_size_goes_on():
-    position = Position(passed_over=((40, 60),))
+    position = DataPosition(passed_over=((40, 60),))
     assert [position.first_sample(step, 10) for step in range(8)] == [0, 10, 20, 30, 60, 70, 80, 90]
-    position = Position(step=3, sample=30, tokens=480).after(5, 10, 16)
-    assert position == Position(step=5, sample=50, tokens=800)
+    position = DataPosition(step=3, sample=30, tokens=480).after(5, 10, 16)
+    assert position == DataPosition(step=5, sample=50, tokens=800)
     assert [position.first_sample(step, 4) for step in (5, 6, 7)] == [50, 54, 58]
 
 
@@ -32,7 +32,7 @@ def test_it_is_the_definition():
             first = at + chance.randint(0, 30)
             at = first + chance.randint(1, 30)
             ranges.append((first, at))
-        position = Position(chance.randint(0, 3), chance.randint(0, 50), passed_over=tuple(ranges))
+        position = DataPosition(chance.randint(0, 3), chance.randint(0, 50), passed_over=tuple(ranges))
         sequences, step = chance.randint(1, 12), position.step + chance.randint(0, 20)
         expected = walked(position, step, sequences)
         assert position.first_sample(step, sequences) == expected

@@ -221,7 +221,7 @@ def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(launch, tm
 
 
 def test_the_command_to_resume_names_the_file_of_several_processes(launch):
-    code = "import os, training.early; os.environ['RANK'] == '0' and print(training.early.launch_command())"
+    code = "import os, training.launcher; os.environ['RANK'] == '0' and print(training.launcher.launch_command())"
     for file, options in (
         ("launch/two_cpu_processes.yaml", "--config_file launch/two_cpu_processes.yaml --num_processes 2"),
         (None, "--num_processes 2"),
@@ -313,10 +313,11 @@ def test_a_reader_that_leaves_does_not_end_the_run(start, tmp_path):
 STARVED = """
 import resource, sys, psutil, train_accelerate
 from command_line import run
+from training.restart import restarting
 if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
     limit = psutil.Process().memory_info().vms + (920 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-run(train_accelerate.main_or_restart)
+run(restarting(train_accelerate.main))
 """
 LARGE = {"tokens_per_step": 262144, "max_steps": 2, "save_steps": 1, "eval_strategy": "no", "sample_tokens": 0}
 
@@ -361,8 +362,9 @@ def test_out_of_memory_in_one_process_of_two_halves_the_micro_batch_of_both(laun
 LIMITED = """
 import resource, train_accelerate
 from command_line import run
+from training.restart import restarting
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-run(train_accelerate.main_or_restart)
+run(restarting(train_accelerate.main))
 """
 
 

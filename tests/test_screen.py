@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from conftest import REPOSITORY, TINY, flags
-from training.screen import Screen, Stopwatch, View, clock, perplexity, sparkline, wrapped
+from training.console import clock, perplexity, wrapped
+from training.screen import Screen, Stopwatch, View, sparkline
 
 ENTRY = {"step": 100, "loss": 3.2141, "learning_rate": 6e-4, "grad_norm": 0.4237, "tokens_per_second": 683_000.0}
 ENTRY |= {"mfu": 0.47, "data_share": 0.0004, "peak_memory_gb": 11.2}

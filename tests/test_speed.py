@@ -30,7 +30,7 @@ def clock(monkeypatch):
 
 
 def speed(monkeypatch, peak: float | None, processes: int = 1) -> Speed:
-    monkeypatch.setattr("training.speed.peak_flops", lambda device, precision: peak)
+    monkeypatch.setattr("training.speed.peak_flops", lambda name, precision: peak)
     monkeypatch.setattr("training.speed.peak_memory", lambda device: 11_249_000_000)
     accelerator = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16", num_processes=processes)
     return Speed(SimpleNamespace(seconds=0.0), GPT2ScratchConfig(), accelerator)  # 685,375,488 operations a token

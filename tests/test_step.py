@@ -7,9 +7,10 @@ from accelerate import Accelerator
 from conftest import reset_accelerate
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.batches import BatchPlan, TrainBatches, WindowOrder
+from training.device import Setup
 from training.loss import NextTokenLoss
-from training.optim import OptimArguments, build_optimizer
-from training.step import Trainer
+from training.optim import OptimArguments
+from training.step import TrainStep, build_train_step
 from training.tokens import Batch, Documents, Tokens
 
 CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
@@ -21,14 +22,13 @@ def tokens(device: torch.device, where: str = "ram", documents: Documents | None
     return Tokens(values.to(device) if where == "device" else values, device, documents)
 
 
-def trainer(model, micro_batch: int, accumulation: int, seed: int = 0) -> Trainer:
+def train_step(micro_batch: int, accumulation: int, config=CONFIG, n_tokens: int = len(TOKENS)) -> TrainStep:
     reset_accelerate()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    optimizer = build_optimizer(model, OptimArguments(learning_rate=0.01), accelerator.device)
-    loss, optimizer = accelerator.prepare(NextTokenLoss(model), optimizer)
+    accelerator = Accelerator(cpu=True)
     plan = BatchPlan(16, micro_batch, accumulation, 1)
-    batches = TrainBatches(tokens(accelerator.device), WindowOrder(len(TOKENS), 16, seed=1), plan, 0)
-    return Trainer(accelerator, loss, optimizer, batches, max_grad_norm=1.0, seed=seed)
+    batches = TrainBatches(tokens(accelerator.device), WindowOrder(n_tokens, 16, seed=1), plan, 0)
+    setup = Setup("no", False, "eager", ())
+    return build_train_step(config, None, batches, OptimArguments(learning_rate=0.01), setup, accelerator)
 
 
 def fresh(config: GPT2ScratchConfig = CONFIG) -> GPT2ScratchForCausalLM:
@@ -38,32 +38,33 @@ def fresh(config: GPT2ScratchConfig = CONFIG) -> GPT2ScratchForCausalLM:
 
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(4, 2), (1, 8)])
 def test_accumulation_equals_the_large_batch(micro_batch, accumulation):
-    whole, parts = fresh(), fresh()
-    one, other = trainer(whole, 8, 1).step(3, 0.01), trainer(parts, micro_batch, accumulation).step(3, 0.01)
+    whole, parts = train_step(8, 1), train_step(micro_batch, accumulation)
+    one, other = whole(3, 1.0), parts(3, 1.0)
     assert one[0].shape == one[1].shape == ()  # and no logits
     assert not one[0].requires_grad
     torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-6)  # loss
     torch.testing.assert_close(one[1], other[1], rtol=0, atol=1e-6)  # gradient norm
-    for (name, a), b in zip(whole.named_parameters(), parts.parameters(), strict=True):
+    for (name, a), b in zip(whole.model.named_parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5, msg=name)
 
 
-def test_dropout_is_a_function_of_seed_and_step():
+def test_dropout_is_a_function_of_the_step():
     config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"resid_pdrop": 0.5})
 
-    def loss_of(step: int, seed: int) -> float:
+    def loss_of(step: int) -> float:
+        ready = train_step(4, 1, config, n_tokens=17)  # of one window, which every step reads
         torch.rand(7)  # whatever was drawn before does not matter
-        return trainer(fresh(config), 4, 1, seed).step(step, 0.0)[0].item()
+        return ready(step, 0.0)[0].item()
 
-    assert loss_of(2, seed=0) == loss_of(2, seed=0)
-    assert loss_of(2, seed=0) != loss_of(2, seed=1)
+    assert loss_of(2) == loss_of(2)
+    assert loss_of(2) != loss_of(3)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_changes_nothing(poison):
     """One token has an embedding that is not finite, so that a batch with it has a loss or gradient that is not."""
-    model = fresh()
-    poisoned = trainer(model, 4, 2)
+    poisoned = train_step(4, 2)
+    model = poisoned.model
     batches = [poisoned.batches(step, micro_step).inputs for step in range(60) for micro_step in range(2)]
     rare = min(range(50), key=lambda token: sum(bool((batch == token).any()) for batch in batches))
     with_it = [bool((batches[2 * step] == rare).any() or (batches[2 * step + 1] == rare).any()) for step in range(60)]
@@ -76,7 +77,7 @@ def test_a_step_that_is_not_finite_changes_nothing(poison):
     for step in range(60):
         before = [parameter.detach().clone() for parameter in model.parameters()]
         moments = [moment.clone() for values in state.values() for moment in values.values()]
-        loss, grad_norm = poisoned.step(step, 0.001)
+        loss, grad_norm = poisoned(step, 0.1)
         pairs = zip(before, model.parameters(), strict=True)
         same = [torch.equal(a.nan_to_num(), b.detach().nan_to_num()) for a, b in pairs]
         changed.append(not all(same))
@@ -165,16 +166,14 @@ def test_masked_documents_are_one_graph_compiled_once():
 @pytest.mark.parametrize("where", ["ram", "device"])
 def test_a_step_never_waits_for_the_device(where):
     reset_accelerate()
-    model = fresh().cuda()
     accelerator = Accelerator(mixed_precision="bf16")
-    optimizer = build_optimizer(model, OptimArguments(), accelerator.device)
-    loss, optimizer = accelerator.prepare(NextTokenLoss(model), optimizer)
     placed = tokens(accelerator.device, where)
     batches = TrainBatches(placed, WindowOrder(len(TOKENS), 16, 1), BatchPlan(16, 4, 1, 1), 0)
-    ready = Trainer(accelerator, loss, optimizer, batches, 1.0, 0)
-    ready.step(0, 0.01)
+    setup = Setup("bf16", False, "sdpa", ())
+    ready = build_train_step(CONFIG, None, batches, OptimArguments(), setup, accelerator)
+    ready(0, 0.01)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ready.step(1, 0.01)
+        ready(1, 0.01)
     finally:
         torch.cuda.set_sync_debug_mode("default")

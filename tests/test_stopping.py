@@ -24,10 +24,12 @@ JOB = """
 import os, sys, time
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 from torch import distributed, ones
 
 from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
+from training.saver import THREAD
 
 folder, steps, mode, hours = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], [float(text) for text in sys.argv[4:]]
 rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -36,7 +38,9 @@ log.write(f"pid {os.getpid()}\\n")
 if processes > 1:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
 arguments = StoppingArguments(*hours)
-with Stopper(arguments, processes, saving=lambda: mode == "slow save", grace=1.0) as stopper:
+if mode == "slow save":
+    Thread(target=time.sleep, args=(600,), name=THREAD, daemon=True).start()
+with Stopper(arguments, processes, grace=1.0) as stopper:
     for step in range(steps):
         log.write(f"step {step}\\n")
         while mode == "hang" and step == 3:

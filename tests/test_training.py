@@ -16,9 +16,10 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.checkpoint import damage
 from training.data import name_of
-from training.evaluate import eval_windows, store_and_masking
+from training.evaluate import store_and_masking
 from training.metrics import comparable_loss
 from training.sampling import fenced, read_samples
+from training.scoring import eval_windows
 from training.status import now
 
 
@@ -53,7 +54,7 @@ def test_a_run_leaves_what_the_readme_says(train, tmp_path, capsys):
 
 
 def test_the_report_tells_the_speed_and_the_settings(train, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("training.speed.peak_flops", lambda device, precision: 1e12)
+    monkeypatch.setattr("training.speed.peak_flops", lambda name, precision: 1e12)
     run = train(tmp_path / "run", n_layer=1, n_head=1, backup_dir=tmp_path / "backup")
     logged = [entry for entry in metrics(run) if "mfu" in entry]
     assert [entry["step"] for entry in logged] == [2, 3, 4, 5, 6]  # the first step is no measure
@@ -310,7 +311,7 @@ def test_bad_settings_end_in_a_sentence(train, tmp_path, settings, expected):
 def test_a_diverged_loss_stops_the_run_and_keeps_what_was_saved(train, tmp_path, monkeypatch):
     run = tmp_path / "run"
     healthy = train(run, max_steps=3)
-    monkeypatch.setattr(train_accelerate, "learning_rate_at", lambda *_: 1e30)
+    monkeypatch.setattr(train_accelerate, "schedule", lambda *_: 1e30)
     settings = {"max_grad_norm": 0, "save_steps": 1, "max_steps": 30, "eval_strategy": "no"}
     sentence = r"not finite in 20 steps in a row, until step 24: .*step_00000003 is the last good"
     with pytest.raises(UserError, match=sentence):

@@ -12,11 +12,14 @@ import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 
+from threading import Thread
+
 from torch import distributed, ones
 
-from training.guard.restart import remembering, restarted
+from training.restart import remembering, restarted
 from training.guard.stopping import Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog
+from training.saver import THREAD
 
 folder, mode, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -25,13 +28,16 @@ log.write(f"pid {os.getpid()}\\n")
 distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
 
 def finish_saving():
+    while not watchdog._leaving.locked():
+        time.sleep(0.1)
     time.sleep(0.5)
     log.write("saved\\n")
 
 with (
-    Watchdog(rank, processes, seconds, before_leaving=finish_saving, patience=3, interval=0.5) as watchdog,
+    Watchdog(rank, processes, seconds, patience=3, interval=0.5) as watchdog,
     Stopper(StoppingArguments(), processes),  # as the launcher sends a SIGTERM once one has died
 ):
+    Thread(target=finish_saving, name=THREAD, daemon=True).start()
     for step in range(12 if mode == "restart" else 600):
         watchdog.phase = f"step {step}"
         if rank == 1 and step == 5 and mode == "restart" and not restarted():

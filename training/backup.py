@@ -33,9 +33,9 @@ from training.checkpoint import (
     step_of,
     sweep,
 )
+from training.console import clock
 from training.metrics import best_step, read_metrics
 from training.run_folder import RunFolder, may_hold_run
-from training.screen import clock
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between attempts
 PIECE_BYTES = 1 << 20
@@ -49,6 +49,7 @@ class BackupArguments:
         None,
         "An existing folder on another drive that checkpoints are copied to while training goes on, and that a run "
         "whose own folder is lost resumes from.",
+        resume="free",
     )
 
     def problems(self, output_dir: str | Path) -> list[str]:

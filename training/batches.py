@@ -7,13 +7,12 @@ of a run (g counts over all steps and processes) lies in epoch g // windows at p
 
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from errors import UserError
 from limits import setting
-from training.position import START, Position
 from training.tokens import Batch, Tokens
 
 BLOCK = 4096  # samples whose places are computed together: the cost of a few vector operations is spread over them
@@ -26,14 +25,55 @@ SHIFTS = tuple(np.uint64(n) for n in (30, 27, 31))
 @dataclass
 class BatchArguments:
     tokens_per_step: int = setting(
-        32768, "Tokens of the global batch: all processes and accumulation steps together.", minimum=1, maximum=10**9
+        32768,
+        "Tokens of the global batch: all processes and accumulation steps together.",
+        minimum=1,
+        maximum=10**9,
+        resume="refused",
     )
     per_device_train_batch_size: str = setting(
-        "auto", "Sequences a process computes at once (micro-batch): a number, or auto by free memory."
+        "auto", "Sequences a process computes at once (micro-batch): a number, or auto by free memory.", resume="free"
     )
     mask_documents: bool = setting(
-        False, "Attention and positions start again with each document; otherwise they cross from one to the next."
+        False,
+        "Attention and positions start again with each document; otherwise they cross from one to the next.",
+        resume="refused",
     )
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Position in the data after `step` steps.
+
+    Samples are counted over all processes. A step trains on the next `sequences` of them and skips the ranges that a
+    rollback passed over, so that any other number of processes, or another micro-batch, sees the same samples in the same
+    order.
+    """
+
+    step: int = 0
+    sample: int = 0  # that the next step begins with
+    tokens: int = 0  # trained on so far
+    passed_over: tuple[tuple[int, int], ...] = ()  # ranges of samples, [first, end), that no step is trained on
+
+    def first_sample(self, step: int, sequences: int) -> int:
+        """The sample that step `step`, at or after this position, begins with, at `sequences` samples a step.
+
+        A step that would reach into a range begins behind it.
+        """
+        now, sample = self.step, self.sample
+        for first, end in sorted(self.passed_over):
+            whole = max(0, first - sample) // sequences  # steps that fit before the range
+            if sample < end and now + whole <= step:
+                now, sample = now + whole, end
+        return sample + (step - now) * sequences
+
+    def after(self, step: int, sequences: int, context: int) -> "DataPosition":
+        """The position after `step` steps in all."""
+        tokens = self.tokens + (step - self.step) * sequences * context
+        return replace(self, step=step, sample=self.first_sample(step, sequences), tokens=tokens)
+
+
+START = DataPosition()
 
 
 @dataclass(frozen=True)
@@ -44,6 +84,7 @@ class BatchPlan:
     micro_batch: int
     accumulation: int
     processes: int
+    is_auto: bool = False  # the micro-batch was chosen by memory
 
     @property
     def sequences(self) -> int:
@@ -56,20 +97,21 @@ def plan_batches(
     """The split of the global batch, or the problems that forbid it. `auto` takes the largest micro-batch that divides
     the batch and is at most `largest_micro_batch`."""
     micro = arguments.per_device_train_batch_size
-    if micro != "auto" and not re.fullmatch(r"[1-9]\d{0,8}", micro, re.ASCII):
+    is_auto = micro == "auto"
+    if not is_auto and not re.fullmatch(r"[1-9]\d{0,8}", micro, re.ASCII):
         return None, [f"per_device_train_batch_size is {micro!r}; it must be a positive whole number or auto."]
     tokens = arguments.tokens_per_step
-    unit = context * processes * (1 if micro == "auto" else int(micro))
+    unit = context * processes * (1 if is_auto else int(micro))
     if tokens % unit:
         nearest = sorted({max(1, tokens // unit) * unit, (tokens // unit + 1) * unit})
         factors = f"context {context} x {processes} process{'es' * (processes > 1)}"
-        factors += "" if micro == "auto" else f" x micro-batch {micro}"
+        factors += "" if is_auto else f" x micro-batch {micro}"
         names = " or ".join(str(value) for value in nearest)
         return None, [f"tokens_per_step {tokens} is not a multiple of {unit} ({factors}); the nearest are {names}."]
     sequences = tokens // (context * processes)  # of one process
-    if micro == "auto":
+    if is_auto:
         micro = max(size for size in range(1, min(sequences, max(1, largest_micro_batch)) + 1) if sequences % size == 0)
-    return BatchPlan(context, int(micro), sequences // int(micro), processes), []
+    return BatchPlan(context, int(micro), sequences // int(micro), processes, is_auto), []
 
 
 @dataclass
@@ -160,7 +202,7 @@ def _scrambled(values: np.ndarray) -> np.ndarray:
 class TrainBatches:
     """The micro-batches of one process."""
 
-    def __init__(self, tokens: Tokens, order: WindowOrder, plan: BatchPlan, rank: int, position: Position = START):
+    def __init__(self, tokens: Tokens, order: WindowOrder, plan: BatchPlan, rank: int, position: DataPosition = START):
         self.tokens = tokens
         self.order = order
         self.plan = plan

@@ -13,19 +13,16 @@ Format 1 is read as well: its state.json holds step, seed, tokens per step and t
 
 import errno
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from atomic import file_sha256, fsync_path
@@ -34,16 +31,12 @@ from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from removal import discard
 from tokenizer import schema, vocabulary
-from training.position import Position
-from training.sharding import part_like
+from training.batches import DataPosition
+from training.tensors import OPTIMIZER, STATE_FOLDER, WEIGHTS
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-STATE_FOLDER = "training_state"
-WEIGHTS = "model.safetensors"
-OPTIMIZER = f"{STATE_FOLDER}/optimizer.safetensors"
 STATE = f"{STATE_FOLDER}/state.json"
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 NEEDED = (WEIGHTS, OPTIMIZER, STATE, "config.json")
 MODEL_FILES = (  # names that are deleted with a model; other files are kept
     *("config.json", "generation_config.json", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py"),
@@ -57,11 +50,14 @@ FILES = (*MODEL_FILES, OPTIMIZER, STATE, MANIFEST)
 @dataclass
 class CheckpointArguments:
     save_strategy: Literal["no", "steps", "epoch"] = setting(
-        "steps", "When to save: every save_steps, at each epoch's end, or only at the very end."
+        "steps", "When to save: every save_steps, at each epoch's end, or only at the very end.", resume="free"
     )
-    save_steps: int = setting(500, "Steps between checkpoints.", minimum=1)
+    save_steps: int = setting(500, "Steps between checkpoints.", minimum=1, resume="free")
     save_total_limit: int | None = setting(
-        None, "Keep this many checkpoints, and the best by validation loss; all where left out.", minimum=1
+        None,
+        "Keep this many checkpoints, and the best by validation loss; all where left out.",
+        minimum=1,
+        resume="free",
     )
 
 
@@ -69,7 +65,7 @@ class CheckpointArguments:
 class TrainState:
     """What resumes beside weights and optimizer. Data, dropout and learning rate are functions of the position."""
 
-    position: Position
+    position: DataPosition
     settings: dict[str, Any]  # the run's, to tell what another command would change
     losses: tuple[float | None, ...] = ()  # of the last steps; None where one was skipped
     unlogged: int = 0  # how many of them no log line has told yet
@@ -320,76 +316,7 @@ def _wrong_in(state: TrainState, checkpoint: Path) -> str | None:
         return f"unlogged is {state.unlogged}"
     if any(first >= end for first, end in state.position.passed_over):
         return "passed_over has an empty range"
-    if not all(isinstance(state.settings.get(name), str) for name in ("data", "tokenizer")):
-        return "data and tokenizer are no hashes"
+    types = {"data": str, "tokenizer": str, "seed": int, "tokens_per_step": int}
+    if wrong := [name for name, kind in types.items() if type(state.settings.get(name)) is not kind]:
+        return f"{', '.join(wrong)} not recorded"
     return None
-
-
-def load_weights(checkpoint: Path, model: nn.Module) -> None:
-    """Fills `model`, which is not prepared yet.
-
-    Raises:
-        UserError: the file holds other tensors than the model, or such as no run writes.
-    """
-    parameters = dict(model.named_parameters())  # a tied head is not among them
-    with _opened(checkpoint / WEIGHTS) as file, torch.no_grad():
-        names = set(file.keys())
-        wrong = sorted(names ^ parameters.keys())
-        if wrong:
-            raise UserError(f"{checkpoint / WEIGHTS} does not fit its config.json: {', '.join(wrong[:5])}.")
-        for name, parameter in parameters.items():
-            parameter.copy_(_sound(file.get_tensor(name), name, parameter.shape, checkpoint / WEIGHTS))
-
-
-def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fills `optimizer`, built for `model`, with the saved moments; its hyperparameters stay its own.
-
-    Raises:
-        UserError: the file holds other tensors than the optimizer, or such as no run writes.
-    """
-    names = parameter_names(model)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    with _opened(checkpoint / OPTIMIZER) as file:  # one tensor at a time: of some, a share is kept
-        wrong = sorted(set(file.keys()) ^ {f"{names[parameter]}/{key}" for parameter in parameters for key in MOMENTS})
-        if wrong:
-            raise UserError(f"{checkpoint / OPTIMIZER} does not fit the model: {', '.join(wrong[:5])}.")
-        for index, parameter in enumerate(parameters):
-            state[index] = {}
-            for key in MOMENTS:
-                name, shape = f"{names[parameter]}/{key}", torch.Size() if key == "step" else parameter.shape
-                moment = _sound(file.get_tensor(name), name, shape, checkpoint / OPTIMIZER, at_least=_least(key))
-                state[index][key] = part_like(moment, parameter)
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a file of safetensors; raise a `UserError` where it is none."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise UserError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
-
-
-def _least(key: str) -> float:
-    return -math.inf if key == "exp_avg" else 0.0
-
-
-def _sound(tensor: torch.Tensor, name: str, shape: torch.Size, path: Path, at_least: float = -math.inf) -> torch.Tensor:
-    """Return the tensor; raise a `UserError` for a shape, a type or values that no run writes."""
-    problem = None
-    if tensor.shape != shape or tensor.dtype != torch.float32:
-        problem = f"{tuple(tensor.shape)} of {tensor.dtype} instead of {tuple(shape)} of torch.float32"
-    elif not tensor.sum().isfinite() and not tensor.isfinite().all():
-        problem = "not finite"
-    elif tensor.numel() and at_least > -math.inf and tensor.min() < at_least:
-        problem = "negative"
-    if problem is not None:
-        raise UserError(f"{path}: {name} is {problem}; resume from another checkpoint.")
-    return tensor
-
-
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}

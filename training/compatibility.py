@@ -1,102 +1,129 @@
-"""Settings that differ between a command and the run it resumes: refused, allowed by name, or reported."""
+"""Compatibility of a command with the run it resumes: what differs is refused, allowed by name, or reported."""
 
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from errors import UserError
 from limits import setting
-from modeling_gpt2scratch import GPT2ScratchConfig
-from training import checkpoint as checkpoints
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.checkpoint import TrainState
 from training.data import find_cached
 
-# No checkpoint survives a change of these: its tensors would not fit.
-SHAPE = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_inner", "tie_word_embeddings")
-# These load without complaint and then compute something else.
-MEANING = ("n_head", "activation_function", "layer_norm_epsilon")
-# These change what the steps to come are trained on, or how.
-IDENTITY = ("tokenizer", "data", "mixed_precision", "tokens_per_step", "seed", "mask_documents")
-RECORDED_SINCE_2 = {"mixed_precision"}  # by checkpoints of format 2
-ALLOWED = (*MEANING, *IDENTITY)
-# Settings that may differ without a word.
-NOT_THE_RUN = {
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "allow_change", "backup_dir", "data_placement"),
-    *("report_to", "project", "logging_steps", "eval_strategy", "eval_steps", "max_eval_samples"),
-    *("save_strategy", "save_steps", "save_total_limit", "max_hours", "ddp_timeout"),
-    *("sample_prompts", "sample_tokens", "sample_temperature", "sample_top_k"),
-    *("max_nonfinite_steps", "spike_z_score", "on_spike", "profile"),
-    *("torch_compile", "torch_compile_mode", "per_device_train_batch_size", "gradient_checkpointing", "hourly_price"),
-    "full_determinism",
-    *("plan", "plan_device", "plan_steps"),
-    "attn_implementation",
-}
+# Model fields that a resumed run may change: dropout is reported as a setting; `use_cache` concerns generation alone.
+MAY_DIFFER = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "use_cache"}
+TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # allowed together with the tokenizer that has them
 
 
 @dataclass
 class ChangeArguments:
     allow_change: list[str] = setting(
-        [], f"What may differ from the checkpoint that is resumed, of: {', '.join(ALLOWED)}."
+        [],
+        "Settings that may differ from the resumed checkpoint's, by the names in the error about them.",
+        resume="free",
     )
 
     @property
     def allowed(self) -> set[str]:
         return {name for names in self.allow_change for name in names.replace(",", " ").split()}
 
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a command, and what each of them means for resuming."""
+
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    resume: Mapping[str, str]  # "free", "refused" or "derived" by name, see `limits.setting`; reported where missing
+    allowed: set[str]  # by --allow_change
+
+    @property
+    def refused(self) -> set[str]:
+        return {"tokenizer", "data"} | {name for name, meaning in self.resume.items() if meaning == "refused"}
+
     def problems(self) -> list[str]:
+        may_name = [*sorted(self.refused), *model_fields(GPT2ScratchConfig)]
         return [
-            f"allow_change names {name}, but no checkpoint survives another {name}: its weights would not fit."
-            if name in SHAPE
-            else f"allow_change names {name!r}; it may name {', '.join(ALLOWED)}."
-            for name in sorted(self.allowed - set(ALLOWED))
+            f"allow_change names {name!r}; it may name {', '.join(may_name)}."
+            for name in sorted(self.allowed - set(may_name))
+        ]
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint records."""
+        return {name: value for name, value in self.values.items() if self.resume.get(name) not in ("free", "derived")}
+
+    def differences(self, before: Mapping[str, Any]) -> list[str]:
+        """Compare with the config.yaml of a run. A setting that an older version did not know had its default."""
+        before = {**self.defaults, **before}
+        return [
+            f"{name} {before.get(name)} -> {value}"
+            for name, value in self.values.items()
+            if self.resume.get(name) != "free" and name not in self.allowed and str(before.get(name)) != str(value)
         ]
 
 
+def model_fields(kind: type[GPT2ScratchConfig]) -> list[str]:
+    """Return the fields that the model's own configuration declares and that decide what the weights compute."""
+    kinds = [base for base in reversed(kind.__mro__) if issubclass(base, GPT2ScratchConfig)]
+    return [name for base in kinds for name in get_annotations(base) if name not in MAY_DIFFER]
+
+
 def compare(
-    checkpoint: Path, model: GPT2ScratchConfig, settings: dict[str, Any], arguments: ChangeArguments
-) -> tuple[TrainState, list[str]]:
-    """Return the state to resume from, and the settings that change, one sentence each.
+    checkpoint: Path, state: TrainState, model: GPT2ScratchConfig, now: Mapping[str, Any], settings: Settings
+) -> list[str]:
+    """Return the settings that change when `checkpoint` with its `state` is resumed, one sentence each.
+
+    Args:
+        model: of the command, compared with the checkpoint's config.json.
+        now: what a checkpoint of the command would record.
 
     Raises:
-        UserError: everything that differs and may not, one difference a line.
+        UserError: everything that differs and may not, one difference per line.
     """
-    saved = checkpoints.load_state(checkpoint)
     try:
-        saved_model = GPT2ScratchConfig.from_json_file(checkpoint / "config.json")
-    except Exception as error:  # of many kinds, if a stranger wrote it
+        saved = type(model).from_json_file(checkpoint / "config.json")
+    except Exception as error:  # of many kinds, where another program wrote it
         problem = " ".join(str(error).split())[:200]
         raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
-    if missing := sorted(set(IDENTITY) - RECORDED_SINCE_2 - set(saved.settings)):
-        raise UserError(f"{checkpoint} does not tell the run's {', '.join(missing)}; resume from another checkpoint.")
-    before = {name: getattr(saved_model, name) for name in (*SHAPE, *MEANING)} | saved.settings
-    now = {name: getattr(model, name) for name in (*SHAPE, *MEANING)} | settings
-    different = [name for name in now if name in before and now[name] != before[name]]
-    refused = [
-        f"{_named(name, now, before)}: its weights do not fit; start again in another --output_dir"
-        for name in different
-        if name in SHAPE
-    ]
-    refused += [
-        f"{_named(name, now, before)}; if that is meant, add --allow_change {name}"
-        for name in different
-        if name in ALLOWED and name not in arguments.allowed
-    ]
-    if str(saved_model.dtype) not in ("None", "float32", "torch.float32"):
-        refused.append(f"its weights are {saved_model.dtype}, and training keeps float32")
+    fields = model_fields(type(model))
+    before = {name: getattr(saved, name) for name in fields} | state.settings
+    now = {name: getattr(model, name) for name in fields} | dict(now)
+    different = {name: _sentence(name, now, before) for name in now if name in before and now[name] != before[name]}
+    allowed = settings.allowed | (TOKEN_IDS if "tokenizer" in settings.allowed else set())
+    refused = []
+    for name, sentence in different.items():
+        if name in fields and not _has_same_shapes(saved, name, now[name]):
+            refused.append(f"{sentence}: its weights do not fit; start again in another --output_dir")
+        elif name in settings.refused.union(fields) - allowed and not (name in TOKEN_IDS and "tokenizer" in different):
+            refused.append(f"{sentence}; if that is meant, add --allow_change {name}")
+    if str(saved.dtype) not in ("None", "float32", "torch.float32"):
+        refused.append(f"its weights are {saved.dtype}, and training keeps float32")
     if refused:
         raise UserError("\n".join(f"{checkpoint} cannot be resumed: {difference}." for difference in refused))
-    changes = [_named(name, now, before) for name in different]
-    return saved, [change for name, change in zip(different, changes, strict=True) if name not in NOT_THE_RUN]
+    return [sentence for name, sentence in different.items() if settings.resume.get(name) != "free"]
 
 
-def _named(name: str, now: dict[str, Any], before: dict[str, Any]) -> str:
-    if name in ("tokenizer", "data"):
-        kept = find_cached(before["data"])
-        trained_on = f"; the run was trained on {kept}: --data {kept} resumes it" if kept is not None else ""
-        what = (
-            "the tokenizer of the token store is another"
-            if name == "tokenizer"
-            else "the token store holds other tokens"
-        )
-        return f"{what}, sha256 {now[name][:12]} instead of {before[name][:12]}{trained_on}"
-    return f"{name} changed from {before[name]} to {now[name]}"
+def _has_same_shapes(saved: GPT2ScratchConfig, name: str, value: Any) -> bool:
+    """Whether the weights of `saved` fit a model that differs from it in one field."""
+    changed = deepcopy(saved)
+    setattr(changed, name, value)
+    with torch.device("meta"):
+        models = [GPT2ScratchForCausalLM._from_config(config) for config in (saved, changed)]
+    shapes = [{key: parameter.shape for key, parameter in model.named_parameters()} for model in models]
+    return shapes[0] == shapes[1]
+
+
+def _sentence(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    if name not in ("tokenizer", "data"):
+        return f"{name} changed from {before[name]} to {now[name]}"
+    kept = find_cached(before["data"])
+    trained_on = f"; the run was trained on {kept}: --data {kept} resumes it" if kept is not None else ""
+    what = (
+        "the tokenizer of the token store is another" if name == "tokenizer" else "the token store holds other tokens"
+    )
+    return f"{what}, sha256 {now[name][:12]} instead of {before[name][:12]}{trained_on}"

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from atomic import write_atomic
 from command_line import FlagParser
 from errors import UserError
 from tokenizer.cleaning import CleaningArguments
@@ -20,20 +19,20 @@ from tokenizer.vocabulary import VocabularyArguments
 from training.backup import BackupArguments
 from training.batches import BatchArguments
 from training.checkpoint import CheckpointArguments
-from training.compatibility import ChangeArguments
+from training.compatibility import ChangeArguments, Settings
+from training.cost import CostArguments
 from training.data import DataArguments, is_store, name_of
 from training.device import DeviceArguments
-from training.evaluate import EvaluationArguments
-from training.forecast.cost import CostArguments
-from training.guard.health import HealthArguments
 from training.guard.stopping import StoppingArguments
-from training.length import LengthArguments
+from training.health import HealthArguments
 from training.model import ModelArguments
 from training.optim import OptimArguments
 from training.other_names import OTHER_NAMES
+from training.plan import LengthArguments
 from training.profile import ProfileArguments
 from training.run_folder import CONFIG_FILE, RunArguments, run_of
 from training.sampling import SamplingArguments
+from training.scoring import EvaluationArguments
 from training.trackers import JournalArguments
 
 ABOUT = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
@@ -106,16 +105,20 @@ class TrainConfig:
         settings = {name: value for part in parts for name, value in asdict(part).items()}
         return settings if self.text else {name: value for name, value in settings.items() if name not in ABOUT_TEXT}
 
-    @staticmethod
-    def defaults() -> dict[str, Any]:
-        """Every setting at its default."""
-        return {name: value for kind in PARTS for name, value in asdict(kind()).items()}
+    @property
+    def settings(self) -> Settings:
+        """Every setting with its default, and what it means for resuming."""
+        defaults = {name: value for kind in PARTS for name, value in asdict(kind()).items()}
+        meanings = {
+            part.name: part.metadata["resume"] for kind in PARTS for part in fields(kind) if "resume" in part.metadata
+        }
+        return Settings(self.flat(), defaults, meanings | dict.fromkeys(ABOUT_TEXT, "derived"), self.changes.allowed)
 
     def problems(self) -> list[str]:
         """What can be seen to be wrong without looking at data or device."""
         found = [
             problem
-            for part in (self.run, self.length, self.optim, self.changes, self.journal, self.cost)
+            for part in (self.run, self.length, self.optim, self.settings, self.journal, self.cost)
             for problem in part.problems()
         ]
         found += self.backup.problems(self.run.output_dir)
@@ -184,9 +187,9 @@ def _run_name(named: Path | None, config: TrainConfig) -> str:
     return name_of(config.data.data) if "data" in config.flags else QUICKSTART.stem
 
 
-def write_config(config: TrainConfig, path: Path) -> None:
-    """A file that `--config` reads back to the same run."""
+def dump_config(config: TrainConfig) -> str:
+    """Return the YAML that `--config` reads back to the same run."""
     told_elsewhere = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
     told_elsewhere |= {"plan", "plan_device", "plan_steps"}
     content = {name: value for name, value in config.flat().items() if value is not None and name not in told_elsewhere}
-    write_atomic(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)

@@ -13,6 +13,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import get_int_from_env
+from transformers import PreTrainedTokenizerBase
 
 from errors import UserError
 from limits import setting
@@ -32,11 +33,14 @@ LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCA
 
 @dataclass
 class DataArguments:
-    data: str | None = setting(None, "What to train on: a token store, or text (file, folder, glob, Hub dataset id).")
+    data: str | None = setting(
+        None, "What to train on: a token store, or text (file, folder, glob, Hub dataset id).", resume="derived"
+    )
     data_placement: Literal["auto", "device", "ram", "mmap"] = setting(
         "auto",
         "Where the tokens lie: on the GPU, in RAM, or memory-mapped. auto: on the GPU where they take at most a "
         "twentieth of its free memory, else in RAM where they fit half of what is free.",
+        resume="free",
     )
 
 
@@ -47,6 +51,16 @@ class Placement:
 
     def __str__(self) -> str:
         return {"device": "on the device", "ram": "in RAM", "mmap": "memory-mapped"}[self.where]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A token store, opened for training."""
+
+    store: TokenStore
+    tokenizer: PreTrainedTokenizerBase
+    train: Tokens
+    val: Tokens
 
 
 def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:

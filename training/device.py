@@ -1,28 +1,19 @@
 """What the run computes on and with: device, precision, compilation, attention."""
 
 import ctypes
-import hashlib
 import importlib.util
-import json
-import logging
 import os
 import re
 import shutil
 import sys
 import sysconfig
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch._inductor
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import TorchDynamoPlugin
-from torch import distributed
+from accelerate import Accelerator
 from torch.nn.attention import SDPBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
@@ -30,41 +21,44 @@ from transformers.utils import is_flash_attn_2_available
 from errors import UserError
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.early import is_alone_by_mistake
-from training.planning.datasheet import peak_flops
-from training.sharding import Sharding, keep_accelerate_from_sharding, sharding_asked
+from training.hardware import name_of, peak_flops
+from training.launcher import is_alone_by_mistake
+from training.sharding import Sharding, sharding_asked
 
-Found = TypeVar("Found")
-LONGEST_WAIT = 6 * 3600  # seconds
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # parameters of glibc's mallopt
 # PyTorch's builds for CUDA 13 begin with this compute capability; its last ones for 12.6 are of torch 2.14 (pytorch#190385).
 OLDEST_CAPABILITY = (7, 5)
 WRITTEN_OUT = 512  # tokens of context up to which attention is written out on a CPU
-_waits = False
 
 
 @dataclass
 class DeviceArguments:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = setting(
-        "auto", "Precision of matrix products; weights stay fp32. auto: what the device is good at."
+        "auto", "Precision of matrix products; weights stay fp32. auto: what the device is good at.", resume="refused"
     )
-    torch_compile: str = setting("auto", "true, false or auto (where a C++ compiler is found): compile model and loss.")
-    torch_compile_mode: str | None = setting(None, "Mode of torch.compile, such as max-autotune-no-cudagraphs.")
+    torch_compile: str = setting(
+        "auto", "true, false or auto (where a C++ compiler is found): compile model and loss.", resume="free"
+    )
+    torch_compile_mode: str | None = setting(
+        None, "Mode of torch.compile, such as max-autotune-no-cudagraphs.", resume="free"
+    )
     attn_implementation: str = setting(
         "auto",
         "sdpa, eager, flash_attention_2 or flex_attention (see Transformers). auto: sdpa, which picks the device's "
         "fastest kernel; written out (eager) on a CPU that computes in bf16, up to a context of 512.",
+        resume="free",
     )
     bf16_residual: bool = setting(
         False, "Keep the residual stream in bf16 too: less memory traffic, at some cost in loss a step."
     )
     gradient_checkpointing: bool = setting(
-        False, "Recompute activations in the backward pass: less memory, about a third slower."
+        False, "Recompute activations in the backward pass: less memory, about a third slower.", resume="free"
     )
     full_determinism: bool = setting(
         False,
         "Use only deterministic kernels, so that runs on a GPU repeat to the bit; slower there. CPU runs repeat "
         "without it.",
+        resume="free",
     )
 
 
@@ -80,6 +74,9 @@ class Setup:
     torch_compile_mode: str | None = None
     full_determinism: bool = False
     cudnn_attention: bool = True  # False: not even where PyTorch would choose it
+    gradient_checkpointing: bool = False
+    bf16_residual: bool = False
+    mask_documents: bool = False
 
     @property
     def compile_settings(self) -> dict[str, Any] | None:
@@ -161,8 +158,19 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
         raise UserError("\n".join(problems))
     proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
     compiled = asked == "true" or (asked == "auto" and not missing and proven)
-    mode, determinism = arguments.torch_compile_mode, arguments.full_determinism
-    return Setup(precision, compiled, attention, tuple(notes), sharding, mode, determinism, cudnn_attention)
+    return Setup(
+        precision,
+        compiled,
+        attention,
+        tuple(notes),
+        sharding,
+        arguments.torch_compile_mode,
+        arguments.full_determinism,
+        cudnn_attention,
+        arguments.gradient_checkpointing,
+        arguments.bf16_residual,
+        mask_documents,
+    )
 
 
 def _kernel_problems() -> list[str]:
@@ -249,129 +257,6 @@ def _best_attention(precision: str, context: int) -> str:
     return "eager" if on_cpu and precision == "bf16" and context <= WRITTEN_OUT else "sdpa"
 
 
-def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str, ddp_timeout: int) -> Accelerator:
-    """`ddp_timeout`: seconds that a process waits for the others.
-
-    Raises:
-        UserError: the environment asks for more processes than Accelerate made, or they do not come together.
-    """
-    torch.set_float32_matmul_precision("high")  # TF32 where a GPU multiplies fp32
-    if setup.full_determinism:
-        use_deterministic_kernels()
-    torch.backends.cuda.enable_cudnn_sdp(setup.cudnn_attention)
-    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)  # "Not enough SMs", on any small GPU
-    if not torch.accelerator.is_available():
-        keep_freed_memory()
-    keep_accelerate_from_sharding()
-    handlers = [
-        DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-        InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
-    ]
-    try:
-        accelerator = Accelerator(
-            # Unasked, Accelerate groups no launched processes on a machine without a GPU: each would believe to be alone.
-            cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
-            mixed_precision=setup.mixed_precision,
-            dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compiled by `prepare_loss`, whatever the launcher exports
-            log_with=trackers,
-            project_dir=output_dir,
-            kwargs_handlers=handlers,
-        )
-    except distributed.DistError as error:
-        raise UserError(
-            f"The processes of the job did not come together within {ddp_timeout} s (ddp_timeout): {str(error).splitlines()[0]}"
-        ) from error
-    asked = int(os.environ.get("WORLD_SIZE", 1))
-    if asked != accelerator.num_processes:
-        raise UserError(
-            f"The environment asks for {asked} processes (WORLD_SIZE), but Accelerate sees {accelerator.num_processes}; "
-            f"start them with accelerate launch, on CPU with --config_file launch/two_cpu_processes.yaml."
-        )
-    return accelerator
-
-
-def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
-    """What the main process finds, on every process: anything that JSON can say.
-
-    The others wait for as long as it takes, in a group of its own, where no `ddp_timeout` counts: it may wait for a disk.
-    Should it die or freeze meanwhile, the watchdog ends all. The group's store would do, but dies with the launcher.
-
-    Raises:
-        UserError: on the other processes, whatever was raised on the main one.
-    """
-    global _waits  # noqa: PLW0603
-    if accelerator.num_processes == 1:
-        return find()
-    group, answer, failure = _patient_group(), {}, None
-    if accelerator.is_main_process:
-        try:
-            answer["found"] = find()
-        except Exception as error:
-            answer["problem"], failure = str(error) or type(error).__name__, error
-    told = [json.dumps(answer)]
-    _waits = not accelerator.is_main_process
-    try:
-        distributed.broadcast_object_list(told, src=0, group=group)
-    finally:
-        _waits = False
-    if failure is not None:
-        raise failure
-    answer = json.loads(told[0])
-    if "problem" in answer:
-        error = UserError(answer["problem"])
-        error.is_said = True
-        raise error
-    return answer["found"]
-
-
-def waits_for_main() -> bool:
-    """Whether this process is inside `on_main`, for another thread that asks."""
-    return _waits
-
-
-@cache
-def _patient_group() -> distributed.ProcessGroup:
-    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=LONGEST_WAIT))
-
-
-def wait_for_main(accelerator: Accelerator) -> None:
-    """However long it takes."""
-    on_main(accelerator, lambda: None)
-
-
-def check_same_command(accelerator: Accelerator, settings: dict[str, Any]) -> None:
-    """Raise a `UserError` where the processes of the group are not of one run."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
-    mine = torch.tensor([int.from_bytes(digest[:7])], device=accelerator.device)
-    everyones = accelerator.gather(mine).tolist()
-    others = [rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
-    if others:
-        raise UserError(
-            f"Rank {others[0]} was started with other settings than rank 0. Give all machines the same command; if this one was "
-            f"given to all, processes of an earlier run are still there: end them."
-        )
-
-
-def stop_accelerator(accelerator: Accelerator) -> None:
-    """Closes the trackers and the process group.
-
-    Gloo's own thread frees the tensors of the last collective, for which it needs the interpreter; a main thread that
-    destroys the group at that moment holds the interpreter and waits for the thread, and both hang for good.
-    """
-
-    def close_trackers() -> None:  # the slow ones send what they have, before the launcher ends what is left
-        for tracker in accelerator.trackers:
-            tracker.finish()
-
-    on_main(accelerator, close_trackers)
-    accelerator.trackers = []
-    accelerator.wait_for_everyone()
-    if accelerator.num_processes > 1:
-        time.sleep(0.2)
-    _patient_group.cache_clear()
-    accelerator.end_training()
-
-
 def use_deterministic_kernels() -> None:
     """Let PyTorch choose kernels that always add in the same order: flash instead of cuDNN attention, one split of keys in
     memory-efficient attention, a fixed cuBLAS workspace. An operation without such a kernel raises."""
@@ -405,12 +290,12 @@ def memory_of_others() -> str:
     )
 
 
-def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig, mask_documents: bool) -> str:
+def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -> str:
     """One line: `CPU (2 threads), fp32, compiled, attention: sdpa (flash), 1 process`; of a GPU, with its peak by the datasheet."""
     if accelerator.device.type == "cuda":
-        peak = peak_flops(accelerator.device, setup.mixed_precision)
+        peak = peak_flops(name_of(accelerator.device), setup.mixed_precision)
         best = "MFU unknown" if peak is None else f"{peak / 1e12:g} TFLOP/s"
-        where = f"{torch.cuda.get_device_name(accelerator.device)} ({best})"
+        where = f"{name_of(accelerator.device)} ({best})"
     else:
         threads = torch.get_num_threads()
         where = f"{accelerator.device.type.upper()} ({threads} thread{'s' if threads > 1 else ''})"
@@ -420,16 +305,19 @@ def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig, m
     shared = ", model and optimizer sharded" if setup.shards(accelerator) else ""
     attention = setup.attn_implementation
     if attention == "sdpa" and accelerator.device.type in ("cpu", "cuda"):
-        attention += f" ({kernel_of_sdpa(accelerator.device, setup.mixed_precision, model, mask_documents)})"
+        attention += f" ({kernel_of_sdpa(accelerator.device, setup, model)})"
     return f"{where}, {precision}, {compiled}, attention: {attention}, {processes}{shared}"
 
 
-def kernel_of_sdpa(device: torch.device, precision: str, model: GPT2ScratchConfig, mask_documents: bool) -> str:
+def kernel_of_sdpa(device: torch.device, setup: Setup, model: GPT2ScratchConfig) -> str:
     """What PyTorch chooses for tensors as those of a step (asked, not assumed): cudnn, flash, efficient; or math, which is
     slow and keeps the matrix of scores."""
-    T, dtype = model.n_positions, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    T, dtype = (
+        model.n_positions,
+        {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.mixed_precision, torch.float32),
+    )
     shape = (1, model.n_head, T, model.n_embd // model.n_head)
     query = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
-    mask = torch.ones(1, 1, T, T, device=device, dtype=torch.bool) if mask_documents else None
+    mask = torch.ones(1, 1, T, T, device=device, dtype=torch.bool) if setup.mask_documents else None
     choice = torch._fused_sdp_choice(query, query, query, mask, model.attn_pdrop, mask is None)
     return SDPBackend(choice).name.split("_")[0].lower()

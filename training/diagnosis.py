@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from training.checkpoint import folder_name
+from training.hardware import FILLS_A_GPU, is_reported, name_of, reported_mfu
 from training.metrics import comparable_loss, read_events, read_metrics
 from training.plan import Plan
 from training.run_folder import RunFolder
@@ -38,10 +40,11 @@ class Advice:
 class Diagnosis:
     """Looks at each line of metrics.jsonl as it is written."""
 
-    def __init__(self, folder: RunFolder, plan: Plan, on_gpu: bool, usual_mfu: float | None = None):
-        """`usual_mfu`: that others reach on this device; None where that is not known."""
-        self.usual_mfu = usual_mfu
-        self.folder, self.plan, self.on_gpu = folder, plan, on_gpu
+    def __init__(self, folder: RunFolder, plan: Plan, device: torch.device):
+        self.folder, self.plan, self.on_gpu = folder, plan, device.type == "cuda"
+        name = name_of(device)
+        fills_it = is_reported(name) and plan.memory.parameters >= FILLS_A_GPU
+        self.usual_mfu = reported_mfu(name)[1] if fills_it else None  # None: not known for this device
         self.told = {event["about"] for event in read_events(folder.events) if event["event"] == "advice"}
         self.lines: list[tuple[int, float]] = []  # step and loss
         self.norms: deque[float] = deque(maxlen=NORMS)

@@ -13,17 +13,15 @@ import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
@@ -32,114 +30,20 @@ from errors import UserError
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import vocabulary
-from tokenizer.store import Split, TokenStore
+from tokenizer.store import TokenStore
 from training.compare import findings, panel
 from training.compare.memorization import memorization
 from training.compare.ratio import Ratio, ratio, units
+from training.config import read_config
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.device import keep_freed_memory
 from training.loading import check_store, find_model, load_own_model
 from training.loss import token_nats
 from training.progress import track
 from training.run_folder import CONFIG_FILE, find_checkpoint, run_of
+from training.scoring import Evaluation, eval_batches, eval_starts, float64_device
 from training.sharding import keep_accelerate_from_sharding
-from training.tokens import IGNORED, Batch, Tokens
-
-
-@dataclass
-class EvaluationArguments:
-    eval_strategy: Literal["no", "steps", "epoch"] = setting(
-        "steps", "When to validate and sample: every eval_steps, at each epoch's end, or (no) only at the very end."
-    )
-    eval_steps: int = setting(500, "Steps between validations.", minimum=1)
-    max_eval_samples: int | None = setting(
-        None, "Score only this many windows of one context, evenly spread; all where left out.", minimum=1
-    )
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    loss: float  # nats a token
-    bits_per_byte: float  # comparable across tokenizers
-    tokens: int  # scored
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            "eval_loss": self.loss,
-            "eval_perplexity": self.perplexity,
-            "eval_bits_per_byte": self.bits_per_byte,
-            "eval_tokens": self.tokens,
-        }
-
-
-@torch.no_grad()
-def evaluate(
-    loss: nn.Module,
-    tokens: Tokens,
-    split: Split,
-    context: int,
-    micro_batch: int,
-    accelerator: Accelerator,
-    max_eval_samples: int | None = None,
-    stop: Callable[[float], object] = lambda share: None,
-) -> Evaluation | None:
-    """Scores `tokens` in windows that overlap by one, so that each token but the first is a target once.
-
-    `loss` is the prepared `NextTokenLoss`; all processes take part and get the same result. `stop` is asked before each
-    batch, and told what share is done; where it says so (to all processes at once), nothing is scored.
-    """
-    loss.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=_float64_device(accelerator.device))  # nats, targets
-    where = (accelerator.process_index, accelerator.num_processes, max_eval_samples)
-    number = len(eval_starts(len(tokens), context, micro_batch, *where))
-    for done, (inputs, targets, positions) in enumerate(eval_batches(tokens, context, micro_batch, *where)):
-        if stop(done / number):
-            loss.train()
-            return None
-        sums[0] += loss(inputs, targets, 1, positions).to(sums.device)
-        sums[1] += (targets != IGNORED).sum().to(sums.device)
-    loss.train()
-    nats, scored = accelerator.reduce(sums, reduction="sum").tolist()
-    mean = nats / scored
-    return Evaluation(mean, mean / math.log(2) * split.tokens / split.bytes, int(scored))
-
-
-def eval_batches(
-    tokens: Tokens, context: int, micro_batch: int, rank: int, processes: int, max_samples: int | None
-) -> Iterator[Batch]:
-    """This process's batches. Every process yields as many, of the same shape, if need be of ignored targets."""
-    mine = eval_starts(len(tokens), context, micro_batch, rank, processes, max_samples)
-    for now in range(len(mine)):
-        if tokens.file is not None:
-            tokens.file.announce(mine[now : now + 2].flatten(), context + 1)
-        yield tokens.batch(mine[now], context)
-
-
-def eval_starts(
-    n_tokens: int, context: int, micro_batch: int, rank: int, processes: int, max_samples: int | None
-) -> np.ndarray:
-    """(batches, micro_batch) int64: where the windows of this process begin."""
-    count = -(-(n_tokens - 1) // context)
-    starts = np.arange(count, dtype=np.int64) * context
-    if max_samples is not None and max_samples < count:
-        starts = starts[np.linspace(0, count - 1, max_samples).astype(np.int64)]
-    rounds = -(-len(starts) // (micro_batch * processes))
-    padded = np.full(rounds * processes * micro_batch, n_tokens, dtype=np.int64)  # beyond the end: nothing to score
-    padded[: len(starts)] = starts
-    return padded.reshape(rounds, processes, micro_batch)[:, rank]
-
-
-def eval_windows(store: TokenStore, context: int, number: int, mask_documents: bool) -> dict[str, torch.Tensor]:
-    """The windows that a validation with `number` of them scores: inputs, targets and, where documents are masked,
-    positions, (N, context) each."""
-    tokens = place_tokens(store, "val", "mmap", torch.device("cpu"), mask_documents)
-    batches = list(eval_batches(tokens, context, 1, 0, 1, number))
-    names = ("inputs", "targets", "positions") if mask_documents else ("inputs", "targets")
-    return {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+from training.tokens import IGNORED, Tokens
 
 
 @dataclass(frozen=True)
@@ -179,7 +83,7 @@ def score(
         places = (begin[:, None] + np.arange(1, context + 1))[is_target]  # in the split
         unit = np.searchsorted(edges, places, side="right") - 1
         np.add.at(nats, unit, costs.view(targets.shape).double().cpu().numpy()[is_target])
-    everyones = torch.from_numpy(nats).to(_float64_device(accelerator.device))
+    everyones = torch.from_numpy(nats).to(float64_device(accelerator.device))
     nats = accelerator.reduce(everyones, reduction="sum").cpu().numpy()
     counts = np.diff(edges)
     counts[0] -= 1  # the first token is nobody's target
@@ -198,8 +102,6 @@ def _bytes_of_units(store: TokenStore, edges: np.ndarray) -> np.ndarray:
 
 def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
     """The store to score, and whether attention keeps to documents, as the run says that `model` is of."""
-    from training.config import read_config  # composes this module's arguments too: above, it would be a circle
-
     try:
         run_folder = run_of(Path(model))
     except UserError:
@@ -211,10 +113,6 @@ def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
         return TokenStore(data), config.batch.mask_documents
     say = partial(print, file=sys.stderr)
     return open_store(config.recipe, say), config.batch.mask_documents
-
-
-def _float64_device(device: torch.device) -> torch.device:
-    return torch.device("cpu") if device.type == "mps" else device
 
 
 @dataclass

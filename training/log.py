@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl, the screen, and any tracker that Accelerate knows."""
+"""The log of a run: metrics.jsonl, the screen, and any tracker that Accelerate knows."""
 
 import json
 import math
@@ -9,13 +9,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
+from training.batches import TrainBatches
 from training.diagnosis import Advice, Diagnosis
-from training.forecast.forecast import Forecast
-from training.guard.health import Reading
+from training.health import Reading
 from training.metrics import best_evaluation, read_events, read_metrics
-from training.run_folder import RunFolder
+from training.run import Run
 from training.screen import Screen, View
 from training.speed import Speed
 from training.status import hours, record
@@ -24,48 +23,38 @@ from training.trackers import log_to_trackers, open_trackers
 LINES_OF_ETA = 100  # whose mean speed it goes by
 
 
-class Journal:
+class RunLog:
     """Used by every process; only the main one writes."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        forecast: Forecast,
-        accelerator: Accelerator,
-        first_step: int,
-        compiled: bool,
-        speed: Speed,
-        hourly_price: float | None = None,
-    ):
-        self.folder, self.forecast, self.accelerator = folder, forecast, accelerator
-        self.first_step = first_step
-        self.max_steps = forecast.plan.max_steps
-        self.compiled = compiled
-        self.speed = speed
-        self.hourly_price = hourly_price
+    def __init__(self, run: Run, batches: TrainBatches, evaluation_share: float, hourly_price: float | None):
+        """`evaluation_share`: the fraction of the time that validation is expected to take."""
+        self.folder, self.accelerator, self.plan = run.folder, run.accelerator, run.plan
+        self.start, self.compiled = run.start, run.setup.torch_compile
+        self.speed = Speed(batches, run.plan.model, run.accelerator)
+        self.evaluation_share, self.hourly_price = evaluation_share, hourly_price
         self.first_step_is_done = False
-        self.unlogged: dict[str, float] = {}  # what the next log line tells besides
+        self.unlogged: dict[str, float] = {}  # what the next log line holds besides
         self.paces: deque[tuple[int, float]] = deque(maxlen=LINES_OF_ETA)  # steps and seconds
-        self.main = accelerator.is_main_process
+        self.main = run.accelerator.is_main_process
         if self.main:
-            self.began = time.monotonic() - 3600 * hours(read_events(folder.events), datetime.now(UTC))
-            usual_mfu = forecast.speed.reported_mfu if forecast.speed is not None else None
-            self.diagnosis = Diagnosis(folder, forecast.plan, accelerator.device.type == "cuda", usual_mfu)
-            self.screen = Screen(self.max_steps, first_step, [loss for _, loss in self.diagnosis.lines], compiled)
+            self.began = time.monotonic() - 3600 * hours(read_events(run.folder.events), datetime.now(UTC))
+            self.diagnosis = Diagnosis(run.folder, run.plan, run.accelerator.device)
+            losses = [loss for _, loss in self.diagnosis.lines]
+            self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled)
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.main:
             self.screen.close()
 
-    def count(self, loss: torch.Tensor, tokens: int) -> None:
-        """Counts a step, without waiting for it (but for the first step of a run)."""
+    def count(self, loss: torch.Tensor) -> None:
+        """Count a step, without waiting for it (but for the first step of a run)."""
         if self.main:
             self.screen.step()
         if self.first_step_is_done:
-            self.speed.count(tokens)
+            self.speed.count(self.plan.tokens_per_step)
         else:
             self._first_step_done(loss)
 
@@ -80,12 +69,12 @@ class Journal:
         self.say(f"First step after {self.speed.seconds:.1f} s{compilation}.")
         self.speed.restart()
 
-    def log(self, step: int, epoch: float, learning_rate: float, reading: Reading, tokens: int) -> None:
-        """One log line, about the steps since the last one."""
-        entry: dict[str, Any] = {"step": step, "epoch": round(epoch, 4)}
+    def log(self, step: int, learning_rate: float, reading: Reading) -> None:
+        """Write a log line about the steps since the last one. `learning_rate`: of the last of them."""
+        entry: dict[str, Any] = {"step": step, "epoch": round(self.plan.epoch(step), 4)}
         if reading.loss is not None:
             entry["loss"] = reading.loss
-        entry |= {"learning_rate": learning_rate, "tokens": tokens}
+        entry |= {"learning_rate": learning_rate, "tokens": self.plan.after(step).tokens}
         if math.isfinite(reading.grad_norm):
             entry["grad_norm"] = reading.grad_norm
         if reading.skipped:
@@ -107,10 +96,10 @@ class Journal:
         if not self.paces:
             return None
         steps, seconds = map(sum, zip(*self.paces, strict=True))
-        return (self.max_steps - step) * seconds / steps / (1 - self.forecast.evaluation_share)
+        return (self.plan.max_steps - step) * seconds / steps / (1 - self.evaluation_share)
 
-    def log_evaluation(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        entry = {"step": step, "epoch": round(epoch, 4), **metrics}
+    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **metrics}
         self._write(entry, step)
         if self.main:
             self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)))
@@ -134,10 +123,14 @@ class Journal:
         """What happens inside does not count as training time."""
         return self.speed.pause()
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """What happens inside is nothing but waiting for the device."""
+        return self.speed.waiting()
+
     def start_trackers(self, project: str, settings: dict[str, Any]) -> None:
         """Opens the trackers of `report_to`, and sends them every setting that has a value."""
         if self.main:
-            open_trackers(self.accelerator, self.folder, project, settings, self.first_step)
+            open_trackers(self.accelerator, self.folder, project, settings, self.start.step)
 
     def _write(self, entry: dict[str, Any], step: int) -> None:
         if not self.main:

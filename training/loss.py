@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name that everybody gives it
 from torch import nn
 
+from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.tokens import IGNORED
 
@@ -11,6 +12,14 @@ CHUNKS = 8  # of the batch's rows, whose logits exist one after the other
 CHUNKS_COMPILED = 4  # for a GPU, where a chunk's logits are bf16 alone and each chunk costs five launches
 ENOUGH_ROWS = 1024  # for a matrix product to be worth its start
 MULTIPLE = 128  # of columns that matrix kernels like: 50257 become 50304, as in nanoGPT
+
+
+class DivergenceError(UserError):
+    """Training has left the numbers: what `weights_after` so many steps compute is not finite."""
+
+    def __init__(self, what: str, weights_after: int | None = None):
+        super().__init__(f"{what}: training has diverged. Lower learning_rate or raise warmup_steps, and resume.")
+        self.weights_after = weights_after
 
 
 class NextTokenLoss(nn.Module):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.loss import rows_of_chunk
+from training.optim import moment_bytes
 
 USABLE = 0.8  # of what is free: the rest is for workspaces, fragments and what compilation keeps besides
 BYTES_KEPT_WHOLE = 4  # of each parameter's gradient, on every process of a sharded model, while micro-batches add up
@@ -44,13 +45,13 @@ class Memory:
     def fixed(self) -> dict[str, int]:
         """Whatever the micro-batch."""
         N, P = self.parameters, self.sharded_by
-        parts = {"weights": 4 * N // P, "gradients": 4 * N // P, "optimizer": 8 * N // P}
+        parts = {"weights": 4 * N // P, "gradients": 4 * N // P, "optimizer": moment_bytes(N) // P}
         if P > 1:
             parts["gradients"] += BYTES_KEPT_WHOLE * N
         if self.in_half:
             parts["weights in half precision"] = 2 * N // P
         if self.copies_to_host:
-            parts["copy that is saved"] = 12 * N
+            parts["copy that is saved"] = 4 * N + moment_bytes(N)
         return parts
 
     def parts(self, micro_batch: int) -> dict[str, int]:

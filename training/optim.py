@@ -1,13 +1,20 @@
-"""AdamW, and the learning rate as a function of the step."""
+"""The optimizer: its parameter groups, what it keeps per parameter, its learning rate, and how it skips a step.
+
+Whatever depends on the optimizer is here; checkpoints, memory estimates and the training step ask `OPTIMIZER`.
+"""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from errors import UserError
 from limits import setting
+from training.tensors import opened, shard_like, verified
 
 
 @dataclass
@@ -32,30 +39,105 @@ class OptimArguments:
         ]
 
 
-def learning_rate_at(step: int, max_steps: int, arguments: OptimArguments) -> float:
-    """The rate of step 0 .. max_steps - 1: linear warm-up to the peak, then down to `min_learning_rate` at the last."""
-    peak, floor, warmup = arguments.learning_rate, arguments.min_learning_rate, arguments.warmup_steps
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if arguments.lr_scheduler_type == "constant":
-        return peak
-    progress = min(1.0, (step - warmup) / max(1, max_steps - 1 - warmup))  # 0 .. 1
-    if arguments.lr_scheduler_type == "linear":
-        return peak + (floor - peak) * progress
-    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+class Moment(NamedTuple):
+    """A fp32 tensor that the optimizer keeps for each parameter."""
+
+    key: str  # in the optimizer's state, and after the parameter's name in a checkpoint
+    at_least: float = -math.inf  # of its values
+    is_scalar: bool = False  # one number, not one per weight
 
 
-def build_optimizer(model: nn.Module, arguments: OptimArguments, device: torch.device) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) that decays matrices and leaves biases and LayerNorms alone."""
+class AdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov and Hutter 2019)."""
+
+    moments = (Moment("step", 0.0, is_scalar=True), Moment("exp_avg"), Moment("exp_avg_sq", 0.0))
+
+    @classmethod
+    def build(cls, groups: list[dict[str, Any]], arguments: OptimArguments, device: torch.device) -> "AdamW":
+        betas = (arguments.adam_beta1, arguments.adam_beta2)
+        return cls(groups, betas=betas, eps=arguments.adam_epsilon, fused=device.type in ("cuda", "cpu"))
+
+
+OPTIMIZER = AdamW
+
+
+def build_optimizer(model: nn.Module, arguments: OptimArguments, device: torch.device) -> torch.optim.Optimizer:
+    """Build the optimizer; matrices decay, biases and LayerNorms do not. A group's `initial_lr` is its peak rate."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": arguments.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups,
-        lr=arguments.learning_rate,
-        betas=(arguments.adam_beta1, arguments.adam_beta2),
-        eps=arguments.adam_epsilon,
-        fused=device.type in ("cuda", "cpu"),
-    )
+    peak = arguments.learning_rate
+    return OPTIMIZER.build([{**group, "lr": peak, "initial_lr": peak} for group in groups], arguments, device)
+
+
+def schedule(step: int, max_steps: int, arguments: OptimArguments) -> float:
+    """Return the factor of each group's peak rate at step 0 .. max_steps - 1: linear warm-up to 1, then down to
+    `min_learning_rate` at the last step."""
+    floor, warmup = arguments.min_learning_rate / arguments.learning_rate, arguments.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    if arguments.lr_scheduler_type == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, max_steps - 1 - warmup))  # 0 .. 1
+    if arguments.lr_scheduler_type == "linear":
+        return 1.0 + (floor - 1.0) * progress
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set the rate of every group to `factor` times its peak."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+
+
+def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
+    """Make the coming `step` change nothing, moments and their count included, if the gradient is not finite.
+
+    PyTorch's fused kernels read `found_inf` on the device, where fp16's scaler writes it; this is for other precisions.
+    """
+    if optimizer.defaults.get("fused"):
+        optimizer.grad_scale, optimizer.found_inf = None, (~grad_norm.isfinite()).float()
+    elif not grad_norm.isfinite():  # waits for the device: Apple's, where AdamW is not fused
+        optimizer.zero_grad()
+
+
+def moment_bytes(parameters: int) -> int:
+    """Return the bytes of the moments of so many parameters; the scalars of each tensor are not counted."""
+    return 4 * parameters * sum(not moment.is_scalar for moment in OPTIMIZER.moments)
+
+
+def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of the optimizer's state under its name in a checkpoint, such as `transformer.wte.weight/exp_avg`."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            yield f"{names[parameter]}/{key}", value
+
+
+def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill `optimizer`, built for `model`, with the moments of a safetensors file; its hyperparameters stay its own.
+
+    Raises:
+        UserError: the file holds other tensors than the optimizer, or such as no run writes.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    with opened(path) as file:  # one tensor at a time: of a sharded one, only a share is kept
+        wanted = {f"{names[parameter]}/{moment.key}" for parameter in parameters for moment in OPTIMIZER.moments}
+        if wrong := sorted(set(file.keys()) ^ wanted):
+            raise UserError(f"{path} does not fit the model: {', '.join(wrong[:5])}.")
+        for index, parameter in enumerate(parameters):
+            state[index] = {}
+            for key, at_least, is_scalar in OPTIMIZER.moments:
+                name, shape = f"{names[parameter]}/{key}", torch.Size() if is_scalar else parameter.shape
+                moment = verified(file.get_tensor(name), name, shape, path, at_least)
+                state[index][key] = shard_like(moment, parameter)
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def usual_learning_rate(parameters: int) -> float:
+    """Return the usual peak rate of Adam (Kaplan et al. 2020, appendix D.6): 6.4e-4 for 124M parameters."""
+    return 0.003239 - 0.0001395 * math.log(parameters)

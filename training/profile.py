@@ -8,19 +8,16 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from torch._inductor import config as inductor
 from torch.autograd import DeviceType
 from torch.profiler import profile, record_function
 
 from limits import setting
-
-if TYPE_CHECKING:  # it knows the plan, which knows this module's arguments
-    from training.log import Journal
+from training.log import RunLog
+from training.run import Run
 
 WARM_UP = 3  # steps: compilation, first allocations, and one under the profiler
 STEPS = 3
@@ -52,7 +49,9 @@ ORDER = ("data", "matmul", "attention", "elementwise", "loss", "optimizer", "cop
 @dataclass
 class ProfileArguments:
     profile: bool = setting(
-        False, f"Record {STEPS} steps, from the run's fourth on: where their time goes, and a trace of them."
+        False,
+        f"Record {STEPS} steps, from the run's fourth on: where their time goes, and a trace of them.",
+        resume="free",
     )
 
 
@@ -66,11 +65,9 @@ class Event(NamedTuple):
 class Profiler:
     """Used by every process: each records, so that none waits for another more than in other steps; the main one tells."""
 
-    def __init__(
-        self, arguments: ProfileArguments, folder: Path, journal: "Journal", accelerator: Accelerator, first_step: int
-    ):
-        self.first = first_step + WARM_UP if arguments.profile else None  # step to record, until that is done
-        self.folder, self.journal, self.accelerator = folder, journal, accelerator
+    def __init__(self, arguments: ProfileArguments, run: Run, log: RunLog):
+        self.first = run.start.step + WARM_UP if arguments.profile else None  # step to record, until that is done
+        self.folder, self.accelerator, self.log = run.folder.profile, run.accelerator, log
         self.open = ExitStack()
 
     def __enter__(self) -> "Profiler":
@@ -83,15 +80,13 @@ class Profiler:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.open.close()
         if self.first is not None and kind is None:
-            self.journal.say(
-                f"Nothing was profiled: the run ended before step {self.first + STEPS}, the last to record."
-            )
+            self.log.say(f"Nothing was profiled: the run ended before step {self.first + STEPS}, the last to record.")
 
     def before(self, step: int) -> None:
         """Waits for the device before the first step that is recorded."""
         if self.first is None or not self.first - 1 <= step <= self.first:
             return
-        with self.journal.pause():
+        with self.log.pause():
             if step < self.first:
                 self.profiled = self.open.enter_context(profile())
             else:
@@ -102,7 +97,7 @@ class Profiler:
         """`pauses`: what follows is no part of a step. Waits for the device after the last step that is recorded."""
         if self.first is None or done <= self.first or not (pauses or done == self.first + STEPS):
             return
-        with self.journal.pause():
+        with self.log.pause():
             self._wait()
             self.open.close()
             if self.accelerator.is_main_process:
@@ -118,11 +113,11 @@ class Profiler:
         self.profiled.export_chrome_trace(str(trace))
         events = events_of(self.profiled)
         if self.accelerator.device.type == "cuda" and not any(event.on_device for event in events):
-            self.journal.say("WARNING: the driver let no kernel be recorded; what follows is the host's time alone.")
+            self.log.say("WARNING: the driver let no kernel be recorded; what follows is the host's time alone.")
         start, end = next((event.start, event.end) for event in events if event.name == RECORDED)
         summary = summarize(account(events, start, end), self.first + 1, done)
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        self.journal.say(f"{table(summary)}\nThe trace is {trace}; open it at https://ui.perfetto.dev.")
+        self.log.say(f"{table(summary)}\nThe trace is {trace}; open it at https://ui.perfetto.dev.")
 
 
 def events_of(profiled: profile) -> list[Event]:

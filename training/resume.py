@@ -1,7 +1,7 @@
-"""Which checkpoint a command goes on from: none, the run's newest, its backup's, or one that is named."""
+"""Where a command starts: at the first step, or after the run's newest checkpoint, its backup's, or a named one."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +9,40 @@ from command_line import read_yaml
 from errors import UserError
 from training import checkpoint as checkpoints
 from training.backup import Backup
-from training.compatibility import NOT_THE_RUN
+from training.batches import START, DataPosition
+from training.checkpoint import TrainState
+from training.compatibility import Settings
 from training.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, may_hold_run, run_of
 from training.status import check_run_format
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a command."""
+class ResumePoint:
+    """Where a run starts: at its first step, or after a checkpoint."""
 
-    values: dict[str, Any]
-    defaults: dict[str, Any]
-    may_change: set[str]
+    checkpoint: Path | None
+    state: TrainState  # at the start: position, settings, last losses
+    changes: list[str]  # settings that differ from now on, a sentence each
+    owes_validation: bool = False  # the run ended between a checkpoint and its validation
 
-    def differences(self, before: dict[str, Any]) -> list[str]:
-        """Compare with the config.yaml of a run. A setting that an older version did not know had its default."""
-        before = self.defaults | before
-        return [
-            f"{name} {before.get(name)} -> {value}"
-            for name, value in self.values.items()
-            if name not in NOT_THE_RUN | self.may_change and str(before.get(name)) != str(value)
-        ]
+    @property
+    def step(self) -> int:
+        return self.state.position.step
+
+    def is_own(self, folder: RunFolder) -> bool:
+        """Whether the checkpoint is the run's own, and not that of a run that this one branches off from."""
+        return self.checkpoint is not None and self.checkpoint.parent.resolve() == folder.checkpoints.resolve()
+
+
+def resume_position(state: TrainState | None, data: str, passed_over: Iterable[Sequence[int]]) -> DataPosition:
+    """Return the position in the data to start from. Data with another identity than before are read from their beginning.
+
+    `passed_over`: ranges of samples that a restart skips in addition to those of the checkpoint.
+    """
+    position = state.position if state is not None else START
+    if state is not None and state.settings.get("data") != data:
+        position = replace(position, sample=0, passed_over=())
+    return replace(position, passed_over=tuple(sorted({*position.passed_over, *map(tuple, passed_over)})))
 
 
 def choose_checkpoint(

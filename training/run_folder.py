@@ -55,15 +55,21 @@ HUB_FILES = (  # what is published, and what push_to_hub.py deletes with its fol
 
 @dataclass
 class RunArguments:
-    output_dir: str | None = setting(None, "The run folder; runs/NAME of the config file or the data where left out.")
-    overwrite_output_dir: bool = setting(False, "Delete the run in the folder and start again.")
-    resume_from_checkpoint: str | None = setting(
-        None, "Go on with a run (its folder: the newest checkpoint) or from one of its checkpoints."
+    output_dir: str | None = setting(
+        None, "The run folder; runs/NAME of the config file or the data where left out.", resume="free"
     )
-    seed: int = setting(1337, "Decides initial weights, data order and dropout.", below=2**63)
+    overwrite_output_dir: bool = setting(False, "Delete the run in the folder and start again.", resume="free")
+    resume_from_checkpoint: str | None = setting(
+        None, "Go on with a run (its folder: the newest checkpoint) or from one of its checkpoints.", resume="free"
+    )
+    seed: int = setting(1337, "Decides initial weights, data order and dropout.", below=2**63, resume="refused")
+
+    @property
+    def folder(self) -> "RunFolder":
+        return RunFolder(self.output_dir)
 
     def problems(self) -> list[str]:
-        if may_hold_run(RunFolder(self.output_dir)):
+        if may_hold_run(self.folder):
             return []
         return [f"{self.output_dir} exists and is not a run folder; name another --output_dir."]
 

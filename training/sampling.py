@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,11 +25,16 @@ OPENING_TOKENS = 16  # of a validation document, where no prompts are given
 @dataclass
 class SamplingArguments:
     sample_prompts: list[str] = setting(
-        [], "Prompts to continue at each validation; openings of held-out text where left out.", free_text=True
+        [],
+        "Prompts to continue at each validation; openings of held-out text where left out.",
+        free_text=True,
+        resume="free",
     )
-    sample_tokens: int = setting(64, "New tokens a prompt; 0 for no samples.", maximum=100_000)
-    sample_temperature: float = setting(0.8, "Temperature of the samples; 0 takes the likeliest.", maximum=1000)
-    sample_top_k: int = setting(50, "Sample from this many likeliest tokens; 0 for all.")
+    sample_tokens: int = setting(64, "New tokens a prompt; 0 for no samples.", maximum=100_000, resume="free")
+    sample_temperature: float = setting(
+        0.8, "Temperature of the samples; 0 takes the likeliest.", maximum=1000, resume="free"
+    )
+    sample_top_k: int = setting(50, "Sample from this many likeliest tokens; 0 for all.", resume="free")
 
 
 def generation_config(temperature: float, top_k: int = 0, top_p: float = 1.0, **others) -> GenerationConfig:
@@ -161,8 +166,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return ids
 
 
-def prompts_of(arguments: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The prompts given, or the openings of the first three validation documents.
+def with_prompts(
+    arguments: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
+) -> SamplingArguments:
+    """Return the arguments with the prompts given, or with the openings of the first three validation documents.
 
     Raises:
         UserError: a prompt that the tokenizer cannot read.
@@ -170,18 +177,15 @@ def prompts_of(arguments: SamplingArguments, store: TokenStore, tokenizer: PreTr
     if arguments.sample_prompts:
         for prompt in arguments.sample_prompts:
             encode_prompt(tokenizer, prompt)
-        return arguments.sample_prompts
+        return arguments
     tokens, offsets = store.memory_map("val"), store.offsets("val")
     openings = [tokens[start : start + OPENING_TOKENS] for start in offsets[:-1][:3]]
-    return [tokenizer.decode(opening.tolist(), skip_special_tokens=True) for opening in openings]
+    prompts = [tokenizer.decode(opening.tolist(), skip_special_tokens=True) for opening in openings]
+    return replace(arguments, sample_prompts=prompts)
 
 
 def sample(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[str],
-    arguments: SamplingArguments,
-    seed: int,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: SamplingArguments, seed: int
 ) -> list[tuple[str, str]]:
     """Prompt and continuation, for each prompt; the same ones for the same weights."""
     if arguments.sample_tokens == 0:
@@ -190,7 +194,10 @@ def sample(
     config = generation_config(arguments.sample_temperature, arguments.sample_top_k)
     training = model.training
     model.eval()
-    samples = [(prompt, continue_text(model, tokenizer, prompt, arguments.sample_tokens, config)) for prompt in prompts]
+    samples = [
+        (prompt, continue_text(model, tokenizer, prompt, arguments.sample_tokens, config))
+        for prompt in arguments.sample_prompts
+    ]
     model.train(training)
     return samples
 

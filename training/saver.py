@@ -6,6 +6,7 @@ Training waits for the copy alone. The next save, and the end of the run, wait f
 import os
 import shutil
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,66 +18,84 @@ from threading import Thread, get_native_id
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from tokenizer.store import TokenStore
 from training import checkpoint
 from training.backup import Backup
 from training.checkpoint import Snapshot, TrainState
-from training.device import on_main
-from training.guard.health import DivergenceError
+from training.distributed import on_main
+from training.loss import DivergenceError
 from training.metrics import best_step
+from training.optim import OPTIMIZER, moment_bytes, named_moments
 from training.run_folder import RunFolder
-from training.sharding import whole
 from training.status import record, write_status
+from training.step import TrainStep
+from training.tensors import whole
 from training.verification import StoreVerification
+
+THREAD = "saver"
+
+
+def is_writing() -> bool:
+    """Whether a checkpoint of this process is being written."""
+    return any(thread.name == THREAD for thread in threading.enumerate())
+
+
+def wait_for_writing(seconds: float) -> None:
+    """Wait so long for a checkpoint that is being written. For threads other than the one that saves."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join(seconds)
 
 
 class Saver:
     """Used by every process, because a sharded model is gathered by all; the main one writes.
 
-    A save that failed is raised by the next `wait`; `failed` tells sooner.
+    A save that failed is raised by the next `wait`; `failed` tells sooner. On the way out, a save under way is completed.
     """
 
     def __init__(
         self,
         folder: RunFolder,
-        accelerator: Accelerator,
-        first_step: int,
+        train_step: TrainStep,
+        store: TokenStore,
+        tokenizer: PreTrainedTokenizerBase,
         save_total_limit: int | None,
         backup: Backup | None,
     ):
-        self.folder = folder
-        self.accelerator = accelerator
-        self.saved_step = first_step
-        self.save_total_limit = save_total_limit
-        self.backup = backup
-        self.snapshot = Snapshot()  # the same memory for every save
-        self.thread: Thread | None = None
-        self.failure: BaseException | None = None
+        """Find memory for the copy of weights and moments, while the first step is being prepared.
 
-    def keep(
-        self,
-        model: GPT2ScratchForCausalLM,
-        optimizer: torch.optim.Optimizer,
-        tokenizer: PreTrainedTokenizerBase,
-        verification: StoreVerification,
-    ) -> None:
-        """What is saved from now on, once `verification` has found the data unchanged. Finds the memory for its copy while the first step is being made ready.
+        Args:
+            store: no checkpoint is completed before its files are found unchanged.
 
         Raises:
             UserError: the disk has no room for a checkpoint, and no step is spent to find that out.
         """
-        self.model, self.optimizer, self.tokenizer = model, optimizer, tokenizer
-        self.verification = verification
-        n_bytes = 12 * sum(parameter.numel() for parameter in model.parameters())  # fp32: weights and two moments
-        on_main(self.accelerator, lambda: refuse_full_disk(self.folder.checkpoints, n_bytes))
-        self.shell = _shell_of(model)
+        self.folder, self.tokenizer = folder, tokenizer
+        self.accelerator, self.model = train_step.accelerator, train_step.model
+        self.verification = StoreVerification(store, self.accelerator)
+        self.optimizer = train_step.optimizer.optimizer
+        self.save_total_limit, self.backup = save_total_limit, backup
+        self.saved_step: int | None = None
+        self.snapshot = Snapshot()  # the same memory for every save
+        self.thread: Thread | None = None
+        self.failure: BaseException | None = None
+        n_bytes = sum(4 * parameter.numel() + moment_bytes(parameter.numel()) for parameter in self.model.parameters())
+        on_main(self.accelerator, lambda: refuse_full_disk(folder.checkpoints, n_bytes))
+        self.shell = _shell_of(self.model)
         if self.accelerator.is_main_process:
             self._begin(self._make_room)
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.thread is not None:
+            self.thread.join()
 
     def save(self, state: TrainState) -> None:
         """Begins to save; notes the seconds that training waited for it.
@@ -110,16 +129,8 @@ class Saver:
             raise self.failure
         self.verification.check()
 
-    def is_writing(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
-
-    def join(self) -> None:
-        """As `wait`, for whoever is about to leave: a failure is not raised."""
-        if (thread := self.thread) is not None:
-            thread.join()
-
     def _begin(self, work: Callable[..., None], *arguments: TrainState) -> None:
-        self.thread = Thread(target=self._try, args=(work, *arguments), name="saver")
+        self.thread = Thread(target=self._try, args=(work, *arguments), name=THREAD)
         self.thread.start()
 
     def _try(self, work: Callable[..., None], *arguments: TrainState) -> None:
@@ -136,7 +147,8 @@ class Saver:
         room = []
         for name, parameter in self.model.named_parameters():
             room.append((self.snapshot.weights, name, parameter))
-            room += [(self.snapshot.moments, f"{name}/{moment}", parameter) for moment in ("exp_avg", "exp_avg_sq")]
+            kept = [moment.key for moment in OPTIMIZER.moments if not moment.is_scalar]
+            room += [(self.snapshot.moments, f"{name}/{key}", parameter) for key in kept]
         if self.accelerator.device.type == "cuda":
             parts = _page_locked([parameter.numel() for _, _, parameter in room], self.snapshot)
             for (kept, name, parameter), part in zip(room, parts, strict=True):
@@ -147,10 +159,8 @@ class Saver:
     def _copy_off_the_device(self) -> None:
         for name, parameter in self.model.named_parameters():  # a tied head comes once
             self._keep(self.snapshot.weights, name, parameter)
-        names = checkpoint.parameter_names(self.model)
-        for parameter, values in self.optimizer.state.items():
-            for key, value in values.items():
-                self._keep(self.snapshot.moments, f"{names[parameter]}/{key}", value)
+        for name, moment in named_moments(self.model, self.optimizer):
+            self._keep(self.snapshot.moments, name, moment)
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize()
 

@@ -1,25 +1,19 @@
 """What a user sees of a run: on a terminal a few lines that stay in place, elsewhere one line for each log line."""
 
 import os
-import re
-import shutil
-import sys
-import textwrap
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
-from accelerate import Accelerator
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from training.console import AT_ONCE, clock, perplexity, say
 from training.metrics import comparable_loss, scores_more
 from training.speed import in_words
 
@@ -30,8 +24,6 @@ LONG_SILENCE = 60  # seconds, where no terminal shows that something goes on
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 24  # bars of the loss curve
 MANY = 10_000  # losses, of which some are enough for it
-LABEL = re.compile(r"[A-Z][a-z]+: +| *")  # at the start of a line: how far its continuation is indented
-AT_ONCE = partial(print, flush=True)
 
 
 @dataclass(frozen=True)
@@ -176,16 +168,12 @@ class Screen:
 
     def say(self, text: str) -> None:
         self.said_last = time.monotonic()
-        say(text, self.console.print if self.live is not None else AT_ONCE)
+        say(text, AT_ONCE if self.live is None else self.console.print)
 
     def close(self) -> None:
         if self.live is not None:
             with suppress(OSError, SystemExit):
                 self.live.stop()  # gives the terminal its cursor back, whatever happened
-
-
-def perplexity(value: float) -> str:
-    return f"{value:,.2f}" if value < 1e6 else f"{value:.1e}"
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -194,43 +182,3 @@ def sparkline(values: list[float], width: int) -> str:
     means = [part.mean() for part in np.array_split(some, min(width, len(some)))]
     low, span = min(means), max(means) - min(means)
     return "".join(BARS[round((len(BARS) - 1) * (mean - low) / span) if span else 0] for mean in means)
-
-
-def voice(accelerator: Accelerator) -> Callable[[str], None]:
-    """Through which the main process speaks, and the others are silent."""
-    return say if accelerator.is_main_process else lambda text: None
-
-
-def say(text: str, through: Callable[[str], object] = AT_ONCE) -> None:
-    """Whoever read the output (a terminal, a pipe into `tee`) may be gone: that is no reason to lose a run."""
-    try:
-        is_shown = sys.stdout is not None and sys.stdout.isatty()  # None where it was closed
-        through(wrapped(text, shutil.get_terminal_size().columns) if is_shown else text)
-    except (OSError, SystemExit):  # the latter from rich
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def wrapped(text: str, width: int) -> str:
-    """Breaks lines at words, and indents what follows a label (`Memory:  `) as the terminal's own breaks would not. Commands,
-    indented by two spaces, stay whole: they are there to be copied."""
-    return "\n".join(part for line in text.split("\n") for part in _wrapped(line, width))
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    if len(line) <= width or re.match(r"  \S", line):
-        return [line]
-    indent = " " * LABEL.match(line).end()
-    return textwrap.wrap(
-        line,
-        width,
-        subsequent_indent=indent if len(indent) < width // 2 else "",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def clock(seconds: float) -> str:
-    """3661 -> 1:01:01; 61 -> 1:01"""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

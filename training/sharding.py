@@ -26,7 +26,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.loss import NextTokenLoss
@@ -135,21 +134,6 @@ def _compile(loss: NextTokenLoss, settings: dict[str, Any]) -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of which every process holds a share; all of them must ask for it. A plain tensor is returned as is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def part_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This process's share of `full`, which every process has, where `parameter` lies and divided as it is.
-
-    Returned as is where there is nothing to divide: the parameter is plain, or `full` is a number (AdamW's count of steps).
-    """
-    if not isinstance(parameter, DTensor) or full.dim() == 0:
-        return full
-    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None).to(parameter.device)
 
 
 @contextmanager

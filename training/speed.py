@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import TrainBatches
 from training.flops import flops_per_token
-from training.planning.datasheet import peak_flops
+from training.hardware import name_of, peak_flops
 
 # What is measured, by its name in metrics.jsonl, and how the screen shows it.
 SHOWN = {
@@ -28,7 +28,7 @@ class Speed:
     def __init__(self, batches: TrainBatches, model: GPT2ScratchConfig, accelerator: Accelerator):
         self.batches = batches
         self.device = accelerator.device
-        peak = peak_flops(accelerator.device, accelerator.mixed_precision)
+        peak = peak_flops(name_of(accelerator.device), accelerator.mixed_precision)
         # Tokens a second that all devices together would make at their peak.
         self.at_peak = None if peak is None else peak * accelerator.num_processes / flops_per_token(model)
         self.restart()

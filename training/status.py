@@ -30,6 +30,13 @@ def write_status(
         write_atomic(path, json.dumps(status, indent=2) + "\n")
 
 
+def mark_failed(path: Path, step: int, reason: str) -> None:
+    """Replace the status of a running run by `failed`; a run that has ended keeps its status."""
+    with suppress(OSError, *NONSENSE):
+        if json.loads(path.read_bytes())["state"] == "running":
+            write_status(path, "failed", step, reason)
+
+
 def is_status(path: Path) -> bool:
     """Whether a file is a status.json of this project, of any format."""
     with suppress(OSError, *NONSENSE):

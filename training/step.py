@@ -2,55 +2,48 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.profiler import record_function
 
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.batches import TrainBatches, mix
 from training.compilation import remove_incomplete_libraries
 from training.device import Setup
 from training.loss import NextTokenLoss
-from training.sharding import shard, whole
-
-
-def prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) -> nn.Module:
-    """Compile `loss` and wrap it for the processes of the run: alone, DDP, or FSDP2 where the launcher asks for it.
-
-    Compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot be one
-    graph (huggingface/accelerate#3991). The autocast that Accelerate puts on `forward` is part of the graph either way.
-    """
-    if setup.torch_compile:
-        remove_incomplete_libraries()
-    if setup.shards(accelerator):
-        return shard(loss, accelerator, setup.sharding, setup.compile_settings)
-    if setup.compile_settings is not None:
-        loss.compile(**setup.compile_settings)
-    return accelerator.prepare(loss)
+from training.model import build_model
+from training.optim import OptimArguments, build_optimizer, load_moments, set_rates, skip_if_not_finite
+from training.sharding import shard
+from training.tensors import OPTIMIZER, WEIGHTS, whole
 
 
 @dataclass
-class Trainer:
-    """What a step needs, prepared by Accelerate."""
+class TrainStep:
+    """Model, loss and optimizer, prepared by Accelerate, and the batches they are trained on."""
 
     accelerator: Accelerator
-    loss: nn.Module
-    optimizer: torch.optim.Optimizer
+    model: GPT2ScratchForCausalLM
+    loss: nn.Module  # the prepared `NextTokenLoss` of the model
+    optimizer: AcceleratedOptimizer  # around `optimizer.optimizer`, PyTorch's own
     batches: TrainBatches
     max_grad_norm: float
-    seed: int
 
-    def step(self, step: int, learning_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Trains on global batch `step`. Returns this process's mean loss and the gradient norm before clipping, as
-        tensors on the device."""
-        plan = self.batches.plan
+    def __call__(self, step: int, rate_factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Train on global batch `step`, at `rate_factor` times the peak learning rates.
+
+        Returns:
+            This process's mean loss and the gradient norm before clipping, as tensors on the device.
+        """
+        accumulation = self.batches.plan.accumulation
         # Dropout is a function of (seed, step, rank), as the data is: nothing to save, nothing to restore.
-        self._seed(mix(mix(self.seed, step), self.accelerator.process_index) >> 1)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self._seed(mix(mix(self.batches.order.seed, step), self.accelerator.process_index) >> 1)
+        set_rates(self.optimizer.optimizer, rate_factor)
         total = torch.zeros((), device=self.accelerator.device)
-        for micro_step in range(plan.accumulation):
+        for micro_step in range(accumulation):
             with record_function("data"):  # for --profile; 5 us where nothing records
                 inputs, targets, positions = self.batches(step, micro_step)  # (B, T) each
             with self.accelerator.accumulate(self.loss):
@@ -64,28 +57,55 @@ class Trainer:
                     if self.accelerator.sync_gradients:
                         norm = self.accelerator.clip_grad_norm_(self.loss.parameters(), self.max_grad_norm or math.inf)
                         norm = whole(norm)
-                        self._skip_if_not_finite(norm)  # where the optimizer is: offloaded, not where the loss is
+                        if self.accelerator.scaler is None:
+                            skip_if_not_finite(
+                                self.optimizer.optimizer, norm
+                            )  # `norm` is where the optimizer is: perhaps offloaded
                         grad_norm = norm.to(total.device)
                     self.optimizer.step()
                     self.optimizer.zero_grad()
-        return total / plan.accumulation, grad_norm
+        return total / accumulation, grad_norm
 
     def _seed(self, seed: int) -> None:
-        """Only the generators that draw: `torch.manual_seed` tells those of GPUs too, and where there are none it makes a
-        traceback each time, for them to read one day: 0.3 ms."""
+        """Seed only the generators that draw: where there is no GPU, `torch.manual_seed` makes a traceback each time, to be
+        read should one appear: 0.3 ms."""
         torch.default_generator.manual_seed(seed)
         if self.accelerator.device.type != "cpu":
             torch.get_device_module(self.accelerator.device).manual_seed(seed)
 
-    def _skip_if_not_finite(self, grad_norm: torch.Tensor) -> None:
-        """Makes the coming `optimizer.step` change nothing, moments and their count included, if the gradient is bad.
 
-        AdamW's fused kernel reads `found_inf` on the device, where fp16's scaler writes it; ours is for other precisions.
-        """
-        if self.accelerator.scaler is not None:
-            return
-        inner = self.optimizer.optimizer  # inside Accelerate's wrapper
-        if inner.defaults["fused"]:
-            inner.grad_scale, inner.found_inf = None, (~grad_norm.isfinite()).float()
-        elif not grad_norm.isfinite():  # waits for the device: Apple's, where AdamW is not fused
-            inner.zero_grad()
+def build_train_step(
+    config: GPT2ScratchConfig,
+    checkpoint: Path | None,
+    batches: TrainBatches,
+    arguments: OptimArguments,
+    setup: Setup,
+    accelerator: Accelerator,
+) -> TrainStep:
+    """Build the model, new or with the weights and moments of a checkpoint; compile it, distribute it, and give it an optimizer.
+
+    Raises:
+        UserError: the checkpoint's tensors do not fit the model, or are such as no run writes.
+    """
+    model = build_model(config, setup, batches.order.seed, checkpoint / WEIGHTS if checkpoint is not None else None)
+    accelerator.gradient_accumulation_steps = batches.plan.accumulation
+    loss = _prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
+    optimizer = accelerator.prepare(build_optimizer(model, arguments, accelerator.device))
+    if checkpoint is not None:
+        load_moments(checkpoint / OPTIMIZER, model, optimizer.optimizer)
+    return TrainStep(accelerator, model, loss, optimizer, batches, arguments.max_grad_norm)
+
+
+def _prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) -> nn.Module:
+    """Compile `loss` and wrap it for the processes of the run: alone, DDP, or FSDP2 where the launcher asks for it.
+
+    Compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot be one
+    graph (huggingface/accelerate#3991). The autocast that Accelerate puts on `forward` is part of the graph either way.
+    """
+    if setup.torch_compile:
+        remove_incomplete_libraries()
+    if setup.shards(accelerator):
+        return shard(loss, accelerator, setup.sharding, setup.compile_settings)
+    if setup.compile_settings is not None:
+        loss.compile(**setup.compile_settings)
+    return accelerator.prepare(loss)

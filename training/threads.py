@@ -1,10 +1,13 @@
 """How many threads compute on a CPU. Imported before torch, which asks as it loads."""
 
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+# isort: split
 import os
 
 import psutil
 
-from training.early import launcher_option, set_by_launcher
+from training.launcher import launcher_option, set_by_launcher
 
 
 def _cores() -> int:

@@ -18,10 +18,14 @@ STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names 
 
 @dataclass
 class JournalArguments:
-    logging_steps: int = setting(10, "Steps between log lines; each waits for the device once.", minimum=1)
-    report_to: list[str] = setting([], "Trackers of Accelerate to log to: tensorboard, wandb, ... or all.")
+    logging_steps: int = setting(
+        10, "Steps between log lines; each waits for the device once.", minimum=1, resume="free"
+    )
+    report_to: list[str] = setting(
+        [], "Trackers of Accelerate to log to: tensorboard, wandb, ... or all.", resume="free"
+    )
     project: str = setting(
-        "gpt2scratch", "Project of the trackers; its runs, named after their folders, can be compared."
+        "gpt2scratch", "Project of the trackers; its runs, named after their folders, can be compared.", resume="free"
     )
 
     def trackers(self) -> list[str] | None:

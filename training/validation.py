@@ -1,86 +1,64 @@
-"""Validation while training: the loss on held-out text, what the model writes now, and the report of both."""
+"""Validation while training: the loss on held-out text, samples of what the model writes, and the report of both."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from accelerate import Accelerator
-from torch import nn
-from transformers import PreTrainedTokenizerBase
-
-from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from tokenizer.store import Split
-from training.config import TrainConfig
-from training.evaluate import Evaluation, evaluate
-from training.guard.health import DivergenceError
-from training.log import Journal
-from training.plan import Plan
+from training.cost import watts_of_all
+from training.log import RunLog
+from training.loss import DivergenceError
 from training.reporting.report import About, write_report
-from training.run_folder import RunFolder
+from training.run import Run
 from training.sampling import sample, write_samples
+from training.scoring import Evaluation, evaluate
 from training.sharding import generating
-from training.tokens import Tokens
+from training.step import TrainStep
 
 
-@dataclass
 class Validation:
-    config: TrainConfig
-    plan: Plan
-    folder: RunFolder
-    split: Split
-    tokens: Tokens  # of the validation split
-    tokenizer: PreTrainedTokenizerBase
-    prompts: list[str]
-    model: GPT2ScratchForCausalLM
-    loss: nn.Module  # the prepared `NextTokenLoss` of the model
-    accelerator: Accelerator
-    about: About
+    def __init__(self, run: Run, train_step: TrainStep, max_samples: int | None):
+        """`max_samples`: windows to score but after the last step; all where None."""
+        self.run, self.train_step, self.max_samples = run, train_step, max_samples
+        power = watts_of_all(run.accelerator)
+        self.about = About(run.plan.model, train_step.model.num_parameters(), run.data.store.metadata, power)
 
-    def run(self, step: int, journal: Journal, stop: Callable[[], object]) -> None:
-        """Scores the model after `step` steps. Where `stop` says so, it ends early and leaves nothing: resumed, the run
+    def validate(self, step: int, log: RunLog, stop: Callable[[], object]) -> None:
+        """Score the model after `step` steps. Where `stop` says so, it ends early and leaves nothing: resumed, the run
         begins with this validation."""
-        last = step == self.plan.max_steps
+        last = step == self.run.plan.max_steps
 
         def watch(share: float) -> object:
-            journal.show_progress("validating", share)
+            log.show_progress("validating", share)
             return stop()
 
         def score(most: int | None) -> Evaluation | None:
-            batches = self.plan.batches
-            return evaluate(
-                self.loss,
-                self.tokens,
-                self.split,
-                batches.context,
-                batches.micro_batch,
-                self.accelerator,
-                most,
-                watch,
-            )
+            batches = self.run.plan.batches
+            shape = (batches.context, batches.micro_batch)
+            split = self.run.data.store.metadata.val
+            return evaluate(self.train_step.loss, self.run.data.val, split, *shape, self.run.accelerator, most, watch)
 
-        most = self.config.evaluation.max_eval_samples
-        result = score(None if last else most)  # the last one scores everything
+        result = score(None if last else self.max_samples)  # the last one scores everything
         if result is None:
             return
         if not math.isfinite(result.loss):
             raise DivergenceError(f"The validation loss is {result.loss} after step {step:,}", step)
         metrics = result.metrics()
-        if last and most is not None:
-            sampled = score(most)
+        if last and self.max_samples is not None:
+            sampled = score(self.max_samples)
             if sampled is None:
                 return
             metrics["eval_sampled_loss"] = sampled.loss
-        journal.log_evaluation(step, self.plan.epoch(step), metrics)
-        self.write_some_text(step, journal, aloud=last)
-        if self.accelerator.is_main_process:
-            write_report(self.folder, self.about)
+        log.log_evaluation(step, metrics)
+        self.write_samples(step, log, aloud=last)
+        if self.run.accelerator.is_main_process:
+            write_report(self.run.folder, self.about)
 
-    def write_some_text(self, step: int, journal: Journal, aloud: bool) -> None:
-        """Writes prompts and their continuations to samples.md, and to the screen if `aloud`: before the first step, they are noise."""
-        with generating(self.model):
-            samples = sample(self.model, self.tokenizer, self.prompts, self.config.sampling, self.config.seed)
-        if not self.accelerator.is_main_process:
+    def write_samples(self, step: int, log: RunLog, aloud: bool) -> None:
+        """Write prompts and their continuations to samples.md, and print them if `aloud`: before the first step, they are noise."""
+        model, seed = self.train_step.model, self.run.plan.order.seed
+        with generating(model):
+            samples = sample(model, self.run.data.tokenizer, self.run.sampling, seed)
+        if not self.run.accelerator.is_main_process:
             return
-        write_samples(self.folder.samples, step, samples)
+        write_samples(self.run.folder.samples, step, samples)
         for prompt, text in samples if aloud else []:
-            journal.say(f"--- step {step}:\n{prompt}{text}")
+            log.say(f"--- step {step}:\n{prompt}{text}")

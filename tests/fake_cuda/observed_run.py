@@ -20,7 +20,8 @@ import torch
 
 import train_accelerate
 from command_line import run
-from training.step import Trainer
+from training.restart import restarting
+from training.step import TrainStep
 from training.validation import Validation
 
 KERNEL = re.compile(r"^(triton_\w+) = async_compile\.triton\(.*?'kernel_num_gb': ([\d.e-]+)", re.MULTILINE | re.DOTALL)
@@ -42,10 +43,10 @@ def compiled_graphs(cache: Path) -> dict:
 
 def main(arguments: list[str]) -> None:
     result, *flags = arguments
-    observed, plain = {}, Trainer.step
+    observed, plain = {}, TrainStep.__call__
     mark = ctypes.CDLL("libcuda.so.1").fake_mark
 
-    def step(self: Trainer, number: int, learning_rate: float):
+    def step(self: TrainStep, number: int, learning_rate: float):
         mark(f"step {number}".encode())
         torch.cuda.set_sync_debug_mode("error" if number > 0 else "default")
         try:
@@ -60,9 +61,9 @@ def main(arguments: list[str]) -> None:
             observed["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
             Path(result).write_text(json.dumps(observed), encoding="utf-8")
 
-    Trainer.step = step
-    Validation.run = lambda *_: None
-    train_accelerate.main_or_restart(flags)
+    TrainStep.__call__ = step
+    Validation.validate = lambda *_: None
+    restarting(train_accelerate.main)(flags)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What would be better about a configuration, and why: what its plan shows, and what others had to learn the hard way."""
 
-import math
 import shutil
 from pathlib import Path
 
@@ -9,7 +8,9 @@ import torch
 
 from training.config import TrainConfig
 from training.device import Setup, kernel_of_sdpa, memory_of_others
-from training.forecast.forecast import FILLS_A_GPU, TOKENS_A_PARAMETER, Forecast, describe_forecast
+from training.forecast.forecast import TOKENS_A_PARAMETER, Forecast, describe_forecast
+from training.hardware import FILLS_A_GPU
+from training.optim import usual_learning_rate
 from training.plan import Plan
 
 FEW_TOKENS = 8192  # of a micro-batch, which leave a GPU idle between its kernels
@@ -18,22 +19,18 @@ RATE_FACTOR = 6  # from the usual rate, either way
 MUCH = 0.1  # of the time, spent on validation
 
 
-def usual_learning_rate(parameters: int) -> float:
-    """Of the peak, for Adam (Kaplan et al. 2020, appendix D.6): 6.4e-4 for 124M parameters."""
-    return 0.003239 - 0.0001395 * math.log(parameters)
-
-
 def outlook(
     forecast: Forecast,
     config: TrainConfig,
     hardware: str,
     setup: Setup,
-    on_gpu: bool,
+    device: torch.device,
     store: Path | str,
     estimated: str | None = None,
 ) -> str:
     """What the user reads before the first step: the forecast, and what would be better."""
     described = describe_forecast(forecast, config, hardware, setup.notes, store, estimated)
+    on_gpu = device.type == "cuda" or config.cost.plan_device is not None
     return "\n".join([described, *(f"Better:  {sentence}" for sentence in advice(config, forecast, setup, on_gpu))])
 
 
@@ -51,7 +48,7 @@ def advice(config: TrainConfig, forecast: Forecast, setup: Setup, on_gpu: bool) 
     if on_gpu and setup.mixed_precision == "no":
         told.append("mixed_precision is no, so tensor cores compute in TF32 at best; bf16 is about twice as fast.")
     if on_gpu and config.cost.plan_device is None:
-        told += _about_the_gpu(plan, setup, config.batch.mask_documents)
+        told += _about_the_gpu(plan, setup)
     usual = usual_learning_rate(N)
     if not usual / RATE_FACTOR <= config.optim.learning_rate <= usual * RATE_FACTOR:
         told.append(
@@ -84,19 +81,15 @@ def advice(config: TrainConfig, forecast: Forecast, setup: Setup, on_gpu: bool) 
     return told
 
 
-def _about_the_gpu(plan: Plan, setup: Setup, mask_documents: bool) -> list[str]:
+def _about_the_gpu(plan: Plan, setup: Setup) -> list[str]:
     told, model = [], plan.model
     if others := memory_of_others():
         told.append(f"{others}.")
     if setup.attn_implementation == "sdpa":
         device = torch.device("cuda")
-        if kernel_of_sdpa(device, setup.mixed_precision, model, mask_documents) == "math":
+        if kernel_of_sdpa(device, setup, model) == "math":
             told.append(
                 f"Attention runs in PyTorch's math kernel, the slowest, which keeps all scores: heads are {model.n_embd / model.n_head:g} "
                 f"wide, and the fast kernels need a multiple of 8 up to 256; change n_head or n_embd."
             )
     return told
-
-
-def is_gpu(device: torch.device, config: TrainConfig) -> bool:
-    return device.type == "cuda" or config.cost.plan_device is not None

@@ -15,19 +15,24 @@ from accelerate import Accelerator
 from errors import counted
 from tokenizer.store import TokenStore
 from training.config import TrainConfig
+from training.console import clock
+from training.cost import CostArguments
 from training.data import bytes_of
 from training.device import Setup
 from training.flops import flops_per_token
-from training.forecast.cost import CostArguments
+from training.hardware import (
+    DOLLARS_PER_COLAB_UNIT,
+    FILLS_A_GPU,
+    PRICES_OF,
+    RENTALS,
+    peak_flops,
+    reported_mfu,
+)
+from training.optim import moment_bytes
 from training.plan import Plan
-from training.planning.datasheet import model_of, peak_of
-from training.planning.rentals import DOLLARS_A_COLAB_UNIT, PRICES_OF, RENTALS, REPORTED_MFU, reported_mfu
-from training.screen import clock
 
 TOKENS_A_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
 EVALUATION_COST = 1 / 3  # of a token trained on: the forward pass alone
-SAVED_BYTES = 12  # a parameter, in a checkpoint
-FILLS_A_GPU = 30e6  # parameters: what others report of MFU says nothing about smaller models
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,6 @@ class Throughput:
     mfu: float | None = None
     peak_bytes: int | None = None  # of memory, where steps were really done
     first_step: float = 0.0  # seconds, until it is done
-    reported_mfu: float | None = None  # that others usually reach on the device
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,8 @@ class Forecast:
     @property
     def disk_bytes(self) -> int:
         """Checkpoints, one more while it is written, and the model to use."""
-        return (self.checkpoints + 1) * SAVED_BYTES * self.plan.memory.parameters + 4 * self.plan.memory.parameters
+        N = self.plan.memory.parameters
+        return (self.checkpoints + 1) * (4 * N + moment_bytes(N)) + 4 * N
 
 
 def assumed_here(plan: Plan, setup: Setup, accelerator: Accelerator) -> Throughput | None:
@@ -94,17 +99,16 @@ def assumed_here(plan: Plan, setup: Setup, accelerator: Accelerator) -> Throughp
 
 def assumed_speed(datasheet: str, plan: Plan, setup: Setup, devices: int) -> Throughput | None:
     """By what others reach on such a device; None where its peak is not known, or the model is smaller than theirs."""
-    peak = peak_of(datasheet, setup.mixed_precision)
+    peak = peak_flops(datasheet, setup.mixed_precision)
     if peak is None or plan.memory.parameters < FILLS_A_GPU:
         return None
     at_peak = peak * devices / flops_per_token(plan.model)
-    least, usual, most = reported_mfu(model_of(datasheet))
+    least, usual, most = reported_mfu(datasheet)
     known = (
         f"assumed: {usual:.0%} of its peak; others report {least:.0%} to {most:.0%}, which would be "
         f"{least * at_peak:,.0f} to {most * at_peak:,.0f} tokens/s"
     )
-    is_reported = model_of(datasheet).split()[0] in REPORTED_MFU
-    return Throughput(usual * at_peak, known, usual, reported_mfu=usual if is_reported else None)
+    return Throughput(usual * at_peak, known, usual)
 
 
 def forecast_of(config: TrainConfig, plan: Plan, speed: Throughput | None, store: TokenStore) -> Forecast:
@@ -141,11 +145,11 @@ def describe_forecast(
     lines = [
         f"Device:  {hardware}",
         *(f"         {note}" for note in notes),
-        f"Model:   {plan.describe_model()}, {plan.memory.parameters:,} parameters",
-        f"         {plan.describe_variant()}",
+        f"Model:   {_describe_model(plan)}, {plan.memory.parameters:,} parameters",
+        f"         {_describe_variant(plan)}",
         *([f"         {vocabulary}"] if asked is not None else []),
-        f"Data:    {store}, {plan.placement}: {estimated or plan.describe_data()}",
-        f"Length:  {plan.describe_length()}",
+        f"Data:    {store}, {plan.placement}: {estimated or _describe_data(plan)}",
+        f"Length:  {_describe_length(plan)}",
         f"         {_tokens(forecast)}",
         f"Memory:  {_memory(forecast)}",
         f"Time:    {_time(forecast, config.cost)}",
@@ -154,6 +158,38 @@ def describe_forecast(
         lines.append(f"Money:   {money}")
     lines.append(f"Disk:    {_disk(forecast, Path(config.run.output_dir))}")
     return "\n".join(lines)
+
+
+def _describe_model(plan: Plan) -> str:
+    model = plan.model
+    layers, heads = counted(model.n_layer, "layer"), counted(model.n_head, "head")
+    shape = f"{layers}, {heads}, width {model.n_embd}, context {model.n_positions}"
+    return f"{shape}, vocabulary {model.vocab_size:,}"
+
+
+def _describe_variant(plan: Plan) -> str:
+    """Return what shape and size do not show: `untied head, exact GELU, dropout 0.1`."""
+    model = plan.model
+    head = "tied head" if model.tie_word_embeddings else "untied head"
+    gelu = {"gelu": "exact GELU", "gelu_new": "tanh GELU"}.get(model.activation_function, model.activation_function)
+    rates = {"embeddings": model.embd_pdrop, "attention": model.attn_pdrop, "blocks": model.resid_pdrop}
+    if len(set(rates.values())) == 1:
+        return f"{head}, {gelu}, dropout {model.embd_pdrop:g}"
+    return f"{head}, {gelu}, dropout " + ", ".join(f"{rate:g} ({where})" for where, rate in rates.items())
+
+
+def _describe_data(plan: Plan) -> str:
+    return f"{plan.order.n_tokens:,} tokens, {counted(plan.order.windows, 'window')} per epoch"
+
+
+def _describe_length(plan: Plan) -> str:
+    batch = plan.batches
+    split = f"{batch.context} tokens x {counted(batch.micro_batch, 'sequence')} x {batch.accumulation} accumulated"
+    total = plan.max_steps * plan.tokens_per_step
+    return (
+        f"{counted(plan.max_steps, 'step')} of {plan.tokens_per_step:,} tokens "
+        f"({split} x {counted(batch.processes, 'process', 'processes')}): {total / 1e6:,.1f}M tokens, {plan.epoch(plan.max_steps):.2f} epochs"
+    )
 
 
 def _tokens(forecast: Forecast) -> str:
@@ -212,7 +248,7 @@ def rentals(forecast: Forecast) -> str:
         return ""
     rows = ["| one device | tokens/s, assumed | time | dollars | Colab units |", "|---|--:|--:|--:|--:|"]
     for rental in RENTALS.values():
-        peak = peak_of(rental.datasheet, "bf16")
+        peak = peak_flops(rental.datasheet, "bf16")
         fits = sum(forecast.plan.memory.parts(1).values()) < rental.gigabytes * 1e9
         if not fits:
             continue
@@ -222,7 +258,7 @@ def rentals(forecast: Forecast) -> str:
         units = (
             ""
             if rental.colab_units is None
-            else f"{hours * rental.colab_units:,.1f} ({hours * rental.colab_units * DOLLARS_A_COLAB_UNIT:,.2f} $)"
+            else f"{hours * rental.colab_units:,.1f} ({hours * rental.colab_units * DOLLARS_PER_COLAB_UNIT:,.2f} $)"
         )
         rows.append(f"| {rental.name} | {speed:,.0f} | {clock(hours * 3600)} | {dollars} | {units} |")
     return "\n".join([*rows, "", f"Prices: on-demand offers of {PRICES_OF}; --hourly_price knows yours."])

@@ -2,7 +2,6 @@
 
 import time
 
-import torch
 from accelerate import Accelerator
 
 from training.batches import TrainBatches
@@ -10,13 +9,10 @@ from training.config import TrainConfig
 from training.device import Setup
 from training.flops import flops_per_token
 from training.forecast.forecast import Throughput
-from training.loss import NextTokenLoss
-from training.model import build_model
-from training.optim import build_optimizer
+from training.hardware import name_of, peak_flops
 from training.plan import Plan
-from training.planning.datasheet import peak_flops
 from training.speed import peak_memory
-from training.step import Trainer, prepare_loss
+from training.step import build_train_step
 from training.tokens import Tokens
 
 WARM = 3  # steps that are not counted, besides the first, which compiles: they find their memory
@@ -29,18 +25,13 @@ def measure(
 ) -> Throughput:
     """Called by every process. The learning rate is 0: the model stays what it is."""
     began = time.perf_counter()
-    torch.manual_seed(config.seed)
-    model = build_model(plan.model, None, config.device, setup.attn_implementation)
-    accelerator.gradient_accumulation_steps = plan.batches.accumulation
-    loss = prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
-    optimizer = accelerator.prepare(build_optimizer(model, config.optim, accelerator.device))
-    batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index, plan.position)
-    trainer = Trainer(accelerator, loss, optimizer, batches, config.optim.max_grad_norm, config.seed)
+    batches = TrainBatches(tokens, plan.order, plan.batches, accelerator.process_index)
+    train_step = build_train_step(plan.model, None, batches, config.optim, setup, accelerator)
 
     def do(first: int, number: int) -> float:
         """So many steps; returns the time when the device is done with them."""
         for step in range(first, first + number):
-            step_loss, _ = trainer.step(step, learning_rate=0.0)
+            step_loss, _ = train_step(step, rate_factor=0.0)
         float(step_loss)  # waits for the device
         return time.perf_counter()
 
@@ -51,7 +42,7 @@ def measure(
         now = do(1 + WARM + done, steps)
         done += steps
     tokens_per_second = done * plan.tokens_per_step / (now - since)
-    peak = peak_flops(accelerator.device, accelerator.mixed_precision)
+    peak = peak_flops(name_of(accelerator.device), accelerator.mixed_precision)
     mfu = None
     if peak is not None:
         mfu = tokens_per_second * flops_per_token(plan.model) / (peak * accelerator.num_processes)

@@ -11,14 +11,17 @@ from accelerate import Accelerator
 
 from training.batches import WindowOrder
 from training.config import TrainConfig
+from training.console import clock, printer
 from training.data import estimate_store, open_store, place_tokens
-from training.device import Setup, describe, start_accelerator
-from training.forecast.advice import is_gpu, outlook
-from training.forecast.forecast import Throughput, assumed_speed, forecast_of, rentals
+from training.device import Setup, describe
+from training.distributed import start_accelerator
+from training.forecast.advice import outlook
+from training.forecast.forecast import Forecast, Throughput, assumed_here, assumed_speed, forecast_of, rentals
 from training.forecast.probe import measure
-from training.plan import Plan, make_plan, setup_of
-from training.planning.rentals import RENTALS
-from training.screen import clock, voice
+from training.hardware import RENTALS
+from training.plan import Plan
+from training.preflight import make_plan, setup_of
+from training.run import Run, describe_run
 
 if TYPE_CHECKING:
     from tokenizer.estimate import Estimate
@@ -39,7 +42,7 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     """`folder` is for a sample, where the text is large and not tokenized yet."""
     setup = setup_of(config)
     accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
-    say = voice(accelerator)
+    say = printer(accelerator)
     estimate = estimate_store(config.recipe, folder, say)
     sample = open_store(config.recipe, say) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole
@@ -48,14 +51,25 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     throughput = _throughput(config, plan, setup, accelerator, sample)
     forecast = forecast_of(config, plan, throughput, store)
     if config.cost.plan_device is None:
-        hardware = describe(accelerator, setup, plan.model, config.batch.mask_documents)
+        hardware = describe(accelerator, setup, plan.model)
     else:
         hardware = f"{RENTALS[config.cost.plan_device].name}, {setup.mixed_precision}, compiled: by its datasheet"
     where, estimated = store.folder, None
     if estimate is not None:
         where, estimated = config.data.data, _estimated(plan, estimate)
-    told = outlook(forecast, config, hardware, setup, is_gpu(accelerator.device, config), where, estimated)
+    told = outlook(forecast, config, hardware, setup, accelerator.device, where, estimated)
     say(f"{told}\n{rentals(forecast)}".rstrip())
+
+
+def forecast_run(config: TrainConfig, run: Run) -> Forecast:
+    return forecast_of(config, run.plan, assumed_here(run.plan, run.setup, run.accelerator), run.data.store)
+
+
+def print_outlook(config: TrainConfig, run: Run, forecast: Forecast) -> None:
+    """Print what the run is expected to take, and where it starts."""
+    hardware = describe(run.accelerator, run.setup, run.plan.model)
+    text = outlook(forecast, config, hardware, run.setup, run.accelerator.device, run.data.store.folder)
+    printer(run.accelerator)(describe_run(run, text))
 
 
 def _estimated(plan: Plan, estimate: "Estimate") -> str:

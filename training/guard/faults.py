@@ -10,9 +10,10 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from errors import UserError
 from training.device import memory_of_others
-from training.guard.health import DivergenceError
-from training.guard.restart import Restart, remembering
+from training.loss import DivergenceError
 from training.plan import Plan
+from training.restart import Restart, remembering
+from training.run import Run
 from training.run_folder import RunFolder
 
 # What a disk, a drive or its owner can do to a run.
@@ -23,12 +24,14 @@ OF_THE_DISK = {
 OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
 
 
-def made_of(error: Exception, plan: Plan, asked_micro_batch: str, folder: RunFolder) -> Exception:
-    """A `UserError` or a `Restart`; or the error itself, where it is one, our own mistake, or the process group's."""
+def translate(error: Exception, run: Run) -> Exception:
+    """Return the `UserError` or `Restart` that an error amounts to; or the error itself, where it is a `UserError` already, our
+    own mistake, or the process group's."""
+    folder = run.folder
     if isinstance(error, DivergenceError):
         return UserError(f"{error} {_sentence(folder.last_good())}")
     if is_out_of_memory(error):
-        return _out_of_memory(plan, asked_micro_batch, folder)
+        return _out_of_memory(run.plan, folder)
     if isinstance(error, BackendCompilerFailed) and os.strerror(errno.ENOSPC) in str(error):
         return UserError(
             f"torch.compile failed, because the disk of {tempfile.gettempdir()} or of its cache, {cache_dir()}, is full; "
@@ -54,7 +57,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
-def _out_of_memory(plan: Plan, asked: str, folder: RunFolder) -> Exception:
+def _out_of_memory(plan: Plan, folder: RunFolder) -> Exception:
     micro, last_good = plan.batches.micro_batch, folder.last_good()
     what = f"Out of memory with a micro-batch of {micro} sequence{'s' * (micro > 1)} of {plan.batches.context} tokens"
     if plan.memory.autotunes:
@@ -70,7 +73,7 @@ def _out_of_memory(plan: Plan, asked: str, folder: RunFolder) -> Exception:
             f"{what}: not even one fits; {last_good}. Use --gradient_checkpointing, a smaller model or n_positions, or FSDP2 "
             f"on several devices (docs/several_devices.md)."
         )
-    if asked != "auto":
+    if not plan.batches.is_auto:
         return UserError(
             f"{what}; {last_good}. Resume with --per_device_train_batch_size {micro // 2}, or auto, which finds what fits; "
             f"tokens_per_step and the order of the data stay the same."

@@ -1,135 +1,110 @@
-"""What keeps a run: checkpoints, the health of its numbers, requests to stop, and what becomes of it when something fails.
-
-In one place because of their order. On the way out, what is being saved is saved; then what becomes of the run is decided
-and noted; and only then the backup drive is waited for, which may take minutes.
-"""
+"""The guard of a run: stop requests, health of the losses, saving, and the status it leaves when it ends or fails."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from accelerate import Accelerator
-
 from errors import UserError
-from training.backup import Backup
 from training.checkpoint import TrainState
-from training.config import TrainConfig
-from training.device import on_main, waits_for_main
-from training.guard.faults import made_of
-from training.guard.health import DivergenceError, Health
-from training.guard.restart import Restart
-from training.guard.rollback import forget_checkpoints_from, go_back
-from training.guard.stopping import NOT_SAVED, Stopper
+from training.console import printer
+from training.distributed import on_main
+from training.guard.faults import translate
+from training.guard.rollback import go_back, remove_checkpoints_from
+from training.guard.stopping import NOT_SAVED, Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog, is_of_the_group
-from training.run import Start
-from training.run_folder import RunFolder
+from training.health import Health, HealthArguments
+from training.loss import DivergenceError
+from training.restart import Restart
+from training.run import Run
 from training.saver import Saver
-from training.screen import voice
 from training.status import record, write_status
 
 
-class Keeper:
-    """Used by every process. Whatever ends the run within it leaves it in order."""
+class RunGuard:
+    """Used by every process. However the run ends within it, its folder says how, and its checkpoints are complete."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        start: Start,
-        folder: RunFolder,
-        backup: Backup | None,
-        accelerator: Accelerator,
-        watchdog: Watchdog,
-    ):
-        self.config, self.plan, self.step = config, start.plan, start.step  # `step`: that the run has reached
-        self.folder, self.backup = folder, backup
-        self.accelerator, self.watchdog = accelerator, watchdog
-        self.say = voice(accelerator)
-        self.health = Health(accelerator, config.health, start.state.losses, start.state.unlogged)
-        self.saver = Saver(folder, accelerator, start.step, config.checkpoints_kept, backup)
-        self.stopper = Stopper(config.stopping, accelerator.num_processes, self._is_saving)
+    def __init__(self, run: Run, health: HealthArguments, stopping: StoppingArguments, watchdog: Watchdog):
+        self.run, self.watchdog = run, watchdog
+        self.step = run.start.step  # steps done
         self.reason: str | None = None  # why the run stopped before its end
-        watchdog.before_leaving = self.saver.join
-        watchdog.note = lambda sentence: write_status(folder.status, "failed", folder.newest_step(), sentence)
+        self.rolls_back = health.on_spike == "rollback"
+        self.health = Health(run.accelerator, health, run.start.state)
+        self.stopper = Stopper(stopping, run.accelerator.num_processes)
 
-    def __enter__(self) -> "Keeper":
+    def __enter__(self) -> "RunGuard":
         self.stopper.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """
         Raises:
-            UserError: something failed that the user can mend.
-            Restart: the run goes on in a fresh process. Of several processes, all are told, and none comes back from here.
+            UserError: something failed that the user can fix.
+            Restart: the run resumes in a fresh process. Of several processes, all do, and none returns from here.
         """
         with ExitStack() as at_last:
-            at_last.push(lambda *_: self.stopper.__exit__(kind))  # until then, Ctrl-C is heard
-            self.saver.join()
+            at_last.push(lambda *_: self.stopper.__exit__(kind))  # until then, Ctrl-C is noted
             if error is None:
                 self._end("finished" if self.reason is None else "stopped", self.reason or "")
             elif isinstance(error, Exception):
                 self._fail(error)
 
-    def steps(self) -> Iterator[int]:
-        """The steps to do, counted from 0. Ends early where all processes agree to stop; how far they came is saved."""
-        while self.step < self.plan.max_steps and not self.stopper.agreed():
+    def steps(self, saver: Saver) -> Iterator[int]:
+        """Yield the steps to do, counted from 0; end early where all processes agree to stop. How far they came is saved."""
+        while self.step < self.run.plan.max_steps and not self.stopper.agreed():
             self.watchdog.phase = f"step {self.step + 1:,}"
             yield self.step
             self.step += 1
-            if self.saver.failed:
+            if saver.failed:
                 self.stopper.request(NOT_SAVED)
         self.reason = self.stopper.agreed()
-        if self.step != self.saver.saved_step and self.reason != NOT_SAVED:
-            self.read(self.step)
-            self.save(self.step)
-        on_main(self.accelerator, self.saver.wait)
-        self.saver.verification.check()  # of other machines
+        if self.step not in (self.run.start.step, saver.saved_step) and self.reason != NOT_SAVED:
+            self.read_losses(self.step, saver)
+            self.save(self.step, saver)
+        on_main(self.run.accelerator, saver.wait)
+        saver.verification.check()  # of other machines
 
-    def read(self, step: int) -> None:
-        """Looks at the numbers of the steps until `step`. Waits for the device.
+    def read_losses(self, step: int, saver: Saver) -> None:
+        """Read the losses of the steps until `step`. Waits for the device.
 
         Raises:
             DivergenceError: too many of them were not finite.
             Restart: there was a spike, and the run goes back to before it.
         """
-        spike = self.health.read(step)
+        run, spike = self.run, self.health.read(step)
         if spike is None:
             return
-        self.say(f"WARNING: {spike}.")
-        if self.accelerator.is_main_process:
+        say = printer(run.accelerator)
+        say(f"WARNING: {spike}.")
+        if run.accelerator.is_main_process:
             numbers = {"loss": spike.loss, "z_score": round(spike.z_score, 2), "last": spike.last}
-            record(self.folder.events, "spike", spike.step, **numbers)
-        if self.config.health.on_spike == "rollback" and not self.stopper.agreed_now():
-            on_main(self.accelerator, self.saver.wait)
-            go_back(spike, self.plan, self.folder, self.backup, self.accelerator)
-            self.say(
-                "The run goes on: going back has not helped, or no checkpoint from before is left. Try a lower rate."
-            )
+            record(run.folder.events, "spike", spike.step, **numbers)
+        if self.rolls_back and not self.stopper.agreed_now():
+            on_main(run.accelerator, saver.wait)
+            go_back(spike, run)
+            say("The run goes on: going back has not helped, or no checkpoint from before is left. Try a lower rate.")
 
-    def save(self, step: int) -> None:
-        """Begins to save what the run is after `step` steps, all of them read, unless it is not worth it.
+    def save(self, step: int, saver: Saver) -> None:
+        """Begin to save the state after `step` steps, all of them read, unless it is not worth it.
 
         Raises:
             DivergenceError: the run is at its end, and there is nothing worth saving.
         """
-        if self.health.is_lost and step == self.plan.max_steps:
+        if self.health.is_lost and step == self.run.plan.max_steps:
             raise DivergenceError(f"The loss is not finite at the last step, {step:,}")
         if not self.health.is_lost:  # if the weights recover, the next checkpoint is theirs
-            losses, unlogged = tuple(self.health.losses), self.health.unlogged
-            self.saver.save(TrainState(self.plan.after(step), self.plan.settings, losses, unlogged))
-
-    def _is_saving(self) -> bool:
-        """Also where another process does."""
-        return self.saver.is_writing() or waits_for_main()
+            losses, settings = tuple(self.health.losses), self.run.start.state.settings
+            saver.save(TrainState(self.run.plan.after(step), settings, losses, self.health.unlogged))
 
     def _fail(self, error: Exception) -> None:
         """
         Raises:
             UserError, Restart: see `__exit__`.
         """
-        if self.accelerator.num_processes > 1 and is_of_the_group(error):
+        accelerator = self.run.accelerator
+        if accelerator.num_processes > 1 and is_of_the_group(error):
             return  # the watchdog, outside of this, knows why
-        if isinstance(error, DivergenceError) and error.weights_after is not None and self.accelerator.is_main_process:
-            forget_checkpoints_from(error.weights_after, self.folder, self.backup)
-        outcome = made_of(error, self.plan, self.config.batch.per_device_train_batch_size, self.folder)
+        if isinstance(error, DivergenceError) and error.weights_after is not None and accelerator.is_main_process:
+            remove_checkpoints_from(error.weights_after, self.run)
+        outcome = translate(error, self.run)
         if isinstance(outcome, Restart) and self.stopper.requested:  # a fresh process would not know of it
             outcome = UserError(f"Stopped ({self.stopper.requested}); the same command resumes. {outcome.reason}")
         if isinstance(outcome, Restart):
@@ -139,9 +114,8 @@ class Keeper:
             raise outcome from error
 
     def _end(self, state: str, reason: str) -> None:
-        self.watchdog.note = lambda sentence: None  # whatever happens to the processes from here on
-        if self.accelerator.is_main_process:
-            write_status(self.folder.status, state, self.folder.newest_step(), reason)
-            record(self.folder.events, state, self.step, **({"because": reason} if reason else {}))
-            if self.backup is not None:
-                self.backup.finish()
+        if self.run.accelerator.is_main_process:
+            write_status(self.run.folder.status, state, self.run.folder.newest_step(), reason)
+            record(self.run.folder.events, state, self.step, **({"because": reason} if reason else {}))
+            if self.run.backup is not None:
+                self.run.backup.finish()

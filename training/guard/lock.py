@@ -21,7 +21,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from errors import UserError, disk_errors
 from tokenizer import schema
-from training.early import is_launched
+from training.launcher import is_launched
 
 # Not filelock's own fallback, which version 4 lets one switch off: it uses the same file, and the empty one that a lock leaves
 # would lock forever there.

@@ -6,39 +6,38 @@ weights they met.
 
 from pathlib import Path
 
-from accelerate import Accelerator
-
 from removal import discard
 from training import checkpoint as checkpoints
-from training.backup import Backup
-from training.guard.health import Spike
-from training.guard.restart import Restart, remembering
+from training.health import Spike
 from training.plan import Plan
-from training.run_folder import RunFolder
+from training.restart import Restart, remembering
+from training.run import Run
 
 MOST_IN_A_ROW = 3  # from one checkpoint: what is still wrong then is not the batches
 
 
-def go_back(spike: Spike, plan: Plan, folder: RunFolder, backup: Backup | None, accelerator: Accelerator) -> None:
-    """Returns where going back has not helped before, or there are checkpoints, but none from before the spike. Called by
-    every process, while nothing is being saved.
+def go_back(spike: Spike, run: Run) -> None:
+    """Restart from the checkpoint before a spike. Called by every process, while nothing is being saved.
+
+    Returns where going back has not helped before, or there are checkpoints, but none from before the spike.
 
     Raises:
         Restart: from the checkpoint, with the batches to pass over.
     """
+    position, folder = run.plan.position, run.folder
     good = checkpoint_before(spike, folder.checkpoints)
     is_too_late = good is None and bool(checkpoints.complete_checkpoints(folder.checkpoints))
-    tried = sum(first >= _sample_of(good) for first, _ in plan.position.passed_over)
-    accelerator.wait_for_everyone()  # all have looked
+    tried = sum(first >= _sample_of(good) for first, _ in position.passed_over)
+    run.accelerator.wait_for_everyone()  # all have looked
     if tried >= MOST_IN_A_ROW or is_too_late:
         return
-    if accelerator.is_main_process and good is not None:  # later ones learned from what is passed over
-        forget_checkpoints_from(checkpoints.step_of(good) + 1, folder, backup)
-    first, end = samples_to_pass_over(spike, plan)
+    if run.accelerator.is_main_process and good is not None:  # later ones learned from what is passed over
+        remove_checkpoints_from(checkpoints.step_of(good) + 1, run)
+    first, end = samples_to_pass_over(spike, run.plan)
     where = good.name if good is not None else "the beginning"
     reason = f"{spike}: going back to {where}, and passing over samples {first:,} to {end - 1:,}."
-    passed_over = [*plan.position.passed_over, (first, end)]
-    accelerator.wait_for_everyone()
+    passed_over = [*position.passed_over, (first, end)]
+    run.accelerator.wait_for_everyone()
     raise Restart(remembering(passed_over=passed_over, because=reason), reason)
 
 
@@ -54,16 +53,16 @@ def checkpoint_before(spike: Spike, folder: Path) -> Path | None:
     return before[-1] if before else None
 
 
-def forget_checkpoints_from(step: int, folder: RunFolder, backup: Backup | None) -> None:
-    """Removes those after `step` and more steps, from the backup too, but never all: then the first one stays. The last
-    one that stays is the model to use."""
-    complete = checkpoints.complete_checkpoints(folder.checkpoints)
+def remove_checkpoints_from(step: int, run: Run) -> None:
+    """Remove the checkpoints of `step` and more steps, from the backup too, but never all: then the first one stays. The last
+    one that stays becomes the model to use."""
+    complete = checkpoints.complete_checkpoints(run.folder.checkpoints)
     kept = [checkpoint for checkpoint in complete if checkpoints.step_of(checkpoint) < step] or complete[:1]
     if kept == complete:
         return
-    checkpoints.copy_model(kept[-1], folder.model)
-    if backup is not None:
-        backup.forget_from(checkpoints.step_of(kept[-1]) + 1)
+    checkpoints.copy_model(kept[-1], run.folder.model)
+    if run.backup is not None:
+        run.backup.forget_from(checkpoints.step_of(kept[-1]) + 1)
     for checkpoint in complete[len(kept) :]:
         discard(checkpoint, checkpoints.FILES)
 

@@ -8,7 +8,6 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +18,10 @@ import torch
 from torch import distributed
 
 from limits import setting
-from training.early import PARENT, die_with_launcher, is_launched
-from training.guard.restart import settle_output
+from training.distributed import waits_for_main
+from training.launcher import PARENT, die_with_launcher, is_launched
+from training.restart import settle_output
+from training.saver import is_writing
 
 # What a process ends with after it has stopped and saved, as a shell would report the signal. The later one wins where
 # processes have different reasons.
@@ -37,10 +38,18 @@ TICK = 0.5  # seconds between looks at the launcher and the clock
 @dataclass
 class StoppingArguments:
     max_hours: float | None = setting(
-        None, "Stop and save after this many hours, counted from the start of the process.", above=0, maximum=10**6
+        None,
+        "Stop and save after this many hours, counted from the start of the process.",
+        above=0,
+        maximum=10**6,
+        resume="free",
     )
     ddp_timeout: int = setting(
-        600, "Seconds that processes wait for one that hangs, before the job ends.", minimum=1, maximum=604_800
+        600,
+        "Seconds that processes wait for one that hangs, before the job ends.",
+        minimum=1,
+        maximum=604_800,
+        resume="free",
     )
 
 
@@ -57,13 +66,11 @@ class Stopper:
         self,
         arguments: StoppingArguments,
         processes: int = 1,
-        saving: Callable[[], bool] = lambda: False,
         grace: float = GRACE,
     ):
-        """`saving` says whether a checkpoint is being written, here or behind; such a process is given more time."""
+        """`grace`: seconds to leave in; a process that writes a checkpoint, or waits for one that does, is given more."""
         self.arguments = arguments
         self.processes = processes
-        self.saving = saving
         self.grace = grace
         self.requested: str | None = None  # in this process; the others may not know yet
         self._decided: str | None = None  # by all processes
@@ -188,7 +195,8 @@ class Stopper:
             now = time.monotonic()
             if now > self._hours_end:
                 self.request("max_hours")
-            if now > self._leave_at and not (self.saving() and now < self._leave_at + SAVING) and not self._over:
+            saving = is_writing() or waits_for_main()  # where another process may be saving
+            if now > self._leave_at and not (saving and now < self._leave_at + SAVING) and not self._over:
                 leave(EXIT_CODES[self.requested or LAUNCHER_DIED])
 
     def _receive(self, number: int) -> None:

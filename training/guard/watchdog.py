@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -22,9 +21,12 @@ import psutil
 import torch
 from torch import distributed
 
-from training.early import PARENT
-from training.guard.restart import Restart, at_most, execute, settle_output
 from training.guard.stopping import leave, say
+from training.launcher import PARENT
+from training.restart import Restart, execute, settle_output
+from training.run_folder import RunFolder
+from training.saver import wait_for_writing
+from training.status import mark_failed
 
 PREFIX = "gpt2scratch/watchdog"
 PATIENCE = 60.0  # seconds of silence
@@ -81,21 +83,20 @@ class Watchdog:
         rank: int,
         processes: int,
         ddp_timeout: float = 600,
-        before_leaving: Callable[[], None] = lambda: None,
+        folder: RunFolder | None = None,
         patience: float | None = None,
         interval: float = 1.0,
     ):
         """
         Args:
-            before_leaving: waits for a checkpoint that is being written; it runs in another thread.
+            folder: whose status says why the processes ended.
             patience: seconds of silence after which a process is given up; 60, or `ddp_timeout` if that is less.
             interval: seconds between two signs of life.
         """
         self.rank = rank
         self.processes = processes
         self.ddp_timeout = ddp_timeout
-        self.before_leaving = before_leaving
-        self.note: Callable[[str], None] = lambda sentence: None  # given the sentence before it is said
+        self.folder = folder
         self.patience = min(PATIENCE, ddp_timeout) if patience is None else patience
         self.interval = interval
         # Who has the store: after a restart, rank 0.
@@ -352,7 +353,7 @@ class Watchdog:
         if not self._leaving.acquire(blocking=False):
             time.sleep(LEAVING)
         if self.rank == speaker:
-            self.note(sentence)
+            self._note(sentence)
         self._sentence = sentence if self.rank == speaker else ""
         if self._explaining_since is None:
             self._leave(self._sentence)
@@ -364,10 +365,14 @@ class Watchdog:
         settle_output()
         if sentence:
             say(f"error: {sentence}")
-        at_most(BEFORE_LEAVING, self.before_leaving)
+        wait_for_writing(BEFORE_LEAVING)
         if sentence:
-            self.note(sentence)  # again: what was being saved has noted that it is
+            self._note(sentence)  # again: what was being saved has noted that it is
         leave(1)
+
+    def _note(self, sentence: str) -> None:
+        if self.folder is not None:
+            mark_failed(self.folder.status, self.folder.newest_step(), sentence)
 
     def _restart(self, order: dict[str, Any]) -> None:
         """Returns where not all have answered."""
@@ -383,7 +388,7 @@ class Watchdog:
         meeting = {"MASTER_PORT": self._store.get("port").decode(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         if self.rank == 0:
             say(order["sentence"])
-        at_most(BEFORE_LEAVING, self.before_leaving)
+        wait_for_writing(BEFORE_LEAVING)
         self._store.add("gone", 1)
         if self.rank == 0 and self._rank_0_hosts:
             self._wait_for("gone", self.processes, BEFORE_LEAVING + FAREWELL)

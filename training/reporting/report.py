@@ -19,9 +19,10 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from settings_file import read_yaml
 from tokenizer.report import documents, left_out
 from tokenizer.store import Metadata
-from training.early import launch_command
+from training.console import clock, perplexity
+from training.cost import describe_cost
 from training.flops import flops_per_token
-from training.forecast.cost import describe_cost
+from training.launcher import launch_command
 from training.metrics import (
     best_evaluation,
     comparable_loss,
@@ -33,7 +34,6 @@ from training.metrics import (
 from training.reporting.plots import plot_course, plot_loss
 from training.run_folder import RunFolder
 from training.sampling import fenced, read_samples
-from training.screen import clock, perplexity
 from training.status import hours, starts_in_force
 
 MOST_ROWS = 16  # of the table of results; metrics.jsonl has them all

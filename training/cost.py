@@ -5,22 +5,26 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 
 from limits import setting
-from training.planning.datasheet import watts
-from training.planning.rentals import RENTALS
-
-GRAMS_OF_CO2_PER_KWH = 445  # the world's average in 2024 (IEA, Electricity 2025); a place has 30 to 800
+from training import hardware
+from training.hardware import GRAMS_OF_CO2_PER_KWH, RENTALS
 
 
 @dataclass
 class CostArguments:
     hourly_price: float | None = setting(
-        None, "What an hour of all devices together costs, in dollars: for plan, report and model card."
+        None, "What an hour of all devices together costs, in dollars: for plan, report and model card.", resume="free"
     )
-    plan: bool = setting(False, "Say what the run will take, and what is wrong with it, without training.")
+    plan: bool = setting(
+        False, "Say what the run will take, and what is wrong with it, without training.", resume="free"
+    )
     plan_device: str | None = setting(
-        None, f"With --plan: for one of these, by its datasheet, not for what is here: {', '.join(RENTALS)}."
+        None,
+        f"With --plan: for one of these, by its datasheet, not for what is here: {', '.join(RENTALS)}.",
+        resume="free",
     )
-    plan_steps: int = setting(10, "With --plan: steps that are really done, to measure; 0 for none.", maximum=10_000)
+    plan_steps: int = setting(
+        10, "With --plan: steps that are really done, to measure; 0 for none.", maximum=10_000, resume="free"
+    )
 
     def problems(self) -> list[str]:
         if self.plan_device is not None and self.plan_device not in RENTALS:
@@ -32,7 +36,7 @@ class CostArguments:
 
 def watts_of_all(accelerator: Accelerator) -> float | None:
     """What all devices together take at most; None where that is not known."""
-    each = watts(accelerator.device)
+    each = hardware.watts(hardware.name_of(accelerator.device))
     return None if each is None else each * accelerator.num_processes
 
 

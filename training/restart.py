@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from training.early import LAUNCHER, PARENT
+from training.launcher import LAUNCHER, PARENT
 
 FACTS = "GPT2SCRATCH_RESTART"
 SHOW_CURSOR = b"\x1b[?25h\n"
@@ -25,6 +25,19 @@ class Restart(Exception):  # noqa: N818 (not an error: the run goes on)
         super().__init__(reason)
         self.environment = environment
         self.reason = reason
+
+
+def restarting(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
+    """Wrap a command: a run that has to resume in a fresh process replaces this one, which has closed everything by then."""
+
+    def run(arguments: list[str]) -> None:
+        try:
+            main(arguments)
+        except Restart as fresh:
+            print(fresh.reason, flush=True)
+            execute(fresh)
+
+    return run
 
 
 def restarted() -> dict[str, Any]:

@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 
-from errors import UserError
 from limits import setting
+from training.checkpoint import TrainState
+from training.loss import DivergenceError
 
 WINDOW = 128  # losses that a new one is compared with, as in OLMo's SkipStepOptimizer
 ENOUGH = WINDOW // 2  # to compare with
@@ -22,24 +23,17 @@ ENOUGH = WINDOW // 2  # to compare with
 @dataclass
 class HealthArguments:
     max_nonfinite_steps: int = setting(
-        20, "Stop after this many steps in a row whose loss or gradient is not finite.", minimum=1
+        20, "Stop after this many steps in a row whose loss or gradient is not finite.", minimum=1, resume="free"
     )
     spike_z_score: float = setting(
-        6.0, "A loss this many standard deviations above the mean of the last 128 is a spike.", above=0
+        6.0, "A loss this many standard deviations above the mean of the last 128 is a spike.", above=0, resume="free"
     )
     on_spike: Literal["log", "rollback"] = setting(
         "log",
         "At a spike: log it, or go back to the checkpoint before it and pass its batches over (at least two "
         "checkpoints are kept then).",
+        resume="free",
     )
-
-
-class DivergenceError(UserError):
-    """Training has left the numbers: what `weights_after` so many steps compute is not finite."""
-
-    def __init__(self, what: str, weights_after: int | None = None):
-        super().__init__(f"{what}: training has diverged. Lower learning_rate or raise warmup_steps, and resume.")
-        self.weights_after = weights_after
 
 
 @dataclass(frozen=True)
@@ -69,17 +63,11 @@ class Reading:
 class Health:
     """Every process reads the same numbers and comes to the same conclusions."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        arguments: HealthArguments,
-        losses: tuple[float | None, ...] = (),
-        unlogged: int = 0,
-    ):
+    def __init__(self, accelerator: Accelerator, arguments: HealthArguments, start: TrainState):
         self.accelerator = accelerator
         self.arguments = arguments
-        self.losses = list(losses)  # of the last steps, oldest first; None: skipped
-        self.unlogged = unlogged
+        self.losses = list(start.losses)  # of the last steps, oldest first; None: skipped
+        self.unlogged = start.unlogged
         self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.grad_norm = math.nan
         self.lost_since: int | None = None  # the first of the last steps in a row whose loss was not finite

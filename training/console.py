@@ -1,0 +1,58 @@
+"""Messages of a run: printed by one process, wrapped to the terminal, numbers formatted alike."""
+
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import partial
+
+from accelerate import Accelerator
+
+LABEL = re.compile(r"[A-Z][a-z]+: +| *")  # at the start of a line: how far its continuation is indented
+AT_ONCE = partial(print, flush=True)
+
+
+def printer(accelerator: Accelerator) -> Callable[[str], None]:
+    """Return `say` on the main process, and a function that prints nothing on the others."""
+    return say if accelerator.is_main_process else lambda text: None
+
+
+def say(text: str, through: Callable[[str], object] = AT_ONCE) -> None:
+    """Print a message, wrapped to the terminal's width. A closed output (a terminal, a pipe into `tee`) does not end the run."""
+    try:
+        is_shown = sys.stdout is not None and sys.stdout.isatty()  # None where it was closed
+        through(wrapped(text, shutil.get_terminal_size().columns) if is_shown else text)
+    except (OSError, SystemExit):  # the latter from rich
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def wrapped(text: str, width: int) -> str:
+    """Break lines at words and indent what follows a label (`Memory:  `). Commands, indented by two spaces, stay whole, to be
+    copied."""
+    return "\n".join(part for line in text.split("\n") for part in _wrapped(line, width))
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    if len(line) <= width or re.match(r"  \S", line):
+        return [line]
+    indent = " " * LABEL.match(line).end()
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=indent if len(indent) < width // 2 else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def clock(seconds: float) -> str:
+    """Format a duration: 3661 -> 1:01:01, 61 -> 1:01."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def perplexity(value: float) -> str:
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.1e}"

@@ -1,0 +1,147 @@
+"""The processes of a run: started together, answered by the main one, stopped together."""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import TorchDynamoPlugin
+from torch import distributed
+
+from errors import UserError
+from training.device import Setup, keep_freed_memory, use_deterministic_kernels
+from training.sharding import keep_accelerate_from_sharding
+
+Found = TypeVar("Found")
+LONGEST_WAIT = 6 * 3600  # seconds
+_waits = False
+
+
+def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str, ddp_timeout: int) -> Accelerator:
+    """`ddp_timeout`: seconds that a process waits for the others.
+
+    Raises:
+        UserError: the environment asks for more processes than Accelerate made, or they do not come together.
+    """
+    torch.set_float32_matmul_precision("high")  # TF32 where a GPU multiplies fp32
+    if setup.full_determinism:
+        use_deterministic_kernels()
+    torch.backends.cuda.enable_cudnn_sdp(setup.cudnn_attention)
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)  # "Not enough SMs", on any small GPU
+    if not torch.accelerator.is_available():
+        keep_freed_memory()
+    keep_accelerate_from_sharding()
+    handlers = [
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
+    ]
+    try:
+        accelerator = Accelerator(
+            # Unasked, Accelerate groups no launched processes on a machine without a GPU: each would believe to be alone.
+            cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
+            mixed_precision=setup.mixed_precision,
+            dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compiled by `prepare_loss`, whatever the launcher exports
+            log_with=trackers,
+            project_dir=output_dir,
+            kwargs_handlers=handlers,
+        )
+    except distributed.DistError as error:
+        raise UserError(
+            f"The processes of the job did not come together within {ddp_timeout} s (ddp_timeout): {str(error).splitlines()[0]}"
+        ) from error
+    asked = int(os.environ.get("WORLD_SIZE", 1))
+    if asked != accelerator.num_processes:
+        raise UserError(
+            f"The environment asks for {asked} processes (WORLD_SIZE), but Accelerate sees {accelerator.num_processes}; "
+            f"start them with accelerate launch, on CPU with --config_file launch/two_cpu_processes.yaml."
+        )
+    return accelerator
+
+
+def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
+    """What the main process finds, on every process: anything that JSON can say.
+
+    The others wait for as long as it takes, in a group of its own, where no `ddp_timeout` counts: it may wait for a disk.
+    Should it die or freeze meanwhile, the watchdog ends all. The group's store would do, but dies with the launcher.
+
+    Raises:
+        UserError: on the other processes, whatever was raised on the main one.
+    """
+    global _waits  # noqa: PLW0603
+    if accelerator.num_processes == 1:
+        return find()
+    group, answer, failure = _patient_group(), {}, None
+    if accelerator.is_main_process:
+        try:
+            answer["found"] = find()
+        except Exception as error:
+            answer["problem"], failure = str(error) or type(error).__name__, error
+    told = [json.dumps(answer)]
+    _waits = not accelerator.is_main_process
+    try:
+        distributed.broadcast_object_list(told, src=0, group=group)
+    finally:
+        _waits = False
+    if failure is not None:
+        raise failure
+    answer = json.loads(told[0])
+    if "problem" in answer:
+        error = UserError(answer["problem"])
+        error.is_said = True
+        raise error
+    return answer["found"]
+
+
+def waits_for_main() -> bool:
+    """Whether this process is inside `on_main`, for another thread that asks."""
+    return _waits
+
+
+@cache
+def _patient_group() -> distributed.ProcessGroup:
+    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=LONGEST_WAIT))
+
+
+def wait_for_main(accelerator: Accelerator) -> None:
+    """However long it takes."""
+    on_main(accelerator, lambda: None)
+
+
+def check_same_command(accelerator: Accelerator, settings: dict[str, Any]) -> None:
+    """Raise a `UserError` where the processes of the group are not of one run."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
+    mine = torch.tensor([int.from_bytes(digest[:7])], device=accelerator.device)
+    everyones = accelerator.gather(mine).tolist()
+    others = [rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
+    if others:
+        raise UserError(
+            f"Rank {others[0]} was started with other settings than rank 0. Give all machines the same command; if this one was "
+            f"given to all, processes of an earlier run are still there: end them."
+        )
+
+
+def stop_accelerator(accelerator: Accelerator) -> None:
+    """Closes the trackers and the process group.
+
+    Gloo's own thread frees the tensors of the last collective, for which it needs the interpreter; a main thread that
+    destroys the group at that moment holds the interpreter and waits for the thread, and both hang for good.
+    """
+
+    def close_trackers() -> None:  # the slow ones send what they have, before the launcher ends what is left
+        for tracker in accelerator.trackers:
+            tracker.finish()
+
+    on_main(accelerator, close_trackers)
+    accelerator.trackers = []
+    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        time.sleep(0.2)
+    _patient_group.cache_clear()
+    accelerator.end_training()

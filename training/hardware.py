@@ -1,0 +1,67 @@
+"""Devices: their peak for model FLOPs utilisation (MFU), their power, and what they cost to rent. hardware.yaml has the numbers."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+_DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+PRICES_OF, DOLLARS_PER_COLAB_UNIT = _DATA["prices_of"], _DATA["dollars_per_colab_unit"]
+GRAMS_OF_CO2_PER_KWH = _DATA["grams_of_co2_per_kwh"]
+FILLS_A_GPU = 30e6  # parameters: what others report of MFU says nothing about smaller models
+# Words of a device's name that change nothing about its speed. What else is in a name, as in `RTX 4090 Laptop GPU` or
+# `A100-SXM4-40GB MIG 1g.5gb`, makes it another device.
+NOT_THE_MODEL = re.compile(r"NVIDIA|AMD|TESLA|GEFORCE|INSTINCT|GENERATION|OAM|SXM\d?|HBM3E?|\d+GB")
+
+
+@dataclass(frozen=True)
+class Rental:
+    """A device that can be rented."""
+
+    name: str
+    datasheet: str  # its key in `datasheets`
+    gigabytes: float  # of memory
+    dollars: tuple[float, float] | None = None  # per hour, the cheapest and the dearest offer
+    colab_units: float | None = None  # per hour, where Colab has it
+    too_old: tuple[int, int] | None = None  # compute capability without kernels in PyTorch's current builds
+
+
+RENTALS = {
+    key: Rental(**{name: tuple(value) if isinstance(value, list) else value for name, value in rental.items()})
+    for key, rental in _DATA["rentals"].items()
+}
+
+
+def model_of(name: str) -> str:
+    """Reduce the name of a device to its model: `NVIDIA A100-SXM4-80GB` -> `A100`."""
+    return " ".join(word for word in re.split("[ -]", name.upper()) if not NOT_THE_MODEL.fullmatch(word))
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of a GPU; empty for other devices."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def peak_flops(name: str, mixed_precision: str) -> float | None:
+    """Return the peak FLOP/s of a device by its name; None where it is not known. `mixed_precision`: no, bf16 or fp16."""
+    half, single, _ = _DATA["datasheets"].get(model_of(name), (None, None, None))
+    teraflops = single if mixed_precision == "no" else half
+    return None if teraflops is None else teraflops * 1e12
+
+
+def watts(name: str) -> float | None:
+    """Return the most that a device takes, by its name; None where it is not known."""
+    return _DATA["datasheets"].get(model_of(name), (None, None, None))[2]
+
+
+def reported_mfu(name: str) -> tuple[float, float, float]:
+    """Return the lowest, a usual and the highest MFU that others report on a device for GPT-2 of 124M to 135M parameters."""
+    reported = _DATA["reported_mfu"]
+    return tuple(reported.get(model_of(name).split()[0] if name else "", reported["others"]))
+
+
+def is_reported(name: str) -> bool:
+    """Whether others report an MFU for this very device."""
+    return bool(name) and model_of(name).split()[0] in _DATA["reported_mfu"]

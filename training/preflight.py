@@ -1,0 +1,237 @@
+"""Checks and decisions before the first step: settings, device, data, plan and starting point; all problems together."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig
+from tokenizer.corpus import Corpus
+from tokenizer.store import SPLITS, TokenStore
+from training.backup import Backup
+from training.batches import START, DataPosition, WindowOrder, plan_batches
+from training.checkpoint import TrainState, load_state
+from training.compatibility import compare
+from training.config import TrainConfig
+from training.console import printer
+from training.data import RunData, bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
+from training.device import Setup, decide, without_kernels
+from training.distributed import on_main
+from training.hardware import RENTALS
+from training.memory import Memory
+from training.metrics import has_evaluation
+from training.model import model_config
+from training.plan import Plan, cuda_graph_problems, host_memory_problems, steps_of
+from training.restart import restarted
+from training.resume import ResumePoint, choose_checkpoint, refuse_lost_checkpoints, resume_position
+from training.run import Run
+from training.sampling import with_prompts
+
+PROGRAM_GROWS = 120_000_000  # bytes: of code that is loaded, and compiled, from the first step on
+
+
+def setup_of(config: TrainConfig) -> Setup:
+    """Device, precision and compilation: those of this machine, or of the device that is planned for.
+
+    Raises:
+        UserError: see `decide`; or the device that is planned for is unknown, or lacks the precision.
+    """
+    if config.cost.plan_device is None:
+        return decide(config.device, config.model.n_positions, config.batch.mask_documents)
+    if config.cost.plan_device not in RENTALS:
+        raise UserError("\n".join(config.cost.problems()))
+    asked = config.device.mixed_precision
+    rental = RENTALS[config.cost.plan_device]
+    best = "fp16" if rental.datasheet in ("T4", "V100") else "bf16"
+    if (asked, best) == ("bf16", "fp16"):
+        raise UserError(f"mixed_precision is bf16, but a {rental.name} has none; use fp16 or auto.")
+    notes = ()
+    if rental.too_old is not None:
+        notes = (without_kernels(f"the {rental.name}", rental.too_old, "PyTorch's build for CUDA 13"),)
+    precision, device = best if asked == "auto" else asked, config.device
+    compiles = device.torch_compile != "false"
+    return Setup(precision, compiles, "sdpa", notes, torch_compile_mode=device.torch_compile_mode)
+
+
+def check(config: TrainConfig) -> None:
+    """Raise a `UserError` with all that is known to be wrong before text is tokenized, one problem a line."""
+    problems = config.recipe.problems() if config.text else []
+    try:
+        setup_of(config)
+    except UserError as error:
+        problems.append(str(error))
+    problems += config.problems()
+    context, vocab_size = config.model.n_positions, config.vocabulary.vocab_size or 1
+    try:
+        if config.text:
+            Corpus([config.data.data], config.corpus)
+        else:
+            store = TokenStore(config.data.data)
+            vocab_size = store.metadata.vocab_size
+            problems += _vocabulary_problems(config, store)
+            WindowOrder(store.metadata.train.tokens, context, config.seed)
+    except UserError as error:
+        problems.append(str(error))
+    problems += model_config(config.model, vocab_size)[1]
+    if context > 0:
+        problems += plan_batches(config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1)[1]
+    attention = config.device.attn_implementation
+    if config.batch.mask_documents and attention.startswith("flash_attention"):
+        problems.append(
+            f"mask_documents needs attn_implementation sdpa, eager or flex_attention: {attention}, as Transformers calls "
+            f"it, would see documents only in a batch of one row."
+        )
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(line for problem in problems for line in problem.splitlines())))
+
+
+def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> list[str]:
+    vocab_size = store.metadata.vocab_size
+    if "vocab_size" not in config.flags or config.overridden_vocab_size(vocab_size) is None:
+        return []
+    return [
+        f"vocab_size is {config.vocabulary.vocab_size}, but the store {store.folder} has {vocab_size} tokens; "
+        f"leave --vocab_size out."
+    ]
+
+
+def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> list[str]:
+    vocab_size = store.metadata.vocab_size
+    if "vocab_size" not in config.flags or config.overridden_vocab_size(vocab_size) is None:
+        return []
+    return [
+        f"vocab_size is {config.vocabulary.vocab_size}, but the store {store.folder} has {vocab_size} tokens; "
+        f"leave --vocab_size out."
+    ]
+
+
+def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> Run:
+    """Decide everything about a run that `check` accepts. Called by every process; nothing is changed but what is restored
+    from the backup.
+
+    Raises:
+        UserError: what is wrong with data and memory, or with the run in the folder and its checkpoints.
+    """
+    say, folder = printer(accelerator), config.run.folder
+    store = open_store(config.recipe, say)
+    tokenizer = store.load_tokenizer()
+    backup_dir, keep = config.backup.backup_dir, config.checkpoints_kept
+    backup = Backup(backup_dir, folder, keep, say) if backup_dir is not None else None
+    checkpoint = _find_checkpoint(config, backup, accelerator)
+    state = load_state(checkpoint) if checkpoint is not None else None
+    position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
+    plan = make_plan(config, store, tokenizer, accelerator, setup, position)
+    recorded = config.settings.recorded() | {
+        "data": store.metadata.identity,
+        "tokenizer": store.metadata.tokenizer_sha256,
+        "max_steps": plan.max_steps,
+        "mixed_precision": accelerator.mixed_precision,
+    }
+    changes = compare(checkpoint, state, plan.model, recorded, config.settings) if checkpoint is not None else []
+    losses = (
+        {} if state is None else {"losses": state.losses, "unlogged": state.unlogged, "grad_scaler": state.grad_scaler}
+    )
+    start = ResumePoint(checkpoint, TrainState(position, recorded, **losses), changes)
+    is_due = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step)
+    has_it = on_main(accelerator, lambda: has_evaluation(folder.metrics, start.step))
+    start = replace(start, owes_validation=is_due and start.is_own(folder) and not has_it)
+    data = RunData(
+        store,
+        tokenizer,
+        *(
+            place_tokens(store, split, plan.placement.where, accelerator.device, config.batch.mask_documents)
+            for split in SPLITS
+        ),
+    )
+    sampling = with_prompts(config.sampling, store, tokenizer)
+    return Run(folder, accelerator, setup, data, plan, start, backup, sampling)
+
+
+def _find_checkpoint(config: TrainConfig, backup: Backup | None, accelerator: Accelerator) -> Path | None:
+    """The main process decides."""
+
+    def choose() -> str | None:
+        say = printer(accelerator)
+        chosen = choose_checkpoint(config.run, config.settings, backup, bool(restarted()), say)
+        refuse_lost_checkpoints(config.run, chosen)
+        return str(chosen) if chosen is not None else None
+
+    found = on_main(accelerator, choose)
+    return Path(found) if found is not None else None
+
+
+def make_plan(
+    config: TrainConfig,
+    store: TokenStore,
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Accelerator,
+    setup: Setup,
+    position: DataPosition = START,
+) -> Plan:
+    """Plan a run for a configuration that `check` accepts. After a restart, the micro-batch is at most what the process before
+    this one found to fit.
+
+    Raises:
+        UserError: what is wrong with data and memory, one problem a line.
+    """
+    problems = _vocabulary_problems(config, store)
+    model, model_problems = model_config(config.model, store.metadata.vocab_size, tokenizer)
+    problems += model_problems
+    placement = batches = order = memory = None
+    try:
+        local = processes_of_this_machine(accelerator)
+        placement = choose_placement(config.data.data_placement, bytes_of(store, *SPLITS), accelerator.device, local)
+    except UserError as error:
+        problems.append(str(error))
+    reserved = placement.reserved if placement is not None else 0
+    available = _available(accelerator, config.cost.plan_device, reserved)
+    if model is not None:
+        memory = _memory(model, config, accelerator, setup)
+        if memory.copies_to_host and not config.cost.plan:
+            problems += host_memory_problems(memory, local)
+        largest = memory.largest_micro_batch(available)
+        if accelerator.num_processes > 1:
+            largest = int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
+        largest = min(largest, restarted().get("micro_batch", largest))
+        batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
+        problems += batch_problems
+        try:
+            order = WindowOrder(store.metadata.train.tokens, model.n_positions, config.seed)
+        except UserError as error:
+            problems.append(str(error))
+    if batches is not None and not memory.copies_to_host:  # as on a CPU, where there are no such graphs
+        problems += cuda_graph_problems(setup, batches)
+    if problems:
+        raise UserError("\n".join(problems))
+    steps = steps_of(config.length, batches, order.windows)
+    return Plan(model, batches, order, steps, placement, memory, available, position)
+
+
+def _available(accelerator: Accelerator, plan_device: str | None, reserved: int) -> int:
+    """Bytes that a process may take, beside `reserved` ones of tokens."""
+    if plan_device in RENTALS:
+        return int(RENTALS[plan_device].gigabytes * 1e9)
+    if accelerator.device.type == "cuda":
+        return torch.cuda.mem_get_info(accelerator.device)[0] - reserved
+    return psutil.virtual_memory().available // processes_of_this_machine(accelerator) - reserved
+
+
+def _memory(model: GPT2ScratchConfig, config: TrainConfig, accelerator: Accelerator, setup: Setup) -> Memory:
+    on_host = accelerator.device.type != "cuda" and config.cost.plan_device is None
+    return Memory(
+        model,
+        in_half=setup.mixed_precision != "no",
+        written_out=setup.attn_implementation == "eager",
+        checkpointing=config.device.gradient_checkpointing,
+        sharded_by=accelerator.num_processes if setup.shards(accelerator) else 1,
+        copies_to_host=on_host,
+        on_gpu=not on_host,
+        compiled=setup.torch_compile,
+        autotunes=setup.torch_compile and "max-autotune" in (setup.torch_compile_mode or ""),
+        program=psutil.Process().memory_info().rss + PROGRAM_GROWS if on_host else 0,
+    )

@@ -1,0 +1,72 @@
+"""Tensors as they are saved: whole, in fp32, and verified when they are read."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from errors import UserError
+
+STATE_FOLDER = "training_state"  # of a checkpoint
+WEIGHTS, OPTIMIZER = "model.safetensors", f"{STATE_FOLDER}/optimizer.safetensors"
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of which every process holds a shard; all of them must call this. A plain tensor is returned as is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of `full`, which every process has, placed and divided as `parameter` is.
+
+    Returned as is where there is nothing to divide: the parameter is plain, or `full` is a number (AdamW's count of steps).
+    """
+    if not isinstance(parameter, DTensor) or full.dim() == 0:
+        return full
+    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None).to(parameter.device)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; raise a `UserError` where it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise UserError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
+
+
+def verified(
+    tensor: torch.Tensor, name: str, shape: torch.Size, path: Path, at_least: float = -math.inf
+) -> torch.Tensor:
+    """Return the tensor; raise a `UserError` for a shape, a type or values that no run writes."""
+    problem = None
+    if tensor.shape != shape or tensor.dtype != torch.float32:
+        problem = f"{tuple(tensor.shape)} of {tensor.dtype} instead of {tuple(shape)} of torch.float32"
+    elif not tensor.sum().isfinite() and not tensor.isfinite().all():
+        problem = "not finite"
+    elif tensor.numel() and at_least > -math.inf and tensor.min() < at_least:
+        problem = "negative"
+    if problem is not None:
+        raise UserError(f"{path}: {name} is {problem}; resume from another checkpoint.")
+    return tensor
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Fill `model`, which is not sharded yet, from a safetensors file.
+
+    Raises:
+        UserError: the file holds other tensors than the model, or such as no run writes.
+    """
+    parameters = dict(model.named_parameters())  # a tied head is not among them
+    with opened(path) as file, torch.no_grad():
+        if wrong := sorted(set(file.keys()) ^ parameters.keys()):
+            raise UserError(f"{path} does not fit its config.json: {', '.join(wrong[:5])}.")
+        for name, parameter in parameters.items():
+            parameter.copy_(verified(file.get_tensor(name), name, parameter.shape, path))
