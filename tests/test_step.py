@@ -38,8 +38,10 @@ def fresh(config: GPT2ScratchConfig = CONFIG) -> GPT2ScratchForCausalLM:
 
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(4, 2), (1, 8)])
 def test_accumulation_equals_the_large_batch(micro_batch, accumulation):
-    whole, parts = train_step(8, 1), train_step(micro_batch, accumulation)
-    one, other = whole(3, 1.0), parts(3, 1.0)
+    whole = train_step(8, 1)
+    one = whole(3, 1.0)
+    parts = train_step(micro_batch, accumulation)  # of an accelerator of its own: all share their state
+    other = parts(3, 1.0)
     assert one[0].shape == one[1].shape == ()  # and no logits
     assert not one[0].requires_grad
     torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-6)  # loss
