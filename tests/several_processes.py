@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+from copy import deepcopy
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -111,7 +112,7 @@ def check_a_step_that_is_not_finite_changes_nothing(accelerator: Accelerator) ->
 def check_a_loss_that_is_not_finite_on_one_process_skips_the_step_on_all(accelerator: Accelerator) -> None:
     plan, order = BatchPlan(16, 2, 1, 2), WindowOrder(3000, 16, seed=0)
     setup, batches = Setup("no", False, "eager", ()), TrainBatches(Tokens(torch.zeros(3000), CPU), order, plan, 0)
-    train_step = build_train_step(CONFIG, None, batches, OptimArguments(), setup, accelerator)
+    train_step = build_train_step(deepcopy(CONFIG), None, batches, OptimArguments(), setup, accelerator)
     model = train_step.model
     for poisoned in (False, True, False):
         ids = torch.zeros(3000, dtype=torch.int16)

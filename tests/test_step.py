@@ -1,3 +1,5 @@
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -28,7 +30,7 @@ def train_step(micro_batch: int, accumulation: int, config=CONFIG, n_tokens: int
     plan = BatchPlan(16, micro_batch, accumulation, 1)
     batches = TrainBatches(tokens(accelerator.device), WindowOrder(n_tokens, 16, seed=1), plan, 0)
     setup = Setup("no", False, "eager", ())
-    return build_train_step(config, None, batches, OptimArguments(learning_rate=0.01), setup, accelerator)
+    return build_train_step(deepcopy(config), None, batches, OptimArguments(learning_rate=0.01), setup, accelerator)
 
 
 def fresh(config: GPT2ScratchConfig = CONFIG) -> GPT2ScratchForCausalLM:
@@ -172,7 +174,7 @@ def test_a_step_never_waits_for_the_device(where):
     placed = tokens(accelerator.device, where)
     batches = TrainBatches(placed, WindowOrder(len(TOKENS), 16, 1), BatchPlan(16, 4, 1, 1), 0)
     setup = Setup("bf16", False, "sdpa", ())
-    ready = build_train_step(CONFIG, None, batches, OptimArguments(), setup, accelerator)
+    ready = build_train_step(deepcopy(CONFIG), None, batches, OptimArguments(), setup, accelerator)
     ready(0, 0.01)
     torch.cuda.set_sync_debug_mode("error")
     try:
