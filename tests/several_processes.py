@@ -19,17 +19,18 @@ import torch
 import torch._dynamo.testing
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from test_optim import SGD
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import train_accelerate
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training import distributed, guard, sharding
+from training import distributed, guard, optim, sharding
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.device import Setup
 from training.loss import NextTokenLoss
-from training.optim import OptimArguments, build_optimizer
+from training.optim import AdamW, OptimArguments, build_optimizer
 from training.sharding import Sharding, generating, shard
 from training.step import build_train_step
 from training.tensors import shard_like, whole
@@ -212,4 +213,5 @@ if __name__ == "__main__":
     for run in json.loads(Path(sys.argv[1]).read_text()):
         forget()
         os.environ.update(run["environment"])
+        optim.OPTIMIZER = SGD if run.get("sgd") else AdamW
         train_accelerate.main(run["arguments"])

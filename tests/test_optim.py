@@ -1,9 +1,15 @@
+from typing import Any
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from conftest import assert_equal, weights
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training.optim import OptimArguments, build_optimizer, schedule
+from training import optim
+from training.optim import Moment, OptimArguments, build_optimizer, schedule
 
+OPTIMIZER_FILE = "training_state/optimizer.safetensors"
 COSINE = OptimArguments(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4)
 
 
@@ -30,3 +36,25 @@ def test_only_matrices_decay():
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.1 if parameter.dim() == 2 else 0.0), name
     assert len(decay) == len(list(model.parameters()))
+
+
+class SGD(torch.optim.SGD):
+    """A second optimizer, to show that nothing but optim.py knows the first."""
+
+    moments = (Moment("momentum_buffer"),)
+
+    @classmethod
+    def build(cls, groups: list[dict[str, Any]], arguments: OptimArguments, device: torch.device) -> "SGD":
+        return cls(groups, momentum=arguments.adam_beta1, fused=True)
+
+
+def test_another_optimizer_trains_saves_and_resumes_to_the_bit(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(optim, "OPTIMIZER", SGD)
+    whole = train(tmp_path / "whole")
+    saved = load_file(whole / "checkpoints" / "step_00000003" / OPTIMIZER_FILE)
+    assert {name.split("/")[1] for name in saved} == {"momentum_buffer"}
+    assert len(saved) == len(weights(whole))
+    branch = train(tmp_path / "branch", resume_from_checkpoint=whole / "checkpoints" / "step_00000003")
+    assert_equal(weights(branch), weights(whole))
+    ours, theirs = (load_file(run / "checkpoints" / "step_00000006" / OPTIMIZER_FILE) for run in (branch, whole))
+    assert_equal(ours, theirs)

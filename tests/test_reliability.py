@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from inspect import get_annotations
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from huggingface_hub.dataclasses import strict
 from safetensors.torch import load_file, save_file
 
 import generate
@@ -35,10 +38,12 @@ from conftest import (
     weights,
 )
 from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig
 from publishing.card import Edition, model_card
 from publishing.source import find_source
 from removal import mark
-from training.checkpoint import _seal, complete_checkpoints, damage
+from training.checkpoint import _seal, complete_checkpoints, damage, load_state
+from training.compatibility import Settings, compare
 from training.run_folder import RunFolder
 from training.saver import refuse_full_disk
 
@@ -628,10 +633,31 @@ def test_every_difference_is_refused_in_one_message_and_what_cannot_change_by_na
     ):
         assert name in str(refused.value)
     assert (run / "metrics.jsonl").read_text() == before
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=r"'nonsense'; it may name data, .*, n_head, "):
         train(None, "--resume_from_checkpoint", str(run), "--allow_change", "n_embd,nonsense")
-    assert "no checkpoint survives another n_embd" in str(refused.value)
-    assert "'nonsense'; it may name n_head, " in str(refused.value)
+    with pytest.raises(
+        UserError, match=r"n_embd changed from \d+ to 32: its weights do not fit; start again in another "
+    ):
+        train(None, "--resume_from_checkpoint", str(run), "--allow_change", "n_embd", n_embd=32)
+
+
+def test_a_new_field_of_the_model_is_compared_though_it_changes_no_shape(run):
+    @strict
+    class NewConfig(GPT2ScratchConfig):
+        attention_scale: float = 1.0
+
+    checkpoint = run / "checkpoints" / "step_00000006"
+    state, fields = load_state(checkpoint), json.loads((checkpoint / "config.json").read_text())
+    fields = {name: fields[name] for name in get_annotations(GPT2ScratchConfig) if name in fields}
+    settings = Settings({}, {}, {}, set())
+    assert compare(checkpoint, state, NewConfig(**fields), state.settings, settings) == []
+    changed = NewConfig(**fields, attention_scale=0.5)
+    with pytest.raises(
+        UserError, match=r"attention_scale changed from 1\.0 to 0\.5; if that is meant, add --allow_change"
+    ):
+        compare(checkpoint, state, changed, state.settings, settings)
+    allowed = replace(settings, allowed={"attention_scale"})
+    assert compare(checkpoint, state, changed, state.settings, allowed) == ["attention_scale changed from 1.0 to 0.5"]
 
 
 def test_what_is_allowed_by_name_may_change(run, train, capsys):

@@ -47,6 +47,8 @@ def runs(launch, store, tmp_path_factory) -> Path:
         run(store, folder / "ddp", DDP, profile=True),
         run(store, folder / "fsdp", FSDP),
         run(store, folder / "fsdp_tied", FSDP, **TIED),
+        run(store, folder / "fsdp_sgd", FSDP) | {"sgd": True},
+        run(store, folder / "fsdp_sgd_resumed", FSDP, resume_from=folder / "fsdp_sgd") | {"sgd": True},
         run(store, folder / "fsdp_bf16", FSDP, mixed_precision="bf16", gradient_checkpointing=True, max_steps=3),
         run(store, folder / "fsdp_offloaded", FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}),
         run(store, folder / "alone_to_fsdp", FSDP, resume_from=folder / "alone"),
@@ -59,7 +61,7 @@ def runs(launch, store, tmp_path_factory) -> Path:
     result = launch(*LAUNCHER, "launch/two_cpu_processes.yaml", "tests/several_processes.py", folder / "pair.json")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("passed: check_") == 10
-    assert result.stdout.count("2 processes, model and optimizer sharded") == 6
+    assert result.stdout.count("2 processes, model and optimizer sharded") == 8
     compiled = decide(DeviceArguments(), TINY["n_positions"]).torch_compile
     assert result.stdout.count(", compiled, ") == (3 if compiled else 0)
     assert result.stdout.count("Where the time of a step went (steps 4 to 6)") == 1
@@ -114,6 +116,10 @@ def test_two_processes_train_at_default_settings(runs, name):
 
 def test_two_processes_resume_bitwise_at_default_settings(runs):
     assert_equal(weights(runs / "ddp_defaults"), weights(runs / "ddp_defaults_resumed"))
+
+
+def test_another_optimizer_is_sharded_and_resumes_to_the_bit(runs):
+    assert_equal(weights(runs / "fsdp_sgd"), weights(runs / "fsdp_sgd_resumed"))
 
 
 def shapes(path: Path) -> dict[str, tuple]:

@@ -30,7 +30,7 @@ from training.checkpoint import Snapshot, TrainState
 from training.distributed import on_main
 from training.loss import DivergenceError
 from training.metrics import best_step
-from training.optim import OPTIMIZER, moment_bytes, named_moments
+from training.optim import moment_bytes, moment_keys, named_moments
 from training.run_folder import RunFolder
 from training.status import record, write_status
 from training.step import TrainStep
@@ -147,8 +147,7 @@ class Saver:
         room = []
         for name, parameter in self.model.named_parameters():
             room.append((self.snapshot.weights, name, parameter))
-            kept = [moment.key for moment in OPTIMIZER.moments if not moment.is_scalar]
-            room += [(self.snapshot.moments, f"{name}/{key}", parameter) for key in kept]
+            room += [(self.snapshot.moments, f"{name}/{key}", parameter) for key in moment_keys()]
         if self.accelerator.device.type == "cuda":
             parts = _page_locked([parameter.numel() for _, _, parameter in room], self.snapshot)
             for (kept, name, parameter), part in zip(room, parts, strict=True):
