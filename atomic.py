@@ -1,5 +1,6 @@
 """Atomic writes: a file or folder appears whole under its name, or not at all. Imports nothing large."""
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
@@ -9,6 +10,9 @@ from typing import BinaryIO
 
 from errors import disk_errors
 from removal import MARK, discard, renew
+
+# What drives answer that cannot be told to write now; what they were given is with them all the same.
+CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EISDIR}
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -21,18 +25,26 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def fsync(file: BinaryIO) -> None:
-    """Force what was written to disk, so that it survives a power cut."""
+    """Force what was written to disk, so that it survives a power cut, where the drive can."""
     file.flush()
-    os.fsync(file.fileno())
+    _fsync(file.fileno())
 
 
 def fsync_path(path: Path) -> None:
-    """Force a closed file, or the names in a folder, to disk."""
+    """Force a closed file, or the names in a folder, to disk, where the drive can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        _fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _fsync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC:
+            raise
 
 
 def file_sha256(path: Path) -> str:

@@ -11,14 +11,14 @@ import sys
 import textwrap
 import time
 from argparse import Action, ArgumentError
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn, get_args, get_type_hints
 
+import yaml
 from transformers import HfArgumentParser
 
 import limits
@@ -64,13 +64,12 @@ class FlagParser(HfArgumentParser):
         description: str,
         positional: str | None = None,
         main: tuple[str, ...] = (),
-        other_names: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ):
         """`positional` names the field that a first argument without a flag fills; `main`, the flags that `--help` explains,
-        where there are too many to explain them all; `other_names`, what settings of other programs are called here."""
+        where there are too many to explain them all."""
         super().__init__(dataclass_types, allow_abbrev=False, add_help=False, description=description)
         self.positional = positional
-        self.main, self.other_names = main, other_names
+        self.main = main
         self.limits = {field.name: field.metadata for kind in self.dataclass_types for field in fields(kind)}
         self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of settings; flags override it.")
 
@@ -198,7 +197,9 @@ class FlagParser(HfArgumentParser):
 
     def _add_unknown(self, kind: str, given: str, found: Problems, where: str = "") -> None:
         dashes, hint = "--" if kind == "flag" else "", "See --help for all of them."
-        if names := self.other_names.get(_name(given), ()):
+        other_names = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
+        others = other_names.get(_name(given), [])
+        if names := [name for name in others if name in self.names] or [name for name in others if name == "config"]:
             hint = f"Here it is {', '.join(dashes + name for name in names)}."
         elif names := difflib.get_close_matches(
             _name(given), [*self.names, *(["config", "help_all"] if dashes else [])], n=1

@@ -33,17 +33,6 @@ from training.sampling import (
 AT_ONCE = 32  # continuations; each of GPT-2's takes 75 MB for keys and values at its full context in fp32
 
 
-OTHER_NAMES = {  # in nanoGPT's sample.py and in generate()
-    "start": ("prompt",),
-    "num_samples": ("num_return_sequences",),
-    "out_dir": ("model",),
-    "init_from": ("model",),
-    "max_length": ("max_new_tokens",),
-    "do_sample": ("temperature",),
-    "compile": ("torch_compile",),
-}
-
-
 @dataclass
 class GenerateArguments:
     model: str | None = setting(None, "What to load; may be given without its flag.")
@@ -77,7 +66,7 @@ def write(text: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    parser = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model", other_names=OTHER_NAMES)
+    parser = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model")
     (options,), _ = parser.parse(arguments, check=GenerateArguments.check)
     source = find_model(options.model)
     model, tokenizer = load_with_tokenizer(source, options.dtype)

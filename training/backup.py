@@ -16,8 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Condition, Thread
-from typing import Any, BinaryIO
+from typing import Any
 
+from atomic import fsync, fsync_path
 from command_line import read_yaml
 from errors import UserError
 from limits import setting
@@ -39,8 +40,6 @@ from training.run_folder import RunFolder, may_hold_run
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between attempts
 PIECE_BYTES = 1 << 20
-# What drives answer that cannot be told to write now; what they were given is with them all the same.
-CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EISDIR}
 
 
 @dataclass
@@ -367,11 +366,11 @@ def copy_checkpoint(source: Path, folder: Path) -> Path:
                 raise DamageError(f"{name} was changed or damaged (its hash differs)")
         with (unfinished / MANIFEST).open("wb") as file:
             file.write(manifest)
-            _sync(file)
+            fsync(file)
         for inside in folders:
-            _sync_folder(inside)
+            fsync_path(inside)
         discard(final, FILES, replacement=unfinished)
-        _sync_folder(folder)
+        fsync_path(folder)
     except (OSError, DamageError):
         with suppress(OSError):  # what failed above is the reason
             discard(unfinished, FILES)
@@ -398,7 +397,7 @@ def _copy_file(source: Path, target: Path) -> str:
         while piece := reader.read(PIECE_BYTES):
             digest.update(piece)
             size += writer.write(piece)
-        _sync(writer)
+        fsync(writer)
     if (written := target.stat().st_size) != size:
         raise OSError(f"{target} has {written:,} bytes after {size:,} were written")
     return digest.hexdigest()
@@ -409,25 +408,6 @@ def _copy_whole(source: Path, target: Path) -> None:
     unfinished = target.with_name(f".{target.name}.unfinished")
     _copy_file(source, unfinished)
     os.replace(unfinished, target)
-
-
-def _sync(file: BinaryIO) -> None:
-    """To disk, where the drive can. What it cannot hold it often says only here."""
-    file.flush()
-    try:
-        os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno not in CANNOT_SYNC:
-            raise
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # many drives cannot; a lost name is a checkpoint that is not there, never half of one
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _folder_there(backup_dir: str | Path, output_dir: str | Path) -> Path:

@@ -27,7 +27,6 @@ from training.guard.stopping import StoppingArguments
 from training.health import HealthArguments
 from training.model import ModelArguments
 from training.optim import OptimArguments
-from training.other_names import OTHER_NAMES
 from training.plan import LengthArguments
 from training.profile import ProfileArguments
 from training.run_folder import CONFIG_FILE, RunArguments, run_of
@@ -137,9 +136,7 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
     Raises:
         UserError: see `FlagParser.parse`; the run to resume is not there; no data is named; what `check` finds.
     """
-    parser = FlagParser(
-        PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN, other_names=OTHER_NAMES
-    )
+    parser = FlagParser(PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN)
     names = ("config", "resume_from_checkpoint")
     named, source = (Path(value) if (value := parser.value_of(name, arguments)) else None for name in names)
     resumed, no_source = None, None
