@@ -15,8 +15,6 @@ import training.threads  # noqa: F401
 import gc
 import sys
 
-from transformers.utils import logging as transformers_logging
-
 from command_line import run as run_command
 from training.batches import TrainBatches
 from training.config import TrainConfig, dump_config, read_config
@@ -41,11 +39,8 @@ def main(arguments: list[str]) -> None:
     if config.cost.plan:
         show_plan(config)
         return
-    setup = setup_of(config)
-    with job(setup, config.run.folder, config.journal.trackers(), config.stopping, config.flat()) as (
-        accelerator,
-        watchdog,
-    ):
+    setup, folder, trackers = setup_of(config), config.run.folder, config.journal.trackers()
+    with job(setup, folder, trackers, config.stopping, config.flat()) as (accelerator, watchdog):
         # Decide: whatever can be wrong is found here, before the first step.
         run = decide_run(config, setup, accelerator)
         reason = train(config, run, watchdog) if not is_finished(run) else finish_again(run)
@@ -55,14 +50,14 @@ def main(arguments: list[str]) -> None:
 
 def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
     """Train; return why the run stopped before its end, or None."""
-    accelerator, plan, start = run.accelerator, run.plan, run.start
+    accelerator, data, plan, start = run.accelerator, run.data, run.plan, run.start
     forecast = forecast_run(config, run)
     begin_run(run, config.run, dump_config(config), forecast.described())
 
     # Whatever goes wrong from here on, the guard leaves the run in order.
     with RunGuard(run, config.health, config.stopping, watchdog) as guard:
         # Build: model, optimizer, and batches that are a function of the step.
-        batches = TrainBatches(run.data.train, plan.order, plan.batches, accelerator.process_index, plan.position)
+        batches = TrainBatches(data.train, plan.order, plan.batches, accelerator.process_index, plan.position)
         train_step = build_train_step(plan.model, start.checkpoint, batches, config.optim, run.setup, accelerator)
         if start.state.grad_scaler and accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(start.state.grad_scaler)
@@ -73,9 +68,7 @@ def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
 
         # Train: learn, look, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
         with (
-            Saver(
-                run.folder, train_step, run.data.store, run.data.tokenizer, config.checkpoints_kept, run.backup
-            ) as saver,
+            Saver(run.folder, train_step, data.store, data.tokenizer, config.checkpoints_kept, run.backup) as saver,
             RunLog(run, batches, forecast.evaluation_share, config.cost.hourly_price) as log,
             Profiler(config.profile, run, log) as profiler,
         ):
@@ -110,5 +103,4 @@ def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
 
 
 if __name__ == "__main__":
-    transformers_logging.disable_progress_bar()
     run_command(restarting(main))

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import TorchDynamoPlugin
 from torch import distributed
+from transformers.utils import logging as transformers_logging
 
 from errors import UserError
 from training.device import Setup, keep_freed_memory, use_deterministic_kernels
@@ -35,6 +36,7 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
         use_deterministic_kernels()
     torch.backends.cuda.enable_cudnn_sdp(setup.cudnn_attention)
     logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)  # "Not enough SMs", on any small GPU
+    transformers_logging.disable_progress_bar()  # of every checkpoint's "model shards"
     if not torch.accelerator.is_available():
         keep_freed_memory()
     keep_accelerate_from_sharding()
