@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tokenizer.cleaning import FAULTS, LEVELS, STAGES, Cleaner, CleaningArguments, Outcome, fault, merged, problems
+from tokenizer.cleaning import LEVELS, STAGES, Cleaner, CleaningArguments, RuleStats, merged, problems
+from tokenizer.quality import FILTERS, failed_filter
 
 CODE = "def f(x):\n    if x < 3:\n\treturn x  # don't\n\n\n@property\nclass A:\n    ...\n\n    }\n"
 SCRIPTS = [
@@ -39,7 +40,7 @@ ANY = [CODE, *SCRIPTS, "👩‍👩‍👧 ❤️ 1️⃣", "don’t — “so�
 def test_text_of_any_script_and_code_stay_as_they_are(stage, text):
     cleaner = Cleaner([stage])
     assert cleaner(text) == text
-    assert cleaner.outcomes == {}
+    assert cleaner.stats == {}
 
 
 CASES = {
@@ -177,17 +178,19 @@ QUALITY = [
 
 @pytest.mark.parametrize(("rule", "good", "bad"), QUALITY)
 def test_a_rule_drops_what_is_just_beyond_its_threshold(rule, good, bad):
-    assert fault(good) is None
-    assert fault(bad) == f"quality.{rule}"
+    assert failed_filter(good) is None
+    assert failed_filter(bad) == f"quality.{rule}"
     cleaner = Cleaner(["quality"])
     assert [cleaner(good), cleaner(bad), cleaner(bad, whole=False)] == [good, None, bad]
-    assert cleaner.outcomes == {f"quality.{rule}": Outcome(1, len(bad), [" ".join(bad.split())[:160]], dropped=True)}
+    assert cleaner.stats == {f"quality.{rule}": RuleStats(1, len(bad), [" ".join(bad.split())[:160]], dropped=True)}
 
 
 def test_every_rule_of_quality_is_tested_that_of_repeated_paragraphs_by_their_characters_too():
-    assert fault("\n\n".join(lines(8) + lines(2))) == "quality.in_repeated_lines"  # 0.2 of paragraphs may repeat
-    assert fault("\n\n".join(lines(7) + lines(3))) == "quality.in_repeated_paragraphs"
-    assert {f"quality.{rule}" for rule, _, _ in QUALITY} | {"quality.in_repeated_paragraphs"} == set(FAULTS)
+    assert (
+        failed_filter("\n\n".join(lines(8) + lines(2))) == "quality.in_repeated_lines"
+    )  # 0.2 of paragraphs may repeat
+    assert failed_filter("\n\n".join(lines(7) + lines(3))) == "quality.in_repeated_paragraphs"
+    assert {f"quality.{rule}" for rule, _, _ in QUALITY} | {"quality.in_repeated_paragraphs"} == set(FILTERS)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +202,8 @@ def test_every_rule_of_quality_is_tested_that_of_repeated_paragraphs_by_their_ch
     ],
 )
 def test_short_good_text_passes_in_any_script(text):
-    assert fault(text) is None
-    assert fault("\n".join([text] * 3)) == "quality.repeated_lines"
+    assert failed_filter(text) is None
+    assert failed_filter("\n".join([text] * 3)) == "quality.repeated_lines"
 
 
 BAD = '<~&~ ~\n ~a.~.~<a ~&amp;~&#~<b>~<b>x~-<b>-~<!--~<script>~<a x="~a@~a~http://a(~www..~😀x~x\u00ad~a\ufffd'.split(
@@ -224,17 +227,17 @@ def test_outcomes_of_runs_add_up_wherever_they_are_divided():
     documents += ["<p>a\r\nb</p> 😀", "http://a.b &amp; c\n\n\n\n\nd  e", "x!!!!\n---\n}\n“e\u0301” \x00\u00ad"] * 2
     random.Random(0).shuffle(documents)
 
-    def outcomes(part: list[str]) -> dict[str, Outcome]:
+    def stats(part: list[str]) -> dict[str, RuleStats]:
         cleaner = Cleaner(stages)
         for text in part:
             cleaner(text)
-        return cleaner.outcomes
+        return cleaner.stats
 
-    whole = outcomes(documents)
+    whole = stats(documents)
     assert len(whole) > 30
     assert max(len(outcome.examples) for outcome in whole.values()) == 3
     for i in range(0, len(documents) + 1, 3):
-        both = merged(outcomes(documents[:i]), outcomes(documents[i:]))
+        both = merged(stats(documents[:i]), stats(documents[i:]))
         assert both == whole
         assert list(both) == list(whole)
 
@@ -243,11 +246,11 @@ def test_outcomes_show_what_was_done():
     cleaner = Cleaner(["normalize", "lenient"])
     texts = ["x" * 99 + "cafe\u0301\r\n", "a \r\r\nb", "\r" + "y" * 500, "\r", "fine"]
     assert [cleaner(text) for text in texts] == ["x" * 99 + "café\n", "a\n\nb", "\n" + "y" * 500, "\n", "fine"]
-    outcomes = cleaner.outcomes
-    assert list(outcomes) == ["normalize.line_ends", "normalize.nfc", "lenient.trailing_blanks"]
-    assert outcomes["normalize.nfc"] == Outcome(1, 1, [f"{'x' * 17}cafe\\u0301\\n → {'x' * 17}caf\\xe9\\n"])
-    assert outcomes["lenient.trailing_blanks"] == Outcome(1, 1, ["a \\n\\nb → a\\n\\nb"])
-    ends = outcomes["normalize.line_ends"]
+    stats = cleaner.stats
+    assert list(stats) == ["normalize.line_ends", "normalize.nfc", "lenient.trailing_blanks"]
+    assert stats["normalize.nfc"] == RuleStats(1, 1, [f"{'x' * 17}cafe\\u0301\\n → {'x' * 17}caf\\xe9\\n"])
+    assert stats["lenient.trailing_blanks"] == RuleStats(1, 1, ["a \\n\\nb → a\\n\\nb"])
+    ends = stats["normalize.line_ends"]
     assert (ends.documents, ends.characters, ends.dropped) == (4, 2, False)
     assert ends.examples[1:] == ["a \\r\\r\\nb → a \\n\\nb", f"\\r{'y' * 76} → \\n{'y' * 76}"]
     assert all(len(example) <= 160 for example in ends.examples)

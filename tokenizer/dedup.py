@@ -15,7 +15,7 @@ import numpy as np
 
 from errors import UserError
 from limits import setting
-from tokenizer.scripts import UNSPACED
+from tokenizer.characters import UNSPACED
 
 if TYPE_CHECKING:
     import xxhash

@@ -26,7 +26,7 @@ from errors import UserError, counted, disk_errors
 from removal import MARK, discard, is_marked, mark, renew
 from tokenizer import cleaning, encode, megatron, report, schema, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
-from tokenizer.cleaning import Cleaner, Outcome
+from tokenizer.cleaning import Cleaner, RuleStats
 from tokenizer.corpus import TOLERATED_SHARE, UNIT_BYTES, Corpus, TextFile, Unit
 from tokenizer.dedup import MinHasher
 from tokenizer.documents import Counts
@@ -374,7 +374,7 @@ class Making:
                 f"or the command without --merge, which does the rest."
             )
 
-    def _refuse_empty(self, merger: Merger, counts: Counts, outcomes: dict[str, Outcome]) -> None:
+    def _refuse_empty(self, merger: Merger, counts: Counts, outcomes: dict[str, RuleStats]) -> None:
         if merger.documents == 0:
             dropped = ", ".join(
                 f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped
@@ -383,7 +383,7 @@ class Making:
                 f"Of {counted(counts.documents, 'document')} none is left (dropped: {dropped or 'by --weights'}); clean less, or read more."
             )
 
-    def _describe(self, counts: Counts, outcomes: dict[str, Outcome], merger: Merger) -> None:
+    def _describe(self, counts: Counts, outcomes: dict[str, RuleStats], merger: Merger) -> None:
         write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
         megatron.write_indexes(self.store, self.settings.dtype)
         splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}

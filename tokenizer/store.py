@@ -27,7 +27,7 @@ import numpy as np
 from atomic import file_sha256, write_atomic
 from errors import UserError, check_format, disk_errors
 from tokenizer import schema
-from tokenizer.cleaning import Outcome
+from tokenizer.cleaning import RuleStats
 
 if TYPE_CHECKING:  # workers write stores too, and start at once without transformers
     from transformers import PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ class Metadata:
     sources: list[str]
     settings: dict[str, Any]  # it was made with
     counts: dict[str, Any]  # what was read, mended, left out
-    cleaning: dict[str, Outcome]  # what each rule changed or dropped, with examples
+    cleaning: dict[str, RuleStats]  # what each rule changed or dropped, with examples
     repeated_documents: int  # left out
     command: str
     hub_datasets: list[str] = field(default_factory=list)  # those of the sources that are on the Hub, not on a disk

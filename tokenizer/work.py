@@ -31,7 +31,7 @@ from atomic import write_atomic
 from errors import UserError, check_format, disk_errors
 from tokenizer import encode, schema
 from tokenizer.chat import ChatTemplate
-from tokenizer.cleaning import Cleaner, Outcome
+from tokenizer.cleaning import Cleaner, RuleStats
 from tokenizer.corpus import Unit
 from tokenizer.dedup import BANDS, MinHasher, halves, keys_per_document
 from tokenizer.documents import Counts, Piece, Reader, Stretch
@@ -99,7 +99,7 @@ class Part:
     unit: int
     tokens: dict[str, int]
     counts: Counts
-    outcomes: dict[str, Outcome]  # of the cleaning
+    outcomes: dict[str, RuleStats]  # of the cleaning
     lost_bytes: int  # that the tokenizer has no tokens for
     hashes: dict[str, str]  # xxh3 of its files: a power cut may leave less of them than was written
 
@@ -297,7 +297,7 @@ class PartWriter:
         self._in_place("rows")
         hashes = {split: digest.hexdigest() for split, digest in self.hashes.items()}
         hashes["rows"] = xxhash.xxh3_64_hexdigest(rows)
-        part = Part(self.number, self.tokens, self.reader.counts, self.cleaner.outcomes, self.lost_bytes, hashes)
+        part = Part(self.number, self.tokens, self.reader.counts, self.cleaner.stats, self.lost_bytes, hashes)
         self._unfinished("json").write_text(schema.sealed(asdict(part)), encoding="utf-8")
         self._in_place("json")
         return part
