@@ -31,7 +31,7 @@ def read(path, template: ChatTemplate) -> tuple[list[list[Piece]], Counts]:
     reader = Reader(chat=template)
     [unit] = source.units()
     assert source.has_chats
-    pieces = list(itertools.chain.from_iterable(map(reader.pieces, unit.stretches)))
+    pieces = list(itertools.chain.from_iterable(map(reader.pieces, unit.ranges)))
     starts = [i for i, piece in enumerate(pieces) if piece.starts_document]
     return [pieces[start:stop] for start, stop in itertools.pairwise([*starts, len(pieces)])], reader.counts
 

@@ -31,8 +31,8 @@ def read(*inputs, **arguments) -> tuple[list[str], Counts]:
     source = corpus(*inputs, **arguments)
     reader = Reader(source.arguments.sample_by)
     texts, ended = [], True
-    for stretch in (stretch for unit in source.units() for stretch in unit.stretches):
-        for piece in reader.pieces(stretch):
+    for part in (part for unit in source.units() for part in unit.ranges):
+        for piece in reader.pieces(part):
             assert piece.starts_document == ended
             if piece.starts_document:
                 texts.append("")
@@ -252,14 +252,14 @@ def test_a_column_of_chats_is_found_where_none_of_text_is(tmp_path):
         records = [{"id": "1", column: []}, {"id": "2", column: chat}]
         source = corpus(write_records(tmp_path / f"{column}.jsonl", records))
         [unit] = source.units()
-        assert (unit.stretches[0].column, source.has_chats) == (column, True)
+        assert (unit.ranges[0].column, source.has_chats) == (column, True)
     source = corpus(write_records(tmp_path / "a.jsonl", [{"text": "one", "messages": chat}]))
     source.units()
     assert not source.has_chats
 
 
 def ranges(source: Corpus) -> list[list[tuple]]:
-    return [[(Path(s.path).name, s.start, s.stop) for s in unit.stretches] for unit in source.units()]
+    return [[(Path(s.path).name, s.start, s.stop) for s in unit.ranges] for unit in source.units()]
 
 
 def test_small_files_share_a_unit_and_large_ones_are_divided_but_for_archives_and_json_lists(tmp_path, monkeypatch):
@@ -380,7 +380,7 @@ def test_a_check_on_the_way_counts_on_the_text_that_is_still_to_come_and_names_w
     (tmp_path / "a.txt").unlink()
     sentence = r"a\.txt cannot be read: No such file or directory; mend it or leave it out\.$"
     with pytest.raises(UserError, match=sentence):
-        list(Reader().pieces(unit.stretches[0]))
+        list(Reader().pieces(unit.ranges[0]))
     with pytest.raises(UserError, match=sentence):
         source.fingerprint()
 

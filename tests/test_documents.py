@@ -17,11 +17,14 @@ from test_corpus import GOOD, documents, read, refusal, write, write_records
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from errors import UserError
+from tokenizer import byte_range, files
 from tokenizer import corpus as corpus_module
 from tokenizer import documents as documents_module
+from tokenizer import records as records_module
+from tokenizer.byte_range import ByteRange
 from tokenizer.chat import CHATML, CHATML_TOKENS, ChatTemplate
 from tokenizer.corpus import Corpus, CorpusArguments
-from tokenizer.documents import PIECE_BYTES, Counts, Piece, Reader, Stretch
+from tokenizer.documents import PIECE_BYTES, Counts, Piece, Reader
 from tokenizer.vocabulary import train_bpe
 
 # The word pattern of Llama 3 and cl100k_base: line breaks may belong to the punctuation before them.
@@ -59,8 +62,8 @@ def pieces(path: Path, sample_by: str = "document") -> tuple[list[Piece], Counts
     """Of all units, and what was counted."""
     reader = Reader(sample_by)
     units = Corpus([str(path)], CorpusArguments(sample_by=sample_by)).units()
-    stretches = (stretch for unit in units for stretch in unit.stretches)
-    return list(itertools.chain.from_iterable(map(reader.pieces, stretches))), reader.counts
+    parts = (part for unit in units for part in unit.ranges)
+    return list(itertools.chain.from_iterable(map(reader.pieces, parts))), reader.counts
 
 
 def joined(found: list[Piece]) -> str:
@@ -156,7 +159,7 @@ def test_surrogates_and_bytes_in_a_record_that_are_not_utf8_are_replaced_and_cou
 
 
 def test_a_record_that_is_too_long_for_the_memory_and_a_broken_list_are_refused_with_the_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents_module, "LONGEST_RECORD", 1 << 20)
+    monkeypatch.setattr(records_module, "LONGEST_RECORD", 1 << 20)
     records = [{"text": "one"}, {"text": "words " * 200_000}]
     for name, sentence in (
         ("a.jsonl", r"a\.jsonl cannot be read: line 2 is longer than 1 MiB, too long for one record; mend it"),
@@ -286,6 +289,7 @@ def test_three_megabytes_come_in_pieces_that_encode_to_what_the_whole_does(tmp_p
 def test_no_cut_changes_a_token(tmp_path, monkeypatch, make, cut_by):
     tokenizer = make(jumble(0, 2000))
     monkeypatch.setattr(documents_module, "PIECE_BYTES", 600)
+    monkeypatch.setattr(byte_range, "WINDOW_BYTES", 600)
     if cut_by == "units":
         monkeypatch.setattr(corpus_module, "UNIT_BYTES", 250)
     for seed in range(10):
@@ -312,7 +316,7 @@ def test_a_long_message_of_a_chat_comes_in_pieces_too(tmp_path):
     long, chat = "A line of a long answer.\n" * 150_000, ChatTemplate(CHATML, CHATML_TOKENS)
     messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": long}]
     path = write_records(tmp_path / "a.jsonl", [{"messages": messages}])
-    found = list(Reader(chat=chat).pieces(Stretch(str(path), "jsonl", column="messages")))
+    found = list(Reader(chat=chat).pieces(ByteRange(str(path), "jsonl", column="messages")))
     assert joined(found) == "user\nWhy?\nassistant\n" + long + "\n"
     assert [piece.control for piece in found if piece.control] == ["<|im_start|>", "<|im_end|>"] * 2
     assert [piece.starts_document for piece in found] == [True] + [False] * (len(found) - 1)
@@ -341,6 +345,7 @@ def test_a_long_line_without_any_place_to_cut_is_one_piece_up_to_a_limit(tmp_pat
 @pytest.mark.parametrize("part", ["\r\n", "\n\r"])
 def test_no_line_break_is_torn_where_there_is_no_place_to_cut(tmp_path, monkeypatch, part):
     monkeypatch.setattr(documents_module, "PIECE_BYTES", 50)
+    monkeypatch.setattr(byte_range, "WINDOW_BYTES", 50)
     monkeypatch.setattr(documents_module, "LONGEST_RUN", 50)
     text = "a" + part * 1000 + "b"
     for unit_bytes in (60, 61):
@@ -380,7 +385,7 @@ def whole_documents(text: str, sample_by: str) -> list[str]:
 @pytest.fixture
 def any_text(monkeypatch):
     """Random texts are full of NULs."""
-    monkeypatch.setattr(documents_module, "NUL_SHARE", 1)
+    monkeypatch.setattr(files, "NUL_SHARE", 1)
 
 
 @pytest.mark.parametrize("sample_by", ["document", "line", "paragraph"])
@@ -427,11 +432,11 @@ def test_a_file_that_became_shorter_meanwhile_is_refused_and_one_that_grew_read_
     sentence = r"cannot be read: it has become shorter since its parts were planned; mend it"
     for kind in ("text", "jsonl", "parquet"):
         with pytest.raises(UserError, match=sentence):
-            list(Reader().pieces(Stretch(str(tmp_path / f"a.{kind}"), kind, 10, 1000, "text")))
+            list(Reader().pieces(ByteRange(str(tmp_path / f"a.{kind}"), kind, 10, 1000, "text")))
     [unit] = Corpus([str(tmp_path / "a.text")], CorpusArguments()).units()
     with (tmp_path / "a.text").open("a") as file:
         file.write(" and more")
-    assert joined(list(Reader().pieces(unit.stretches[0]))) == "text and more"
+    assert joined(list(Reader().pieces(unit.ranges[0]))) == "text and more"
 
 
 def test_reading_leaves_no_file_open(tmp_path):
@@ -441,8 +446,8 @@ def test_reading_leaves_no_file_open(tmp_path):
     write(tmp_path / "a.txt.gz", gzip.compress(b"text"))
     before = len(os.listdir("/dev/fd"))
     for unit in Corpus([str(tmp_path)], CorpusArguments()).units():
-        for stretch in unit.stretches:
-            found = Reader().pieces(stretch)
+        for part in unit.ranges:
+            found = Reader().pieces(part)
             next(found)
             found.close()
     assert len(os.listdir("/dev/fd")) == before

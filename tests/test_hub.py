@@ -138,7 +138,7 @@ for entry in sys.argv[1:]:
     try:
         reader = Reader(chat=ChatTemplate(CHATML, ()))
         units = Corpus([entry], CorpusArguments()).units()
-        found = [[piece.text for stretch in unit.stretches for piece in reader.pieces(stretch)] for unit in units]
+        found = [[piece.text for part in unit.ranges for piece in reader.pieces(part)] for unit in units]
     except UserError as error:
         found = str(error)
     print(json.dumps(found))

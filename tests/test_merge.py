@@ -18,10 +18,10 @@ import pytest
 from conftest import prose
 from errors import UserError
 from tokenizer import corpus, encode, merge
+from tokenizer.byte_range import place_to_cut
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
-from tokenizer.documents import place_to_cut
 from tokenizer.making import Making
 from tokenizer.merge import Merger
 from tokenizer.recipe import Recipe

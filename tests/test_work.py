@@ -294,7 +294,7 @@ def test_settings_and_files_that_changed_in_between_are_named_and_undoing_it_goe
 
 
 def test_a_file_that_goes_away_during_the_work_is_named(planned, texts):
-    unit = next(i for i, unit in enumerate(planned.units) if unit.stretches[0].path.endswith("long.txt"))
+    unit = next(i for i, unit in enumerate(planned.units) if unit.ranges[0].path.endswith("long.txt"))
     moved = (texts / "long.txt").rename(texts / "gone.txt")
     try:
         with pytest.raises(UserError, match=r"long\.txt cannot be read: No such file or directory; mend it"):

@@ -1,7 +1,7 @@
-"""What there is to read: `--input` as files and Hub datasets, and the units of work that they fall into.
+"""The corpus: files and Hub datasets named by `--input`, and their division into units of work.
 
 A unit is what one process reads at a time: 16 MiB of a file, some small files, a compressed file, a shard of a Hub dataset.
-Units are the same for any number of processes, and so is all that is made of them.
+Units are the same for any number of processes, and so is the store made of them.
 """
 
 import codecs
@@ -21,15 +21,17 @@ from typing import Any, BinaryIO, Literal
 
 from errors import UserError, counted
 from limits import setting
-from tokenizer import chat, documents, files
-from tokenizer.documents import PIECE_BYTES, Counts, Stretch
+from tokenizer import chat, files
+from tokenizer.byte_range import ByteRange
+from tokenizer.documents import Counts
 from tokenizer.files import UnreadableError
 from tokenizer.hub import HubDataset
+from tokenizer.records import CHAT_COLUMNS, TEXT_COLUMNS, parsed, records, text_column
 
 UNIT_BYTES = 16 << 20
-# Text that is not quite clean is mended and counted up to this share; beyond, it is something else than text.
+# Text that is not quite clean is replaced or skipped and counted up to this share; beyond, it is refused.
 TOLERATED_SHARE = 0.01
-LOOKED_AT = 100  # records at the head of a file, to find the column of its text
+SAMPLED_RECORDS = 100  # records at the head of a file, to find the column of its text
 INFLATION = 4.0  # of compressed text, for estimates
 
 # The text every Python machine has: the standard library's sources, without tests and without tables of data.
@@ -80,11 +82,11 @@ class CorpusArguments:
 @dataclass(frozen=True)
 class Unit:
     copies: float  # how many times its documents are trained on
-    stretches: tuple[Stretch, ...]
+    ranges: tuple[ByteRange, ...]
 
     def to_json(self) -> list:
         """Return a list of the values, which is shorter than an object."""
-        return [self.copies, [list(vars(stretch).values()) for stretch in self.stretches]]
+        return [self.copies, [list(vars(part).values()) for part in self.ranges]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,7 @@ class TextFile:
 
     @staticmethod
     def at(path: str | Path, is_named: bool = False) -> "TextFile":
-        """
-        Raises:
-            UserError: there is no file to be read twice: a broken link, a pipe.
-        """
+        """Raise a `UserError` for what cannot be read twice: a broken link, a pipe."""
         try:
             status = os.stat(path)
         except OSError as error:
@@ -116,12 +115,12 @@ class NoTextColumnError(UserError):
 
 @dataclass
 class Corpus:
-    """All that `inputs` name."""
+    """The text that `inputs` name."""
 
     inputs: list[str]
     arguments: CorpusArguments
     weights: list[float] = field(default_factory=list)
-    left_out: Path | None = None  # a store that lies among its own text is no text
+    left_out: Path | None = None  # a store among its own text is not read
     files: list[list[TextFile]] = field(init=False)  # of each input
     links: int = field(init=False, default=0)  # in folders, not followed
     has_chats: bool = field(init=False, default=False)  # known once there are units
@@ -161,7 +160,7 @@ class Corpus:
 
     @cached_property
     def text_sizes(self) -> list[int]:
-        """Bytes of the text of each input, where compressed about."""
+        """Bytes of the text of each input; estimated where it is compressed."""
         return [
             sum(int(file.size * (INFLATION if files.is_packed(file.path) else 1)) for file in of_entry)
             for of_entry in self.files
@@ -175,7 +174,7 @@ class Corpus:
         return f"{', '.join(self.inputs)} ({counted(len(self.all_files), 'file')}, {self.size / 1e6:.1f} MB)"
 
     def check(self, counts: Counts, at_least: int = 0) -> None:
-        """Raise a `UserError` where the text read is too unclean, even if there are `at_least` so many bytes of it."""
+        """Raise a `UserError` if too much of the text is unclean, even if it has `at_least` so many bytes."""
         where = ", ".join(self.inputs)
         left_out = self.left_out_words(counts)
         if counts.documents == 0 and not at_least:
@@ -209,12 +208,12 @@ class Corpus:
         return ", ".join(counted(number, *words) for number, *words in numbers if number)
 
     def fingerprint(self) -> str:
-        """Changes whenever the content, the order or the kind of the text changes; reads all of it."""
+        """Return a hash of the content, order and kind of all text, which it reads."""
         digest = hashlib.sha256()
         for file in self.all_files:
             try:
-                with documents.readable(file.path), open(file.path, "rb") as content:
-                    while block := content.read(PIECE_BYTES):
+                with files.readable(file.path), open(file.path, "rb") as content:
+                    while block := content.read(files.BLOCK_BYTES):
                         digest.update(block)
                 kind = kind_of(file.path)
             except UnreadableError:
@@ -227,20 +226,18 @@ class Corpus:
         return digest.hexdigest()
 
     def identity(self) -> list[list]:
-        """Name, size and time of change of every file: what is compared before interrupted work goes on."""
+        """Return name, size and modification time of every file, which are compared before interrupted work resumes."""
         return [[file.path, file.size, file.modified] for file in self.all_files]
 
     def units(self) -> list[Unit]:
-        """
-        Raises:
-            UserError: records whose column cannot be told, one a line; a Hub dataset that cannot be read.
-        """
+        """Divide the text into units; raise a `UserError` for all files of records whose column is ambiguous, one a line,
+        and for a Hub dataset that cannot be read."""
         problems, tables, units = [], [], []
         for of_entry, hub, copies in zip(self.files, self.hub, self.weights, strict=True):
-            stretches: list[tuple[int, Stretch]] = []
+            ranges: list[tuple[int, ByteRange]] = []
             for file in of_entry:
                 try:
-                    stretches += self._stretches(file)
+                    ranges += self._ranges(file)
                 except NoTextColumnError as error:
                     (problems if file.is_named else tables).append(str(error))
                     self.skipped.note("tables", 1, file.path)
@@ -250,10 +247,10 @@ class Corpus:
                     self.skipped.note_unreadable(file.path, file.size, error)
             if hub is not None:
                 pinned = hub.pinned()
-                column = self._column(str(hub), pinned.head(LOOKED_AT))
+                column = self._column(str(hub), pinned.head(SAMPLED_RECORDS))
                 shards = range(pinned.stream.num_shards)
-                stretches += [(UNIT_BYTES, Stretch(str(pinned), "hub", shard, column=column)) for shard in shards]
-            units += [Unit(copies, group) for group in _grouped(stretches)]
+                ranges += [(UNIT_BYTES, ByteRange(str(pinned), "hub", shard, column=column)) for shard in shards]
+            units += [Unit(copies, group) for group in _grouped(ranges)]
         if not problems and not units:  # nothing but tables
             problems = tables
         if problems:
@@ -261,17 +258,17 @@ class Corpus:
         self.check(self.skipped, at_least=math.inf)
         return units
 
-    def _stretches(self, file: TextFile) -> list[tuple[int, Stretch]]:
-        """The parts of a file that are read on their own, with their sizes."""
+    def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
+        """Return the parts of a file that are read on their own, with their sizes."""
         name, size, may_skip = file.path, file.size, not file.is_named
         if may_skip and not os.access(name, os.R_OK):
             raise UnreadableError(f"{name} cannot be read: Permission denied.")
         kind, compressed = kind_of(name, self.arguments.text_column), files.is_compressed(name)
         if kind == "text" and (compressed or size <= UNIT_BYTES):
-            return [(size, Stretch(name, kind, may_skip=may_skip))]
+            return [(size, ByteRange(name, kind, may_skip=may_skip))]
         column = None
         if kind != "text":
-            column = self._column(name, (record for record, _ in documents.records(Stretch(name, kind))))
+            column = self._column(name, (record for record, _ in records(ByteRange(name, kind))))
             if column is None:
                 return []
         parts = [(size, 0, None)]
@@ -281,18 +278,18 @@ class Corpus:
             starts = range(0, size or 1, UNIT_BYTES)
             ends = [*starts[1:], None]
             parts = [(min(UNIT_BYTES, size), start, stop) for start, stop in zip(starts, ends, strict=True)]
-        return [(n_bytes, Stretch(name, kind, start, stop, column, may_skip)) for n_bytes, start, stop in parts]
+        return [(n_bytes, ByteRange(name, kind, start, stop, column, may_skip)) for n_bytes, start, stop in parts]
 
     def _column(self, label: str, records: Iterable[dict[str, Any] | None]) -> str | None:
-        """The column of the text; None where there is no record at all."""
-        head = list(itertools.islice(records, LOOKED_AT))
+        """Return the column of the text; None where there are no records."""
+        head = list(itertools.islice(records, SAMPLED_RECORDS))
         for record in filter(None, head):
-            if column := documents.text_column(record, self.arguments.text_column):
+            if column := text_column(record, self.arguments.text_column):
                 self.has_chats |= any(chat.normalised(record.get(column)) for record in filter(None, head))
                 return column
         known = next(filter(None, head), None)
         if known is None:
-            return documents.TEXT_COLUMNS[0] if head else None
+            return TEXT_COLUMNS[0] if head else None
         wanted = self.arguments.text_column
         missing = f"has no column {wanted!r}" if wanted else "does not say which column holds the text"
         # csv has None for what a row has more than the header.
@@ -302,11 +299,7 @@ class Corpus:
         )
 
     def _find(self, entry: str) -> list[TextFile]:
-        """The files an entry of `--input` names, in a fixed order.
-
-        Raises:
-            UserError: there are none.
-        """
+        """Return the files that an entry of `--input` names, in a fixed order; raise a `UserError` if it names none."""
         if entry == STANDARD_LIBRARY:
             return list(map(TextFile.at, _library_sources(Path(sysconfig.get_path("stdlib")))))
         path = Path(entry).expanduser()
@@ -321,7 +314,7 @@ class Corpus:
         links, found = self.links, []
         for match in named:
             if os.path.isdir(match):
-                found += self._inside(match)
+                found += self._walk(match)
             elif is_one or os.path.isfile(match):
                 found.append(TextFile.at(match, is_one))
             elif os.path.islink(match):
@@ -336,13 +329,13 @@ class Corpus:
         return found
 
     def _is_excluded(self, path: str, and_parents: bool = False) -> bool:
-        """Whether `path`, below an input, ends with what a pattern of --exclude says."""
+        """Return whether the end of `path`, below an input, matches a pattern of --exclude."""
         below = PurePath(path)
         paths = [below, *below.parents] if and_parents else [below]
         return any(each.match(pattern) for pattern in self.arguments.exclude for each in paths)
 
-    def _inside(self, folder: str, below: str = "") -> Iterator[TextFile]:
-        """The files in a folder; `below`: its path from the input on."""
+    def _walk(self, folder: str, below: str = "") -> Iterator[TextFile]:
+        """Yield the files in a folder; `below` is its path from the input on."""
         try:
             with os.scandir(folder) as inside:
                 entries = [entry for entry in inside if not entry.name.startswith(".")]
@@ -359,7 +352,7 @@ class Corpus:
             if entry.is_symlink():
                 self.links += 1
             elif entry.is_dir():
-                yield from self._inside(entry.path, path)
+                yield from self._walk(entry.path, path)
             elif entry.is_file():
                 yield TextFile.at(entry.path)
 
@@ -375,10 +368,10 @@ def _library_sources(folder: Path) -> Iterator[Path]:
 
 
 def kind_of(path: str, text_column: str | None = None) -> str:
-    """How a file is read. A .json file that holds neither records nor a list of them, a configuration say, is text."""
+    """Return how a file is read. A .json file without records or a list of them, such as a configuration, is text."""
     suffix = files.suffix(path)
     if suffix == ".json":
-        with documents.readable(path), files.opened(path) as file:
+        with files.readable(path), files.opened(path) as file:
             return _kind_of_json(file, text_column)
     return {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}.get(
         suffix, "text"
@@ -386,18 +379,18 @@ def kind_of(path: str, text_column: str | None = None) -> str:
 
 
 def _kind_of_json(file: BinaryIO, text_column: str | None) -> str:
-    lines = (file.readline(PIECE_BYTES) for _ in range(LOOKED_AT))
+    lines = (file.readline(files.BLOCK_BYTES) for _ in range(SAMPLED_RECORDS))
     head = b"".join(itertools.takewhile(bool, lines)).removeprefix(codecs.BOM_UTF8).strip()
     if re.match(rb'\[\s*["{\]]', head):
         return "json"
     first, *more = head.split(b"\n")
-    record = documents.parsed(first) or {}
-    known = {text_column, *documents.TEXT_COLUMNS, *documents.CHAT_COLUMNS}
+    record = parsed(first) or {}
+    known = {text_column, *TEXT_COLUMNS, *CHAT_COLUMNS}
     return "jsonl" if record and (more or known & record.keys()) else "text"
 
 
 def _row_groups(name: str) -> Iterator[tuple[int, int, int]]:
-    """(bytes, first, end) of runs of row groups of about a unit."""
+    """Yield (bytes, first, end) of runs of row groups of about a unit."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(name) as file:
@@ -410,48 +403,30 @@ def _row_groups(name: str) -> Iterator[tuple[int, int, int]]:
             start, size = i + 1, 0
 
 
-def _grouped(stretches: Iterable[tuple[int, Stretch]]) -> Iterator[tuple[Stretch, ...]]:
-    """Stretches in their order, small ones together."""
+def _grouped(ranges: Iterable[tuple[int, ByteRange]]) -> Iterator[tuple[ByteRange, ...]]:
+    """Yield ranges in their order, small ones together."""
     group, size = [], 0
-    for of_stretch, stretch in stretches:
-        if group and size + of_stretch > UNIT_BYTES:
+    for n_bytes, part in ranges:
+        if group and size + n_bytes > UNIT_BYTES:
             yield tuple(group)
             group, size = [], 0
-        group.append(stretch)
-        size += of_stretch
+        group.append(part)
+        size += n_bytes
     if group:
         yield tuple(group)
 
 
 def _first(counts: Counts, names: Iterable[str]) -> str:
-    """Where the first of what is wrong stands, for a message."""
-    for name in names:
-        if name in counts.first:
-            path, place = counts.first[name]
-            why = f" ({place['why']})" if "why" in place else ""
-            return f"; the first in {path}{_place(name, path, place)}{why}"
-    return ""
-
-
-def _place(name: str, path: str, place: dict[str, Any]) -> str:
-    for unit in ("line", "record"):
-        if unit in place:
-            return f", {unit} {place[unit]:,}"
+    """Return the first place where one of `names` was counted, as the end of a sentence."""
+    name = next((name for name in names if name in counts.first), None)
+    if name is None:
+        return ""
+    path, place = counts.first[name]
+    unit = next((unit for unit in ("line", "record") if unit in place), "line")
+    number = place.get(unit)
     if "byte" in place:
-        return f", line {documents.line_number(path, place['byte']):,}"
-    if name == "bad_bytes":
-        return f", line {_first_bad_line(path):,}"
-    return ""
-
-
-def _first_bad_line(path: str) -> int:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    number = 1
-    with files.opened(path) as file:
-        while line := file.readline(PIECE_BYTES):
-            try:
-                decoder.decode(line, final=line.endswith(b"\n"))
-            except UnicodeDecodeError:
-                return number
-            number += line.endswith(b"\n")
-    return number
+        number = files.line_number(path, place["byte"])
+    elif number is None and name == "bad_bytes":
+        number = files.first_bad_line(path)
+    where = "" if number is None else f", {unit} {number:,}"
+    return f"; the first in {path}{where}" + (f" ({place['why']})" if "why" in place else "")

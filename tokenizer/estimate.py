@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import UserError, disk_errors
-from tokenizer import documents, files
+from tokenizer import files
+from tokenizer.byte_range import ByteRange, bounds
 from tokenizer.corpus import UNIT_BYTES, Corpus, TextFile, kind_of
-from tokenizer.documents import Stretch
 from tokenizer.files import UnreadableError
 from tokenizer.hub import HubDataset
 from tokenizer.making import Making, cores
@@ -142,7 +142,7 @@ def _copy_sample(file: TextFile, kind: str, chosen: list[int], n_bytes: int, sam
     """Writes the chosen parts, of `n_bytes` each, to a file of their own; returns the bytes of `file` that they are."""
     if kind == "parquet":
         return _copy_rows(file, len(chosen) * n_bytes, to)
-    with documents.readable(file.path):
+    with files.readable(file.path):
         if n_bytes == CHUNK_BYTES:
             sample = _chunks(file, kind, chosen, sample_by)
             read = len(sample)
@@ -166,8 +166,8 @@ def _chunks(file: TextFile, kind: str, chosen: list[int], sample_by: str) -> byt
     with open(file.path, "rb") as whole:
         for chunk in [*range(HEAD_CHUNKS), *chosen[HEAD_CHUNKS:]][: len(chosen)]:
             start, stop = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES
-            stretch = Stretch(file.path, kind, start, stop if stop < file.size else None)
-            start, stop, _ = documents.bounds(stretch, sample_by)
+            part = ByteRange(file.path, kind, start, stop if stop < file.size else None)
+            start, stop, _ = bounds(part, sample_by)
             whole.seek(start)
             parts.append(whole.read(-1 if stop is None else stop - start))
     return b"".join(parts)
@@ -184,7 +184,7 @@ def _copy_rows(file: TextFile, n_bytes: int, to: Path) -> int:
     import pyarrow
     from pyarrow import parquet
 
-    with documents.readable(file.path), parquet.ParquetFile(file.path) as whole:
+    with files.readable(file.path), parquet.ParquetFile(file.path) as whole:
         number, rows = whole.metadata.num_rows, 0
         batches = []
         for batch in whole.iter_batches(ROWS):

@@ -1,26 +1,48 @@
-"""Files, plain or compressed, as streams of bytes."""
+"""Files, plain or compressed, as streams of bytes, and the checks that they hold text."""
 
 import bz2
+import codecs
+import csv
 import gzip
 import io
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import BinaryIO, TextIO
 
 from errors import UserError
-
-
-class UnreadableError(UserError):
-    """A file that is damaged, or is something else than its name says. Found in a folder, it is skipped and counted."""
-
+from tokenizer.byte_range import SHORTER
 
 INFLATED_BLOCK = 1 << 18
 ZST_BLOCK = 512  # bytes, all of which inflate at once: to 16 MiB in a bomb
 ZST_WINDOW = 1 << 31  # of `zstd --long=31`, by which large crawls are packed
 BOMB_BYTES, BOMB_RATIO = 64 << 20, 200  # text packs 3 to 10 times smaller, logs 50 times
+BLOCK_BYTES = 1 << 20
+HEAD_BYTES = 8192
+NUL_SHARE = 0.01  # a file with more of them is not text
+ASCII_TEXT = re.compile(rb"[\t\n\r -~]{8,}")
+
+
+class UnreadableError(UserError):
+    """A file that is damaged, or is not what its name says. Found in a folder, it is skipped and counted."""
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Turn errors of reading `path` into a `UserError`; an `UnreadableError` unless the file was changed meanwhile."""
+    try:
+        yield
+    except (ValueError, OSError, RecursionError, csv.Error) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())[:300]
+        kind = UserError if isinstance(error, FileNotFoundError) or reason == SHORTER else UnreadableError
+        raise kind(f"{path} cannot be read: {reason}; mend it or leave it out.") from error
+
+
+# ---- compressed files -------------------------------------------------------------------------------------------------
 
 
 def _gz(file: BinaryIO) -> Iterator[bytes]:
@@ -32,6 +54,7 @@ def _bz2(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zst(file: BinaryIO) -> Iterator[bytes]:
+    """zstandard's own stream reader ends silently in a truncated frame."""
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=ZST_WINDOW)
@@ -49,67 +72,60 @@ def _zst(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError("it ends too early")
 
 
-INFLATERS: dict[str, Callable[[BinaryIO], Iterator[bytes]]] = {".gz": _gz, ".bz2": _bz2, ".zst": _zst}
+DECOMPRESSORS: dict[str, Callable[[BinaryIO], Iterator[bytes]]] = {".gz": _gz, ".bz2": _bz2, ".zst": _zst}
 
 
 def is_compressed(path: str) -> bool:
-    return os.path.splitext(path.lower())[1] in INFLATERS
+    return os.path.splitext(path.lower())[1] in DECOMPRESSORS
 
 
 def is_packed(path: str) -> bool:
-    """Whether a file is smaller than its text."""
+    """Return whether a file is smaller than its text."""
     return is_compressed(path) or path.lower().endswith(".parquet")
 
 
 def suffix(path: str) -> str:
-    """What the content of a file is by its name: `.jsonl` of `a.jsonl.gz`."""
+    """Return the suffix of the content: `.jsonl` for `a.jsonl.gz`."""
     root, last = os.path.splitext(path.lower())
-    return os.path.splitext(root)[1] if last in INFLATERS else last
+    return os.path.splitext(root)[1] if last in DECOMPRESSORS else last
 
 
 def opened(path: str) -> BinaryIO:
-    """The content of a file, decompressed where its name says so.
-
-    Raises:
-        UnreadableError, when read: a truncated or damaged archive, or one that inflates without end.
-    """
+    """Open a file, decompressed if its name says so. Reading raises an `UnreadableError` for a truncated or damaged
+    archive, and for one that inflates without end."""
     if not is_compressed(path):
         return open(path, "rb")
-    return io.BufferedReader(_Stream(_inflated(path)), INFLATED_BLOCK)
+    return io.BufferedReader(_BlockStream(inflated(path)), INFLATED_BLOCK)
 
 
-def text(path: str) -> TextIO:
+def open_text(path: str) -> TextIO:
     return io.TextIOWrapper(opened(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def inflated_head(path: str, n_bytes: int) -> Iterator[bytes]:
-    """What the first `n_bytes` of a file hold, about, decompressed where its name says so.
-
-    Raises:
-        UnreadableError, when read: as `opened`.
-    """
+    """Return about what the first `n_bytes` of a file hold, decompressed if its name says so; raise as `opened`."""
     if is_compressed(path):
-        return _inflated(path, n_bytes)
+        return inflated(path, n_bytes)
     with open(path, "rb") as file:
         return iter([file.read(n_bytes)])
 
 
-def _inflated(path: str, most: float = math.inf) -> Iterator[bytes]:
-    """All of it, or what the first `most` bytes become, up to the block for which more had to be read."""
-    inflated = 0
+def inflated(path: str, limit: float = math.inf) -> Iterator[bytes]:
+    """Yield the content of a compressed file up to the block for which more than `limit` bytes had to be read."""
+    size = 0
     with open(path, "rb") as file:
         try:
             if not os.fstat(file.fileno()).st_size:
                 raise EOFError("it is empty")
-            for block in INFLATERS[os.path.splitext(path.lower())[1]](file):
-                inflated += len(block)
-                if inflated > max(BOMB_BYTES, BOMB_RATIO * file.tell()):
+            for block in DECOMPRESSORS[os.path.splitext(path.lower())[1]](file):
+                size += len(block)
+                if size > max(BOMB_BYTES, BOMB_RATIO * file.tell()):
                     raise UnreadableError(
                         f"{path} inflates to more than {BOMB_RATIO} times its size, which text does not; if it is text all "
                         f"the same, decompress it first."
                     )
                 yield block
-                if file.tell() > most:
+                if file.tell() > limit:
                     return
         except (EOFError, OSError, ValueError, zlib.error) as error:
             raise UnreadableError(
@@ -117,7 +133,7 @@ def _inflated(path: str, most: float = math.inf) -> Iterator[bytes]:
             ) from error
 
 
-class _Stream(io.RawIOBase):
+class _BlockStream(io.RawIOBase):
     """Blocks of bytes as a file."""
 
     def __init__(self, blocks: Iterator[bytes]):
@@ -134,10 +150,49 @@ class _Stream(io.RawIOBase):
                 return 0
             self.rest = memoryview(block)
         count = min(len(buffer), len(self.rest))
-        buffer[:count] = self.rest[:count]
-        self.rest = self.rest[count:]
+        buffer[:count], self.rest = self.rest[:count], self.rest[count:]
         return count
 
     def close(self) -> None:
         self.blocks.close()
         super().close()
+
+
+# ---- is it text? ------------------------------------------------------------------------------------------------------
+
+
+def head(path: str) -> bytes:
+    with opened(path) as file:
+        return file.read(HEAD_BYTES)
+
+
+def is_binary(head: bytes, path: str) -> bool:
+    """Return whether a file with this head is not text; raise an `UnreadableError` for UTF-16."""
+    refuse_utf16(head, path)
+    return head.count(0) > NUL_SHARE * len(head)
+
+
+def refuse_utf16(head: bytes, path: str) -> None:
+    has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    even, odd = head[::2], head[1::2]
+    if has_mark or any(not nul.strip(b"\0") and ASCII_TEXT.fullmatch(text) for text, nul in ((even, odd), (odd, even))):
+        raise UnreadableError(f"{path} is UTF-16 text; save it as UTF-8.")
+
+
+def line_number(path: str, byte: int) -> int:
+    """Return the number of the line, from 1 on, that holds a byte of the content."""
+    number = 1
+    with opened(path) as file:
+        while byte > 0 and (block := file.read(min(byte, BLOCK_BYTES))):
+            number += block.count(b"\n")
+            byte -= len(block)
+    return number
+
+
+def first_bad_line(path: str) -> int:
+    """Return the number of the first line that is not UTF-8; of the last line where all are."""
+    number = 1
+    with open_text(path) as file:
+        while (line := file.readline(BLOCK_BYTES)) and not re.search("[\ud800-\udfff]", line):
+            number += line.endswith("\n")
+    return number

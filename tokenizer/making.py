@@ -423,7 +423,7 @@ class Sample:
         cleaner = Cleaner(self.settings.cleaning)
         for unit in self.units:
             reader = self.settings.reader()
-            for piece in itertools.chain.from_iterable(map(reader.pieces, unit.stretches)):
+            for piece in itertools.chain.from_iterable(map(reader.pieces, unit.ranges)):
                 text = cleaner(piece.text, whole=piece.starts_document and piece.ends_document)
                 if text:
                     yield text

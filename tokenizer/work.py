@@ -30,11 +30,12 @@ import xxhash
 from atomic import write_atomic
 from errors import UserError, check_format, disk_errors
 from tokenizer import encode, schema
+from tokenizer.byte_range import ByteRange
 from tokenizer.chat import ChatTemplate
 from tokenizer.cleaning import Cleaner, RuleStats
 from tokenizer.corpus import Unit
 from tokenizer.dedup import BANDS, MinHasher, halves, keys_per_document
-from tokenizer.documents import Counts, Piece, Reader, Stretch
+from tokenizer.documents import Counts, Piece, Reader
 from tokenizer.store import RESUMES, SPLITS
 
 PLAN_VERSION = 1
@@ -144,8 +145,8 @@ class Job:
         self.control = {token: rust.token_to_id(token) for token in self.settings.control_tokens}
         self.min_hasher = MinHasher() if self.settings.dedup == "near" else None
         self.eos = encode.NOTHING if self.settings.eos is None else self.settings.eos
-        stretches = (stretch for unit in self.units for stretch in unit.stretches)
-        self.heads = {stretch.path: stretch for stretch in stretches if stretch.start == 0 and stretch.stop is not None}
+        parts = (part for unit in self.units for part in unit.ranges)
+        self.heads = {part.path: part for part in parts if part.start == 0 and part.stop is not None}
 
     @staticmethod
     def open(folder: Path) -> "Job":
@@ -155,16 +156,16 @@ class Job:
     def do(self, number: int) -> Part:
         """Do a unit; raise a `UserError` for text that cannot be read or encoded, or a full disk."""
         with disk_errors(self.folder / "parts", RESUMES), PartWriter(self, number) as writer:
-            for stretch in self.units[number].stretches:
-                if self.continues(stretch):
-                    writer.go_on_with(self.first_piece(stretch.path))
-                for piece in writer.reader.pieces(stretch):
+            for part in self.units[number].ranges:
+                if self.continues(part):
+                    writer.go_on_with(self.first_piece(part.path))
+                for piece in writer.reader.pieces(part):
                     writer.add(piece)
             return writer.finish()
 
-    def continues(self, stretch: Stretch) -> bool:
-        """Whether a stretch begins within a document."""
-        return stretch.start > 0 and stretch.kind == "text" and self.settings.sample_by == "document"
+    def continues(self, part: ByteRange) -> bool:
+        """Whether a part begins within a document."""
+        return part.start > 0 and part.kind == "text" and self.settings.sample_by == "document"
 
     def first_piece(self, path: str) -> str:
         """The head of a file that is one document, which decides for all of it."""

@@ -1,0 +1,141 @@
+"""Records of jsonl, json, csv and parquet files and of Hub datasets.
+
+Local files are read here, because one broken line or byte ends the readers of `datasets`; Hub datasets are streamed
+through it. Each record comes with its place in the file; a broken one is None.
+"""
+
+import codecs
+import csv
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tokenizer import files, hub
+from tokenizer.byte_range import SHORTER, ByteRange, bounds
+
+LONGEST_RECORD = 128 << 20  # bytes of a line of jsonl, or of a json file: it has to fit in memory
+BATCH_BYTES = 4 << 20  # of a parquet file, at a time
+TEXT_COLUMNS, CHAT_COLUMNS = ("text", "content"), ("messages", "conversations")
+NUMBER = re.compile(r"[-+.\d]+")
+Records = Iterator[tuple[dict[str, Any] | None, dict[str, int]]]
+
+
+def records(part: ByteRange) -> Records:
+    """Yield records; raise a `UserError` for a file that cannot be read to its end, or a record that is too large."""
+    with files.readable(part.path):
+        if part.kind in ("jsonl", "json", "csv") and part.start == 0:
+            files.refuse_utf16(files.head(part.path), part.path)
+        yield from READERS[part.kind](part)
+
+
+def _jsonl(part: ByteRange) -> Records:
+    start, stop, _ = bounds(part, "line")
+    with files.opened(part.path) as file:
+        position = file.seek(start) if start else 0
+        while (stop is None or position < stop) and (line := file.readline(LONGEST_RECORD)):
+            if len(line) == LONGEST_RECORD:
+                number = files.line_number(part.path, position)
+                raise ValueError(f"line {number:,} is longer than {LONGEST_RECORD >> 20} MiB, too long for one record")
+            record = line if position else line.removeprefix(codecs.BOM_UTF8)
+            if record and not record.isspace():
+                yield parsed(record), {"byte": position}
+            position += len(line)
+
+
+def parsed(line: bytes) -> dict | None:
+    """Return the record of a line of jsonl; None for a broken one."""
+    try:
+        record = json.loads(line.decode("utf-8", errors="surrogateescape"))
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _json(part: ByteRange) -> Records:
+    """Read one list of records or texts."""
+    with files.opened(part.path) as file:
+        content = file.read(LONGEST_RECORD)
+    if len(content) == LONGEST_RECORD:
+        raise ValueError(f"it is a list of more than {LONGEST_RECORD >> 20} MiB; write it as jsonl, a record a line")
+    listed = json.loads(content.decode("utf-8-sig", errors="surrogateescape"))
+    for i, record in enumerate(listed):
+        record = {part.column or TEXT_COLUMNS[0]: record} if isinstance(record, str) else record
+        yield (record if isinstance(record, dict) else None), {"record": i + 1}
+
+
+def _csv(part: ByteRange) -> Records:
+    csv.field_size_limit(LONGEST_RECORD)
+    with files.open_text(part.path) as file:
+        lines = iter(lambda: file.readline(LONGEST_RECORD), "")
+        header = next(lines, "")
+        delimiter = next((mark for mark in "\t,;" if mark in header), ",")
+        reader = csv.DictReader(_checked(itertools.chain([header], lines)), delimiter=delimiter)
+        try:
+            for record in reader:
+                yield record, {"line": reader.line_num}
+        except csv.Error as error:
+            raise ValueError(f"{error}, in line {reader.line_num + 1:,}") from error
+
+
+def _checked(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        if len(line) == LONGEST_RECORD:
+            raise csv.Error(f"it is longer than {LONGEST_RECORD >> 20} Mi characters, too long for one record")
+        yield line
+
+
+def _parquet(part: ByteRange) -> Records:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        with parquet.ParquetFile(part.path) as file:
+            if max(part.start, part.stop or 0) > file.num_row_groups:
+                raise ValueError(SHORTER)
+            groups = range(part.start, file.num_row_groups if part.stop is None else part.stop)
+            row = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
+            n_bytes, rows = (
+                sum(getattr(file.metadata.row_group(i), name) for i in groups)
+                for name in ("total_byte_size", "num_rows")
+            )
+            rows_at_once = max(1, min(1024, BATCH_BYTES * rows // max(1, n_bytes)))
+            columns = part.column and [part.column]
+            for batch in file.iter_batches(rows_at_once, row_groups=list(groups), columns=columns):
+                for record in _rows(batch):
+                    row += 1
+                    yield record, {"record": row}
+    except ArrowException as error:  # of which only some are ValueErrors
+        raise ValueError(error) from error
+
+
+def _rows(batch: Any) -> list[dict[str, Any]]:
+    import pyarrow as pa
+
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:  # the file promised UTF-8
+        for i, column in enumerate(batch.schema):
+            if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+                batch = batch.set_column(i, column.name, batch.column(i).cast(pa.large_binary()))
+        return batch.to_pylist()
+
+
+def _hub(part: ByteRange) -> Records:
+    for i, record in enumerate(hub.opened(part.path).shard(part.start)):
+        yield record, {"record": i + 1}
+
+
+READERS = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "hub": _hub}
+
+
+def text_column(record: dict[str, Any], wanted: str | None) -> str | None:
+    """Return the column of a record that holds its text or its chat; None where it is ambiguous."""
+    if wanted is not None:
+        return wanted if wanted in record else None
+    named = [name for name in TEXT_COLUMNS if name in record]
+    chats = [name for name in CHAT_COLUMNS if isinstance(record.get(name), list)]
+    if named or chats:
+        return [*named, *chats][0]
+    strings = [name for name, value in record.items() if isinstance(value, str) and not NUMBER.fullmatch(value)]
+    return strings[0] if len(strings) == 1 else None
