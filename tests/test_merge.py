@@ -397,7 +397,7 @@ def test_killed_at_any_step_and_again_and_again_it_goes_on_to_the_same_bytes(tmp
             break
         assert merged(making, work) == expected
         shutil.rmtree(work)
-    assert killed_at > 60
+    assert killed_at > 50
     steps = itertools.count(20)  # and again and again
     while is_killed_at(next(steps), making, making.work):
         pass
