@@ -1,7 +1,7 @@
-"""Byte-pair encoding (Sennrich et al. 2016) of many words at once: what `tokenizers` does word by word, in numpy.
+"""Byte-pair encoding (Sennrich et al. 2016) of many words at once in numpy, with the results of `tokenizers`.
 
-In every word, the pair of tokens that the merges name first becomes one token, until none is named. One round does it in all
-words; those without a pair leave.
+In every word, the pair of tokens that the merges name first becomes one token, until none is named. One round does it in
+all words; those without a pair leave.
 """
 
 import json
@@ -14,14 +14,14 @@ PLAIN = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: printable Latin-1 as itself, the others from U+0100 on, in order."""
+    """Return GPT-2's printable stand-in for each byte: printable Latin-1 as itself, the others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def is_plain(rust: Tokenizer) -> bool:
-    """Whether the model is a BPE over bytes, each of which it knows, and nothing else decides about its tokens."""
+    """Return whether the model is a BPE over bytes, each of which it knows, whose tokens depend on nothing else."""
     if not isinstance(rust.model, models.BPE):
         return False
     plain = all(getattr(rust.model, name) in (value, "" if value is None else value) for name, value in PLAIN.items())
@@ -29,7 +29,7 @@ def is_plain(rust: Tokenizer) -> bool:
 
 
 class Merges:
-    """The merges of a plain byte-level BPE."""
+    """The merges of a plain byte-level BPE: `made`, (merges,), is the token of each."""
 
     def __init__(self, rust: Tokenizer):
         model = json.loads(rust.to_str())["model"]
@@ -38,15 +38,10 @@ class Merges:
         for character, byte in byte_level_alphabet().items():
             self.of_byte[byte] = vocab[character]
         named = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        left, right, made = (
-            (
-                np.array([vocab[token] for token in tokens], dtype=np.int32)
-                for tokens in (*zip(*named, strict=True), map("".join, named))
-            )
-            if named
-            else (np.zeros(0, dtype=np.int32),) * 3
+        parts = [*zip(*named, strict=True)] or [(), ()]
+        left, right, self.made = (
+            np.array([vocab[token] for token in tokens], dtype=np.int32) for tokens in (*parts, map("".join, named))
         )
-        self.made = made  # (merges,)
         self.lengths = np.zeros(max(vocab.values()) + 1, dtype=np.int64)  # bytes of each token
         self.lengths[list(vocab.values())] = list(map(len, vocab))
         self.at_once = self._may_go_at_once(left, right, max(vocab.values()) + 1)
@@ -55,23 +50,23 @@ class Merges:
         self.rank_of_bytes = self.ranks(self.of_byte[pairs >> 8], self.of_byte[pairs & 0xFF])
 
     def _may_go_at_once(self, left: np.ndarray, right: np.ndarray, vocab_size: int) -> np.ndarray:
-        """(merges,) bool: whether all pairs of a rank in a word may be merged in one round. Not if the new token is in a
-        pair that the merges name earlier, which would come next; a token that several merges make can be."""
+        """Return (merges,) bool: whether all pairs of a rank in a word may be merged in one round. Not if the new token is in
+        a pair that the merges name earlier, which would come next; a token that several merges make can be."""
         first_used = np.full(vocab_size, NONE, dtype=np.int32)
         for part in (left, right):
             np.minimum.at(first_used, part, np.arange(len(part), dtype=np.int32))
         return first_used[self.made] > np.arange(len(self.made))
 
     def encode(self, text: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`text`, (n,) uint8: words on end, none of them empty; `bounds`, (words + 1,): where each begins, and the end.
+        """Encode `text`, (n,) uint8: words on end, none empty, that begin at `bounds`, (words + 1,) with the end.
 
-        Returns ids, (m,) int32, and how many each word has become, (words,) int32.
+        Returns ids, (m,) int32, and the number of each word's ids, (words,) int32.
         """
         tokens, begins = (
             self.of_byte.take(text),
             np.ones(len(text), dtype=bool),
         )  # the result: a token at its first byte
-        # What is still at work, in order: tokens, their first bytes, the rank of each with the next, the last of a word.
+        # Unfinished words, in order: tokens, their first bytes, the rank of each with the next, the last of a word.
         token, place, last = tokens.copy(), np.arange(len(text), dtype=np.int32), np.zeros(len(text), dtype=bool)
         last[bounds[1:] - 1] = True
         rank = np.full(len(text), NONE, dtype=np.int32)
@@ -101,7 +96,7 @@ class Merges:
             rank[changed] = self.ranks(token.take(changed), token.take(after + gone.take(after)))
 
     def _chosen(self, rank: np.ndarray, least: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Where the pairs of the least rank in each word are: all that do not overlap from the left on, or the first."""
+        """Return the pairs of the least rank in each word: all that do not overlap from the left on, or the first."""
         at = np.flatnonzero(rank == np.repeat(least, sizes))
         follows = np.diff(at, prepend=-2) == 1
         if follows.any():  # aaaa: every other one of a run
@@ -115,7 +110,7 @@ class Merges:
 
 
 class PairTable:
-    """The ranks of pairs of tokens: a hash table of which many are asked at once."""
+    """The ranks of pairs of tokens: a hash table for many lookups at once."""
 
     def __init__(self, left: np.ndarray, right: np.ndarray, small: bool):
         """`small`: whether ids are below 2^16 - 1."""
@@ -144,7 +139,7 @@ class PairTable:
         return (pairs * self.factor >> self.shift).astype(np.int64)
 
     def __call__(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """(n,) int32: the ranks of the pairs."""
+        """Return (n,) int32: the ranks of the pairs."""
         pairs = self._pairs(left, right)
         slots = self._slots(pairs)
         found = self.pairs.take(slots)

@@ -1,4 +1,4 @@
-"""Chats as text: a record's messages, written out by a chat template (Jinja, as Transformers has them)."""
+"""Chats as text: the messages of a record, rendered by a chat template (Jinja, as in Transformers)."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ from typing import Any
 
 from errors import UserError
 
-# OpenAI's ChatML, as most templates on the Hub have it. What is between the `generation` marks is the assistant's: TRL can
-# take the loss of that alone. Chats that are to be answered end with an open turn of the assistant.
+# OpenAI's ChatML, as in most templates on the Hub. TRL can take the loss of the text between the `generation` marks alone.
+# With `add_generation_prompt`, a chat ends with an open turn of the assistant.
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}{{ '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
@@ -17,25 +17,19 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-MARKS = range(0x100000, 0x10FFFE)  # private use: stand for the first characters of what only reads like a control token
+MARKS = range(0x100000, 0x10FFFE)  # private use: replace the first characters of text that reads like a control token
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # as ShareGPT names them
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
     source: str
-    control_tokens: tuple[str, ...]  # what the template writes that is no text
-    variables: dict[str, str] = field(
-        default_factory=dict
-    )  # the tokenizer's `bos_token`, `eos_token` ..., for the template
+    control_tokens: tuple[str, ...]  # tokens that the template writes
+    variables: dict[str, str] = field(default_factory=dict)  # the tokenizer's `bos_token`, `eos_token` ...
 
     @staticmethod
     def read(name: str) -> str:
-        """The source of `chatml` or of a file.
-
-        Raises:
-            UserError: there is no such file, or it is no template.
-        """
+        """Return the source of `chatml` or of a file; raise a `UserError` where it is not a template."""
         from jinja2 import TemplateSyntaxError
 
         if name == "chatml":
@@ -49,7 +43,7 @@ class ChatTemplate:
             raise UserError(f"{name} cannot be read: {error}; give a file of Jinja source, or chatml.") from error
         try:
             ChatTemplate(source, ()).segments([{"role": "user", "content": ""}])
-        except ValueError as error:  # what this one chat makes it raise is no matter
+        except ValueError as error:  # only its syntax matters, not that it refuses this chat
             if isinstance(syntax := error.__cause__, TemplateSyntaxError):
                 raise UserError(f"{name}, line {syntax.lineno}: {syntax.message}; mend the template.") from error
         return source
@@ -60,12 +54,9 @@ class ChatTemplate:
         return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
     def segments(self, messages: Any) -> list[tuple[str, str | None]]:
-        """The chat as (text, the control token after it or None).
+        """Render a chat as (text, the control token after it or None); raise a `ValueError` where that cannot be done.
 
-        What reads like a control token in a message stays text.
-
-        Raises:
-            ValueError: `messages` are no chat, or none that the template can write.
+        Text of a message that reads like a control token stays text.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -88,7 +79,7 @@ class ChatTemplate:
                     message[name] = self.control.sub(marked, message[name])
         try:
             [rendered], _ = render_jinja_template([chat], chat_template=self.source, **self.variables)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # any, by the template
             raise ValueError(f"the chat template cannot write it: {' '.join(str(error).split())[:200]}") from error
         *parts, rest = self.control.split(rendered)  # text, token, text, token, ..., text
         unmarked = {ord(mark): first for first, mark in marks.items()}
@@ -97,7 +88,7 @@ class ChatTemplate:
 
 
 def normalised(messages: Any) -> list[dict[str, str]] | None:
-    """`role` and `content` of every message, under those names; None for what is no chat."""
+    """Return `role` and `content` of every message; None where `messages` is not a chat."""
     if not isinstance(messages, list) or not messages:
         return None
     chat = []
@@ -105,7 +96,7 @@ def normalised(messages: Any) -> list[dict[str, str]] | None:
         if not isinstance(message, dict):
             return None
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        if isinstance(content, list):  # parts, of which those that are text count
+        if isinstance(content, list):  # parts, some of which are text
             texts = (part.get("text") for part in content if isinstance(part, dict))
             content = "".join(text for text in texts if isinstance(text, str))
         if not isinstance(role, str) or not isinstance(content, str):

@@ -1,24 +1,21 @@
-"""Documents that repeat an earlier one, word for word or nearly.
+"""Deduplication: documents that repeat an earlier one, word for word or nearly.
 
-Whoever reads a document computes its keys: a digest of the text and, for near-duplicates, the bands of its MinHash
+The reader of a document computes its keys: a digest of the text and, for near-duplicates, the bands of its MinHash
 signature (Broder 1997). One merge pass then looks at all keys in document order and marks every document that shares a
-key with an earlier one. So the outcome depends on the documents and their order alone, never on who read them.
+key with an earlier one. So the result depends on the documents and their order alone, not on the processes.
 """
 
 import struct
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from errors import UserError
 from limits import setting
 from tokenizer.characters import UNSPACED
-
-if TYPE_CHECKING:
-    import xxhash
 
 # FineWeb's numbers (Penedo et al. 2024, arXiv:2406.17557): 112 hashes of 5-word shingles in 14 bands of 8. Documents of
 # Jaccard similarity s share a band with probability 1 - (1 - s^8)^14: 0.05 at 0.5, 1/2 at 0.685, 0.92 at 0.8, 0.9996 at
@@ -35,9 +32,9 @@ ALONE = 1 << 31  # marks a character that is a word
 GOLDEN = 0x9E3779B97F4A7C15  # the golden ratio's fraction
 PI = 0x243F6A8885A308D3  # pi's fraction
 
-# Text is cut into words in stretches whose arrays stay in the processor's cache. A word across a cut counts as two: one
-# word in some ten thousand.
-STRETCH = 1 << 16
+# Characters that are cut into words at a time: their arrays stay in the processor's cache. A word across a cut counts as
+# two: one word in some ten thousand.
+BLOCK_CHARACTERS = 1 << 16
 
 
 @dataclass
@@ -50,42 +47,25 @@ class DedupArguments:
 
 
 def keys_per_document(kind: str) -> int:
-    """The length of a document's row of uint64 keys: the digest's two halves, then the bands."""
+    """Return the length of a document's row of uint64 keys: the digest's two halves, then the bands."""
     return {"no": 0, "exact": 2, "near": 2 + BANDS}[kind]
 
 
 def key_columns(kind: str) -> list[slice]:
-    """The columns of each key in a document's row, as `repeated` takes them."""
+    """Return the columns of each key in a document's row, as `repeated` takes them."""
     return {"no": [], "exact": [DIGEST_COLUMNS], "near": [DIGEST_COLUMNS, *BAND_COLUMNS]}[kind]
 
 
-def digest(pieces: Iterable[str]) -> tuple[int, int]:
-    """The xxh3_128 of a document's UTF-8 as two 64-bit numbers, the high one first; its pieces may be cut anywhere."""
-    import xxhash  # comes with datasets; training from a store needs neither
-
-    hasher = xxhash.xxh3_128()
-    for piece in pieces:
-        hasher.update(piece.encode())
-    return halves(hasher)
-
-
-def halves(hasher: "xxhash.xxh3_128") -> tuple[int, int]:
-    return divmod(hasher.intdigest(), 1 << 64)
-
-
 class MinHasher:
-    """Keys by which near-duplicates find each other.
+    """Keys that near-duplicates share; raises a `UserError` where rensa is not installed.
 
     A word is a run of letters, marks and digits, its case ignored; where a script puts no blank between words, it is a
     character. A text's shingles are its sequences of five words; fewer words than five are one shingle. The same text
     has the same keys on every machine; what counts as a letter follows the Unicode version of Python.
-
-    Raises:
-        UserError: rensa is not installed.
     """
 
     def __init__(self):
-        import xxhash
+        import xxhash  # comes with datasets; training from a store needs neither
 
         try:
             from rensa import RMinHash  # an extra: only near-duplicates need it
@@ -97,22 +77,22 @@ class MinHasher:
         self._signatures = RMinHash.digest_matrix_from_flat_token_hashes
         self._hash = xxhash.xxh3_64_intdigest
         self._letters = _letters()
-        self._powers = np.full(STRETCH, PI, np.uint64).cumprod()
-        self._inverses = np.full(STRETCH, pow(PI, -1, 1 << 64), np.uint64).cumprod()
+        self._powers = np.full(BLOCK_CHARACTERS, PI, np.uint64).cumprod()
+        self._inverses = np.full(BLOCK_CHARACTERS, pow(PI, -1, 1 << 64), np.uint64).cumprod()
 
     def bands(self, text: str) -> np.ndarray:
-        """(BANDS,) uint64. Two texts of Jaccard similarity s share each of them with probability s^ROWS.
-
-        A text without words shares them with the same text only.
-        """
+        """Return (BANDS,) uint64. Two texts of Jaccard similarity s share each with probability s^ROWS; a text without words
+        shares them with the same text only."""
         shingles = self._shingles(text)
         [signature] = self._signatures(shingles, [0, len(shingles)], BANDS * ROWS, GOLDEN).to_rows()
         rows = struct.iter_unpack(f"{4 * ROWS}s", struct.pack(f"<{BANDS * ROWS}I", *signature))
         return np.array([self._hash(row, seed=band) for band, [row] in enumerate(rows)], np.uint64)
 
     def _shingles(self, text: str) -> np.ndarray:
-        """(at least one,) uint64: the hash of each shingle."""
-        words = np.concatenate([self._words(text[i : i + STRETCH]) for i in range(0, len(text) or 1, STRETCH)])
+        """Return (at least one,) uint64: the hash of each shingle."""
+        words = np.concatenate(
+            [self._words(text[i : i + BLOCK_CHARACTERS]) for i in range(0, len(text) or 1, BLOCK_CHARACTERS)]
+        )
         if len(words) == 0:
             return np.array([self._hash(text.encode())], np.uint64)
         if len(words) < SHINGLE_WORDS:
@@ -121,7 +101,7 @@ class MinHasher:
         return sum(words[i : i + count] * self._powers[i] for i in range(SHINGLE_WORDS))
 
     def _words(self, text: str) -> np.ndarray:
-        """(words,) uint64: the hash of each word, a polynomial in its letters modulo 2^64, then mixed."""
+        """Return (words,) uint64: the hash of each word, a polynomial in its letters modulo 2^64, then mixed."""
         letters = self._letters[np.frombuffer(text.encode("utf-32-le"), "<u4")]  # (characters,), 0 between words
         starts = letters != 0
         alone = letters >= ALONE
@@ -138,7 +118,7 @@ class MinHasher:
 
 
 def _letters() -> np.ndarray:
-    """(code points,) uint32: what a character counts as; itself in lower case, 0 for what is part of no word."""
+    """Return (code points,) uint32: each character in lower case; 0 for those that are part of no word."""
     letters = np.zeros(0x110000, np.uint32)
     for code in range(0x40000):  # beyond lie no letters
         character = chr(code)
@@ -150,13 +130,11 @@ def _letters() -> np.ndarray:
 
 
 def repeated(read: Callable[[], Iterator[np.ndarray]], documents: int, columns: slice, memory: int) -> np.ndarray:
-    """(documents,) bool: True where an earlier document has the same key.
+    """Return (documents,) bool: True where an earlier document has the same key.
 
-    The first of all documents with a key is kept, whatever becomes of it by its other keys. So of a cluster (documents
-    linked by shared keys, directly or over others) the first is always kept, and a document is dropped if any earlier
-    one is near it, even one that is itself dropped: of a chain in which each resembles only the one before, the first
-    alone stays. Where two that are unlike come first and a third resembles both, both of them stay, while a search for
-    clusters would keep one.
+    The first document with a key is kept, even if another of its keys marks it. So a document is dropped if any earlier one
+    is near it, even one that is itself dropped: of a chain in which each resembles only the one before, the first alone
+    stays. Where two unlike documents come first and a third resembles both, both stay; a search for clusters would keep one.
 
     Args:
         read: gives all keys in document order, in blocks (any number, columns) uint64, every time it is called.
@@ -176,41 +154,40 @@ def repeated(read: Callable[[], Iterator[np.ndarray]], documents: int, columns: 
 
 
 def _mark_range(marked: np.ndarray, blocks: Iterator[np.ndarray], low: int, high: int, capacity: int) -> None:
-    """Marks the repeats among the keys whose first 64 bits are in `low` to `high`."""
+    """Mark the repeats among the keys whose first 64 bits are in `low` to `high`."""
     step = min(capacity, 1 << 16)  # small arrays stay in the processor's cache
     dtype = np.min_scalar_type(len(marked))
-    held, documents = [], []  # keys in document order and, beside them, whose they are
+    held, owners = [], []  # keys in document order, and their documents
     count, limit, start = 0, capacity, 0
+
+    def mark_held() -> None:
+        """Mark the repeats among the held keys, and let go of them."""
+        keys, documents = np.concatenate(held), np.concatenate(owners)
+        held.clear()  # the room is needed for sorting
+        owners.clear()
+        repeats = _repeats(keys, low, high)
+        marked[documents[repeats]] = True
+        held.append(keys.compress(~repeats, axis=0))
+        owners.append(documents[~repeats])
+
     for block in blocks:
         for i in range(0, len(block), step):
             keys = block[i : i + step]
             inside = (keys[:, 0] - low <= high - low).nonzero()[0]
             held.append(keys.take(inside, axis=0))
-            documents.append((inside + (start + i)).astype(dtype))
+            owners.append((inside + (start + i)).astype(dtype))
             count += len(inside)
             if count > limit:
-                held, documents = _mark_repeats(marked, held, documents, low, high)
+                mark_held()
                 count = len(held[0])
                 limit = max(capacity, 2 * count)
         start += len(block)
-    if count:
-        _mark_repeats(marked, held, documents, low, high)
-
-
-def _mark_repeats(
-    marked: np.ndarray, held: list[np.ndarray], documents: list[np.ndarray], low: int, high: int
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What is left of the held keys and their documents when repeats are marked and let go."""
-    keys, owners = np.concatenate(held), np.concatenate(documents)
-    held.clear()  # the room is needed for sorting
-    documents.clear()
-    repeats = _repeats(keys, low, high)
-    marked[owners[repeats]] = True
-    return [keys.compress(~repeats, axis=0)], [owners[~repeats]]
+    if held:
+        mark_held()
 
 
 def _repeats(keys: np.ndarray, low: int, high: int) -> np.ndarray:
-    """(keys,) bool: True for a row equal to an earlier one; the first column lies in `low` to `high`."""
+    """Return (keys,) bool: True for a row equal to an earlier one; the first column lies in `low` to `high`."""
     count = len(keys)
     # The leading bits of a key and, below them, its row: one sort of plain numbers, which keeps equal keys in their
     # order and is many times faster than a stable argsort.

@@ -1,9 +1,10 @@
-"""Text -> ids, for each kind of tokenizer by its fastest exact way. Worker processes import this and nothing larger."""
+"""Encoding: text to ids, for each kind of tokenizer in its fastest exact way. Imports nothing large, for worker processes."""
 
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -11,9 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from errors import UserError
 from tokenizer.bpe import Merges, byte_level_alphabet, is_plain
 from tokenizer.words import WordSplitter
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 NOTHING = -1  # no token follows a text
 SHORT_WORD = 32  # bytes
@@ -23,16 +21,13 @@ UNKNOWN = 0xFFFFFFFF
 FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte
 
 
-class Encoder(Protocol):
-    def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of all `texts` (UTF-8) on end, each followed by the id that `followed_by` has for it, or by NOTHING.
-
-        Returns (n,) ids of the store's dtype, and (texts,) int64: how many each text has become, its follower included.
-        """
+# Maps texts (UTF-8) and the id that follows each of them, or NOTHING, to the ids of all texts in one array (n,) of the
+# store's dtype, and the number of ids of each text with its follower, (texts,) int64.
+Encoder = Callable[[list[bytes], list[int]], tuple[np.ndarray, np.ndarray]]
 
 
 def load_rust(file: Path) -> Tokenizer:
-    """A `tokenizer.json` as an encoder of plain text: what reads like a control token stays text."""
+    """Load a `tokenizer.json` as an encoder of plain text: control tokens in the text stay text."""
     rust = Tokenizer.from_file(str(file))
     rust.encode_special_tokens = True
     rust.no_truncation()
@@ -50,12 +45,12 @@ def sha256(rust: Tokenizer) -> str:
 
 
 def kind(rust: Tokenizer) -> str:
-    """`character`, or the kind of its model: `bpe`, `unigram`, `wordpiece` ..."""
+    """Return `character`, or the kind of the model: `bpe`, `unigram`, `wordpiece` ..."""
     return "character" if is_character(rust) else type(rust.model).__name__.lower()
 
 
 def is_character(rust: Tokenizer) -> bool:
-    """Whether each character that it knows is a token, and any other an error."""
+    """Return whether each known character is a token, and any other an error."""
     if not isinstance(rust.model, models.WordLevel) or rust.normalizer is not None or rust.pre_tokenizer is None:
         return False
     tokens = rust.get_vocab().keys()
@@ -64,7 +59,7 @@ def is_character(rust: Tokenizer) -> bool:
 
 
 def has_gpt2_words(rust: Tokenizer) -> bool:
-    """Whether a text is encoded word by word with GPT-2's pattern, and a word always alike."""
+    """Return whether a text is encoded word by word with GPT-2's pattern, and a word always to the same ids."""
     words = rust.pre_tokenizer
     pattern = isinstance(words, pre_tokenizers.ByteLevel) and words.use_regex and not words.add_prefix_space
     deterministic = isinstance(rust.model, models.BPE) and not rust.model.dropout
@@ -102,8 +97,8 @@ class WordEncoder:
         ids[until[follows] - 1] = follower[follows]
         return ids, np.diff(until, prepend=0).astype(np.int64)
 
-    def _encode(self, words: "pa.Array") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids, (n,), and for each word where its own begin among them and how many they are, (words,) int32 each."""
+    def _encode(self, words: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the ids of an Arrow array of words, (n,), and the first and the number of each word's own, (words,) int32."""
         _, bounds, text = words.buffers()
         bounds = np.frombuffer(bounds, dtype=np.int32, count=len(words) + 1)
         text = np.frombuffer(text, dtype=np.uint8, count=bounds[-1])
@@ -115,14 +110,16 @@ class WordEncoder:
             of_short = np.cumsum(sizes[short], dtype=np.int32)
             ids, length[short] = self.merges.encode(text[np.repeat(short, sizes)], np.append(np.int32(0), of_short))
             pool = ids.astype(self.dtype)
-        one_by_one = [self._in_rust(text[bounds[i] : bounds[i + 1]].tobytes()) for i in np.flatnonzero(~short).tolist()]
+        one_by_one = [
+            self._encode_long(text[bounds[i] : bounds[i + 1]].tobytes()) for i in np.flatnonzero(~short).tolist()
+        ]
         length[~short] = list(map(len, one_by_one))
         first = np.empty(len(words), dtype=np.int32)
         first[short] = np.cumsum(length[short]) - length[short]
         first[~short] = len(pool) + np.cumsum(length[~short]) - length[~short]
         return np.concatenate([pool, *one_by_one]), first, length
 
-    def _in_rust(self, word: bytes) -> np.ndarray:
+    def _encode_long(self, word: bytes) -> np.ndarray:
         """(n,) ids of a word of any length.
 
         Ids are those of a word if every two neighbors are the ids of their own text, because no merge then reaches across. So
@@ -153,7 +150,7 @@ class WordEncoder:
 
 
 class RustEncoder:
-    """Any other tokenizer, as it is."""
+    """Encodes with `tokenizers`, for any other tokenizer."""
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
         self.rust = rust
@@ -170,7 +167,7 @@ class RustEncoder:
 
 
 class CharacterEncoder:
-    """One id a character, by a table."""
+    """Encodes each character as one id, by a table."""
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
         self.dtype = dtype
@@ -200,7 +197,7 @@ def _with_followers(ids: np.ndarray, counts: list[int], followed_by: list[int]) 
 
 
 def token_bytes(rust: Tokenizer) -> list[bytes]:
-    """What each id stands for within a text, in UTF-8; special tokens and the unknown one stand for nothing."""
+    """Return the text of each id in UTF-8; special tokens and the unknown one have none."""
     added, to_byte = rust.get_added_tokens_decoder(), byte_level_alphabet()
     byte_level = isinstance(rust.decoder, decoders.ByteLevel)
     unknown = getattr(rust.model, "unk_token", None)
@@ -222,8 +219,8 @@ def token_bytes(rust: Tokenizer) -> list[bytes]:
 
 
 def text_lengths(rust: Tokenizer) -> np.ndarray | None:
-    """(vocab_size,) int64: bytes of text that each id stands for; None where no text can be lost: a BPE that has a token
-    for every byte, and a character tokenizer, which refuses what it does not know."""
+    """Return (vocab_size,) int64: bytes of text of each id; None where no text can be lost: a BPE that has a token for
+    every byte, and a character tokenizer, which refuses unknown characters."""
     all_bytes = isinstance(rust.decoder, decoders.ByteLevel) and byte_level_alphabet().keys() <= rust.get_vocab().keys()
     if is_character(rust) or all_bytes:
         return None

@@ -1,4 +1,4 @@
-"""The Hub: whether it can be reached, and its datasets, streamed through `datasets` so that nothing of them need fit on this disk."""
+"""The Hugging Face Hub: whether it can be reached, and its datasets, streamed so that they need not fit on the disk."""
 
 import os
 import re
@@ -18,10 +18,10 @@ REACHED_WITHIN = 10  # seconds
 
 
 def unreachable() -> str | None:
-    """Why the Hub cannot be reached, in words; None where it answers.
+    """Return why the Hub cannot be reached; None where it answers.
 
-    Asks once in the life of a process. Left to themselves, its libraries try each file six times, for a minute and more. Where
-    it does not answer, they are told to use their cache alone, and so are processes that are started later.
+    Asks once per process: left to themselves, its libraries try each file six times, for a minute and more. Without an
+    answer, the libraries of this process and of its children are set to use their cache alone.
     """
     from huggingface_hub import constants
 
@@ -48,12 +48,8 @@ def _ask(endpoint: str) -> str | None:
 
 
 def require(name: str, what: str, *files: str) -> None:
-    """Make sure that a Hub id can be loaded: from the Hub or, where it cannot be reached, from the cache, if one of `files`
-    is there. Other names are left to whoever loads them.
-
-    Raises:
-        UserError: neither is the case. `what` is a noun with its article.
-    """
+    """Raise a `UserError` for a Hub id that cannot be loaded: the Hub cannot be reached, and none of `files` is cached. Other
+    names are not checked. `what` is a noun with its article."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -72,7 +68,7 @@ def require(name: str, what: str, *files: str) -> None:
 
 
 def shortened(error: Exception) -> str:
-    """What an exception says, on one line of at most 300 characters."""
+    """Return the message of an exception on one line of at most 300 characters."""
     return textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
 
 
@@ -87,7 +83,7 @@ class HubDataset:
 
     @classmethod
     def parse(cls, entry: str) -> Self | None:
-        """None where `entry` is no such id, or names something on this disk."""
+        """Return None where `entry` is not such an id, or names a local path."""
         found = ID.fullmatch(entry)
         if found is None or Path(entry).exists() or Path(entry.split("/")[0]).exists():
             return None
@@ -99,11 +95,8 @@ class HubDataset:
         )
 
     def pinned(self) -> Self:
-        """The same at the commit where it stands now.
-
-        Raises:
-            UserError: there is no such dataset or revision, or the Hub cannot be reached.
-        """
+        """Return the dataset at its present commit; raise a `UserError` where it or its revision does not exist, or the Hub
+        cannot be reached."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -123,11 +116,7 @@ class HubDataset:
 
     @cached_property
     def stream(self) -> Any:
-        """The dataset as `datasets` streams it.
-
-        Raises:
-            UserError: no such configuration or split, or files that cannot be read.
-        """
+        """The dataset as `datasets` streams it; a `UserError` for an unknown configuration or split, or unreadable files."""
         import datasets
 
         try:
@@ -138,18 +127,15 @@ class HubDataset:
             raise UserError(f"{self} cannot be read from the Hub: {shortened(error)}.") from error
 
     def head(self, count: int) -> Iterator[dict[str, Any]]:
-        """The first records."""
+        """Yield the first records."""
         return self._records(self.stream.take(count))
 
     def shard(self, number: int) -> Iterator[dict[str, Any]]:
-        """The records of one of `stream.num_shards` shards."""
+        """Yield the records of one of `stream.num_shards` shards."""
         return self._records(self.stream.shard(num_shards=self.stream.num_shards, index=number))
 
     def _records(self, stream: Any) -> Iterator[dict[str, Any]]:
-        """
-        Raises:
-            UserError: the connection is lost, or the data are broken.
-        """
+        """Raise a `UserError` where the connection is lost or the data are broken."""
         try:
             yield from stream
         except Exception as error:
@@ -160,5 +146,5 @@ class HubDataset:
 
 @cache
 def opened(pinned: str) -> HubDataset:
-    """What `str` has written of a dataset, whatever folders there are by now."""
+    """Open a dataset by its `str`, even if a local folder has its name now."""
     return HubDataset(**ID.fullmatch(pinned).groupdict())

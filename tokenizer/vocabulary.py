@@ -1,6 +1,6 @@
 """The tokenizer of a store: a byte-level BPE or a character tokenizer made from the corpus, or an existing one.
 
-Whatever it is, it is an ordinary fast Transformers tokenizer and loads with `AutoTokenizer`.
+Each is an ordinary fast Transformers tokenizer and loads with `AutoTokenizer`.
 """
 
 import itertools
@@ -54,19 +54,16 @@ class VocabularyArguments:
 
 def build(
     arguments: VocabularyArguments,
-    theirs: PreTrainedTokenizerBase | None,
+    existing: PreTrainedTokenizerBase | None,
     texts: Callable[[], Iterable[str]],
     chat_tokens: Iterable[str] = (),
     must_fit: bool = True,
     say: Callable[[str], None] = print,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that `arguments` ask for: `theirs`, the existing one that they name, or one made from `texts`.
-
-    Raises:
-        UserError: the size differs from the one asked for (unless it need not fit), or is too small for a BPE.
-    """
-    if theirs is not None:
-        tokenizer = theirs
+    """Return the tokenizer that `arguments` ask for: the `existing` one that they name, or one made from `texts`. Raise a
+    `UserError` if its size differs from the one asked for (unless it need not fit), or is too small for a BPE."""
+    if existing is not None:
+        tokenizer = existing
     elif arguments.tokenizer_type == "character":
         tokenizer = character_tokenizer(texts())
     else:
@@ -85,7 +82,7 @@ def build(
 
 
 def problems(arguments: VocabularyArguments) -> list[str]:
-    """What cannot be, or would be ignored, whatever the text."""
+    """Return the settings that cannot be, or that would be ignored, a sentence each."""
     makes_bpe = arguments.tokenizer is None and arguments.tokenizer_type == "bpe"
     found = []
     if arguments.special_tokens and not makes_bpe:
@@ -116,7 +113,7 @@ def _too_small(size: int, special: list[str]) -> str | None:
 
 
 def _may_be_text(token: str) -> bool:
-    """Whether a BPE's own name for a piece of text may be `token`: it writes the bytes of a word as printable characters."""
+    """Return whether a BPE's own name for a piece of text may be `token`: it writes bytes as printable characters."""
     byte_of = byte_level_alphabet()
     if not byte_of.keys() >= set(token):
         return False
@@ -135,7 +132,7 @@ def train_bpe(
     special_tokens: Iterable[str] = (),
     say: Callable[[str], None] = print,
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE (Radford et al. 2019) with GPT-2's word pattern; lossless on any Unicode text.
+    """Train a byte-level BPE (Radford et al. 2019) with GPT-2's word pattern; lossless on any Unicode text.
 
     Its size is `vocab_size`, or less where the text does not hold that many pairs worth merging. The same text gives the
     same tokenizer on any machine.
@@ -156,7 +153,8 @@ def train_bpe(
             f"{counted(cut_words, 'word')} of more than {LONGEST_COUNTED_WORD:,} bytes (text without blanks) cut into pieces to "
             f"train the BPE; this does not cut them when they are encoded."
         )
-    bpe.train_from_iterator(_in_batches(_thinned(counts)), trainer)
+    words = _thinned(counts)  # each a text of its own, thousands at a time
+    bpe.train_from_iterator(iter(lambda: list(itertools.islice(words, 10_000)), []), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=END_OF_TEXT,
@@ -167,8 +165,8 @@ def train_bpe(
 
 
 def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
-    """How often each word of GPT-2's pattern occurs; of very many, those that occur twice. Words that are too long for the
-    trainer are counted as pieces; how many these words are is returned too."""
+    """Return how often each word of GPT-2's pattern occurs (of very many, those that occur twice), and how many words were
+    too long for the trainer and are counted as pieces."""
     splitter, counts, pieces = WordSplitter(), Counter(), WordPieces()
 
     def count(batch: list[bytes]) -> None:
@@ -195,7 +193,7 @@ def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
 
 
 class WordPieces:
-    """Words that are too long for the trainer, in pieces: all of them, or every second, fourth ... of more than fit."""
+    """Pieces of words that are too long for the trainer: all, or every second, fourth ... of more than fit."""
 
     def __init__(self):
         self.words = 0
@@ -214,7 +212,7 @@ class WordPieces:
                 self.bytes = sum(len(piece) for piece, _ in self.kept)
 
     def counts(self) -> Counter[bytes]:
-        """Each of those kept counts for those that were not."""
+        """Return the counts of the kept pieces, which stand for the others too."""
         counts = Counter()
         for piece, number in self.kept:
             counts[piece] += number * self.step
@@ -225,14 +223,14 @@ def _cut(word: bytes) -> Iterator[bytes]:
     start = 0
     while start < len(word):
         stop = start + LONGEST_COUNTED_WORD
-        while stop < len(word) and 0x80 <= word[stop] < 0xC0:  # no character is torn
+        while stop < len(word) and 0x80 <= word[stop] < 0xC0:  # not within a character
             stop -= 1
         yield word[start:stop]
         start = stop
 
 
 def _thinned(counts: Counter[bytes]) -> Iterator[str]:
-    """The words as often as they occur, or, of more than the trainer needs, all of them proportionally less often.
+    """Yield words as often as they occur; of more than the trainer needs, all of them proportionally less often.
 
     The trainer would count the words of 115 MB for 40 s. With an eighth of each count it takes 9 s, and the tokens hold 0.1%
     less text; with every word of a fifth of the text they held 2.6% less.
@@ -243,15 +241,8 @@ def _thinned(counts: Counter[bytes]) -> Iterator[str]:
         yield from itertools.repeat(word.decode(), (number + times // 2) // times)
 
 
-def _in_batches(words: Iterable[str]) -> Iterator[list[str]]:
-    """The trainer takes each word as a text of its own, thousands at a time."""
-    words = iter(words)
-    while batch := list(itertools.islice(words, 10_000)):
-        yield batch
-
-
 def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """One token for each character that occurs, in code point order, and nothing else."""
+    """Make one token for each character that occurs, in code point order, and nothing else."""
     characters = set()
     for text in texts:
         characters.update(text)
@@ -262,11 +253,7 @@ def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def load(name: str | Path) -> PreTrainedTokenizerBase:
-    """A fast tokenizer from a folder or the Hub.
-
-    Raises:
-        UserError: there is none, or only a slow one.
-    """
+    """Load a fast tokenizer from a folder or the Hub; raise a `UserError` where there is none, or only a slow one."""
     folder = Path(name)
     if not folder.exists():
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
@@ -285,7 +272,7 @@ def load(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer_class(folder: Path) -> type:
-    """AutoTokenizer, unless it would import torch only to find the class of every tokenizer that was made here."""
+    """Return AutoTokenizer, unless it would import torch only to find the class of every tokenizer that was made here."""
     config = folder / "tokenizer_config.json"
     made_here = config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in GENERIC_CLASSES
     if made_here:
@@ -304,11 +291,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
 
 
 def save(tokenizer: PreTrainedTokenizerBase, folder: Path, context: int | None = None) -> None:
-    """Writes the tokenizer, telling it the model's context length where there is a model.
-
-    Raises:
-        OSError: a full disk, say.
-    """
+    """Write the tokenizer, with the model's context length where there is a model; raise an `OSError` for a full disk."""
     if context is not None:
         tokenizer.model_max_length = context
     try:

@@ -1,4 +1,4 @@
-"""Where words begin: GPT-2's pattern (Radford et al. 2019) on bytes, without a regular expression.
+"""Word boundaries of GPT-2's pattern (Radford et al. 2019), found in bytes without a regular expression.
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
@@ -9,13 +9,10 @@ Texts are joined by the byte 0xFF, which UTF-8 never holds; each 0xFF is a word 
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from tokenizers import pre_tokenizers
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 END = b"\xff"
 BLOCK_BYTES = 1 << 20
@@ -36,7 +33,7 @@ BYTE_CLASSES = _byte_classes()
 
 
 def _blocks(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Together about as much as a processor keeps at hand."""
+    """Group texts into blocks that fit the processor's cache."""
     block, size = [], 0
     for text in texts:
         block.append(text)
@@ -55,8 +52,8 @@ class WordSplitter:
         self.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.classes = np.full(0x110000, UNKNOWN, dtype=np.uint8)  # of code points
 
-    def words(self, texts: Iterable[bytes]) -> "pa.Array":
-        """All words of all texts as one array of binaries; after each text comes the word 0xFF."""
+    def words(self, texts: Iterable[bytes]) -> Any:
+        """Return all words of all texts as one Arrow array of binaries; after each text comes the word 0xFF."""
         import pyarrow as pa  # comes with datasets; training from a store needs neither
 
         blocks = [END.join([*block, b""]) for block in _blocks(texts)]
@@ -67,7 +64,7 @@ class WordSplitter:
         return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(joined)])
 
     def starts(self, joined: bytes) -> np.ndarray:
-        """(words,) int32: where each word of `joined` (n bytes, the last one 0xFF) begins."""
+        """Return (words,) int32: where each word of `joined` (n bytes, the last one 0xFF) begins."""
         text = np.frombuffer(joined, dtype=np.uint8)  # (n,)
         classes = np.frombuffer(joined.translate(BYTE_CLASSES), dtype=np.uint8)  # (n,)
         lead_bytes = np.flatnonzero(classes == UNKNOWN)  # of code points above ASCII
@@ -91,8 +88,8 @@ class WordSplitter:
         return np.flatnonzero(begins).astype(np.int32)
 
     def _settle_code_points(self, text: np.ndarray, first: np.ndarray, classes: np.ndarray) -> tuple | None:
-        """Writes the classes of all bytes of the code points that begin at `first`, (m,). Returns the spaces among them
-        as their first and their last bytes."""
+        """Write the classes of all bytes of the code points that begin at `first`, (m,). Return the first and the last
+        bytes of the spaces among them."""
         lead = text[first].astype(np.uint32)
         length = 2 + (lead >= 0xE0).astype(np.uint8) + (lead >= 0xF0)
         points = np.where(length == 2, lead & 0x1F, np.where(length == 3, lead & 0x0F, lead & 0x07))
@@ -122,7 +119,7 @@ class WordSplitter:
 
     @staticmethod
     def _split_english_endings(text: np.ndarray, classes: np.ndarray, begins: np.ndarray) -> None:
-        """'s 't 'm 'd 're 've 'll are words of their own where an apostrophe begins a word."""
+        """Make 's 't 'm 'd 're 've 'll words of their own where an apostrophe begins a word."""
         at = np.flatnonzero(text == 0x27)
         at = at[begins[at] & (at + 2 < len(text))]
         if not len(at):

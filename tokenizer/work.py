@@ -34,7 +34,7 @@ from tokenizer.byte_range import ByteRange
 from tokenizer.chat import ChatTemplate
 from tokenizer.cleaning import Cleaner, RuleStats
 from tokenizer.corpus import Unit
-from tokenizer.dedup import BANDS, MinHasher, halves, keys_per_document
+from tokenizer.dedup import BANDS, MinHasher, keys_per_document
 from tokenizer.documents import Counts, Piece, Reader
 from tokenizer.store import RESUMES, SPLITS
 
@@ -260,7 +260,7 @@ class PartWriter:
         if self.job.settings.dedup == "no":
             return ()
         self.digest.update(encoded)
-        digest = halves(self.digest)
+        digest = divmod(self.digest.intdigest(), 1 << 64)
         if self.job.min_hasher is None:
             return digest
         if not (piece.starts_document and piece.ends_document):  # a long one is near only to itself
