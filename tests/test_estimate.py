@@ -99,7 +99,7 @@ def test_it_is_near_the_store_that_is_made(write, tokens, tmp_path):
 def test_a_document_is_for_validation_as_it_is_in_the_whole(tmp_path, monkeypatch):
     """By its first piece, with which the sample begins too."""
     monkeypatch.setattr("tokenizer.documents.PIECE_BYTES", 4096)
-    monkeypatch.setattr("tokenizer.work.Workers.start", lambda self, count: None)  # all in this process
+    monkeypatch.setattr("tokenizer.worker.Workers.start", lambda self, count: None)  # all in this process
     text = written(as_text, tmp_path / "text")
     made = pretokenize(recipe(text, validation_fraction=0.3), tmp_path / "made", lambda line: None).metadata
     assert (made.train.documents, made.val.documents) == (1, 3)

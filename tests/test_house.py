@@ -127,5 +127,5 @@ def test_a_run_and_a_worker_need_nothing_that_only_others_need(launch, store, tm
     arguments = flags(data=store.folder, output_dir=tmp_path / "run", **TINY)
     result = launch("-c", f"{without(*ONLY_FOR_TEXT)} import train_accelerate; train_accelerate.main({arguments!r})")
     assert result.returncode == 0, result.stderr
-    result = launch("-c", f"{without('torch', 'transformers', 'datasets', 'huggingface_hub')} import tokenizer.work")
+    result = launch("-c", f"{without('torch', 'transformers', 'datasets', 'huggingface_hub')} import tokenizer.worker")
     assert result.returncode == 0, result.stderr

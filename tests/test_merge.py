@@ -27,7 +27,7 @@ from tokenizer.merge import Merger
 from tokenizer.recipe import Recipe
 from tokenizer.store import SPLITS, TokenStore
 from tokenizer.vocabulary import VocabularyArguments
-from tokenizer.work import Job, Part, Workers, share
+from tokenizer.worker import Part, UnitProcessor, Workers, share
 
 SEED = 1
 DOCUMENTS = [f"Document {i}, {'naïve 雪 ' * (i % 7)}and so on.\n" for i in range(200)]
@@ -75,9 +75,9 @@ def making_of(
 
 def with_parts(making: Making) -> Making:
     """All units done, and nothing put together."""
-    job = Job.open(making.work)
-    for number in range(len(job.units)):
-        job.do(number)
+    processor = UnitProcessor(making.work)
+    for number in range(len(processor.units)):
+        processor.process(number)
     return making
 
 
@@ -418,5 +418,5 @@ def test_a_part_that_a_power_cut_damaged_is_made_again(tmp_path, name, damage):
         sentence = rf"{path.name} was damaged, by a power cut or a broken disk; the same command"
         with pytest.raises(UserError, match=sentence):
             merged(making, making.work)
-    Job.open(making.work).do(int(path.stem))
+    UnitProcessor(making.work).process(int(path.stem))
     assert merged(making, making.work) == expected

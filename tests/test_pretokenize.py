@@ -23,7 +23,7 @@ from tokenizer.pretokenize import main
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments, train_bpe
-from tokenizer.work import Workers, share
+from tokenizer.worker import Workers, share
 
 LINES = "".join(f"Line {i} of a text, naïve and short.\n" for i in range(300))
 SMALL = ("--vocab_size", "300")

@@ -24,7 +24,7 @@ from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments, character_tokenizer
-from tokenizer.work import share
+from tokenizer.worker import share
 
 LINES = "".join(f"Line {i}: naïve 雪 words, don't they?\r\n  and more\n" for i in range(1000))
 

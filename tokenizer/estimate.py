@@ -20,7 +20,7 @@ from tokenizer.hub import HubDataset
 from tokenizer.making import Making, cores
 from tokenizer.recipe import Recipe
 from tokenizer.store import RESUMES, SPLITS, TokenStore
-from tokenizer.work import Workers
+from tokenizer.worker import Workers
 
 LARGE_BYTES = 50_000_000  # of text: less is tokenized in seconds
 # Of text, about. A BPE fits the text that it is made from: of 600 MB, 16, 32 and 64 MB said 3.2, 1.8 and 0.8% too few

@@ -36,7 +36,7 @@ from tokenizer.progress import Progress
 from tokenizer.recipe import Recipe
 from tokenizer.store import MAX_UINT16_VOCAB, RESUMES, STORE_FILES, TokenStore, finish
 from tokenizer.vocabulary import VocabularyArguments
-from tokenizer.work import Part, Plan, Settings, Workers, done_parts
+from tokenizer.worker import Part, Plan, Settings, Workers, done_parts
 
 UNFINISHED = (
     "plan.json*",

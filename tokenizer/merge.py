@@ -23,7 +23,7 @@ from atomic import write_atomic
 from errors import UserError
 from tokenizer import dedup, encode, schema
 from tokenizer.store import SPLITS, index_file, tokens_file
-from tokenizer.work import Part, Settings, part_file, row_type
+from tokenizer.worker import Part, Settings, part_file, row_type
 
 BLOCK_TOKENS = 1 << 21
 LONG_BYTES = 1 << 20  # a document beyond this, and beyond the validation share of the text, gives its end

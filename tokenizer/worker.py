@@ -1,12 +1,12 @@
-"""Units of work -> parts of a store, by any number of processes; what is done stays done.
+"""Worker processes: units of work become parts of a store, in any number of processes; finished parts are kept.
 
-The folder of unfinished work holds `plan.json`, `store/` with the tokenizer, and `parts/`. A part is what one unit has become:
+The folder of unfinished work holds `plan.json`, `store/` with the tokenizer, and `parts/`, with the result of each unit:
 
 000012.train, 000012.val   its ids
 000012.rows                a row for each piece of a document, in order
-000012.json                what was counted, written last: without it there is no part
+000012.json                what was counted, written last: without it the part does not exist
 
-python -P -m tokenizer.work     a worker: reads folders and numbers of units, one a line, and answers each with its counts
+python -P -m tokenizer.worker     a worker: reads folders and numbers of units, one a line, and answers each with its counts
 """
 
 import gc
@@ -30,7 +30,6 @@ import xxhash
 from atomic import write_atomic
 from errors import UserError, check_format, disk_errors
 from tokenizer import encode, schema
-from tokenizer.byte_range import ByteRange
 from tokenizer.chat import ChatTemplate
 from tokenizer.cleaning import Cleaner, RuleStats
 from tokenizer.corpus import Unit
@@ -45,7 +44,7 @@ BATCH_BYTES = 4 << 20  # encoded together: fewer hold more distinct words for th
 
 @dataclass(frozen=True)
 class Settings:
-    """What is done with every document."""
+    """The settings that apply to every document."""
 
     sample_by: Literal["document", "paragraph", "line"]
     cleaning: list[str]
@@ -54,7 +53,7 @@ class Settings:
     seed: int = field(metadata={"signed": True})
     chat_template: str | None
     control_tokens: list[str]
-    template_variables: dict[str, str]  # the tokenizer's `bos_token`, `eos_token` ..., of which templates make use
+    template_variables: dict[str, str]  # the tokenizer's `bos_token`, `eos_token` ..., for templates
     dtype: Literal["uint16", "uint32"] = "uint16"
     eos: int | None = None
 
@@ -67,7 +66,7 @@ class Settings:
 
 @dataclass
 class Plan:
-    """`plan.json`: what was decided before the work began."""
+    """`plan.json`: the decisions made before the work began."""
 
     settings_of_user: dict[str, Any]
     inputs: list[tuple[str, int, int]]
@@ -95,7 +94,7 @@ class Plan:
 
 @dataclass
 class Part:
-    """What a unit has become, as its `.json` has it."""
+    """The result of a unit, as in its `.json`."""
 
     unit: int
     tokens: dict[str, int]
@@ -106,7 +105,7 @@ class Part:
 
     @staticmethod
     def read(folder: Path, number: int) -> "Part | None":
-        """None where it is not done, or was done by a version that did not record as much."""
+        """Return None where it is not done, or was done by a version that did not record as much."""
         try:
             part = schema.read(part_file(folder, number, "json"), Part)
         except (FileNotFoundError, ValueError):
@@ -119,7 +118,7 @@ def part_file(folder: Path, number: int, name: str) -> Path:
 
 
 def row_type(keys: int) -> np.dtype:
-    """A piece of a document. The keys for finding repeated documents stand in the last row of a document or of a part."""
+    """Return the type of a row: a piece of a document. The keys of a document are in its last row in a part."""
     return np.dtype(
         [
             *(("tokens", "<u4"), ("bytes", "<u4"), ("copies", "<u2")),
@@ -128,68 +127,56 @@ def row_type(keys: int) -> np.dtype:
     )
 
 
-@dataclass
-class Job:
-    """A worker's view of an unfinished store."""
+class UnitProcessor:
+    """Does units of an unfinished store."""
 
-    folder: Path
-    settings: Settings
-    units: list[Unit]
-    encoder: encode.Encoder = field(init=False)
-
-    def __post_init__(self):
-        rust = encode.load_rust(self.folder / "store" / "tokenizer" / "tokenizer.json")
-        self.dtype = np.dtype(self.settings.dtype).newbyteorder("<")
-        self.encoder = encode.encoder(rust, self.dtype)
+    def __init__(self, folder: Path):
+        plan = Plan.read(folder)
+        self.folder, self.settings, self.units = folder, plan.settings, plan.units
+        rust = encode.load_rust(folder / "store" / "tokenizer" / "tokenizer.json")
+        self.encoder = encode.encoder(rust, np.dtype(self.settings.dtype).newbyteorder("<"))
         self.lengths = encode.text_lengths(rust)
         self.control = {token: rust.token_to_id(token) for token in self.settings.control_tokens}
         self.min_hasher = MinHasher() if self.settings.dedup == "near" else None
         self.eos = encode.NOTHING if self.settings.eos is None else self.settings.eos
-        parts = (part for unit in self.units for part in unit.ranges)
-        self.heads = {part.path: part for part in parts if part.start == 0 and part.stop is not None}
+        ranges = (part for unit in self.units for part in unit.ranges)
+        self.heads = {part.path: part for part in ranges if part.start == 0 and part.stop is not None}
 
-    @staticmethod
-    def open(folder: Path) -> "Job":
-        plan = Plan.read(folder)
-        return Job(folder, plan.settings, plan.units)
-
-    def do(self, number: int) -> Part:
+    def process(self, number: int) -> Part:
         """Do a unit; raise a `UserError` for text that cannot be read or encoded, or a full disk."""
         with disk_errors(self.folder / "parts", RESUMES), PartWriter(self, number) as writer:
             for part in self.units[number].ranges:
-                if self.continues(part):
-                    writer.go_on_with(self.first_piece(part.path))
+                if part.start > 0 and part.kind == "text" and self.settings.sample_by == "document":
+                    writer.begin_document(self._first_piece(part.path))
                 for piece in writer.reader.pieces(part):
                     writer.add(piece)
             return writer.finish()
 
-    def continues(self, part: ByteRange) -> bool:
-        """Whether a part begins within a document."""
-        return part.start > 0 and part.kind == "text" and self.settings.sample_by == "document"
-
-    def first_piece(self, path: str) -> str:
-        """The head of a file that is one document, which decides for all of it."""
-        head = next(self.settings.reader().pieces(self.heads[path]), None)  # None: it is no text
+    def _first_piece(self, path: str) -> str:
+        """Return the head of a file that is one document, which decides for all of it."""
+        head = next(self.settings.reader().pieces(self.heads[path]), None)  # None: it is not text
         return "" if head is None else Cleaner(self.settings.cleaning)(head.text, whole=False)
 
 
 class PartWriter:
     """Encodes the documents of one unit and writes its part."""
 
-    def __init__(self, job: Job, number: int):
-        self.job, self.number, self.unit = job, number, job.units[number]
-        self.reader = job.settings.reader()
-        self.cleaner = Cleaner(job.settings.cleaning)
-        (job.folder / "parts").mkdir(exist_ok=True)
+    def __init__(self, processor: UnitProcessor, number: int):
+        self.processor, self.settings = processor, processor.settings
+        self.number, self.weight = number, processor.units[number].copies
+        self.reader = self.settings.reader()
+        self.cleaner = Cleaner(self.settings.cleaning)
+        (processor.folder / "parts").mkdir(exist_ok=True)
         self.files = {split: self._unfinished(split).open("wb") for split in SPLITS}
         self.hashes = {split: xxhash.xxh3_64() for split in SPLITS}
         self.tokens = dict.fromkeys(SPLITS, 0)
         self.lost_bytes = 0
-        self.row_type = row_type(keys_per_document(job.settings.dedup))
+        self.row_type = row_type(keys_per_document(self.settings.dedup))
         self.rows: list[np.ndarray] = []
+        self.batch: list[tuple] = []  # text, id that follows, copies, val, starts, ends, keys
+        self.batch_bytes = 0
         self.last_follower = encode.NOTHING
-        self._new_batch()
-        self._new_document("")
+        self.begin_document("")
 
     def __enter__(self) -> "PartWriter":
         return self
@@ -201,116 +188,103 @@ class PartWriter:
             self._unfinished(split).unlink(missing_ok=True)
 
     def _unfinished(self, name: str) -> Path:
-        return part_file(self.job.folder, self.number, f"{name}.{os.getpid()}.tmp")
+        return part_file(self.processor.folder, self.number, f"{name}.{os.getpid()}.tmp")
 
-    def _in_place(self, name: str) -> None:
-        os.replace(self._unfinished(name), part_file(self.job.folder, self.number, name))
+    def _put_in_place(self, name: str) -> None:
+        os.replace(self._unfinished(name), part_file(self.processor.folder, self.number, name))
 
-    def _new_batch(self) -> None:
-        self.texts: list[bytes] = []
-        self.followed_by: list[int] = []
-        self.described: list[tuple] = []  # copies, val, starts, ends, keys
-        self.batch_bytes = 0
-
-    def _new_document(self, first_piece: str) -> None:
-        """Decides by the document's own text, so that copies of it are treated alike: its split, and how often it is
-        trained on."""
-        settings, text = self.job.settings, first_piece.encode()
-        self.val = share(text, settings.seed) < settings.validation_fraction
-        whole, part = divmod(self.unit.copies, 1)
-        self.copies = int(whole) + (part > 0 and share(text, settings.seed + 1) < part)
+    def begin_document(self, first_piece: str) -> None:
+        """Decide on split and copies by the document's own text, so that copies of it are treated alike."""
+        text = first_piece.encode()
+        self.val = share(text, self.settings.seed) < self.settings.validation_fraction
+        whole, part = divmod(self.weight, 1)
+        self.copies = int(whole) + (part > 0 and share(text, self.settings.seed + 1) < part)
         self.digest = xxhash.xxh3_128()
-
-    go_on_with = _new_document
 
     def add(self, piece: Piece) -> None:
         whole = piece.starts_document and piece.ends_document and piece.control is None
         text = self.cleaner(piece.text, whole=whole)
         if text is None:
             return
-        if whole and not text.strip():  # nothing but what cleaning takes away
+        if whole and not text.strip():  # cleaning removed all of it
             self.reader.counts.blank += 1
             self.reader.counts.documents -= 1
             return
         if piece.starts_document:
-            self._new_document(text)
+            self.begin_document(text)
         if self.copies == 0:
             return
         encoded = text.encode()
-        self.texts.append(encoded)
         self.last_follower = self._follower(piece)
-        self.followed_by.append(self.last_follower)
-        self.described.append(
-            (self.copies, self.val, piece.starts_document, piece.ends_document, self._keys(piece, text, encoded))
-        )
+        keys = self._keys(piece, text, encoded)
+        described = (self.copies, self.val, piece.starts_document, piece.ends_document, keys)
+        self.batch.append((encoded, self.last_follower, *described))
         self.batch_bytes += len(encoded)
         if self.batch_bytes >= BATCH_BYTES:
             self.flush()
 
     def _follower(self, piece: Piece) -> int:
-        """What comes after the piece: a control token of a chat, or, once, the end of the text."""
+        """Return the id after the piece: a control token of a chat, or, once, the end of text."""
         if piece.control is not None:
-            return self.job.control[piece.control]
-        if not piece.ends_document or (not piece.text and self.last_follower == self.job.eos):
+            return self.processor.control[piece.control]
+        if not piece.ends_document or (not piece.text and self.last_follower == self.processor.eos):
             return encode.NOTHING
-        return self.job.eos
+        return self.processor.eos
 
     def _keys(self, piece: Piece, text: str, encoded: bytes) -> tuple[int, ...]:
-        """The document's keys in its last row; what of it is known so far in the others."""
-        if self.job.settings.dedup == "no":
+        """Return the keys of the document, as far as it was read."""
+        if self.settings.dedup == "no":
             return ()
         self.digest.update(encoded)
         digest = divmod(self.digest.intdigest(), 1 << 64)
-        if self.job.min_hasher is None:
+        if self.processor.min_hasher is None:
             return digest
         if not (piece.starts_document and piece.ends_document):  # a long one is near only to itself
             return (*digest, *([digest[0]] * BANDS))
-        return (*digest, *self.job.min_hasher.bands(text).tolist())
+        return (*digest, *self.processor.min_hasher.bands(text).tolist())
 
     def flush(self) -> None:
-        if not self.texts:
+        if not self.batch:
             return
-        ids, counts = self.job.encoder(self.texts, self.followed_by)
-        rows = np.zeros(len(self.texts), dtype=self.row_type)
-        rows["tokens"], rows["bytes"] = counts, list(map(len, self.texts))
-        for name, column in zip(
-            ("copies", "val", "starts", "ends", "keys"), zip(*self.described, strict=True), strict=True
-        ):
+        texts, followed_by, *columns = map(list, zip(*self.batch, strict=True))
+        ids, counts = self.processor.encoder(texts, followed_by)
+        rows = np.zeros(len(texts), dtype=self.row_type)
+        for name, column in zip(self.row_type.names, (counts, list(map(len, texts)), *columns), strict=True):
             rows[name] = column
-        if self.job.lengths is not None:
-            self.lost_bytes += max(0, self.batch_bytes - int(self.job.lengths[ids].sum()))
+        if self.processor.lengths is not None:
+            self.lost_bytes += max(0, self.batch_bytes - int(self.processor.lengths[ids].sum()))
         for split, chosen in (("train", ~rows["val"]), ("val", rows["val"])):
             chosen_ids = ids if chosen.all() else ids[np.repeat(chosen, counts)]
             self.files[split].write(chosen_ids)  # `tofile` does not say why it fails
             self.hashes[split].update(chosen_ids)
             self.tokens[split] += len(chosen_ids)
         self.rows.append(rows)
-        self._new_batch()
+        self.batch, self.batch_bytes = [], 0
 
     def finish(self) -> Part:
-        """Closes the part. It exists from now on."""
+        """Close the part, which exists from now on."""
         self.flush()
         for split, file in self.files.items():
             file.close()
-            self._in_place(split)
+            self._put_in_place(split)
         rows = np.concatenate([np.zeros(0, dtype=self.row_type), *self.rows]).tobytes()
         self._unfinished("rows").write_bytes(rows)
-        self._in_place("rows")
+        self._put_in_place("rows")
         hashes = {split: digest.hexdigest() for split, digest in self.hashes.items()}
         hashes["rows"] = xxhash.xxh3_64_hexdigest(rows)
         part = Part(self.number, self.tokens, self.reader.counts, self.cleaner.stats, self.lost_bytes, hashes)
         self._unfinished("json").write_text(schema.sealed(asdict(part)), encoding="utf-8")
-        self._in_place("json")
+        self._put_in_place("json")
         return part
 
 
 def share(text: bytes, seed: int) -> float:
-    """A number from 0 to 1 that the text and the seed decide."""
+    """Return a number from 0 to 1 that depends on the text and the seed."""
     return xxhash.xxh3_64_intdigest(text, seed=seed % 2**64) / 2**64
 
 
-# Arrays of some megabytes come and go: glibc is told to keep their memory, where giving it back to the system each time
-# took a fifth of a worker's time.
+# glibc keeps the memory of short-lived arrays of some megabytes: returning it to the system each time took a fifth of a
+# worker's time.
 WORKER_ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     "TOKENIZERS_PARALLELISM": "false",
@@ -330,7 +304,7 @@ def done_parts(folder: Path, units: list[int]) -> list[Part]:
 
 
 class Workers:
-    """Processes that do units: started ahead of the work, because that takes them half a second, and ended after it."""
+    """A pool of worker processes, started ahead of the work, because starting takes half a second."""
 
     def __init__(self):
         self.workers: list[Worker] = []
@@ -346,26 +320,23 @@ class Workers:
             self.workers.pop().close()
 
     def start(self, count: int) -> None:
-        """There are `count` of them at least from now on."""
+        """Start workers until there are `count`."""
         while len(self.workers) < count:
             self.workers.append(Worker())
 
     def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None]) -> None:
-        """Does `units`, in this process where there are no others; `on_part` hears of each.
-
-        Raises:
-            UserError: the first problem that any of them met; a process that was killed.
-        """
+        """Do `units`, in this process if there are no workers, and pass each result to `on_part`; raise a `UserError` with
+        the first problem of any of them, or for a process that was killed."""
         if not self.workers:
-            job = Job.open(folder)
+            processor = UnitProcessor(folder)
             for number in units:
-                on_part(job.do(number))
+                on_part(processor.process(number))
             return
         waiting: SimpleQueue[int] = SimpleQueue()
         for number in units:
             waiting.put(number)
         with ThreadPoolExecutor(len(self.workers)) as threads:
-            driven = [threads.submit(worker.drive, folder, waiting, on_part) for worker in self.workers]
+            driven = [threads.submit(worker.run, folder, waiting, on_part) for worker in self.workers]
             try:
                 for future in as_completed(driven):
                     future.result()
@@ -376,61 +347,55 @@ class Workers:
 
 
 class Worker:
-    """A process that does units. It ends when its input does, so at once when this process is killed."""
+    """A process that does units. It ends with its input, so at once when this process is killed."""
 
     def __init__(self):
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tokenizer.work"],
+            [sys.executable, "-P", "-m", "tokenizer.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a Ctrl-C is for us
+            start_new_session=True,  # this process handles Ctrl-C
             env=os.environ | WORKER_ENVIRONMENT,
         )
 
-    def drive(self, folder: Path, waiting: SimpleQueue[int], on_part: Callable[[Part], None]) -> None:
-        while True:
-            try:
-                number = waiting.get_nowait()
-            except Empty:
-                return
-            answer = self._ask(folder, number)
-            if "problem" in answer:
-                raise UserError(answer["problem"])
-            on_part(schema.build(answer, Part))
+    def run(self, folder: Path, waiting: SimpleQueue[int], on_part: Callable[[Part], None]) -> None:
+        with suppress(Empty):
+            while True:
+                answer = self._ask(folder, waiting.get_nowait())
+                if "problem" in answer:
+                    raise UserError(answer["problem"])
+                on_part(schema.build(answer, Part))
 
     def _ask(self, folder: Path, number: int) -> dict[str, Any]:
-        try:
+        with suppress(BrokenPipeError):
             print(json.dumps([str(folder.absolute()), number]), file=self.process.stdin, flush=True)
             if line := self.process.stdout.readline():
                 return json.loads(line)
-        except BrokenPipeError:
-            pass
         raise UserError(
             f"A worker process ended with status {self.process.wait()} (-9: killed, often for want of memory). The same "
             f"command goes on; with --num_proc 1 it needs the least memory."
         )
 
     def close(self) -> None:
-        with suppress(BrokenPipeError):  # what a process that was killed has not read
+        with suppress(BrokenPipeError):  # unread by a process that was killed
             self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()
 
 
 def main() -> None:
-    gc.set_threshold(
-        100_000
-    )  # tokens from Rust are objects that live for a moment, and looking for cycles doubled their cost
+    # Tokens from Rust are short-lived objects, and looking for cycles among them doubled their cost.
+    gc.set_threshold(100_000)
     asked: SimpleQueue[tuple[str, int]] = SimpleQueue()
     Thread(target=_listen, args=(asked,), daemon=True).start()
-    import pyarrow  # noqa: F401  needed by most, and not before there is something to do
+    import pyarrow  # noqa: F401  needed by most units: imported while there is nothing to do yet
 
-    open_job = cache(Job.open)
+    processor_of = cache(UnitProcessor)
     while True:
         folder, number = asked.get()
         try:
-            answer = asdict(open_job(Path(folder)).do(number))
+            answer = asdict(processor_of(Path(folder)).process(number))
         except UserError as error:
             answer = {"problem": str(error)}
         print(json.dumps(answer), flush=True)
@@ -440,7 +405,7 @@ def _listen(asked: SimpleQueue[tuple[str, int]]) -> None:
     with open(0, "rb", buffering=0) as questions:  # a buffer would be locked when the process ends
         for line in questions:
             asked.put(json.loads(line))
-    os._exit(0)  # whoever asked has all answers, or is gone
+    os._exit(0)  # the parent has all answers, or was killed
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tokenizer.making import Making, pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments
-from tokenizer.work import Job, Worker, Workers
+from tokenizer.worker import UnitProcessor, Worker, Workers
 
 # The door, with units of 30 kB in place of 16 MiB: a small text is many of them.
 UNIT_BYTES = 30_000
@@ -129,10 +129,10 @@ def planned(texts, tmp_path, monkeypatch) -> Iterator[Making]:
 
 
 def test_the_order_in_which_units_are_done_makes_no_difference(planned, expected, tmp_path):
-    job = Job.open(planned.work)
-    assert len(job.units) > 20
-    for number in random.Random(0).sample(range(len(job.units)), len(job.units)):
-        job.do(number)
+    processor = UnitProcessor(planned.work)
+    assert len(processor.units) > 20
+    for number in random.Random(0).sample(range(len(processor.units)), len(processor.units)):
+        processor.process(number)
     planned.finish(merge_only=True)
     assert contents(tmp_path / "store") == expected
 
@@ -298,7 +298,7 @@ def test_a_file_that_goes_away_during_the_work_is_named(planned, texts):
     moved = (texts / "long.txt").rename(texts / "gone.txt")
     try:
         with pytest.raises(UserError, match=r"long\.txt cannot be read: No such file or directory; mend it"):
-            Job.open(planned.work).do(unit)
+            UnitProcessor(planned.work).process(unit)
     finally:
         moved.rename(texts / "long.txt")
 
