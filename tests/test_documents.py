@@ -116,16 +116,6 @@ def test_counts_of_several_parts_add_up_and_keep_the_first_place():
         ("a.csv", 'text\n"' + "words, and more\n" * 70_000 + '"\n', ["words, and more\n" * 70_000]),  # a megabyte
         ("a.jsonl", '{"text": "one"}\r\n\r\n{"text": "two"}', ["one", "two"]),
     ],
-    ids=[
-        "quotes",
-        "semicolons",
-        "tabs",
-        "tsv",
-        "NULs and CR alone",
-        "words for nothing",
-        "a long field",
-        "no last end",
-    ],
 )
 def test_fields_of_records(tmp_path, name, content, expected):
     assert documents(write(tmp_path / name, content)) == expected

@@ -53,8 +53,8 @@ def test_an_id_has_a_configuration_a_split_and_a_revision_as_needed(tmp_path, mo
             "a.txt",
             "C:\\texts",
             "https://hub.co/user/name",
-            "",
         ),
+        "",
     ],
 )
 def test_other_paths_are_no_ids(tmp_path, monkeypatch, entry):

@@ -405,6 +405,19 @@ def test_killed_at_any_step_and_again_and_again_it_goes_on_to_the_same_bytes(tmp
     assert merged(making, making.work) == expected
 
 
+def test_a_merge_that_an_older_version_cut_is_finished_where_all_is_written_and_refused_elsewhere(tmp_path):
+    making = parts_of(tmp_path, "a tail that is cut off")
+    expected, record = merged(making, making.work), making.work / "merged.json"
+    content = json.loads(record.read_text())
+    older = {key: content[key] for key in ("done", "splits", "tails")} | {"cut": content["splits"]["train"]}
+    record.write_text(json.dumps(older))
+    assert merged(making, making.work) == expected
+    for changed in (older | {"done": 1}, older | {"done": 1, "cut": None}):
+        record.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match="was written by an older version in the middle of its work; delete"):
+            merged(making, making.work)
+
+
 @pytest.mark.parametrize("name", ["train", "val", "rows", "json"])
 @pytest.mark.parametrize("damage", [lambda content: content[:-3], lambda content: b"\0" * len(content)])
 def test_a_part_that_a_power_cut_damaged_is_made_again(tmp_path, name, damage):

@@ -23,28 +23,23 @@ def unreachable() -> str | None:
     Asks once per process: left to themselves, its libraries try each file six times, for a minute and more. Without an
     answer, the libraries of this process and of its children are set to use their cache alone.
     """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return _offline_since.get(constants.ENDPOINT, "HF_HUB_OFFLINE is set")
-    return _ask(constants.ENDPOINT)
-
-
-_offline_since: dict[str, str] = {}  # this process found it out
-
-
-@cache
-def _ask(endpoint: str) -> str | None:
     from huggingface_hub import constants, get_session
 
-    try:
-        get_session().head(endpoint, timeout=REACHED_WITHIN)
-    except Exception as error:  # the HTTP library behind the Hub, and its exceptions, differ by version
-        constants.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        _offline_since[endpoint] = f"{endpoint}: {shortened(error) or type(error).__name__}"
-        return _offline_since[endpoint]
-    return None
+    endpoint = constants.ENDPOINT
+    if constants.HF_HUB_OFFLINE:
+        return _reasons.get(endpoint) or "HF_HUB_OFFLINE is set"
+    if endpoint not in _reasons:
+        _reasons[endpoint] = None
+        try:
+            get_session().head(endpoint, timeout=REACHED_WITHIN)
+        except Exception as error:  # the HTTP library behind the Hub, and its exceptions, differ by version
+            constants.HF_HUB_OFFLINE = True
+            os.environ["HF_HUB_OFFLINE"] = "1"
+            _reasons[endpoint] = f"{endpoint}: {shortened(error) or type(error).__name__}"
+    return _reasons[endpoint]
+
+
+_reasons: dict[str, str | None] = {}  # why an endpoint does not answer; None where it does
 
 
 def require(name: str, what: str, *files: str) -> None:

@@ -71,17 +71,17 @@ class Merger:
         """`work` holds the parts; the files go to `folder`. `copies`: of each unit."""
         self.work, self.folder, self.settings, self.copies = work, folder, settings, copies
         self.dtype = np.dtype(settings.dtype).newbyteorder("<")
-        self.record = work / "merged.json"
-        self.progress = self._recorded() if self.record.is_file() else MergeProgress()
         passes = range(math.ceil(max(copies)))
         # Copies of a document lie an epoch of their source apart.
         self.order = [(unit, nth) for nth in passes for unit in range(len(copies)) if nth < math.ceil(copies[unit])]
+        self.record = work / "merged.json"
+        self.progress = self._recorded() if self.record.is_file() else MergeProgress()
         self.row_type = row_type(dedup.keys_per_document(settings.dedup))
         self.parts = [Part.read(work, unit) for unit in range(len(copies))]
         for unit in range(len(copies)):
             self._verify(unit, "rows", xxhash.xxh3_64_hexdigest(self._rows(unit)))
-        self.ends = [int(self._rows(unit)["ends"].sum()) for unit in range(len(copies))]  # documents of each unit
-        self.before = np.cumsum([0, *self.ends]).tolist()
+        ends = [int(self._rows(unit)["ends"].sum()) for unit in range(len(copies))]
+        self.before = np.cumsum([0, *ends]).tolist()  # documents before each unit, and of all
         self.kept = self._kept()
         self.repeated = 0 if self.kept is None else int((~self.kept).sum())
         if self.progress.tails is None:
@@ -92,15 +92,16 @@ class Merger:
     def _recorded(self) -> MergeProgress:
         try:
             content = {"tails": []} | schema.read(self.record, dict[str, Any])  # versions before them held none out
-            if content.pop("cut", None) is not None:
-                self._refuse_older_record()
+            was_cut = content.pop("cut", None) is not None  # as older versions recorded the end of all text
             progress = schema.build(content, MergeProgress)
+            if was_cut and progress.done < len(self.order):
+                self._refuse_older_record()
             return replace(progress, splits={split: progress.splits[split] for split in SPLITS})
         except (ValueError, KeyError) as error:
             raise UserError(f"{self.record} is damaged ({error}); delete {self.work} to begin again.") from error
 
     def _refuse_older_record(self) -> NoReturn:
-        """Older versions cut the end off the text after all of it was written for training."""
+        """Older versions wrote all text for training before they cut its end off."""
         raise UserError(
             f"{self.record} was written by an older version in the middle of its work; delete {self.work} to begin again."
         )
@@ -125,7 +126,7 @@ class Merger:
         if not columns:
             return None
         memory = max(SORTED_BYTES, psutil.virtual_memory().available // 4)  # more is faster where keys are many
-        repeats = [dedup.repeated(self._keys, sum(self.ends), column, memory) for column in columns]
+        repeats = [dedup.repeated(self._keys, self.before[-1], column, memory) for column in columns]
         return ~np.logical_or.reduce(repeats)
 
     def _keys(self) -> Iterator[np.ndarray]:
@@ -190,7 +191,8 @@ class Merger:
         """Write both splits; raise a `UserError` for too little text, and an `OSError` for a full disk."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._truncate()
-        if self.progress.end is None and not (self.totals["train"].documents and self.totals["val"].tokens):
+        has_both = self.totals["train"].documents and self.totals["val"].tokens
+        if self.progress.end is None and not has_both and self.progress.done < len(self.order):
             if self.progress.done:
                 self._refuse_older_record()
             self.progress.end = self._end()
@@ -284,23 +286,23 @@ class Merger:
         """Return the ends of documents that are longer than `LONG_BYTES` and than the validation share of all text: by
         their hash, they would leave the validation split without any of their text, or fill it."""
         found, total, documents = [], 0, 0
-        size, first = 0, (0, 0)  # of the document that continues
+        carried, first = 0, (0, 0)  # bytes and beginning of the document that continues
         for unit in range(len(self.copies)):
             rows = self._rows(unit)
             until = np.cumsum(np.where(self._chosen(unit, rows, 0), rows["bytes"], 0), dtype=np.int64)
-            before = 0
-            for last in np.flatnonzero(rows["ends"]).tolist():
-                size += int(until[last]) - before
-                if size > LONG_BYTES:
-                    found.append((size, first, (unit, last)))
-                documents += size > 0
-                before, size, first = int(until[last]), 0, (unit, last + 1)
-            rest = int(until[-1]) - before if len(until) else 0
-            first = first if size or rest else (unit + 1, 0)
-            size, total = size + rest, total + (int(until[-1]) if len(until) else 0)
+            ends = np.flatnonzero(rows["ends"])
+            sizes = np.diff(until[ends], prepend=-carried)
+            for i in np.flatnonzero(sizes > LONG_BYTES).tolist():
+                found.append((int(sizes[i]), (unit, int(ends[i - 1]) + 1) if i else first, (unit, int(ends[i]))))
+            if len(ends):
+                carried, first = -int(until[ends[-1]]), (unit, int(ends[-1]) + 1)
+            carried += int(until[-1]) if len(until) else 0
+            first = first if carried else (unit + 1, 0)
+            documents += int((sizes > 0).sum())
+            total += int(until[-1]) if len(until) else 0
         share = self.settings.validation_fraction
         long = [] if documents < 2 else [place for place in found if place[0] > share * total]
-        return list(filter(None, (self._tail(size * share, size, first, last, 0) for size, first, last in long)))
+        return list(filter(None, (self._tail(size * share, size, first, last) for size, first, last in long)))
 
     def _end(self) -> Tail:
         """Return the end of all text, about `validation_fraction` of its bytes; raise a `UserError` for too little text."""
@@ -315,22 +317,20 @@ class Merger:
             )
         return tail
 
-    def _tail(self, wanted: float, size: int, first: Place, last: Place, reach: int) -> Tail | None:
-        """Return about `wanted` bytes at the end of a text of `size`: from the start of a line or document if one is
-        nearby, otherwise from that of a character; None where it has no place to cut. Rows within `reach` bytes of the
-        wanted place are searched."""
-        most, least = min(2 * wanted, wanted + reach), max(wanted / 2, wanted - reach)
+    def _tail(self, wanted: float, size: int, first: Place, last: Place, reach: int = 0) -> Tail | None:
+        """Return about `wanted` bytes at the end of a text of `size`: from the start of a line or document if there is one
+        in the row or, with `reach`, within so many bytes; otherwise from that of a character. None: no place to cut."""
+        least, most = max(wanted / 2, wanted - reach), min(2 * wanted, wanted + reach)
         best, found = (True, math.inf), None
         behind = 0  # bytes
         for unit, row, rows in self._backward(last):
             n_bytes = int(rows["bytes"][row])
-            if behind + n_bytes >= (least if reach else wanted):
-                cut = self._best_cut(unit, row, rows, behind, size, wanted)
-                if cut is not None and cut[0] <= best:
-                    best, tokens, bytes_before = cut
-                    found = Tail(first, (unit, row), tokens, bytes_before, last)
+            if behind + n_bytes >= least and (cut := self._best_cut(unit, row, rows, behind, size, wanted)):
+                quality, tokens, bytes_before = cut
+                if quality <= best:
+                    best, found = quality, Tail(first, (unit, row), tokens, bytes_before, last)
             behind += n_bytes
-            if (unit, row) == first or (behind >= (most if reach else wanted) and (found or not reach)):
+            if (unit, row) == first or (found and behind >= most):
                 break
         return found
 
@@ -338,8 +338,8 @@ class Merger:
         """Yield the used rows up to `last`, the last one first: part, row, and all rows of the part."""
         for unit in range(last[0], -1, -1):
             rows = self._rows(unit)
-            used = np.flatnonzero(self._chosen(unit, rows, 0))
-            for row in used[used <= last[1]][::-1].tolist() if unit == last[0] else used[::-1].tolist():
+            used = self._chosen(unit, rows, 0)
+            for row in np.flatnonzero(used[: last[1] + 1] if unit == last[0] else used)[::-1].tolist():
                 yield unit, row, rows
 
     def _best_cut(

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -58,9 +58,9 @@ class Settings:
     eos: int | None = None
 
     def reader(self) -> Reader:
-        if self.chat_template is None:
-            return Reader(self.sample_by)
-        chat = ChatTemplate(self.chat_template, tuple(self.control_tokens), self.template_variables)
+        chat = self.chat_template
+        if chat is not None:
+            chat = ChatTemplate(chat, tuple(self.control_tokens), self.template_variables)
         return Reader(self.sample_by, chat)
 
 
@@ -158,7 +158,7 @@ class UnitProcessor:
         return "" if head is None else Cleaner(self.settings.cleaning)(head.text, whole=False)
 
 
-class PartWriter:
+class PartWriter(AbstractContextManager):
     """Encodes the documents of one unit and writes its part."""
 
     def __init__(self, processor: UnitProcessor, number: int):
@@ -177,9 +177,6 @@ class PartWriter:
         self.batch_bytes = 0
         self.last_follower = encode.NOTHING
         self.begin_document("")
-
-    def __enter__(self) -> "PartWriter":
-        return self
 
     def __exit__(self, *_) -> None:
         for split, file in self.files.items():
@@ -303,14 +300,11 @@ def done_parts(folder: Path, units: list[int]) -> list[Part]:
     return list(filter(None, (Part.read(folder, number) for number in units)))
 
 
-class Workers:
+class Workers(AbstractContextManager):
     """A pool of worker processes, started ahead of the work, because starting takes half a second."""
 
     def __init__(self):
         self.workers: list[Worker] = []
-
-    def __enter__(self) -> "Workers":
-        return self
 
     def __exit__(self, *_) -> None:
         self.end()
