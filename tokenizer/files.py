@@ -45,12 +45,8 @@ def readable(path: str) -> Iterator[None]:
 # ---- compressed files -------------------------------------------------------------------------------------------------
 
 
-def _gz(file: BinaryIO) -> Iterator[bytes]:
-    return iter(partial(gzip.GzipFile(fileobj=file).read, INFLATED_BLOCK), b"")
-
-
-def _bz2(file: BinaryIO) -> Iterator[bytes]:
-    return iter(partial(bz2.BZ2File(file).read, INFLATED_BLOCK), b"")
+def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
+    return iter(partial(file.read, INFLATED_BLOCK), b"")
 
 
 def _zst(file: BinaryIO) -> Iterator[bytes]:
@@ -72,7 +68,11 @@ def _zst(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError("it ends too early")
 
 
-DECOMPRESSORS: dict[str, Callable[[BinaryIO], Iterator[bytes]]] = {".gz": _gz, ".bz2": _bz2, ".zst": _zst}
+DECOMPRESSORS: dict[str, Callable[[BinaryIO], Iterator[bytes]]] = {
+    ".gz": lambda file: _read_blocks(gzip.GzipFile(fileobj=file)),
+    ".bz2": lambda file: _read_blocks(bz2.BZ2File(file)),
+    ".zst": _zst,
+}
 
 
 def is_compressed(path: str) -> bool:

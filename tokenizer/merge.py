@@ -196,15 +196,8 @@ class Merger:
             if self.progress.done:
                 self._refuse_older_record()
             self.progress.end = self._end()
-        used, needed = (
-            {unit for unit, _ in order}
-            for order in (self.order[: self.progress.done], self.order[self.progress.done :])
-        )
-        self._delete(used - needed)
-        self._append_all()
-
-    def _append_all(self) -> None:
         last_use = {unit: position for position, (unit, _) in enumerate(self.order)}
+        self._delete(unit for unit, position in last_use.items() if position < self.progress.done)
         used, unrecorded = [], 0
         for position in range(self.progress.done, len(self.order)):
             unit, nth = self.order[position]

@@ -18,7 +18,7 @@ from errors import UserError, counted
 from limits import setting
 from tokenizer import encode, hub
 from tokenizer.bpe import byte_level_alphabet
-from tokenizer.words import END, WordSplitter
+from tokenizer.words import END, WordSplitter, blocks
 
 DEFAULT_VOCAB_SIZE = 32000
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"  # ids 0 and 1
@@ -168,25 +168,15 @@ def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
     """Return how often each word of GPT-2's pattern occurs (of very many, those that occur twice), and how many words were
     too long for the trainer and are counted as pieces."""
     splitter, counts, pieces = WordSplitter(), Counter(), WordPieces()
-
-    def count(batch: list[bytes]) -> None:
+    for batch in blocks(itertools.chain(map(str.encode, texts), [b""]), COUNTED_BYTES):
+        if len(counts) > COUNTED_WORDS:
+            counts = Counter({word: number for word, number in counts.items() if number > 1})
         distinct = splitter.words(batch).value_counts()
         for word, number in zip(distinct.field(0).to_pylist(), distinct.field(1).to_pylist(), strict=True):
             if len(word) <= LONGEST_COUNTED_WORD:
                 counts[word] += number
             else:
                 pieces.add(word, number)
-
-    batch, size = [], 0
-    for text in texts:
-        batch.append(text.encode())
-        size += len(batch[-1])
-        if size > COUNTED_BYTES:
-            count(batch)
-            batch, size = [], 0
-            if len(counts) > COUNTED_WORDS:
-                counts = Counter({word: number for word, number in counts.items() if number > 1})
-    count([*batch, b""])
     del counts[END]
     counts.update(pieces.counts())
     return counts, pieces.words

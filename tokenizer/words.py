@@ -32,13 +32,13 @@ def _byte_classes() -> bytes:
 BYTE_CLASSES = _byte_classes()
 
 
-def _blocks(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Group texts into blocks that fit the processor's cache."""
+def blocks(texts: Iterable[bytes], n_bytes: int) -> Iterator[list[bytes]]:
+    """Group texts into blocks of just more than `n_bytes`."""
     block, size = [], 0
     for text in texts:
         block.append(text)
         size += len(text)
-        if size > BLOCK_BYTES:
+        if size > n_bytes:
             yield block
             block, size = [], 0
     if block:
@@ -56,10 +56,10 @@ class WordSplitter:
         """Return all words of all texts as one Arrow array of binaries; after each text comes the word 0xFF."""
         import pyarrow as pa  # comes with datasets; training from a store needs neither
 
-        blocks = [END.join([*block, b""]) for block in _blocks(texts)]
-        before = itertools.accumulate(map(len, blocks), initial=0)
-        starts = [self.starts(block) + np.int32(start) for block, start in zip(blocks, before, strict=False)]
-        joined = b"".join(blocks)
+        parts = [END.join([*block, b""]) for block in blocks(texts, BLOCK_BYTES)]  # each fits the processor's cache
+        before = itertools.accumulate(map(len, parts), initial=0)
+        starts = [self.starts(part) + np.int32(start) for part, start in zip(parts, before, strict=False)]
+        joined = b"".join(parts)
         offsets = np.concatenate([*starts, np.array([len(joined)], dtype=np.int32)])
         return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(joined)])
 
