@@ -109,9 +109,8 @@ class Reader:
 
     def _of_text(self, part: ByteRange) -> Iterator[Piece]:
         texts = SPLITTERS[self.sample_by](self._blocks(part))
-        if self.sample_by == "document":
-            return self._in_pieces(texts, part.path, part.start == 0, part.stop is None)
-        return self._in_pieces(texts, part.path)
+        is_part = self.sample_by == "document"  # of a document; lines and paragraphs are whole
+        return self._in_pieces(texts, part.path, not (is_part and part.start), not is_part or part.stop is None)
 
     def _of_records(self, part: ByteRange) -> Iterator[Piece]:
         path = part.path
@@ -119,24 +118,23 @@ class Reader:
             value = record.get(part.column) if record is not None else None
             if isinstance(value, bytes):
                 value = value.decode("utf-8", errors="surrogateescape")
-            if isinstance(value, str):
-                text = self._valid(value, path, **place)
-                if len(text) <= PIECE_BYTES:
-                    yield Piece(text, True, True)
-                else:
-                    yield from self._in_pieces(_blocks_of(text), path)
-                continue
             try:
-                segments = [] if self.chat is None else self.chat.segments(value)
+                segments = [(value, None)] if isinstance(value, str) else self.chat.segments(value) if self.chat else []
             except ValueError as error:
                 segments, place = [], place | {"why": str(error)}
             if not segments:
                 self.counts.note("empty_records", 1, path, **place)
             last = len(segments) - 1
             for i, (text, control) in enumerate(segments):
-                *long, end = self._in_pieces(_blocks_of(self._valid(text, path, **place)), path, i == 0)
-                yield from long
-                yield end._replace(ends_document=i == last, control=control)
+                text = self._valid(text, path, **place)
+                if len(text) > PIECE_BYTES:
+                    stops = range(PIECE_BYTES, len(text) + PIECE_BYTES, PIECE_BYTES)
+                    blocks = ((text[stop - PIECE_BYTES : stop], stop >= len(text)) for stop in stops)
+                    *long, end = self._in_pieces(blocks, path, i == 0)
+                    yield from long
+                    yield end._replace(ends_document=i == last, control=control)
+                else:
+                    yield Piece(text, i == 0, i == last, control)
 
     def _in_pieces(
         self, texts: Iterable[tuple[str, bool]], path: str, starts: bool = True, stops: bool = True
@@ -190,11 +188,6 @@ class Reader:
             text, bad = SURROGATES.subn("\ufffd", text)
             self.counts.note("bad_bytes", bad, path, **place)
         return text
-
-
-def _blocks_of(text: str) -> Iterator[tuple[str, bool]]:
-    for start in range(0, len(text) or 1, PIECE_BYTES):
-        yield text[start : start + PIECE_BYTES], start + PIECE_BYTES >= len(text)
 
 
 # ---- what is a document in a plain text: blocks -> (text, whether a document ends with it) ----------------------------
