@@ -25,9 +25,9 @@ import train_accelerate
 from hub_server import TOKEN, serving
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
-from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
+from tokenizer.store_builder import pretokenize
 from tokenizer.vocabulary import VocabularyArguments
 from training.speed import SHOWN
 

@@ -16,8 +16,8 @@ from errors import UserError
 from tokenizer import estimate as estimate_module
 from tokenizer.corpus import CorpusArguments
 from tokenizer.estimate import Estimate, estimate
-from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
+from tokenizer.store_builder import pretokenize
 from tokenizer.vocabulary import VocabularyArguments
 
 

@@ -22,10 +22,10 @@ from tokenizer.byte_range import place_to_cut
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
-from tokenizer.making import Making
 from tokenizer.merge import Merger
 from tokenizer.recipe import Recipe
 from tokenizer.store import SPLITS, TokenStore
+from tokenizer.store_builder import StoreBuilder
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.worker import Part, UnitProcessor, Workers, share
 
@@ -49,7 +49,7 @@ def written(folder: Path, *inputs: list[str]) -> list[str]:
     return [str(folder / f"{i}.jsonl") for i in range(len(inputs))]
 
 
-def making_of(
+def builder_of(
     paths: list[str],
     output: Path,
     weights: tuple[float, ...] = (),
@@ -57,7 +57,7 @@ def making_of(
     fraction: float = 0.1,
     tokenizer_type: str = "bpe",
     seed: int = SEED,
-) -> Making:
+) -> StoreBuilder:
     """All planned and nothing done. A token is a byte, or the end of a document."""
     recipe = Recipe(
         paths,
@@ -68,27 +68,27 @@ def making_of(
         seed,
         list(weights),
     )
-    making = Making(recipe, output, lambda text: None, Workers(), 1)
-    making.plan(is_cache=False)
-    return making
+    builder = StoreBuilder(recipe, output, lambda text: None, Workers(), 1)
+    builder.plan(is_cache=False)
+    return builder
 
 
-def with_parts(making: Making) -> Making:
+def with_parts(builder: StoreBuilder) -> StoreBuilder:
     """All units done, and nothing put together."""
-    processor = UnitProcessor(making.work)
+    processor = UnitProcessor(builder.work)
     for number in range(len(processor.units)):
         processor.process(number)
-    return making
+    return builder
 
 
-def finished(making: Making) -> TokenStore:
-    return with_parts(making).finish(merge_only=True)
+def finished(builder: StoreBuilder) -> TokenStore:
+    return with_parts(builder).finish(merge_only=True)
 
 
 def store_of(folder: Path, *inputs: list[str], **settings) -> TokenStore:
     number = len(list(folder.iterdir()))
     paths = written(folder / f"texts{number}", *inputs)
-    return finished(making_of(paths, folder / f"store{number}", **settings))
+    return finished(builder_of(paths, folder / f"store{number}", **settings))
 
 
 def documents(store: TokenStore, split: str) -> list[str]:
@@ -157,7 +157,7 @@ def test_a_document_of_several_units_is_weighed_as_a_whole(tmp_path):
     for path, text in zip(paths, texts, strict=True):
         path.write_bytes(text.encode())
     once, store = (
-        finished(making_of(list(map(str, paths)), tmp_path / f"store{weight}", weights=(weight,) * 12, fraction=0.2))
+        finished(builder_of(list(map(str, paths)), tmp_path / f"store{weight}", weights=(weight,) * 12, fraction=0.2))
         for weight in (1, 1.5)
     )
     train = trained_on(once)
@@ -190,9 +190,9 @@ def test_a_long_document_is_repeated_where_all_of_it_is(tmp_path):
     names = {**dict.fromkeys("abf", LINES), **changed}
     for name, text in names.items():
         (tmp_path / f"{name}.txt").write_bytes(text.encode())
-    making = making_of(sorted(map(str, tmp_path.glob("*.txt"))), tmp_path / "store", dedup="exact", fraction=1e-9)
-    assert len(making.units) == 13 * 6
-    store = finished(making)
+    builder = builder_of(sorted(map(str, tmp_path.glob("*.txt"))), tmp_path / "store", dedup="exact", fraction=1e-9)
+    assert len(builder.units) == 13 * 6
+    store = finished(builder)
     kept = [names[name] for name in "acde"]
     assert "".join(documents(store, "train") + documents(store, "val")) == "".join(kept)
     assert store.metadata.repeated_documents == 2
@@ -240,9 +240,9 @@ def test_the_tail_of_a_lone_document_is_validated_with_and_never_trained_on(
     (tmp_path / "a.txt").write_bytes(LINES.encode())
     start = LINES.encode()[: place_to_cut(str(tmp_path / "a.txt"), 2000, "document")[0]].decode()
     seed = seed_apart([start], 0.3, all_to_validation)  # the first piece of a long document decides
-    making = making_of([str(tmp_path / "a.txt")], tmp_path / "store", (weight,), "no", 0.3, tokenizer_type, seed)
-    assert len(making.units) == 13
-    store = finished(making)
+    builder = builder_of([str(tmp_path / "a.txt")], tmp_path / "store", (weight,), "no", 0.3, tokenizer_type, seed)
+    assert len(builder.units) == 13
+    store = finished(builder)
     [tail] = held_out(store)
     head = LINES.removesuffix(tail)
     assert trained_on(store) == [head] * weight
@@ -290,7 +290,7 @@ def with_long_document(folder: Path, seed: int, weights: tuple[float, ...] = ())
     merge.LONG_BYTES = 5000
     (folder / "long.txt").write_bytes(LINES.encode())
     paths = [str(folder / "long.txt"), *written(folder, DOCUMENTS)]
-    return finished(making_of(paths, folder / f"store{seed}{weights}", weights, seed=seed))
+    return finished(builder_of(paths, folder / f"store{seed}{weights}", weights, seed=seed))
 
 
 @pytest.mark.parametrize("to_validation", [False, True])
@@ -324,19 +324,19 @@ INPUTS = {
 }
 
 
-def parts_of(folder: Path, name: str) -> Making:
+def parts_of(folder: Path, name: str) -> StoreBuilder:
     paths = written(folder / "texts", *INPUTS[name])
     merge.LONG_BYTES = 1000 if "long" in name else merge.LONG_BYTES
     seed = SEED if "dedup" in name else seed_apart(list(itertools.chain(*INPUTS[name])), 0.1)
-    return with_parts(making_of(paths, folder / "store", (1, 2.5), "exact", seed=seed))
+    return with_parts(builder_of(paths, folder / "store", (1, 2.5), "exact", seed=seed))
 
 
-def merger_of(making: Making, work: Path) -> Merger:
-    return Merger(work, work / "store", making.settings, [unit.copies for unit in making.units])
+def merger_of(builder: StoreBuilder, work: Path) -> Merger:
+    return Merger(work, work / "store", builder.settings, [unit.copies for unit in builder.units])
 
 
-def merged(making: Making, work: Path) -> dict[str, bytes]:
-    merger_of(making, work).merge()
+def merged(builder: StoreBuilder, work: Path) -> dict[str, bytes]:
+    merger_of(builder, work).merge()
     assert not [*work.glob("parts/*.train"), *work.glob("parts/*.val")]
     return {path.name: path.read_bytes() for path in (work / "store").glob("*.bin*")}
 
@@ -344,19 +344,19 @@ def merged(making: Making, work: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize(("block", "between"), [(1, 1 << 30), (100, 500), (1 << 22, 0), (7, 0)])
 def test_blocks_and_records_of_any_size_give_the_same_bytes(tmp_path, monkeypatch, name, block, between):
-    making = parts_of(tmp_path, name)
-    shutil.copytree(making.work, tmp_path / "copy")
-    expected = merged(making, making.work)
+    builder = parts_of(tmp_path, name)
+    shutil.copytree(builder.work, tmp_path / "copy")
+    expected = merged(builder, builder.work)
     assert sum(map(len, expected.values())) > 1000
     monkeypatch.setattr(merge, "BLOCK_TOKENS", block)
     monkeypatch.setattr(merge, "BYTES_BETWEEN_RECORDS", between)
-    assert merged(making, tmp_path / "copy") == expected
-    assert merged(making, tmp_path / "copy") == expected  # once more when all is done
+    assert merged(builder, tmp_path / "copy") == expected
+    assert merged(builder, tmp_path / "copy") == expected  # once more when all is done
 
 
-def is_killed_at(step: int, making: Making, work: Path) -> bool:
+def is_killed_at(step: int, builder: StoreBuilder, work: Path) -> bool:
     """Merges in a process that is killed before that step, if there are so many."""
-    process = multiprocessing.get_context("fork").Process(target=merge_until, args=(step, merger_of(making, work)))
+    process = multiprocessing.get_context("fork").Process(target=merge_until, args=(step, merger_of(builder, work)))
     process.start()
     process.join(600)
     assert process.exitcode in (-signal.SIGKILL, 0)
@@ -385,24 +385,24 @@ def merge_until(last: int, merger: Merger) -> None:
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_killed_at_any_step_and_again_and_again_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, name):
-    making = parts_of(tmp_path, name)
-    shutil.copytree(making.work, tmp_path / "whole")
-    expected = merged(making, tmp_path / "whole")
+    builder = parts_of(tmp_path, name)
+    shutil.copytree(builder.work, tmp_path / "whole")
+    expected = merged(builder, tmp_path / "whole")
     monkeypatch.setattr(merge, "BLOCK_TOKENS", 300)
     monkeypatch.setattr(merge, "BYTES_BETWEEN_RECORDS", 3000)
     for killed_at in itertools.count(1):
         work = tmp_path / f"killed at {killed_at}"
-        shutil.copytree(making.work, work)
-        if not is_killed_at(killed_at, making, work):
+        shutil.copytree(builder.work, work)
+        if not is_killed_at(killed_at, builder, work):
             break
-        assert merged(making, work) == expected
+        assert merged(builder, work) == expected
         shutil.rmtree(work)
     assert killed_at > 50
     steps = itertools.count(20)  # and again and again
-    while is_killed_at(next(steps), making, making.work):
+    while is_killed_at(next(steps), builder, builder.work):
         pass
     assert next(steps) > 24
-    assert merged(making, making.work) == expected
+    assert merged(builder, builder.work) == expected
 
 
 def test_a_merge_that_an_older_version_cut_is_finished_where_all_is_written_and_refused_elsewhere(tmp_path):
@@ -421,15 +421,15 @@ def test_a_merge_that_an_older_version_cut_is_finished_where_all_is_written_and_
 @pytest.mark.parametrize("name", ["train", "val", "rows", "json"])
 @pytest.mark.parametrize("damage", [lambda content: content[:-3], lambda content: b"\0" * len(content)])
 def test_a_part_that_a_power_cut_damaged_is_made_again(tmp_path, name, damage):
-    making = parts_of(tmp_path, "weights and dedup")
-    expected = merged(making, shutil.copytree(making.work, tmp_path / "copy"))
-    path = next(path for path in sorted(making.work.glob(f"parts/*.{name}")) if path.stat().st_size)
+    builder = parts_of(tmp_path, "weights and dedup")
+    expected = merged(builder, shutil.copytree(builder.work, tmp_path / "copy"))
+    path = next(path for path in sorted(builder.work.glob(f"parts/*.{name}")) if path.stat().st_size)
     path.write_bytes(damage(path.read_bytes()))
     if name == "json":
-        assert Part.read(making.work, int(path.stem)) is None
+        assert Part.read(builder.work, int(path.stem)) is None
     else:
         sentence = rf"{path.name} was damaged, by a power cut or a broken disk; the same command"
         with pytest.raises(UserError, match=sentence):
-            merged(making, making.work)
-    UnitProcessor(making.work).process(int(path.stem))
-    assert merged(making, making.work) == expected
+            merged(builder, builder.work)
+    UnitProcessor(builder.work).process(int(path.stem))
+    assert merged(builder, builder.work) == expected

@@ -17,11 +17,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from conftest import REPOSITORY, prose
 from errors import UserError
 from tokenizer import vocabulary
-from tokenizer.making import Making
-from tokenizer.making import pretokenize as make
 from tokenizer.pretokenize import main
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
+from tokenizer.store_builder import StoreBuilder
+from tokenizer.store_builder import pretokenize as make
 from tokenizer.vocabulary import VocabularyArguments, train_bpe
 from tokenizer.worker import Workers, share
 
@@ -91,7 +91,7 @@ def test_of_two_processes_with_the_same_output_the_second_is_refused(launch, tmp
 def test_whoever_finds_another_process_at_a_cache_waits(tmp_path, text):
     recipe = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300))
     program = (
-        "import sys; from pathlib import Path; from tokenizer.making import pretokenize; from tokenizer.recipe import "
+        "import sys; from pathlib import Path; from tokenizer.store_builder import pretokenize; from tokenizer.recipe import "
         f"Recipe; from tokenizer.vocabulary import VocabularyArguments; pretokenize(Recipe([{str(text)!r}], vocabulary="
         f"VocabularyArguments(vocab_size=300)), Path({str(tmp_path / 'cache')!r}), is_cache=True)"
     )
@@ -110,7 +110,7 @@ def test_whoever_finds_another_process_at_a_cache_waits(tmp_path, text):
 
 def test_a_cache_that_was_begun_from_another_text_is_begun_anew(tmp_path, text):
     recipe = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300))
-    Making(recipe, tmp_path / "cache", print, Workers(), 1).plan(is_cache=True)
+    StoreBuilder(recipe, tmp_path / "cache", print, Workers(), 1).plan(is_cache=True)
     text.write_text("other text\n" * 100)
     make(recipe, tmp_path / "cache", is_cache=True)
     assert decoded(tmp_path / "cache") == "other text\n" * 100 + "<|endoftext|>"

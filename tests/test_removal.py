@@ -12,8 +12,8 @@ from errors import UserError
 from publishing.space import assemble_space
 from removal import MARK, discard, is_marked, mark, renew
 from tokenizer.corpus import CorpusArguments
-from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
+from tokenizer.store_builder import pretokenize
 from training.run_folder import RunFolder, may_hold_run
 
 THEIRS = (

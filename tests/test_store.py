@@ -20,9 +20,9 @@ from errors import UserError
 from tokenizer import vocabulary
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
-from tokenizer.making import pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
+from tokenizer.store_builder import pretokenize
 from tokenizer.vocabulary import VocabularyArguments, character_tokenizer
 from tokenizer.worker import share
 

@@ -22,9 +22,9 @@ from tokenizer import corpus
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
-from tokenizer.making import Making, pretokenize
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
+from tokenizer.store_builder import StoreBuilder, pretokenize
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.worker import UnitProcessor, Worker, Workers
 
@@ -120,12 +120,12 @@ def recipe_of(texts: Path) -> Recipe:
 
 
 @pytest.fixture
-def planned(texts, tmp_path, monkeypatch) -> Iterator[Making]:
+def planned(texts, tmp_path, monkeypatch) -> Iterator[StoreBuilder]:
     monkeypatch.setattr(corpus, "UNIT_BYTES", UNIT_BYTES)
     with Workers() as workers:
-        making = Making(recipe_of(texts), tmp_path / "store", lambda text: None, workers, 1)
-        making.plan(is_cache=False)
-        yield making
+        builder = StoreBuilder(recipe_of(texts), tmp_path / "store", lambda text: None, workers, 1)
+        builder.plan(is_cache=False)
+        yield builder
 
 
 def test_the_order_in_which_units_are_done_makes_no_difference(planned, expected, tmp_path):
@@ -216,13 +216,13 @@ def test_room_is_needed_for_parts_and_copies_which_is_said_before_the_work(tmp_p
     recipe = Recipe([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], vocabulary=vocabulary, weights=weights)
     for free, fits in ((needed * 2 * 10**6 - 9, False), (needed * 2 * 10**6 + 9, True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(0, 0, free))
-        making = Making(recipe, tmp_path / "store", lambda text: None, Workers(), 1)
+        builder = StoreBuilder(recipe, tmp_path / "store", lambda text: None, Workers(), 1)
         if fits:
-            making.plan(is_cache=False)
+            builder.plan(is_cache=False)
         else:
             sentence = r"tokens will take about 0\.0 GB, and .* has 0\.0 GB free; make room"
             with pytest.raises(UserError, match=sentence):
-                making.plan(is_cache=False)
+                builder.plan(is_cache=False)
             assert not list(tmp_path.rglob("parts"))
 
 
@@ -232,7 +232,7 @@ def begun(tmp_path, monkeypatch) -> Path:
     os.mkdir("texts")
     for name in "abc":
         Path(f"texts/{name}.txt").write_text(prose(ord(name), 800))
-    Making(recipe_of(Path("texts")), Path("store"), print, Workers(), 1).plan(is_cache=False)
+    StoreBuilder(recipe_of(Path("texts")), Path("store"), print, Workers(), 1).plan(is_cache=False)
     return tmp_path
 
 

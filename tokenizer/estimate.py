@@ -17,9 +17,9 @@ from tokenizer.byte_range import ByteRange, bounds
 from tokenizer.corpus import UNIT_BYTES, Corpus, TextFile, kind_of
 from tokenizer.files import UnreadableError
 from tokenizer.hub import HubDataset
-from tokenizer.making import Making, cores
 from tokenizer.recipe import Recipe
 from tokenizer.store import RESUMES, SPLITS, TokenStore
+from tokenizer.store_builder import StoreBuilder, cores
 from tokenizer.worker import Workers
 
 LARGE_BYTES = 50_000_000  # of text: less is tokenized in seconds
@@ -81,18 +81,18 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
 def _make(recipe: Recipe, folder: Path, factor: float) -> tuple[TokenStore, float]:
     """The store, and the seconds that one of `factor` times as much text would take on this machine."""
     with Workers() as workers:
-        making = Making(recipe, folder, lambda line: None, workers, cores())
-        workers.start(min(cores(), 1 + making.corpus.text_size // UNIT_BYTES))  # which takes time, but once
+        builder = StoreBuilder(recipe, folder, lambda line: None, workers, cores())
+        workers.start(min(cores(), 1 + builder.corpus.text_size // UNIT_BYTES))  # which takes time, but once
         times = [time.perf_counter()]
-        for work in (lambda: making.plan(is_cache=True), lambda: making.do_shard(0, 1)):
+        for work in (lambda: builder.plan(is_cache=True), lambda: builder.do_shard(0, 1)):
             work()
             times.append(time.perf_counter())
-        store = making.finish(merge_only=True)
+        store = builder.finish(merge_only=True)
         times.append(time.perf_counter())
     tokenizer, encoding, merging = (after - before for before, after in itertools.pairwise(times))
-    units = len(making.units)
+    units = len(builder.units)
     busy = units / math.ceil(units / cores())  # processes at a time
-    of_whole = max(busy, min(cores(), making.corpus.text_size * factor / UNIT_BYTES))
+    of_whole = max(busy, min(cores(), builder.corpus.text_size * factor / UNIT_BYTES))
     return store, tokenizer + factor * (encoding * busy / of_whole + merging)
 
 

@@ -23,8 +23,8 @@ from tokenizer import archive, export
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import Corpus, CorpusArguments
 from tokenizer.dedup import DedupArguments
-from tokenizer.making import pretokenize
 from tokenizer.recipe import SEED, Recipe
+from tokenizer.store_builder import pretokenize
 from tokenizer.vocabulary import VocabularyArguments
 
 MAIN = (  # flags that --help explains

@@ -75,7 +75,7 @@ def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
     folder = _folder_of(recipe)
     if is_store(str(folder)):
         return TokenStore(folder)
-    from tokenizer.making import pretokenize
+    from tokenizer.store_builder import pretokenize
 
     if others := _others_of(recipe.inputs[0]):
         size = sum(file.stat().st_size for other in others for file in other.rglob("*") if file.is_file())

@@ -73,17 +73,17 @@ def pretokenize(
     if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write there
         raise UserError(f"{str(folder)!a} is not a name in UTF-8; name another --output.")
     with disk_errors(folder, RESUMES), Workers() as workers:
-        making = Making(recipe, folder, say, workers, num_proc or cores())
+        builder = StoreBuilder(recipe, folder, say, workers, num_proc or cores())
         with _locked(folder, "", wait=is_cache or shard is not None):
             if TokenStore.is_store(folder):
-                return making.open_finished(is_cache)
-            making.plan(is_cache)
+                return builder.open_finished(is_cache)
+            builder.plan(is_cache)
             if shard is None:
                 _refuse_busy_shards(folder)
-                return making.finish(merge_only)
+                return builder.finish(merge_only)
             own = _locked(folder, f".shard-{shard[0]}-of-{shard[1]}", wait=False)
         with own:
-            making.do_shard(*shard)
+            builder.do_shard(*shard)
     return None
 
 
@@ -109,7 +109,7 @@ def _refuse_busy_shards(folder: Path) -> None:
             pass
 
 
-class Making:
+class StoreBuilder:
     """A store on its way. All that is unfinished lies in `.NAME.unfinished` beside it."""
 
     def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None], workers: Workers, processes: int):
