@@ -1,5 +1,6 @@
 """Messages to the user. Imports nothing large, so that worker processes start at once."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,13 @@ def disk_errors(path: object, remedy: str) -> Iterator[None]:
     except OSError as error:
         what = f"{error.filename or path} cannot be read or written ({error.strerror or error})"
         raise UserError(f"{what}; {remedy}.") from error
+
+
+def require_room(folder: object, n_bytes: float, what: str, remedy: str) -> None:
+    """Raise a `UserError` where `n_bytes` do not fit on the disk of `folder`; `what` is the subject and verb of the sentence."""
+    free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        raise UserError(f"{what} {n_bytes / 1e9:,.1f} GB, and {folder} has {free / 1e9:,.1f} GB free; {remedy}.")
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -14,7 +14,7 @@ import train_accelerate
 from atomic import file_sha256
 from conftest import REPOSITORY, contents, reset_accelerate
 from errors import UserError
-from tokenizer import archive, export, inspect, pretokenize
+from tokenizer import export, inspect, pretokenize, unpack
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments
@@ -68,7 +68,7 @@ def test_a_store_of_an_older_format_is_read(old, version, ends, capsys):
     text = (old / "unfinished_v1" / "text" / ("05.txt" if version == 1 else "00.txt")).read_text()
     assert capsys.readouterr().out == text + "\n"
     if version == 2:
-        assert archive.unpack(old / "store_v2.tar.zst", old / "unpacked").metadata == store.metadata
+        assert unpack.unpack(old / "store_v2.tar.zst", old / "unpacked").metadata == store.metadata
 
 
 def test_a_store_of_format_1_is_used_as_it_is_and_what_it_cannot_do_is_refused(old, capsys):
@@ -78,7 +78,7 @@ def test_a_store_of_format_1_is_used_as_it_is_and_what_it_cannot_do_is_refused(o
     assert "it is used as it is" in capsys.readouterr().out
     assert contents(old / "store_v1") == before
     sentence = r"make it again with another --output\. It was made by: python -m tokenizer"
-    for export_as in (archive.pack, export.to_parquet):
+    for export_as in (unpack.pack, export.to_parquet):
         with pytest.raises(UserError, match=sentence):
             export_as(TokenStore(old / "store_v1"))
 

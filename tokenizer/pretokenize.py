@@ -19,7 +19,7 @@ from typing import Literal
 from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
-from tokenizer import archive, export
+from tokenizer import export, unpack
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import Corpus, CorpusArguments
 from tokenizer.dedup import DedupArguments
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> None:
     folder = Path(door.output).expanduser()
     store = pretokenize(recipe, folder, say, door.num_proc, door.share, door.merge)
     if store is not None and door.compress:
-        say(f"{archive.pack(store)} is the packed store; `python -m tokenizer.unpack` takes it out and verifies it.")
+        say(f"{unpack.pack(store)} is the packed store; `python -m tokenizer.unpack` takes it out and verifies it.")
     if store is not None and door.export:
         say(f"{export.to_parquet(store)} is the store as a Hub dataset.")
 

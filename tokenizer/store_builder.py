@@ -7,7 +7,6 @@ import math
 import operator
 import os
 import shlex
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
 from atomic import write_atomic
-from errors import UserError, counted, disk_errors
+from errors import UserError, counted, disk_errors, require_room
 from removal import MARK, discard, is_marked, mark, renew
 from tokenizer import cleaning, encode, megatron, report, schema, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
@@ -280,12 +279,8 @@ class StoreBuilder:
         # The ids of a part are there until its last copy is written.
         copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
         needed = sum(map(operator.mul, copies, self.corpus.text_sizes)) * ids_per_byte * itemsize
-        free = shutil.disk_usage(self.work).free
-        if needed > free:
-            raise UserError(
-                f"The tokens will take about {needed / 1e9:.1f} GB, and {self.folder.parent.absolute()} has {free / 1e9:.1f} GB "
-                f"free; make room or name an --output on another disk."
-            )
+        where, remedy = self.folder.parent.absolute(), "make room or name an --output on another disk"
+        require_room(where, needed, "The tokens will take about", remedy)
 
     @property
     def _most_text(self) -> float:

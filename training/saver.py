@@ -4,7 +4,6 @@ Training waits for the copy alone. The next save, and the end of the run, wait f
 """
 
 import os
-import shutil
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from errors import UserError
+from errors import UserError, require_room
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.store import TokenStore
 from training import checkpoint
@@ -255,9 +254,5 @@ def _shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:
 
 def refuse_full_disk(folder: Path, n_bytes: int) -> None:
     """Raise a `UserError` where a checkpoint and the copy of its weights will not fit on the disk."""
-    needed, free = int(n_bytes * 4 / 3), shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"{folder} has {free / 1e9:.2f} GB left, and a checkpoint needs {needed / 1e9:.2f} GB; earlier checkpoints are "
-            f"intact. Make room and resume."
-        )
+    remedy = "earlier checkpoints are intact: make room and resume"
+    require_room(folder, n_bytes * 4 / 3, "A checkpoint takes", remedy)

@@ -11,14 +11,14 @@ import zstandard
 
 from conftest import contents
 from errors import UserError
-from tokenizer import archive, unpack
+from tokenizer import unpack
 from tokenizer.store import TokenStore
 
 
 @pytest.fixture
 def packed(store, tmp_path) -> Path:
     shutil.copytree(store.folder, tmp_path / "my.store")
-    return archive.pack(TokenStore(tmp_path / "my.store"))
+    return unpack.pack(TokenStore(tmp_path / "my.store"))
 
 
 def members(packed: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
@@ -28,7 +28,7 @@ def members(packed: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
 
 def repacked(packed: Path, files: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as tar:
+    with tarfile.open(fileobj=content, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for info, text in files:
             info.size = len(text)
             tar.addfile(info, io.BytesIO(text))
@@ -38,7 +38,7 @@ def repacked(packed: Path, files: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
 
 def refused(packed: Path, folder: Path) -> str:
     with pytest.raises(UserError) as error:
-        archive.unpack(packed, folder)
+        unpack.unpack(packed, folder)
     [sentence] = str(error.value).splitlines()
     assert str(packed) in sentence
     assert sentence.endswith(".")
@@ -48,26 +48,26 @@ def refused(packed: Path, folder: Path) -> str:
 
 def test_what_is_unpacked_is_the_store_and_a_changed_one_is_not_packed(store, packed, tmp_path):
     assert packed.name == "my.store.tar.zst"
-    unpacked = archive.unpack(packed, tmp_path / "elsewhere" / "store")
+    unpacked = unpack.unpack(packed, tmp_path / "elsewhere" / "store")
     assert contents(unpacked.folder) == contents(store.folder)
     packed.unlink()
     path = tmp_path / "my.store" / "train.bin"
     path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
-    with pytest.raises(UserError, match=r"train\.bin was changed\. Delete"):
-        archive.pack(TokenStore(tmp_path / "my.store"))
+    with pytest.raises(UserError, match=r"train\.bin was changed or damaged"):
+        unpack.pack(TokenStore(tmp_path / "my.store"))
     assert {path.name for path in tmp_path.iterdir()} == {"my.store", "elsewhere"}
 
 
 def test_the_same_store_packs_to_the_same_bytes_and_another_file_of_that_name_is_kept(packed, tmp_path):
     store, before = TokenStore(tmp_path / "my.store"), packed.stat().st_mtime_ns
-    assert archive.pack(store) == packed
+    assert unpack.pack(store) == packed
     assert packed.stat().st_mtime_ns == before
     first = packed.rename(tmp_path / "first")
     (tmp_path / "my.store" / "train.bin").touch()
-    assert archive.pack(store).read_bytes() == first.read_bytes()
+    assert unpack.pack(store).read_bytes() == first.read_bytes()
     packed.write_bytes(b"mine")
     with pytest.raises(UserError, match=r"my\.store\.tar\.zst exists and is not .*my\.store, packed; move it away"):
-        archive.pack(store)
+        unpack.pack(store)
     assert packed.read_bytes() == b"mine"
 
 
@@ -100,8 +100,20 @@ def changed(name: str, change):
         ),
         (lambda files: files[:-1], "lacks val.bin: it is truncated or damaged"),
         (lambda files: files[::-1], "is not a packed store"),  # metadata come first
+        (changed("metadata.json", lambda text: b"[" * 200_000), "it is nested too deeply"),
+        (lambda files: [(tarfile.TarInfo("store/" + "x" * 100_000), b""), *files], "a header in it is too long"),
+        (lambda files: [*files, (tarfile.TarInfo("store/" + "x" * 100_000), b"")], "a header in it is too long"),
     ],
-    ids=["other tokens", "larger", "newer format", "lacking", "reversed"],
+    ids=[
+        "other tokens",
+        "larger",
+        "newer format",
+        "lacking",
+        "reversed",
+        "brackets",
+        "long header",
+        "long header at the end",
+    ],
 )
 def test_what_its_metadata_do_not_say_is_refused(packed, tmp_path, change, sentence):
     assert sentence in refused(repacked(packed, change(members(packed))), tmp_path / "out")
@@ -116,6 +128,12 @@ def test_what_is_no_file_of_a_store_is_not_written(packed, tmp_path, name):
     assert not list(tmp_path.parent.rglob("evil*"))
 
 
+@pytest.mark.parametrize(("limit", "value"), [("METADATA_BYTES", 1000), ("OTHER_BYTES", 1000), ("OTHER_FILES", 7)])
+def test_members_share_one_budget(packed, tmp_path, monkeypatch, limit, value):
+    monkeypatch.setattr(unpack, limit, value)
+    assert "is not a packed store: " in refused(packed, tmp_path / "out")
+
+
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE])
 def test_links_and_devices_are_refused(packed, tmp_path, kind):
     info = tarfile.TarInfo("store/report.md")
@@ -126,7 +144,7 @@ def test_links_and_devices_are_refused(packed, tmp_path, kind):
 
 def test_too_little_room_and_an_output_that_is_taken_are_said_before_the_work(packed, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not an empty folder; name another"):
-        archive.unpack(packed, tmp_path / "my.store")
+        unpack.unpack(packed, tmp_path / "my.store")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     assert "has 0.0 GB free; make room or name a folder on another disk." in refused(packed, tmp_path / "out")
 
