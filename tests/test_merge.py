@@ -69,7 +69,7 @@ def builder_of(
         list(weights),
     )
     builder = StoreBuilder(recipe, output, lambda text: None, Workers(), 1)
-    builder.plan(is_cache=False)
+    assert builder.plan.units
     return builder
 
 
@@ -191,7 +191,7 @@ def test_a_long_document_is_repeated_where_all_of_it_is(tmp_path):
     for name, text in names.items():
         (tmp_path / f"{name}.txt").write_bytes(text.encode())
     builder = builder_of(sorted(map(str, tmp_path.glob("*.txt"))), tmp_path / "store", dedup="exact", fraction=1e-9)
-    assert len(builder.units) == 13 * 6
+    assert len(builder.plan.units) == 13 * 6
     store = finished(builder)
     kept = [names[name] for name in "acde"]
     assert "".join(documents(store, "train") + documents(store, "val")) == "".join(kept)
@@ -241,7 +241,7 @@ def test_the_tail_of_a_lone_document_is_validated_with_and_never_trained_on(
     start = LINES.encode()[: place_to_cut(str(tmp_path / "a.txt"), 2000, "document")[0]].decode()
     seed = seed_apart([start], 0.3, all_to_validation)  # the first piece of a long document decides
     builder = builder_of([str(tmp_path / "a.txt")], tmp_path / "store", (weight,), "no", 0.3, tokenizer_type, seed)
-    assert len(builder.units) == 13
+    assert len(builder.plan.units) == 13
     store = finished(builder)
     [tail] = held_out(store)
     head = LINES.removesuffix(tail)
@@ -332,7 +332,7 @@ def parts_of(folder: Path, name: str) -> StoreBuilder:
 
 
 def merger_of(builder: StoreBuilder, work: Path) -> Merger:
-    return Merger(work, work / "store", builder.settings, [unit.copies for unit in builder.units])
+    return Merger(work, work / "store", builder.plan.settings, [unit.copies for unit in builder.plan.units])
 
 
 def merged(builder: StoreBuilder, work: Path) -> dict[str, bytes]:

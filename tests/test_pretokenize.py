@@ -110,7 +110,7 @@ def test_whoever_finds_another_process_at_a_cache_waits(tmp_path, text):
 
 def test_a_cache_that_was_begun_from_another_text_is_begun_anew(tmp_path, text):
     recipe = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300))
-    StoreBuilder(recipe, tmp_path / "cache", print, Workers(), 1).plan(is_cache=True)
+    assert StoreBuilder(recipe, tmp_path / "cache", print, Workers(), 1, is_cache=True).plan.units
     text.write_text("other text\n" * 100)
     make(recipe, tmp_path / "cache", is_cache=True)
     assert decoded(tmp_path / "cache") == "other text\n" * 100 + "<|endoftext|>"

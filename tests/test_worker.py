@@ -124,7 +124,7 @@ def planned(texts, tmp_path, monkeypatch) -> Iterator[StoreBuilder]:
     monkeypatch.setattr(corpus, "UNIT_BYTES", UNIT_BYTES)
     with Workers() as workers:
         builder = StoreBuilder(recipe_of(texts), tmp_path / "store", lambda text: None, workers, 1)
-        builder.plan(is_cache=False)
+        assert builder.plan.units
         yield builder
 
 
@@ -218,11 +218,11 @@ def test_room_is_needed_for_parts_and_copies_which_is_said_before_the_work(tmp_p
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(0, 0, free))
         builder = StoreBuilder(recipe, tmp_path / "store", lambda text: None, Workers(), 1)
         if fits:
-            builder.plan(is_cache=False)
+            assert builder.plan.units
         else:
             sentence = r"tokens will take about 0\.0 GB, and .* has 0\.0 GB free; make room"
             with pytest.raises(UserError, match=sentence):
-                builder.plan(is_cache=False)
+                assert builder.plan.units
             assert not list(tmp_path.rglob("parts"))
 
 
@@ -232,7 +232,7 @@ def begun(tmp_path, monkeypatch) -> Path:
     os.mkdir("texts")
     for name in "abc":
         Path(f"texts/{name}.txt").write_text(prose(ord(name), 800))
-    StoreBuilder(recipe_of(Path("texts")), Path("store"), print, Workers(), 1).plan(is_cache=False)
+    assert StoreBuilder(recipe_of(Path("texts")), Path("store"), print, Workers(), 1).plan.units
     return tmp_path
 
 
@@ -294,7 +294,7 @@ def test_settings_and_files_that_changed_in_between_are_named_and_undoing_it_goe
 
 
 def test_a_file_that_goes_away_during_the_work_is_named(planned, texts):
-    unit = next(i for i, unit in enumerate(planned.units) if unit.ranges[0].path.endswith("long.txt"))
+    unit = next(i for i, unit in enumerate(planned.plan.units) if unit.ranges[0].path.endswith("long.txt"))
     moved = (texts / "long.txt").rename(texts / "gone.txt")
     try:
         with pytest.raises(UserError, match=r"long\.txt cannot be read: No such file or directory; mend it"):

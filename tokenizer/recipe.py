@@ -41,7 +41,7 @@ class Recipe:
         return found
 
     @cached_property
-    def theirs(self) -> PreTrainedTokenizerBase | None:
+    def existing_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The existing tokenizer that is to be used."""
         return None if self.vocabulary.tokenizer is None else vocabulary.load(self.vocabulary.tokenizer)
 
@@ -54,8 +54,8 @@ class Recipe:
             if settings[name] == defaults[name]:
                 del settings[name]
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
-        if self.theirs is not None:
-            settings["tokenizer_json"] = encode.sha256(self.theirs.backend_tokenizer)
+        if self.existing_tokenizer is not None:
+            settings["tokenizer_json"] = encode.sha256(self.existing_tokenizer.backend_tokenizer)
         if (name := self.corpus.chat_template) is not None:
             settings["chat_template_source"] = ChatTemplate.read(name)
         return settings

@@ -1,4 +1,4 @@
-"""A store in the making: planned once, worked on by whoever is there, put together, and moved to its place."""
+"""Builds a token store: plans the work once, does it in any number of processes, merges the parts, and moves the store to its place."""
 
 import glob
 import itertools
@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer
 
 from atomic import write_atomic
 from errors import UserError, counted, disk_errors, require_room
+from progress import Progress
 from removal import MARK, discard, is_marked, mark, renew
 from tokenizer import cleaning, encode, megatron, report, schema, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
@@ -31,7 +33,6 @@ from tokenizer.dedup import MinHasher
 from tokenizer.documents import Counts
 from tokenizer.files import is_packed
 from tokenizer.merge import Merger
-from tokenizer.progress import Progress
 from tokenizer.recipe import Recipe
 from tokenizer.store import MAX_UINT16_VOCAB, RESUMES, STORE_FILES, TokenStore, finish
 from tokenizer.vocabulary import VocabularyArguments
@@ -57,9 +58,9 @@ def pretokenize(
     merge_only: bool = False,
     is_cache: bool = False,
 ) -> TokenStore | None:
-    """Makes the store that `recipe` describes in `folder`, or goes on making it; opens it where it is there already.
+    """Build the store that `recipe` describes in `folder`, or resume that; open it where it exists already.
 
-    A cache belongs to us: whoever finds another process at it waits, and what was begun otherwise is begun anew.
+    A cache belongs to us: a process that finds another one building it waits, and work for another text is discarded.
     None is returned after a shard.
 
     Raises:
@@ -72,17 +73,22 @@ def pretokenize(
     if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write there
         raise UserError(f"{str(folder)!a} is not a name in UTF-8; name another --output.")
     with disk_errors(folder, RESUMES), Workers() as workers:
-        builder = StoreBuilder(recipe, folder, say, workers, num_proc or cores())
+        builder = StoreBuilder(recipe, folder, say, workers, num_proc or cores(), is_cache)
         with _locked(folder, "", wait=is_cache or shard is not None):
             if TokenStore.is_store(folder):
-                return builder.open_finished(is_cache)
-            builder.plan(is_cache)
+                return builder.open_finished()
+            units = list(range(len(builder.plan.units)))
             if shard is None:
                 _refuse_busy_shards(folder)
                 return builder.finish(merge_only)
-            own = _locked(folder, f".shard-{shard[0]}-of-{shard[1]}", wait=False)
+            share, shares = shard
+            own = _locked(folder, f".shard-{share}-of-{shares}", wait=False)
         with own:
-            builder.do_shard(*shard)
+            builder.do_units(units[share::shares])
+            say(
+                f"Shard {share}/{shares} is done: {len(units[share::shares]):,} of {len(units):,} units. When all are, the same "
+                f"command with --merge in place of --shard puts them together."
+            )
     return None
 
 
@@ -109,26 +115,31 @@ def _refuse_busy_shards(folder: Path) -> None:
 
 
 class StoreBuilder:
-    """A store on its way. All that is unfinished lies in `.NAME.unfinished` beside it."""
+    """Builds a store from the text of a recipe. Unfinished work lies in `.NAME.unfinished` next to the store."""
 
-    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None], workers: Workers, processes: int):
-        self.recipe, self.folder, self.say, self.workers, self.processes = recipe, folder, say, workers, processes
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        say: Callable[[str], None],
+        workers: Workers,
+        processes: int,
+        is_cache: bool = False,
+    ):
+        self.recipe, self.folder, self.say = recipe, folder, say
+        self.workers, self.processes, self.is_cache = workers, processes, is_cache
         self.work = folder.with_name(f".{folder.name}.unfinished")
         self.store = self.work / "store"
         self.corpus = Corpus(recipe.inputs, recipe.corpus, recipe.weights, left_out=folder)
         self.inputs = self.corpus.identity()
 
     @cached_property
-    def settings_of_user(self) -> dict[str, Any]:
-        return self.recipe.settings()
-
-    @cached_property
     def rust(self) -> Tokenizer:
         return encode.load_rust(self.store / "tokenizer" / "tokenizer.json")
 
-    # ---- what is there already ------------------------------------------------------------------------------------------
+    # ---- existing work --------------------------------------------------------------------------------------------------
 
-    def open_finished(self, is_cache: bool) -> TokenStore:
+    def open_finished(self) -> TokenStore:
         store = TokenStore(self.folder)
         if store.metadata.format_version == 1:
             self.say(
@@ -136,9 +147,15 @@ class StoreBuilder:
                 f"Name another --output to make it again."
             )
             return store
-        inputs = self._inputs_of_finished()
+        path = self.folder / "inputs.json"
+        try:
+            inputs = schema.read(path, list[tuple[str, int, int]])
+        except (FileNotFoundError, ValueError) as error:
+            raise UserError(
+                f"{path} is missing or damaged ({error}). Delete {self.folder} and make it again."
+            ) from error
         # A cache is named by the content of its text.
-        if not is_cache and (changed := self._changed(store.metadata.settings, inputs)):
+        if not self.is_cache and (changed := self._changed(store.metadata.settings, inputs)):
             raise UserError(
                 f"{self.folder} is a store of other text or other settings ({changed}); name another --output or delete it."
             )
@@ -147,18 +164,9 @@ class StoreBuilder:
         self.say(f"{self.folder} holds these tokens already.")
         return store
 
-    def _inputs_of_finished(self) -> list[list]:
-        path = self.folder / "inputs.json"
-        try:
-            return schema.read(path, list[tuple[str, int, int]])
-        except (FileNotFoundError, ValueError) as error:
-            raise UserError(
-                f"{path} is missing or damaged ({error}). Delete {self.folder} and make it again."
-            ) from error
-
     def _changed(self, settings: dict[str, Any], inputs: list[list]) -> str:
-        """What differs between then and now, by name; empty where nothing does."""
-        now = json.loads(json.dumps(self.settings_of_user))
+        """Return the settings and files that differ from those of earlier work, in words; empty where none does."""
+        now = json.loads(json.dumps(self.recipe.settings()))
         named = [
             f"{key} was {settings.get(key)!r:.60} and is {now.get(key)!r:.60}"
             for key in settings | now
@@ -170,26 +178,27 @@ class StoreBuilder:
         named += [f"{name} was changed" for name in after if name in before and before[name] != after[name]]
         return "; ".join(named[:3]) + (f"; and {len(named) - 3} more" if len(named) > 3 else "")
 
-    def plan(self, is_cache: bool) -> None:
-        """Decides on units and tokenizer, unless that was done before."""
+    @cached_property
+    def plan(self) -> Plan:
+        """Units, settings and tokenizer, decided now or by the interrupted command that this one resumes."""
         self._check_writable()
-        if not self._go_on(is_cache):
+        if (plan := self._unfinished_plan()) is None:
             renew(self.work, "unfinished", UNFINISHED)
-            self._begin()
-        plan = Plan.read(self.work)
-        self.settings, self.units, self.skipped = plan.settings, plan.units, plan.skipped
+            plan = self._new_plan()
+            plan.write(self.work)
+        return plan
 
-    def _go_on(self, is_cache: bool) -> bool:
+    def _unfinished_plan(self) -> Plan | None:
         if not (self.work / "plan.json").is_file():
-            return False
+            return None
         plan = Plan.read(self.work)
         mark(self.work, "unfinished")  # of a version that marked nothing
         if not (changed := self._changed(plan.settings_of_user, plan.inputs)):
             done = len(done_parts(self.work, range(len(plan.units))))
             self.say(f"Going on with {self.folder}: {done:,} of {len(plan.units):,} units of work are done.")
-            return True
-        if is_cache:
-            return False
+            return plan
+        if self.is_cache:
+            return None
         raise UserError(
             f"{self.folder} was begun with other text or settings ({changed}); undo that, or delete {self.work} to begin anew."
         )
@@ -200,46 +209,43 @@ class StoreBuilder:
         ):
             raise UserError(f"{self.folder} exists and is not an empty folder; name another --output.")
 
-    # ---- the beginning --------------------------------------------------------------------------------------------------
+    # ---- the plan -------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        if self.recipe.dedup.dedup == "near":
+    def _new_plan(self) -> Plan:
+        recipe, corpus = self.recipe, self.corpus
+        if recipe.dedup.dedup == "near":
             MinHasher()  # or the sentence that it is not installed, before any work
-        self.say(f"Reading {self.corpus.describe()} ...")
-        self.workers.start(min(self.processes, self.corpus.text_size // UNIT_BYTES))
-        units = self.corpus.units()
-        source, control, variables = self._chat_template()
+        self.say(f"Reading {corpus.describe()} ...")
+        self.workers.start(min(self.processes, corpus.text_size // UNIT_BYTES))
+        units = corpus.units()
+        template, control, variables = self._chat_template()
         settings = Settings(
-            sample_by=self.recipe.corpus.sample_by,
-            cleaning=self.recipe.cleaning.cleaning,
-            dedup=self.recipe.dedup.dedup,
-            validation_fraction=self.recipe.corpus.validation_fraction,
-            seed=self.recipe.seed,
-            chat_template=source,
+            sample_by=recipe.corpus.sample_by,
+            cleaning=recipe.cleaning.cleaning,
+            dedup=recipe.dedup.dedup,
+            validation_fraction=recipe.corpus.validation_fraction,
+            seed=recipe.seed,
+            chat_template=template,
             control_tokens=control,
             template_variables=variables,
         )
-        sample = Sample(units, settings, self.recipe.vocabulary, self.corpus.text_size, self._most_text)
-        recipe = self.recipe
+        sample = Sample(units, settings, recipe.vocabulary, corpus.text_size, self._most_text)
         tokenizer = vocabulary.build(
-            recipe.vocabulary, recipe.theirs, sample.texts, control, recipe.vocab_size_must_fit, self.say
+            recipe.vocabulary, recipe.existing_tokenizer, sample.texts, control, recipe.vocab_size_must_fit, self.say
         )
-        if self.recipe.vocabulary.tokenizer is None:
-            self.corpus.check(sample.counts, at_least=0 if sample.is_all else self._most_text)
-        if source is not None:
-            tokenizer.chat_template = source
+        if recipe.vocabulary.tokenizer is None:
+            corpus.check(sample.counts, at_least=0 if sample.is_all else self._most_text)
+        if template is not None:
+            tokenizer.chat_template = template
         self._say_vocabulary(len(tokenizer))
         vocabulary.save(tokenizer, self.store / "tokenizer")
-        settings = Settings(
-            **asdict(settings)
-            | {"dtype": "uint16" if len(tokenizer) < MAX_UINT16_VOCAB else "uint32", "eos": tokenizer.eos_token_id}
-        )
-        self._check_room(settings, sample)
-        Plan(self.settings_of_user, self.inputs, settings, units, self.corpus.skipped).write(self.work)
+        dtype = "uint16" if len(tokenizer) < MAX_UINT16_VOCAB else "uint32"
+        settings = replace(settings, dtype=dtype, eos=tokenizer.eos_token_id)
+        self._require_room(np.dtype(dtype).itemsize * sample.ids_per_byte(self.rust))
+        return Plan(recipe.settings(), self.inputs, settings, units, corpus.skipped)
 
     def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
-        """Source, control tokens and variables of the template that writes out chats; None and none where there are no
-        chats."""
+        """Source, control tokens and variables of the template for chats; None, and none, where there are no chats."""
         name, arguments = self.recipe.corpus.chat_template, self.recipe.vocabulary
         if not self.corpus.has_chats:
             if name is not None:
@@ -247,15 +253,15 @@ class StoreBuilder:
                     f"chat_template is {name}, but {', '.join(self.recipe.inputs)} hold no chats; leave it out."
                 )
             return None, [], {}
-        theirs = self.recipe.theirs
-        source = ChatTemplate.read(name) if name is not None else getattr(theirs, "chat_template", None)
+        existing = self.recipe.existing_tokenizer
+        source = ChatTemplate.read(name) if name is not None else getattr(existing, "chat_template", None)
         if source is None:
             raise UserError(
                 "The text is chats, and no template says how to write them; give --chat_template chatml or a file."
             )
-        if theirs is not None:
-            special = [str(token) for token in theirs.added_tokens_decoder.values() if token.special]
-            return source, special, theirs.special_tokens_map
+        if existing is not None:
+            special = [str(token) for token in existing.added_tokens_decoder.values() if token.special]
+            return source, special, existing.special_tokens_map
         if arguments.tokenizer_type == "character":
             raise UserError("Chats need control tokens, which a character tokenizer has not; leave out tokenizer_type.")
         chatml = CHATML_TOKENS if name == "chatml" else ()
@@ -272,13 +278,11 @@ class StoreBuilder:
         kind = {"bpe": f"byte-level BPE, {size:,} tokens{short}", "character": f"{size:,} characters"}
         self.say(f"Tokenizer: {kind[arguments.tokenizer_type]}.")
 
-    def _check_room(self, settings: Settings, sample: "Sample") -> None:
-        """Raise a `UserError` where the store will not fit on its disk."""
-        ids_per_byte = sample.ids_per_byte(self.rust)
-        itemsize = np.dtype(settings.dtype).itemsize
+    def _require_room(self, bytes_per_byte: float) -> None:
+        """Raise a `UserError` where the store, `bytes_per_byte` of text, will not fit on its disk."""
         # The ids of a part are there until its last copy is written.
         copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
-        needed = sum(map(operator.mul, copies, self.corpus.text_sizes)) * ids_per_byte * itemsize
+        needed = sum(map(operator.mul, copies, self.corpus.text_sizes)) * bytes_per_byte
         where, remedy = self.folder.parent.absolute(), "make room or name an --output on another disk"
         require_room(where, needed, "The tokens will take about", remedy)
 
@@ -290,43 +294,42 @@ class StoreBuilder:
 
     # ---- the work -------------------------------------------------------------------------------------------------------
 
-    def do_shard(self, share: int, shares: int) -> None:
-        mine = list(range(len(self.units)))[share::shares]
-        self._do(mine)
-        self.say(
-            f"Shard {share}/{shares} is done: {len(mine):,} of {len(self.units):,} units. When all are, the same command with "
-            f"--merge in place of --shard puts them together."
-        )
-
-    def _do(self, units: list[int]) -> list[Part]:
-        """Does what is not yet done of `units`; returns all their parts in order."""
+    def do_units(self, units: list[int]) -> list[Part]:
+        """Do those of `units` that are not done yet; return the parts of all in order."""
         parts = {part.unit: part for part in done_parts(self.work, units)}
-        counts = replace(self.skipped)
+        counts, new_bytes, new_tokens = replace(self.plan.skipped), 0, 0
         for part in parts.values():
             counts.add(part.counts)
-        with Progress(self.corpus.text_size, counts.bytes, len(units) - len(parts), self.say) as progress:
+        missing = [unit for unit in units if unit not in parts]
+        is_shown = self.say is print and len(missing) > 1
+        with Progress("Encoding", len(missing), is_shown, self.say) as progress:
             one_at_a_time = threading.Lock()
+            started = time.monotonic()
 
             def on_part(part: Part) -> None:
+                nonlocal new_bytes, new_tokens
                 with one_at_a_time:
                     parts[part.unit] = part
                     counts.add(part.counts)
                     self.corpus.check(counts, at_least=self._most_text)
-                    progress.advance(part.counts.bytes, sum(part.tokens.values()))
+                    new_bytes += part.counts.bytes
+                    new_tokens += sum(part.tokens.values())
+                    megabytes = new_bytes / 1e6
+                    speed = megabytes / (time.monotonic() - started)
+                    progress.advance(f"{megabytes:,.0f} MB, {speed:.1f} MB/s, {new_tokens / 1e6:,.1f}M tokens")
 
-            missing = [unit for unit in units if unit not in parts]
             if len(missing) > 1:  # one is not worth a process of its own
                 self.workers.start(min(self.processes, len(missing)))
             self.workers.do(self.work, missing, on_part)
         return [parts[unit] for unit in units]
 
     def finish(self, merge_only: bool) -> TokenStore:
-        """Does what is left to do, puts the parts together, and moves the store to its place."""
-        everything = list(range(len(self.units)))
+        """Do the units that are left, merge the parts, and move the store to its place."""
+        everything = list(range(len(self.plan.units)))
         if merge_only:
             self._refuse_missing(everything)
-        counts, outcomes, lost = replace(self.skipped), {}, 0
-        for part in self._do(everything):
+        counts, outcomes, lost = replace(self.plan.skipped), {}, 0
+        for part in self.do_units(everything):
             counts.add(part.counts)
             outcomes = cleaning.merged(outcomes, part.outcomes)
             lost += part.lost_bytes
@@ -338,8 +341,13 @@ class StoreBuilder:
                 f"{self.recipe.vocabulary.tokenizer} cannot express this text: {lost:,} of {counts.bytes:,} bytes would be "
                 f"lost; use another tokenizer."
             )
-        merger = Merger(self.work, self.store, self.settings, [unit.copies for unit in self.units])
-        self._refuse_empty(merger, counts, outcomes)
+        merger = Merger(self.work, self.store, self.plan.settings, [unit.copies for unit in self.plan.units])
+        if merger.documents == 0:
+            dropped = (f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped)
+            raise UserError(
+                f"Of {counted(counts.documents, 'document')} none is left (dropped: {', '.join(dropped) or 'by --weights'}); "
+                f"clean less, or read more."
+            )
         merger.merge()
         self._describe(counts, outcomes, merger)
         self._check_writable()  # hours may have passed
@@ -352,7 +360,7 @@ class StoreBuilder:
         return store
 
     def _refuse_changed_files(self) -> None:
-        """Nobody knows what was read of a file that grew or shrank meanwhile."""
+        """Raise a `UserError` for a file that grew or shrank while it was read."""
         for path, size, modified in self.inputs:
             now = TextFile.at(path)
             if (now.size, now.modified) != (size, modified):
@@ -369,29 +377,20 @@ class StoreBuilder:
                 f"or the command without --merge, which does the rest."
             )
 
-    def _refuse_empty(self, merger: Merger, counts: Counts, outcomes: dict[str, RuleStats]) -> None:
-        if merger.documents == 0:
-            dropped = ", ".join(
-                f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped
-            )
-            raise UserError(
-                f"Of {counted(counts.documents, 'document')} none is left (dropped: {dropped or 'by --weights'}); clean less, or read more."
-            )
-
     def _describe(self, counts: Counts, outcomes: dict[str, RuleStats], merger: Merger) -> None:
         write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
-        megatron.write_indexes(self.store, self.settings.dtype)
+        megatron.write_indexes(self.store, self.plan.settings.dtype)
         splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
         finish(
             self.store,
             splits,
-            dtype=self.settings.dtype,
+            dtype=self.plan.settings.dtype,
             vocab_size=self.rust.get_vocab_size(),
             tokenizer_type=encode.kind(self.rust),
-            eos_token_id=self.settings.eos,
+            eos_token_id=self.plan.settings.eos,
             sources=self.recipe.inputs,
             hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
-            settings=self.settings_of_user,
+            settings=self.plan.settings_of_user,
             counts=asdict(counts) | {"links": self.corpus.links, "tails": len(merger.progress.tails)},
             cleaning={rule: asdict(outcome) for rule, outcome in outcomes.items()},
             repeated_documents=merger.repeated,

@@ -29,6 +29,7 @@ from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from progress import track
 from tokenizer import vocabulary
 from tokenizer.store import TokenStore
 from training.compare import findings, panel
@@ -39,7 +40,6 @@ from training.data import bytes_of, choose_placement, open_store, place_tokens, 
 from training.device import keep_freed_memory
 from training.loading import check_store, find_model, load_own_model
 from training.loss import token_nats
-from training.progress import track
 from training.run_folder import CONFIG_FILE, find_checkpoint, run_of
 from training.scoring import Evaluation, eval_batches, eval_starts, float64_device
 from training.sharding import keep_accelerate_from_sharding
@@ -75,7 +75,9 @@ def score(
     nats = np.zeros(len(edges) - 1)
     starts = eval_starts(len(tokens), context, micro_batch, rank, processes, None)
     batches = eval_batches(tokens, context, micro_batch, rank, processes, None)
-    for begin, (inputs, targets, positions) in zip(track(starts, "scoring", accelerator), batches, strict=True):
+    for begin, (inputs, targets, positions) in zip(
+        track(starts, "scoring", accelerator.is_main_process), batches, strict=True
+    ):
         with accelerator.autocast():
             outputs = model.transformer(input_ids=inputs, position_ids=positions, use_cache=False)
             costs = token_nats(outputs.last_hidden_state.flatten(0, 1), model.lm_head.weight, targets.flatten())

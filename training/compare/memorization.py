@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from errors import UserError
+from progress import track
 from tokenizer.store import TokenStore
 from training.compare.ratio import Ratio, ratio
-from training.progress import track
 from training.sampling import generation_config
 
 LENGTH = 256  # tokens of a text at most
@@ -105,7 +105,7 @@ def write(
     torch.manual_seed(seed)
     context = model.config.max_position_embeddings
     texts = []
-    for at in track(range(0, len(opening), AT_ONCE), "writing", accelerator):
+    for at in track(range(0, len(opening), AT_ONCE), "writing", accelerator.is_main_process):
         tokens = torch.from_numpy(opening[at : at + AT_ONCE]).to(model.device)
         while tokens.shape[1] <= length:
             prompt = tokens if tokens.shape[1] < context else tokens[:, -max(1, context // 2) :]
@@ -147,7 +147,7 @@ def find(tokens: np.ndarray, wanted: np.ndarray, accelerator: Accelerator) -> np
     shift = np.uint64(64 - FILTER_BITS)
     passes[hashes >> shift] = True
     places = np.full(len(distinct), -1, dtype=np.int64)
-    for start in track(range(0, len(tokens) - span + 1, BLOCK), "searching", accelerator):
+    for start in track(range(0, len(tokens) - span + 1, BLOCK), "searching", accelerator.is_main_process):
         block = np.asarray(tokens[start : start + BLOCK + span - 1])
         here = hash_spans(block, span)
         candidates = np.flatnonzero(passes[here >> shift])

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from errors import UserError, counted
+from progress import track
 from tokenizer.store import TokenStore
 from training.compare.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
 from training.compare.ratio import Ratio, ratio, units
 from training.loading import find_model, load_with_tokenizer
-from training.progress import track
 
 LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have room for more
 BYTES_OF_LOGITS = 1 << 27  # at once, in fp32
@@ -136,7 +136,7 @@ def nats_of_model(
     batches = [cut[at : at + rows] for at in range(0, len(cut), rows)][
         accelerator.process_index :: accelerator.num_processes
     ]
-    for batch in track(batches, name, accelerator):
+    for batch in track(batches, name, accelerator.is_main_process):
         pieces = [torch.from_numpy(streams[i][start : start + context + 1]) for i, start, _ in batch]
         padded = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(model.device)  # behind: nothing sees it
         with accelerator.autocast():
@@ -183,7 +183,7 @@ def compare(
     models = len(nats)
     fitted = fitted_on(store)
     eos = store.metadata.eos_token_id
-    for title, order in track(ORDERS.items(), "n-grams", accelerator, len(ORDERS)):
+    for title, order in track(ORDERS.items(), "n-grams", accelerator.is_main_process):
         nats[title] = nats_of_ngram(NGram(fitted, store.metadata.vocab_size, order), eos, ours, len(text.bytes))
     bits = {title: values / math.log(2) for title, values in nats.items()}
     rows = []

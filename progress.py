@@ -1,0 +1,51 @@
+"""Progress of long work: a bar on a terminal, a line now and then elsewhere."""
+
+import operator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+SECONDS_BETWEEN_LINES = 30.0
+Item = TypeVar("Item")
+
+
+class Progress:
+    """A bar on stderr where that is a terminal and `is_shown`. Otherwise `say` receives a line every 30 seconds."""
+
+    def __init__(self, what: str, total: int, is_shown: bool = True, say: Callable[[str], None] = lambda line: None):
+        console = Console(stderr=True)
+        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+        hidden = not (is_shown and console.is_terminal)
+        self.bar = Bar(TextColumn(what), *columns, console=console, transient=True, disable=hidden)
+        self.task = self.bar.add_task("", total=total, note="")
+        self.total, self.say, self.done = total, say, 0
+
+    def __enter__(self) -> "Progress":
+        self.started = self.said = time.monotonic()
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.stop()
+
+    def advance(self, note: str = "") -> None:
+        """Count one more of `total`. `note` stands next to the bar or in the line."""
+        self.done += 1
+        self.bar.update(self.task, advance=1, note=note)
+        now = time.monotonic()
+        if self.bar.disable and now - self.said > SECONDS_BETWEEN_LINES:
+            self.said = now
+            minutes = (now - self.started) / self.done * (self.total - self.done) / 60
+            self.say(f"{self.done:,} of {self.total:,} units, {note}, about {minutes:.0f} minutes left")
+
+
+def track(items: Iterable[Item], what: str, is_shown: bool) -> Iterator[Item]:
+    """Yield `items` under a bar."""
+    with Progress(what, operator.length_hint(items), is_shown) as progress:
+        for item in items:
+            yield item
+            progress.advance()
