@@ -1,24 +1,25 @@
-"""What the store of a large text will be, without reading all of it: a small text is copied from everywhere in the large
-one and made into a store with the same settings, and what that has is scaled by bytes."""
+"""Estimate of a large text's token store: a sample of the text becomes a store with the same settings, scaled by bytes."""
 
 import copy
 import itertools
 import json
 import math
 import os
+import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import UserError, disk_errors
-from tokenizer import files
+from tokenizer import files, records
 from tokenizer.byte_range import ByteRange, bounds
 from tokenizer.corpus import UNIT_BYTES, Corpus, TextFile, kind_of
 from tokenizer.files import UnreadableError
 from tokenizer.hub import HubDataset
 from tokenizer.recipe import Recipe
-from tokenizer.store import RESUMES, SPLITS, TokenStore
+from tokenizer.store import RESUMES, TokenStore
 from tokenizer.store_builder import StoreBuilder, cores
 from tokenizer.worker import Workers
 
@@ -26,38 +27,36 @@ LARGE_BYTES = 50_000_000  # of text: less is tokenized in seconds
 # Of text, about. A BPE fits the text that it is made from: of 600 MB, 16, 32 and 64 MB said 3.2, 1.8 and 0.8% too few
 # tokens, in 7.0, 6.3 and 7.8 s.
 SAMPLE_BYTES = 32_000_000
-CHUNK_BYTES = 1 << 20  # of a file, taken at a time from wherever in it
-PACKED_BYTES = 4 << 20  # the same of files that are only read from their beginning
-HEAD_CHUNKS = 2  # come first: the head of a document decides whether it is for validation
-ROWS = 256  # of parquet, copied at a time
-HUB_SHARDS = 8  # at most, are read from
+CHUNK_BYTES = 1 << 20  # of plain text and jsonl, read at one place
+HEAD_BYTES = 4 << 20  # at least, of a file of another kind
 
 
 @dataclass(frozen=True)
 class Estimate:
     sample: TokenStore
-    factor: float  # how much more there is of the whole
+    factor: float  # how many times larger the whole text is
     read: str  # 32 of 9,800 MB
     seconds: float  # that tokenizing the whole should take
 
     @property
     def whole(self) -> TokenStore:
-        """The sample's store with the numbers of the whole; its tokens are still those of the sample."""
-        store = copy.copy(self.sample)
-        splits = {name: self._scaled(getattr(store.metadata, name)) for name in SPLITS}
-        store.metadata = replace(store.metadata, **splits)
+        """The sample's store with the number of tokens of the whole; the tokens are still those of the sample."""
+        store, metadata = copy.copy(self.sample), self.sample.metadata
+        tokens = self.factor * (metadata.train.tokens + metadata.val.tokens)
+        for_validation = round(tokens * metadata.settings["validation_fraction"])
+        store.metadata = replace(
+            metadata,
+            train=replace(metadata.train, tokens=round(tokens) - for_validation),
+            val=replace(metadata.val, tokens=max(1, for_validation)),
+        )
         return store
-
-    def _scaled(self, split):
-        numbers = {name: round(getattr(split, name) * self.factor) for name in ("tokens", "documents", "bytes")}
-        return replace(split, **numbers)
 
 
 def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estimate | None:
-    """Of the recipe's one input, by a sample and its store in `folder`, an empty one; None where there is little text.
+    """Estimate the store of the recipe's one input; `folder`, an empty one, gets the sample. None where there is little text.
 
     Raises:
-        UserError: there is no text, it is bad, or nobody knows how much there is.
+        UserError: there is no text, it is bad, or a Hub dataset does not state its size.
     """
     [data] = recipe.inputs
     corpus, text = Corpus([data], recipe.corpus), folder / "text"
@@ -71,156 +70,105 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
             return None
         factor, read = sampled
         try:
-            store, seconds = _make(replace(recipe, inputs=[str(text)]), folder / "store", factor)
+            store, seconds = _build(replace(recipe, inputs=[str(text)]), folder / "store", factor)
         except UserError as error:
-            told = str(error).replace(os.path.join(text, ""), "").replace(str(text), "it")
-            raise UserError(f"In a sample of {data}: {told}") from error
+            message = str(error).replace(os.path.join(text, ""), "").replace(str(text), "it")
+            raise UserError(f"In a sample of {data}: {message}") from error
     return Estimate(store, factor, read, seconds)
 
 
-def _make(recipe: Recipe, folder: Path, factor: float) -> tuple[TokenStore, float]:
-    """The store, and the seconds that one of `factor` times as much text would take on this machine."""
+def _build(recipe: Recipe, folder: Path, factor: float) -> tuple[TokenStore, float]:
+    """Return the store, and the seconds that `factor` times as much text would take on this machine."""
     with Workers() as workers:
         builder = StoreBuilder(recipe, folder, lambda line: None, workers, cores())
         workers.start(min(cores(), 1 + builder.corpus.text_size // UNIT_BYTES))  # which takes time, but once
         times = [time.perf_counter()]
-        for work in (lambda: builder.plan(is_cache=True), lambda: builder.do_shard(0, 1)):
-            work()
-            times.append(time.perf_counter())
+        units = list(range(len(builder.plan.units)))
+        times.append(time.perf_counter())
+        builder.do_units(units)
+        times.append(time.perf_counter())
         store = builder.finish(merge_only=True)
         times.append(time.perf_counter())
-    tokenizer, encoding, merging = (after - before for before, after in itertools.pairwise(times))
-    units = len(builder.units)
-    busy = units / math.ceil(units / cores())  # processes at a time
-    of_whole = max(busy, min(cores(), builder.corpus.text_size * factor / UNIT_BYTES))
-    return store, tokenizer + factor * (encoding * busy / of_whole + merging)
-
-
-# ---- files --------------------------------------------------------------------------------------------------------------
+    planning, encoding, merging = (after - before for before, after in itertools.pairwise(times))
+    busy = len(units) / math.ceil(len(units) / cores())  # processes at a time
+    busy_with_whole = max(busy, min(cores(), builder.corpus.text_size * factor / UNIT_BYTES))
+    return store, planning + factor * (encoding * busy / busy_with_whole + merging)
 
 
 def _sample_files(corpus: Corpus, folder: Path) -> tuple[float, str]:
-    """Copies a sample to `folder`; returns how many times as much there is in all, and how much was read."""
-    share, sample_by = SAMPLE_BYTES / corpus.text_size, corpus.arguments.sample_by
-    passed = taken = read = 0
+    """Copy parts of the files, evenly spread, to `folder`; return how many times larger the whole is, and what was read."""
+    owed = read = 0
     for number, file in enumerate(corpus.all_files):
-        kind = _kind(file, corpus.arguments.text_column)
-        if kind is None:
+        owed += file.size * SAMPLE_BYTES // corpus.text_size
+        if owed <= 0:
             continue
-        n_bytes = _taken_at_a_time(file, kind)
-        chosen = []
-        for chunk, start in enumerate(range(0, file.size, n_bytes)):
-            size = min(n_bytes, file.size - start)
-            if taken <= passed * share:
-                chosen.append(chunk)
-                taken += size
-            passed += size
-        if not chosen:
-            continue
-        name = Path(file.path).name
-        name = os.path.splitext(name)[0] if files.is_compressed(name) else name
-        to = folder / f"{number:08}-{name[-40:]}"
         try:
-            read += _copy_sample(file, kind, chosen, n_bytes, sample_by, to)
+            taken = _copy_part(file, owed, corpus, folder / f"{number:08}-{Path(file.path).name[-40:]}")
         except UnreadableError:  # which is skipped and counted when all is read
             if file.is_named:
                 raise
+            continue
+        owed -= taken
+        read += taken
+    if not read:
+        corpus.units()  # which says why
     return corpus.size / read, f"{read / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
 
 
-def _kind(file: TextFile, text_column: str | None) -> str | None:
-    """None for a file in a folder that cannot be read."""
-    try:
-        return kind_of(file.path, text_column)
-    except UnreadableError:
-        if file.is_named:
-            raise
-        return None
-
-
-def _copy_sample(file: TextFile, kind: str, chosen: list[int], n_bytes: int, sample_by: str, to: Path) -> int:
-    """Writes the chosen parts, of `n_bytes` each, to a file of their own; returns the bytes of `file` that they are."""
-    if kind == "parquet":
-        return _copy_rows(file, len(chosen) * n_bytes, to)
-    with files.readable(file.path):
-        if n_bytes == CHUNK_BYTES:
-            sample = _chunks(file, kind, chosen, sample_by)
-            read = len(sample)
-        else:
-            sample = _head(file, len(chosen) * n_bytes)
-            read = min(len(chosen) * n_bytes, file.size)
-    to.write_bytes(sample)
-    return read
-
-
-def _taken_at_a_time(file: TextFile, kind: str) -> int:
-    """Bytes of a file on the disk."""
-    if kind == "json":  # one list, which has no parts
+def _copy_part(file: TextFile, n_bytes: int, corpus: Corpus, to: Path) -> int:
+    """Copy about `n_bytes` of a file: places in plain text and jsonl, otherwise its head. Return the bytes that were read."""
+    kind, compressed = kind_of(file.path, corpus.arguments.text_column), files.is_compressed(file.path)
+    is_plain = kind in ("text", "jsonl") and not compressed
+    n_bytes = max(n_bytes, CHUNK_BYTES if is_plain else HEAD_BYTES)
+    if n_bytes >= file.size or kind == "json":  # one list, which has no parts
+        shutil.copyfile(file.path, to)
         return file.size
-    return CHUNK_BYTES if kind in ("text", "jsonl") and not files.is_compressed(file.path) else PACKED_BYTES
+    with files.readable(file.path):
+        if kind == "parquet":
+            return _copy_rows(file, n_bytes, to.with_suffix(".jsonl"))
+        if is_plain:
+            count = math.ceil(n_bytes / CHUNK_BYTES)
+            starts = (file.size * i // count for i in range(count))
+            return to.write_bytes(b"".join(_chunk(file, kind, start, corpus.arguments.sample_by) for start in starts))
+        head = b"".join(files.inflated_head(file.path, n_bytes))
+        (to.with_suffix("") if compressed else to).write_bytes(head[: head.rfind(b"\n") + 1] or head)
+    return n_bytes
 
 
-def _chunks(file: TextFile, kind: str, chosen: list[int], sample_by: str) -> bytes:
-    """Cut where documents may be."""
-    parts = []
+def _chunk(file: TextFile, kind: str, start: int, sample_by: str) -> bytes:
+    stop = start + CHUNK_BYTES
+    start, stop, _ = bounds(ByteRange(file.path, kind, start, stop if stop < file.size else None), sample_by)
     with open(file.path, "rb") as whole:
-        for chunk in [*range(HEAD_CHUNKS), *chosen[HEAD_CHUNKS:]][: len(chosen)]:
-            start, stop = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES
-            part = ByteRange(file.path, kind, start, stop if stop < file.size else None)
-            start, stop, _ = bounds(part, sample_by)
-            whole.seek(start)
-            parts.append(whole.read(-1 if stop is None else stop - start))
-    return b"".join(parts)
-
-
-def _head(file: TextFile, n_bytes: int) -> bytes:
-    """What the first `n_bytes` hold, decompressed, up to the end of a line."""
-    head = b"".join(files.inflated_head(file.path, n_bytes))
-    return head if n_bytes >= file.size else head[: head.rfind(b"\n") + 1] or head
+        whole.seek(start)
+        return whole.read(-1 if stop is None else stop - start)
 
 
 def _copy_rows(file: TextFile, n_bytes: int, to: Path) -> int:
-    """The first rows, as many as have about `n_bytes` of the file; returns the bytes."""
-    import pyarrow
+    """Copy the first rows of some row groups of a parquet file."""
     from pyarrow import parquet
 
-    with files.readable(file.path), parquet.ParquetFile(file.path) as whole:
-        number, rows = whole.metadata.num_rows, 0
-        batches = []
-        for batch in whole.iter_batches(ROWS):
-            batches.append(batch)
-            rows += len(batch)
-            if rows >= number * n_bytes / file.size:
-                break
-        sample = pyarrow.Table.from_batches(batches, whole.schema_arrow)
-    parquet.write_table(sample, to)
-    return round(file.size * rows / max(1, number))
-
-
-# ---- the Hub ------------------------------------------------------------------------------------------------------------
+    metadata = parquet.read_metadata(file.path)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    wanted = len(groups) * n_bytes / file.size
+    count = math.ceil(wanted)
+    chosen, share = [len(groups) * i // count for i in range(count)], wanted / count
+    for i in chosen:
+        rows = (record for record, _ in records.records(ByteRange(file.path, "parquet", i, i + 1)))
+        _copy_records(itertools.islice(rows, math.ceil(share * groups[i].num_rows)), math.inf, to)
+    size = sum(groups[i].total_byte_size for i in chosen) / sum(group.total_byte_size for group in groups)
+    return math.ceil(file.size * share * size)
 
 
 def _sample_hub(dataset: HubDataset, folder: Path) -> tuple[float, str] | None:
-    """The same with the first records of some shards; None where these are all records.
+    """Copy the first records to `folder`; return what `_sample_files` does, or None where these are all records.
 
     Raises:
-        UserError: the dataset does not say how many records it has.
+        UserError: the dataset does not state how many records it has.
     """
     pinned = dataset.pinned()
-    shards = pinned.stream.num_shards
-    chosen = range(0, shards, math.ceil(shards / HUB_SHARDS))
-    records = ended = 0
-    for shard in chosen:
-        size = 0
-        with (folder / f"{shard:08}.jsonl").open("w", encoding="utf-8") as part:
-            for record in pinned.shard(shard):
-                size += part.write(json.dumps(record, default=str) + "\n")
-                records += 1
-                if size > SAMPLE_BYTES / len(chosen):
-                    break
-            else:
-                ended += 1
-    if ended == shards:
+    rows = pinned.head(sys.maxsize)
+    copied = _copy_records(rows, SAMPLE_BYTES, folder / "records.jsonl")
+    if next(rows, None) is None:
         return None
     split = (pinned.stream.info.splits or {}).get(pinned.split or "train")
     if split is None or not split.num_examples:
@@ -229,4 +177,14 @@ def _sample_hub(dataset: HubDataset, folder: Path) -> tuple[float, str] | None:
             f"(python -m tokenizer.pretokenize --input {dataset} --output data/{dataset.name.split('/')[1]}), and plan with "
             f"that as --data."
         )
-    return split.num_examples / records, f"{records:,} of {split.num_examples:,} records"
+    return split.num_examples / copied, f"{copied:,} of {split.num_examples:,} records"
+
+
+def _copy_records(rows: Iterator[dict], n_bytes: float, to: Path) -> int:
+    """Write the first records as jsonl, about `n_bytes`; return their number."""
+    size = count = 0
+    with to.open("a", encoding="utf-8") as file:
+        while size < n_bytes and (record := next(rows, None)) is not None:
+            size += file.write(json.dumps(record, default=str) + "\n")
+            count += 1
+    return count
