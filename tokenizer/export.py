@@ -98,72 +98,29 @@ def _row_groups(index: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def _card(store: TokenStore, rows: int) -> str:
-    from huggingface_hub import DatasetCard, DatasetCardData
+    from huggingface_hub import DatasetCardData
 
     metadata, name = store.metadata, store.folder.absolute().name
-    paths = {split: f"data/{split}-*" for split in HUB_SPLITS.values()}
-    data = DatasetCardData(
+    files = [{"split": split, "path": f"data/{split}-*"} for split in HUB_SPLITS.values()]
+    card_data = DatasetCardData(
         pretty_name=f"{name}, tokenized",
         license="unknown",
         task_categories=["text-generation"],
         size_categories=[SIZE_CATEGORIES[min(7, max(0, len(str(rows)) - 3))]],
         tags=["pretokenized", "gpt2scratch"],
-        configs=[
-            {
-                "config_name": "default",
-                "data_files": [{"split": split, "path": path} for split, path in paths.items()],
-            }
-        ],
+        configs=[{"config_name": "default", "data_files": files}],
     )
-    sources = "\n".join(f"- {_public(source)}" for source in metadata.sources)
-    left_out = "\n".join(f"- {line}" for line in report.left_out(metadata)) or "- nothing"
-    ends = (
-        "There is no end-of-text token."
-        if metadata.eos_token_id is None
-        else f"Every document ends with the end-of-text token, id {metadata.eos_token_id}."
-    )
-    text = f"""# {name}, tokenized
-
-Text as the token ids of a language model, to train on as they are.
-
-{report.table(metadata)}
-
-A row holds `document`, the number of a document in its split, and `input_ids`, its {metadata.dtype} ids. A document of more
-than {ROW_TOKENS:,} tokens goes on in the next row, under the same number. {ends}
-
-## Use
-
-```python
-from datasets import load_dataset
-from huggingface_hub import snapshot_download
-from transformers import AutoTokenizer
-
-repo_id = "user/name"
-dataset = load_dataset(repo_id, split="train", streaming=True)
-folder = snapshot_download(repo_id, repo_type="dataset", allow_patterns="tokenizer/*")
-tokenizer = AutoTokenizer.from_pretrained(f"{{folder}}/tokenizer")
-print(tokenizer.decode(next(iter(dataset))["input_ids"]))
-```
-
-## How it was made
-
-From
-
-{sources}
-
-with a {report.tokenizer_kind(metadata)} of {metadata.vocab_size:,} tokens (in `tokenizer/`), by
-
-    {_public_command(metadata)}
-
-Left out or mended:
-
-{left_out}
-
-## Licence
-
-Unknown. The licence of the text is for whoever publishes these tokens to state, above as `license:` and here.
-"""
-    return str(DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+    data = {
+        "card_data": card_data.to_yaml(),
+        "name": name,
+        "metadata": metadata,
+        "row_tokens": ROW_TOKENS,
+        "tokenizer": report.tokenizer_kind(metadata),
+        "sources": list(map(_public, metadata.sources)),
+        "command": _public_command(metadata),
+        "left_out": report.left_out(metadata),
+    }
+    return report.render("dataset_card.md.j2", data)
 
 
 def _public(source: str) -> str:

@@ -1,8 +1,10 @@
-"""What became of the text: `report.md` in a store, and the line at the end."""
+"""The report of a token store: what was read, changed and left out, in `report.md` and in the last line of the command."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import numpy as np
 from huggingface_hub.constants import HF_HUB_CACHE
 from tokenizers import Tokenizer
@@ -11,7 +13,7 @@ from atomic import write_atomic
 from errors import counted
 from tokenizer import encode
 from tokenizer.corpus import LEFT_OUT, LINK
-from tokenizer.store import SPLITS, Metadata, TokenStore
+from tokenizer.store import Metadata, TokenStore
 
 COUNTED_TOKENS = 1 << 22  # evenly spread, for the most frequent ones
 COMPARED_TOKENS = 1 << 18  # with GPT-2's
@@ -40,32 +42,32 @@ def documents(metadata: Metadata) -> str:
 
 
 def write(store: TokenStore, rust: Tokenizer) -> None:
+    """Write `report.md`."""
     metadata = store.metadata
-    read = f"{documents(metadata)}; {metadata.counts['bytes']:,} bytes of text were read."
-    left_out = [f"- {line}{place}" for line, place in _left_out(metadata)]
-    sections = [
-        f"# Tokens of {', '.join(metadata.sources)}",
-        f"A {tokenizer_kind(metadata)} of {metadata.vocab_size:,} tokens, ids as {metadata.dtype}. Made by",
-        f"    {metadata.command}",
-        table(metadata),
-        f"## What was read\n\n{read}" + (" Left out or changed:\n\n" + "\n".join(left_out) if left_out else ""),
-        *_cleaning(metadata),
-        f"## Tokens\n\n{_tokens(store, rust)}",
-    ]
-    write_atomic(store.folder / "report.md", "\n\n".join(sections) + "\n")
+    data = {
+        "metadata": metadata,
+        "tokenizer": tokenizer_kind(metadata),
+        "documents": documents(metadata),
+        "left_out": [f"{line}{place}" for line, place in _left_out(metadata)],
+        "tokens": _token_statistics(store, rust),
+    }
+    write_atomic(store.folder / "report.md", render("report.md.j2", data))
+
+
+def render(template: str, data: dict[str, Any]) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"as": format, "counted": counted}
+    return environment.get_template(template).render(data)
 
 
 def tokenizer_kind(metadata: Metadata) -> str:
     return f"{'BPE' if metadata.tokenizer_type == 'bpe' else metadata.tokenizer_type} tokenizer"
-
-
-def table(metadata: Metadata) -> str:
-    rows = ["| split | tokens | documents | bytes of text | bytes a token |", "|---|--:|--:|--:|--:|"]
-    for split in SPLITS:
-        info = getattr(metadata, split)
-        per_token = info.bytes / max(1, info.tokens)
-        rows.append(f"| {split} | {info.tokens:,} | {info.documents:,} | {info.bytes:,} | {per_token:.3f} |")
-    return "\n".join(rows)
 
 
 def left_out(metadata: Metadata) -> list[str]:
@@ -104,49 +106,37 @@ def _place(first: tuple[str, dict] | None) -> str:
     return f", the first in {path}" + "".join(f", {unit} {number}" for unit, number in place.items())
 
 
-def _cleaning(metadata: Metadata) -> Iterator[str]:
-    if metadata.cleaning:
-        yield "## Cleaning"
-    for rule, outcome in metadata.cleaning.items():
-        did = "dropped" if outcome.dropped else "changed"
-        documents, characters = outcome.documents, outcome.characters
-        yield f"### {rule}: {counted(documents, 'document')} {did}, {counted(characters, 'character')} less"
-        yield "\n".join(f"    {example}" for example in outcome.examples)
-
-
-def _tokens(store: TokenStore, rust: Tokenizer) -> str:
+def _token_statistics(store: TokenStore, rust: Tokenizer) -> dict[str, Any]:
     texts = encode.token_bytes(rust)
-    longest = sorted(range(len(texts)), key=lambda i: -len(texts[i]))[:SHOWN]
     tokens = store.memory_map("train")
     counts = np.bincount(tokens[:: max(1, len(tokens) // COUNTED_TOKENS)], minlength=len(texts))
-    frequent = np.argsort(-counts, kind="stable")[:SHOWN].tolist()
 
-    def shown(ids: list[int]) -> str:
-        return ", ".join(
-            f"`{texts[i].decode('utf-8', 'replace')!r}`" if texts[i] else f"`{rust.id_to_token(i)}`" for i in ids
-        )
+    def shown(ids: Iterable[int]) -> list[str]:
+        return [f"`{texts[i].decode('utf-8', 'replace')!r}`" if texts[i] else f"`{rust.id_to_token(i)}`" for i in ids]
 
-    seen = "training text" if len(tokens) <= COUNTED_TOKENS else f"{counts.sum():,} tokens of the training text"
-    lines = [
-        f"longest: {shown(longest)}",
-        f"most frequent: {shown(frequent)}",
-        f"not used in {seen}: {int((counts == 0).sum()):,} of {len(texts):,}",
-        *_compared(tokens[:COMPARED_TOKENS], texts),
-    ]
-    return "\n".join(f"- {line}" for line in lines)
+    sample = b"".join(texts[i] for i in tokens[:COMPARED_TOKENS].tolist())
+    gpt2_tokens = _gpt2_tokens(sample)
+    return {
+        "longest": shown(sorted(range(len(texts)), key=lambda i: -len(texts[i]))[:SHOWN]),
+        "frequent": shown(np.argsort(-counts, kind="stable")[:SHOWN].tolist()),
+        "counted": "training text"
+        if len(tokens) <= COUNTED_TOKENS
+        else f"{counts.sum():,} tokens of the training text",
+        "unused": int((counts == 0).sum()),
+        "compared_bytes": len(sample),
+        "own_bytes": len(sample) / len(tokens[:COMPARED_TOKENS]),
+        "gpt2_bytes": len(sample) / max(1, gpt2_tokens) if gpt2_tokens is not None else None,
+    }
 
 
-def _compared(ids: np.ndarray, texts: list[bytes]) -> Iterator[str]:
-    """How much text a token holds beside GPT-2's, if that is on this machine: nothing is fetched for a report."""
+def _gpt2_tokens(sample: bytes) -> int | None:
+    """Return how many tokens GPT-2's tokenizer makes of a text; None where it is not on this machine. Nothing is fetched."""
     folders = [Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" for name in GPT2]
-    sample = b"".join(texts[i] for i in ids.tolist())
     try:
         path = next((path for folder in folders for path in folder.glob("snapshots/*/tokenizer.json")), None)
         if path is None:
-            return
+            return None
         rust = encode.load_rust(path)
     except Exception:  # another user's, or damaged: no reason to lose a store. The Rust library raises nothing narrower
-        return
-    theirs = len(rust.encode(sample.decode("utf-8", "replace"), add_special_tokens=False).ids)
-    ratio = f"{len(sample) / len(ids):.3f} bytes a token, GPT-2's {len(sample) / max(1, theirs):.3f}"
-    yield f"the first {len(sample):,} bytes: {ratio}"
+        return None
+    return len(rust.encode(sample.decode("utf-8", "replace"), add_special_tokens=False).ids)
