@@ -35,12 +35,7 @@ if TYPE_CHECKING:  # workers write stores too, and start at once without transfo
 FORMAT_VERSION = 2
 SPLITS = ("train", "val")
 MAX_UINT16_VOCAB = 65_500  # Megatron's limit, so that its reader agrees with us about the dtype
-SETTINGS = {
-    "input": list[str],
-    "weights": list[float],
-    "tokenizer": str | None,
-    "chat_template": str | None,
-}  # that are used
+SETTINGS = {"input": list[str], "weights": list[float], "tokenizer": str | None, "chat_template": str | None}  # in use
 OTHER_STORE = "correct that, or name another store"
 RESUMES = "correct that, and the same command resumes"
 # Patterns, see `removal.discard`.
@@ -53,6 +48,7 @@ STORE_FILES = (
     "tokenizer/*",
     "tokenizer/additional_chat_templates/*",
 )
+SHA256 = re.compile("[0-9a-f]{64}")
 SCAN_TOKENS = 1 << 24
 BLOCK_DOCUMENTS = 1 << 18
 
@@ -183,17 +179,12 @@ class TokenStore:
         from tokenizer import vocabulary
 
         tokenizer = vocabulary.load(self.folder / "tokenizer")
-        stated, found = (
-            f"{size:,} tokens and end-of-text id {eos}"
-            for size, eos in (
-                (self.metadata.vocab_size, self.metadata.eos_token_id),
-                (len(tokenizer), tokenizer.eos_token_id),
-            )
-        )
+        stated = self.metadata.vocab_size, self.metadata.eos_token_id
+        found = len(tokenizer), tokenizer.eos_token_id
         if stated != found:
             raise UserError(
-                f"{self.folder / 'metadata.json'} states {stated}, its tokenizer has {found}: one of them was changed. Delete "
-                f"{self.folder} and make it again."
+                f"{self.folder / 'metadata.json'} states {stated[0]:,} tokens and end-of-text id {stated[1]}, its tokenizer has "
+                f"{found[0]:,} tokens and end-of-text id {found[1]}: one of them was changed. Delete {self.folder} and make it again."
             )
         return tokenizer
 
@@ -224,6 +215,10 @@ class TokenStore:
                     f"{path} was changed or damaged: its SHA-256 is {found}, and metadata.json states {stated}. Put the "
                     f"original back, or delete {self.folder} and make it again."
                 )
+
+
+def dtype_of(vocab_size: int) -> Literal["uint16", "uint32"]:
+    return "uint16" if vocab_size < MAX_UINT16_VOCAB else "uint32"
 
 
 def tokens_file(split: str) -> str:
@@ -276,21 +271,27 @@ def read_metadata(folder: Path) -> Metadata:
 
 def _check_metadata(metadata: Metadata) -> None:
     """Raise a `ValueError` for what types do not say: values that exclude each other, counts that reports need."""
-    if metadata.format_version < 1:
-        raise ValueError(f"its format_version is {metadata.format_version}")
-    if not 1 <= metadata.vocab_size <= 2**32:
-        raise ValueError(f"its vocab_size is {metadata.vocab_size:,}")
-    if metadata.dtype != ("uint16" if metadata.vocab_size < MAX_UINT16_VOCAB else "uint32"):
-        raise ValueError(f"its dtype is {metadata.dtype} and its vocab_size {metadata.vocab_size:,}")
-    if metadata.eos_token_id is not None and metadata.eos_token_id >= metadata.vocab_size:
-        raise ValueError(f"its eos_token_id is {metadata.eos_token_id:,} and its vocab_size {metadata.vocab_size:,}")
-    for name, sha256 in metadata.hashes.items():
-        if not re.fullmatch("[0-9a-f]{64}", sha256):
-            raise ValueError(f"its SHA-256 of {name} is {sha256!r:.80}")
-    for name in SPLITS:
-        split: Split = getattr(metadata, name)
-        if split.tokens < 1 or split.documents < 1:
-            raise ValueError(f"it counts {split.tokens} tokens and {split.documents} documents for {name}")
+    size, eos, dtype = metadata.vocab_size, metadata.eos_token_id, metadata.dtype
+    splits = {name: getattr(metadata, name) for name in SPLITS}
+    problems = [
+        (metadata.format_version < 1, f"its format_version is {metadata.format_version}"),
+        (not 1 <= size <= 2**32, f"its vocab_size is {size:,}"),
+        (dtype != dtype_of(size), f"its dtype is {dtype} and its vocab_size {size:,}"),
+        (eos is not None and eos >= size, f"its eos_token_id is {eos or 0:,} and its vocab_size {size:,}"),
+        *(
+            (not SHA256.fullmatch(found), f"its SHA-256 of {name} is {found!r:.80}")
+            for name, found in metadata.hashes.items()
+        ),
+        *(
+            (
+                split.tokens < 1 or split.documents < 1,
+                f"it counts {split.tokens} tokens and {split.documents} documents for {name}",
+            )
+            for name, split in splits.items()
+        ),
+    ]
+    if problem := next((sentence for is_wrong, sentence in problems if is_wrong), None):
+        raise ValueError(problem)
     if metadata.format_version == 1:
         return
     counts = dict(metadata.counts)
@@ -308,11 +309,8 @@ def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
     """The metadata under today's names; what format 1 did not record stays empty."""
     splits = {split: {"index_sha256": content[split].pop("offsets_sha256")} | content[split] for split in SPLITS}
     content.pop("fingerprint", None)
-    return (
-        content
-        | splits
-        | {"settings": {"cleaning": [], "dedup": "no"}, "counts": {}, "cleaning": {}, "repeated_documents": 0}
-    )
+    empty = {"settings": {"cleaning": [], "dedup": "no"}, "counts": {}, "cleaning": {}, "repeated_documents": 0}
+    return content | splits | empty
 
 
 def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) -> None:

@@ -34,7 +34,7 @@ from tokenizer.documents import Counts
 from tokenizer.files import is_packed
 from tokenizer.merge import Merger
 from tokenizer.recipe import Recipe
-from tokenizer.store import MAX_UINT16_VOCAB, RESUMES, STORE_FILES, TokenStore, finish
+from tokenizer.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.worker import Part, Plan, Settings, Workers, done_parts
 
@@ -239,9 +239,8 @@ class StoreBuilder:
             tokenizer.chat_template = template
         self._say_vocabulary(len(tokenizer))
         vocabulary.save(tokenizer, self.store / "tokenizer")
-        dtype = "uint16" if len(tokenizer) < MAX_UINT16_VOCAB else "uint32"
-        settings = replace(settings, dtype=dtype, eos=tokenizer.eos_token_id)
-        self._require_room(np.dtype(dtype).itemsize * sample.ids_per_byte(self.rust))
+        settings = replace(settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id)
+        self._require_room(np.dtype(settings.dtype).itemsize * sample.ids_per_byte(self.rust))
         return Plan(recipe.settings(), self.inputs, settings, units, corpus.skipped)
 
     def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
@@ -326,8 +325,11 @@ class StoreBuilder:
     def finish(self, merge_only: bool) -> TokenStore:
         """Do the units that are left, merge the parts, and move the store to its place."""
         everything = list(range(len(self.plan.units)))
-        if merge_only:
-            self._refuse_missing(everything)
+        if merge_only and (missing := len(everything) - len(done_parts(self.work, everything))):
+            raise UserError(
+                f"{missing:,} of {len(everything):,} units of {self.folder} are not done; run the shards that are missing, "
+                f"or the command without --merge, which does the rest."
+            )
         counts, outcomes, lost = replace(self.plan.skipped), {}, 0
         for part in self.do_units(everything):
             counts.add(part.counts)
@@ -368,14 +370,6 @@ class StoreBuilder:
                     f"{path} was changed while it was read: it had {size:,} bytes and has {now.size:,}. Delete {self.work}, and "
                     f"run the command on a copy that does not change."
                 )
-
-    def _refuse_missing(self, everything: list[int]) -> None:
-        missing = len(everything) - len(done_parts(self.work, everything))
-        if missing:
-            raise UserError(
-                f"{missing:,} of {len(everything):,} units of {self.folder} are not done; run the shards that are missing, "
-                f"or the command without --merge, which does the rest."
-            )
 
     def _describe(self, counts: Counts, outcomes: dict[str, RuleStats], merger: Merger) -> None:
         write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
@@ -426,14 +420,11 @@ class Sample:
             self.counts.add(reader.counts)
 
     def ids_per_byte(self, rust: Tokenizer) -> float:
-        taken, size = [], 0
+        head = ""
         for text in self.texts():
-            taken.append(text[:ESTIMATED_FROM].encode())
-            size += len(taken[-1])
-            if size > ESTIMATED_FROM:
+            head += text[:ESTIMATED_FROM]
+            if len(head) > ESTIMATED_FROM:
                 break
-        if size == 0:
-            return 0.0
         kind = encode.CharacterEncoder if encode.is_character(rust) else encode.RustEncoder  # which is ready at once
-        ids, _ = kind(rust, np.dtype("<u4"))(taken, [encode.NOTHING] * len(taken))
-        return len(ids) / size
+        ids, _ = kind(rust, np.dtype("<u4"))([head.encode()], [encode.NOTHING])
+        return len(ids) / max(1, len(head.encode()))
