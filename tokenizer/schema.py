@@ -8,9 +8,10 @@ import math
 import reprlib
 import types
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NewType, NoReturn, Union, get_args, get_origin, get_type_hints
 
 LARGEST = 2**63 - 1
+Signed = NewType("Signed", int)  # of any size
 SEAL = "sha256"  # a key of files that carry their own hash; older versions ignore it and wrote none
 
 
@@ -47,7 +48,7 @@ def build(value: Any, kind: Any, name: str = "it") -> Any:
     """Return a value of JSON as a `kind`: a type, what `typing` makes of types, or a dataclass, made of an object with its
     fields or a list of them.
 
-    An integer is at least 0, unless the metadata of its field say `signed`.
+    An integer is at least 0, unless it is `Signed`.
 
     Raises:
         ValueError: it is of another type; with its name.
@@ -59,7 +60,7 @@ def build(value: Any, kind: Any, name: str = "it") -> Any:
         [other] = (part for part in parts if part is not type(None))  # a type or None: we have no others
         return None if value is None else build(value, other, name)
     if dataclasses.is_dataclass(kind):
-        return _built(value, kind, name)
+        return _build_dataclass(value, kind, name)
     if origin is dict:
         _require(isinstance(value, dict), value, name, "an object")
         return {key: build(item, parts[1], f"{name}.{key!r:.40}") for key, item in value.items()}
@@ -68,49 +69,40 @@ def build(value: Any, kind: Any, name: str = "it") -> Any:
         is_long = origin is list or parts[-1] is ...
         _require(is_long or len(value) == len(parts), value, name, f"a list of {len(parts)}")
         kinds = [parts[0]] * len(value) if is_long else parts
-        return origin(
-            build(item, part, f"{name}[{i}]") for i, (item, part) in enumerate(zip(value, kinds, strict=True))
-        )
+        return origin(build(value[i], kinds[i], f"{name}[{i}]") for i in range(len(value)))
+    is_int = isinstance(value, int) and not isinstance(value, bool)
     if origin is Literal:
         _require(value in parts, value, name, " or ".join(map(str, parts)))
     elif kind is int:
-        _require(_is_int(value) and 0 <= value <= LARGEST, value, name, "a number from 0 on")
+        _require(is_int and 0 <= value <= LARGEST, value, name, "a number from 0 on")
+    elif kind is Signed:
+        _require(is_int, value, name, "a whole number")
     elif kind is float:
-        is_number = (_is_int(value) and abs(value) <= LARGEST) or (isinstance(value, float) and math.isfinite(value))
-        _require(is_number, value, name, "a number")
+        is_finite = isinstance(value, float) and math.isfinite(value)
+        _require(is_finite or (is_int and abs(value) <= LARGEST), value, name, "a number")
     else:
         _require(isinstance(value, kind), value, name, {str: "text", bool: "true or false"}.get(kind, kind.__name__))
     return value
 
 
-def _built(value: Any, kind: type, name: str) -> Any:
-    fields, hints, built = dataclasses.fields(kind), _hints(kind), {}
+def _build_dataclass(value: Any, kind: type, name: str) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     if isinstance(value, list) and len(value) <= len(fields):
-        value = dict(zip(hints, value, strict=False))
+        value = dict(zip(fields, value, strict=False))
     _require(isinstance(value, dict), value, name, "an object")
     prefix = "" if name == "it" else f"{name}."
-    if unknown := value.keys() - hints.keys():
+    if unknown := value.keys() - fields.keys():
         raise ValueError(f"it has an unknown key {prefix}{min(unknown)!r:.40}")
-    for field in fields:
-        key = field.name
-        if key not in value:
-            if field.default is field.default_factory:  # both are missing
-                raise ValueError(f"it has no {prefix}{key}")
-        elif field.metadata.get("signed"):
-            _require(_is_int(value[key]), value[key], f"{prefix}{key}", "a whole number")
-            built[key] = value[key]
-        else:
-            built[key] = build(value[key], hints[key], f"{prefix}{key}")
-    return kind(**built)
+    for key, field in fields.items():
+        if key not in value and field.default is field.default_factory:  # both are missing
+            raise ValueError(f"it has no {prefix}{key}")
+    hints = _hints(kind)
+    return kind(**{key: build(item, hints[key], prefix + key) for key, item in value.items()})
 
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _require(condition: bool, value: Any, name: str, wanted: str) -> None:

@@ -50,7 +50,7 @@ class Settings:
     cleaning: list[str]
     dedup: Literal["no", "exact", "near"]
     validation_fraction: float
-    seed: int = field(metadata={"signed": True})
+    seed: schema.Signed
     chat_template: str | None
     control_tokens: list[str]
     template_variables: dict[str, str]  # the tokenizer's `bos_token`, `eos_token` ..., for templates
