@@ -1,6 +1,7 @@
 """The estimate of a large text's store, by a sample: every kind of file, against the store that is really made."""
 
 import csv
+import gzip
 import json
 import random
 import signal
@@ -104,6 +105,14 @@ def test_what_is_wrong_is_said_to_be_of_a_sample(tmp_path):
     sentence = r"^In a sample of .*a.txt: it is not UTF-8 text: [0-9,]+ of .* in 00000000-a.txt, line 1; convert it.$"
     with pytest.raises(UserError, match=sentence):
         estimated(tmp_path / "a.txt", tmp_path)
+
+
+def test_a_folder_of_nothing_but_damaged_files_is_refused(tmp_path):
+    (tmp_path / "text").mkdir()
+    packed = gzip.compress("".join(texts(3)).encode())
+    (tmp_path / "text" / "a.txt.gz").write_bytes(packed[:1000] + b"\xff" * 9000 + packed[10_000:])
+    with pytest.raises(UserError, match=r"a\.txt\.gz is truncated or damaged"):
+        estimated(tmp_path / "text", tmp_path)
 
 
 def test_a_plan_that_is_ended_leaves_no_sample(launch):

@@ -99,19 +99,20 @@ def _sample_files(corpus: Corpus, folder: Path) -> tuple[float, str]:
     """Copy parts of the files, evenly spread, to `folder`; return how many times larger the whole is, and what was read."""
     owed = read = 0
     for number, file in enumerate(corpus.all_files):
-        owed += file.size * SAMPLE_BYTES // corpus.text_size
+        owed += file.size * SAMPLE_BYTES / corpus.text_size
         if owed <= 0:
             continue
         try:
-            taken = _copy_part(file, owed, corpus, folder / f"{number:08}-{Path(file.path).name[-40:]}")
-        except UnreadableError:  # which is skipped and counted when all is read
+            taken = _copy_part(file, int(owed), corpus, folder / f"{number:08}-{Path(file.path).name[-40:]}")
+        except UnreadableError as error:  # of a file in a folder: skipped and counted when all is read
             if file.is_named:
                 raise
+            skipped = error
             continue
         owed -= taken
         read += taken
     if not read:
-        corpus.units()  # which says why
+        raise skipped
     return corpus.size / read, f"{read / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
 
 
@@ -148,6 +149,8 @@ def _copy_rows(file: TextFile, n_bytes: int, to: Path) -> int:
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(file.path)
+    if not metadata.num_rows:
+        return n_bytes
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     wanted = len(groups) * n_bytes / file.size
     count = math.ceil(wanted)
