@@ -1,4 +1,4 @@
-"""Pretokenizing as a step of a datatrove pipeline: a task does a share of the units, on whatever machine it runs.
+"""Pretokenization as a step of a datatrove pipeline: each task does a share of the units, on any machine.
 
 from datatrove.executor import SlurmPipelineExecutor
 from tokenizer.cluster import Pretokenize

@@ -1,4 +1,4 @@
-"""A store as a dataset for the Hub: parquet files of token ids, with a card."""
+"""Export of a store as a dataset for the Hub: parquet files of token ids, with a card."""
 
 import itertools
 import shlex
@@ -20,7 +20,7 @@ from tokenizer.recipe import SEED
 from tokenizer.store import SPLITS, Metadata, TokenStore, index_file, sequences, tokens_file
 from tokenizer.vocabulary import VocabularyArguments
 
-ROW_TOKENS = 1 << 20  # a longer document goes on in the next row
+ROW_TOKENS = 1 << 20  # a longer document continues in the next row
 GROUP_TOKENS = 1 << 22  # of a row group: what a writer and a reader hold in memory
 SHARD_BYTES = 1 << 29  # of ids
 HUB_SPLITS = {"train": "train", "val": "validation"}
@@ -29,10 +29,10 @@ SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "1
 
 
 def to_parquet(store: TokenStore) -> Path:
-    """Writes a store as a dataset for the Hub beside it, `NAME-parquet/`, unless that is there already.
+    """Write a store as a dataset for the Hub to `NAME-parquet/` next to it, unless that exists already.
 
     Raises:
-        UserError: there is something else of that name; a store of format 1; a full disk.
+        UserError: something else has that name; the store is of format 1; the disk is full.
     """
     store.require_indexes()
     folder = store.folder.with_name(f"{store.folder.name}-parquet")
@@ -50,7 +50,7 @@ def to_parquet(store: TokenStore) -> Path:
 
 
 def exported_identity(folder: Path) -> str | None:
-    """Of which store a folder is the export; None where it is something else."""
+    """Return the identity of the store that a folder is the export of; None where it is something else."""
     import pyarrow
     from pyarrow import parquet
 
@@ -62,7 +62,7 @@ def exported_identity(folder: Path) -> str | None:
 
 
 def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
-    """Returns the number of rows."""
+    """Write the parquet files of a split; return the number of rows."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -90,7 +90,7 @@ def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
 
 
 def _row_groups(index: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """What `sequences` gives, cut where a row passes a multiple of GROUP_TOKENS, and so never within a shard's last group."""
+    """Yield what `sequences` does, cut where a row passes a multiple of GROUP_TOKENS, so that no group lies in two shards."""
     for document, starts, ends in sequences(index, ROW_TOKENS):
         cuts = np.flatnonzero(np.diff(starts // GROUP_TOKENS)) + 1
         for first, stop in itertools.pairwise([0, *cuts.tolist(), len(starts)]):
@@ -124,12 +124,12 @@ def _card(store: TokenStore, rows: int) -> str:
 
 
 def _public(source: str) -> str:
-    """A source without the folders of the machine where it was."""
+    """Return a source without the folders of this machine."""
     return source if HubDataset.parse(source) is not None else Path(source).name
 
 
 def _public_command(metadata: Metadata) -> str:
-    """The settings that are not the usual ones, as flags."""
+    """Return the command with the settings that are not defaults."""
     kinds = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
     usual = {field.name: getattr(kind(), field.name) for kind in kinds for field in fields(kind)}
     usual |= {"weights": [], "seed": SEED}

@@ -1,4 +1,4 @@
-"""Shows what is in a token store, decodes its documents, and verifies every hash.
+"""Show what is in a token store, decode its documents, and verify every hash.
 
 python -m tokenizer.inspect data/my
 python -m tokenizer.inspect data/my --split val --document 3
@@ -59,11 +59,7 @@ def show(store: TokenStore) -> None:
 
 
 def decode(store: TokenStore, split: str, document: int) -> str:
-    """The text of one document.
-
-    Raises:
-        UserError: no such document.
-    """
+    """Return the text of one document; raise a `UserError` where there is none of that number."""
     offsets = store.offsets(split)
     if not 0 <= document < len(offsets) - 1:
         raise UserError(f"{split} has documents 0 to {len(offsets) - 2:,}; there is no {document}.")
@@ -74,7 +70,7 @@ def decode(store: TokenStore, split: str, document: int) -> str:
 
 
 def problems(store: TokenStore) -> Iterator[str]:
-    """What was changed since the store was written."""
+    """Yield a sentence for each file that was changed since the store was written."""
     changed = [name for name, sha256 in store.metadata.hashes.items() if file_sha256(store.folder / name) != sha256]
     for name in changed:
         yield f"{store.folder / name} was changed: its hash is not the one in metadata.json."

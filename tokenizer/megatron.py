@@ -14,7 +14,7 @@ LONGEST_SEQUENCE = 2**31 - 1  # tokens, of Megatron's int32
 
 
 def write_indexes(folder: Path, dtype: str) -> None:
-    """train.idx and val.idx, from the indexes that are there."""
+    """Write train.idx and val.idx, from the indexes of the store."""
     for split in SPLITS:
         with (folder / f"{split}.idx").open("wb") as file:
             for block in _index(folder, split, dtype):
@@ -23,7 +23,7 @@ def write_indexes(folder: Path, dtype: str) -> None:
 
 
 def is_index(folder: Path, split: str, dtype: str) -> bool:
-    """Whether a split's `.idx` says what its other index does."""
+    """Return whether the `.idx` of a split states what its other index does."""
     with (folder / f"{split}.idx").open("rb") as file:
         same = all(file.read(len(block)) == block for block in _index(folder, split, dtype))
         return same and not file.read(1)

@@ -75,16 +75,16 @@ class PretokenizeArguments:
         return found
 
 
-def _recipe(door: PretokenizeArguments, *parts) -> Recipe:
-    return Recipe(door.input, *parts, door.seed, door.weights)
+def _recipe(options: PretokenizeArguments, *parts) -> Recipe:
+    return Recipe(options.input, *parts, options.seed, options.weights)
 
 
-def check(door: PretokenizeArguments, *parts) -> None:
+def check(options: PretokenizeArguments, *parts) -> None:
     """Raise a `UserError` with all that can be known to be wrong before the text is read, one problem a line."""
-    problems = door.problems() + _recipe(door, *parts).problems()
+    problems = options.problems() + _recipe(options, *parts).problems()
     if problems:  # otherwise the text is looked for once
         try:
-            Corpus(door.input, parts[0])
+            Corpus(options.input, parts[0])
         except UserError as error:
             problems.append(str(error))
         raise UserError("\n".join(problems))
@@ -93,14 +93,14 @@ def check(door: PretokenizeArguments, *parts) -> None:
 def main(arguments: list[str]) -> None:
     kinds = (PretokenizeArguments, CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
     parser = FlagParser(kinds, __doc__.splitlines()[0], main=MAIN)
-    (door, *parts), _ = parser.parse(arguments, check=check)
-    say = (lambda text: None) if door.quiet else print
-    recipe = _recipe(door, *parts)
-    folder = Path(door.output).expanduser()
-    store = pretokenize(recipe, folder, say, door.num_proc, door.share, door.merge)
-    if store is not None and door.compress:
+    (options, *parts), _ = parser.parse(arguments, check=check)
+    say = (lambda text: None) if options.quiet else print
+    recipe = _recipe(options, *parts)
+    folder = Path(options.output).expanduser()
+    store = pretokenize(recipe, folder, say, options.num_proc, options.share, options.merge)
+    if store is not None and options.compress:
         say(f"{unpack.pack(store)} is the packed store; `python -m tokenizer.unpack` takes it out and verifies it.")
-    if store is not None and door.export:
+    if store is not None and options.export:
         say(f"{export.to_parquet(store)} is the store as a Hub dataset.")
 
 

@@ -1,4 +1,4 @@
-"""All that decides about the tokens of a store, in one place."""
+"""Recipe of a token store: every setting that decides about its tokens."""
 
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -21,7 +21,7 @@ ADDED_SETTINGS = {"exclude"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides about the tokens of a store, besides the text."""
+    """Every setting that decides about the tokens of a store."""
 
     inputs: list[str]
     corpus: CorpusArguments = field(default_factory=CorpusArguments)
@@ -42,7 +42,7 @@ class Recipe:
 
     @cached_property
     def existing_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The existing tokenizer that is to be used."""
+        """The tokenizer that the settings name, loaded."""
         return None if self.vocabulary.tokenizer is None else vocabulary.load(self.vocabulary.tokenizer)
 
     def settings(self) -> dict[str, Any]:

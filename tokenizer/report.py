@@ -22,6 +22,7 @@ GPT2 = ("openai-community/gpt2", "gpt2")  # both of its names on the Hub
 
 
 def summary(store: TokenStore) -> str:
+    """Return the last line of the command."""
     metadata = store.metadata
     train, val = metadata.train, metadata.val
     noted = "; ".join(left_out(metadata))
@@ -76,7 +77,7 @@ def left_out(metadata: Metadata) -> list[str]:
 
 
 def _left_out(metadata: Metadata) -> Iterator[tuple[str, str]]:
-    """A line, and where the first of it stands."""
+    """Yield a line, and the place of the first occurrence in words."""
     counts = metadata.counts
     for name, words in LEFT_OUT.items():
         if counts.get(name):

@@ -1,4 +1,4 @@
-"""The token store: a folder of tokens that says what it is.
+"""The token store: a folder of tokens with metadata that describe it.
 
 train.bin, val.bin              ids, little-endian uint16 (uint32 from 65,500 tokens on), nanoGPT reads them as they are;
                                 every document ends with the end-of-text id, if there is one
@@ -64,7 +64,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Metadata:
-    """`metadata.json`. Whoever reads a store reads this and assumes nothing."""
+    """`metadata.json`, which every reader of a store reads first."""
 
     dtype: Literal["uint16", "uint32"]
     vocab_size: int
@@ -75,7 +75,7 @@ class Metadata:
     val: Split
     sources: list[str]
     settings: dict[str, Any]  # it was made with
-    counts: dict[str, Any]  # what was read, mended, left out
+    counts: dict[str, Any]  # what was read, changed, left out
     cleaning: dict[str, RuleStats]  # what each rule changed or dropped, with examples
     repeated_documents: int  # left out
     command: str
@@ -230,9 +230,9 @@ def index_file(split: str) -> str:
 
 
 def sequences(index: Path, longest: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Every document in pieces of at most `longest` tokens, some hundred thousand documents at a time.
+    """Yield every document in pieces of at most `longest` tokens, some hundred thousand documents at a time.
 
-    Yields (n,) int64 three times: the number of the document that a piece is of, where it starts and where it ends, in tokens.
+    Each item is (n,) int64 three times: the number of the document of a piece, its start and its end, in tokens.
     """
     number = start = 0
     with index.open("rb") as file:
@@ -306,7 +306,7 @@ def _check_metadata(metadata: Metadata) -> None:
 
 
 def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
-    """The metadata under today's names; what format 1 did not record stays empty."""
+    """Return the metadata under today's names; what format 1 did not record stays empty."""
     splits = {split: {"index_sha256": content[split].pop("offsets_sha256")} | content[split] for split in SPLITS}
     content.pop("fingerprint", None)
     empty = {"settings": {"cleaning": [], "dedup": "no"}, "counts": {}, "cleaning": {}, "repeated_documents": 0}
@@ -314,7 +314,7 @@ def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) -> None:
-    """Writes the metadata of a store whose files and tokenizer are there. `splits`: tokens, documents, bytes of each."""
+    """Write the metadata of a store whose files and tokenizer exist. `splits`: tokens, documents, bytes of each."""
     described = {
         split: Split(*numbers, file_sha256(folder / tokens_file(split)), file_sha256(folder / index_file(split)))
         for split, numbers in splits.items()
