@@ -15,10 +15,10 @@ from errors import UserError, counted
 from publishing.evaluations import evaluations, table
 from publishing.source import Source
 from tokenizer import vocabulary
-from training.compare.findings import found_of
 from training.config import TrainConfig
 from training.data import find_store
-from training.reporting.report import split_at_headings
+from training.report.evaluation import found_of
+from training.report.report import split_at_headings
 from training.sampling import read_samples
 
 # Metadata of a model folder's own card that its new one keeps, unless the command says otherwise.

@@ -142,7 +142,7 @@ def upload(
 
 
 def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:
-    """Fetches what a stranger would get into a cache of its own, and compares it byte for byte.
+    """Fetches what other people would get into a cache of its own, and compares it byte for byte.
 
     Raises:
         UserError: it is not what was uploaded, or the Hub cannot be reached.

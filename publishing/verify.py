@@ -23,7 +23,7 @@ from training.data import find_store
 from training.loading import load_own_model
 from training.scoring import eval_windows
 
-STRANGER = Path(__file__).with_name("stranger.py")
+ISOLATED_CHECK = Path(__file__).with_name("isolated_check.py")
 PROBE_TOKENS = 64
 SOME_WINDOWS = 16
 LOGITS_TOLERANCE = 1e-5  # of the largest logit: Transformers' GPT-2 computes gelu_new by other kernels than ours
@@ -59,7 +59,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Published:
-    """Where a stranger finds the model: a folder, or a repository in a cache."""
+    """Where other people find the model: a folder, or a repository in a cache."""
 
     name: str
     revision: str | None = None
@@ -116,7 +116,7 @@ def verify(published: Published, expected: Expected) -> Verified:
     Raises:
         UserError: it does not load, weights are missing or left over, or it computes something else than the model here.
     """
-    answer, logits = _ask_a_stranger(published, expected)
+    answer, logits = _run_isolated(published, expected)
     difference = (logits - expected.logits).abs().max().item() if logits.shape == expected.logits.shape else math.inf
     problems = []
     if answer["wrong_keys"]:
@@ -148,7 +148,7 @@ def _standard_error(answer: dict) -> float:
     return (means.std() / math.sqrt(len(means))).item() if len(means) > 1 else math.inf
 
 
-def _ask_a_stranger(published: Published, expected: Expected) -> tuple[dict, torch.Tensor]:
+def _run_isolated(published: Published, expected: Expected) -> tuple[dict, torch.Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = Path(folder)
         request = {name: str(elsewhere / name) for name in ("files", "logits", "answer")}
@@ -166,7 +166,12 @@ def _ask_a_stranger(published: Published, expected: Expected) -> tuple[dict, tor
         if published.cache is not None:
             environment["HF_HUB_CACHE"] = str(published.cache)
         result = subprocess.run(
-            [sys.executable, "-P", str(STRANGER), str(elsewhere / "request")],  # -P: nothing beside it is imported
+            [
+                sys.executable,
+                "-P",
+                str(ISOLATED_CHECK),
+                str(elsewhere / "request"),
+            ],  # -P: nothing beside it is imported
             cwd=elsewhere,
             env=environment,
             capture_output=True,

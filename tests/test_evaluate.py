@@ -19,9 +19,9 @@ from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import evaluate
 from training.compare import baselines, memorization
 from training.compare.baselines import NGram, compressed_bits
-from training.compare.findings import found_of, show
 from training.compare.memorization import find, hash_spans
 from training.compare.ratio import ratio, units
+from training.report.evaluation import found_of, show
 from training.run_folder import RunFolder
 
 CONFIG = REPOSITORY / "launch" / "two_cpu_processes.yaml"

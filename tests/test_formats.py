@@ -19,8 +19,8 @@ from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments
 from training import data
-from training.compare.findings import found_of
 from training.metrics import read_metrics
+from training.report.evaluation import found_of
 from training.run_folder import RunFolder
 
 FORMATS = REPOSITORY / "tests" / "formats"

@@ -18,7 +18,7 @@ from tokenizer.store import TokenStore
 from training import checkpoint as checkpoints
 from training import evaluate
 from training.metrics import best_step, forget_after, read_events
-from training.reporting import report
+from training.report import report
 from training.run_folder import RunFolder, find_checkpoint
 from training.status import check_run_format, hours, starts_in_force
 

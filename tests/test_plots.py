@@ -1,8 +1,6 @@
 """The pictures of a run, where there can be none."""
 
-PLOTS = (
-    "from pathlib import Path; from training.reporting.plots import plot_loss; print(plot_loss(%s, Path('never.png')))"
-)
+PLOTS = "from pathlib import Path; from training.report.plots import plot_loss; print(plot_loss(%s, Path('never.png')))"
 ENTRY = {"step": 1, "loss": 3.0, "tokens": 64, "learning_rate": 1e-3}
 
 

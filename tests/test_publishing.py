@@ -35,7 +35,7 @@ from publishing.upload import published_files, upload
 from tokenizer.vocabulary import VocabularyArguments, build
 from training import evaluate
 from training.checkpoint import WEIGHTS
-from training.reporting.report import evenly, split_at_headings
+from training.report.report import evenly, split_at_headings
 from training.sampling import fenced, read_samples, write_samples
 
 ALWAYS = {

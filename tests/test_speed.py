@@ -13,7 +13,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.device import Setup, describe
 from training.metrics import read_events
-from training.reporting.report import About, hours, write_report
+from training.report.report import About, hours, write_report
 from training.run_folder import RunFolder
 from training.sampling import write_samples
 from training.speed import Speed, in_words, peak_memory

@@ -32,7 +32,7 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from progress import track
 from tokenizer import vocabulary
 from tokenizer.store import TokenStore
-from training.compare import findings, panel
+from training.compare import panel
 from training.compare.memorization import memorization
 from training.compare.ratio import Ratio, ratio, units
 from training.config import read_config
@@ -40,6 +40,7 @@ from training.data import bytes_of, choose_placement, open_store, place_tokens, 
 from training.device import keep_freed_memory
 from training.loading import check_store, find_model, load_own_model
 from training.loss import token_nats
+from training.report import evaluation as findings
 from training.run_folder import CONFIG_FILE, find_checkpoint, run_of
 from training.scoring import Evaluation, eval_batches, eval_starts, float64_device
 from training.sharding import keep_accelerate_from_sharding

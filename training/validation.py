@@ -6,7 +6,7 @@ from collections.abc import Callable
 from training.cost import watts_of_all
 from training.log import RunLog
 from training.loss import DivergenceError
-from training.reporting.report import About, write_report
+from training.report.report import About, write_report
 from training.run import Run
 from training.sampling import sample, write_samples
 from training.scoring import Evaluation, evaluate

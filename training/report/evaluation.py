@@ -18,8 +18,8 @@ from atomic import file_sha256, write_atomic
 from errors import NONSENSE, UserError, check_format, disk_errors
 from tokenizer.store import RESUMES, TokenStore
 from training.compare.panel import Row
-from training.reporting.plots import plot_panel
-from training.reporting.report import gather
+from training.report.plots import plot_panel
+from training.report.report import gather
 from training.run_folder import RunFolder, run_of
 from training.sampling import fenced
 

@@ -1,7 +1,7 @@
 """Load and run a published model with its own code, and only its own files. Run by verify.py in a process of its own, in an
 empty folder, without a token and without the network; this repository's package cannot be imported there.
 
-python stranger.py request.json
+python isolated_check.py request.json
 """
 
 import json

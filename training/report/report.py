@@ -31,7 +31,7 @@ from training.metrics import (
     scores_more,
     seconds_until,
 )
-from training.reporting.plots import plot_course, plot_loss
+from training.report.plots import plot_course, plot_loss
 from training.run_folder import RunFolder
 from training.sampling import fenced, read_samples
 from training.status import hours, starts_in_force
