@@ -1,6 +1,5 @@
 """The model card: the run's report under the Hub's metadata, with the model named as others will load it."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -12,52 +11,73 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig
 
 from errors import UserError, counted
-from publishing.evaluations import evaluations, table
+from publishing.evaluations import harness_results, validation_results
 from publishing.source import Source
 from tokenizer import vocabulary
-from training.config import TrainConfig
 from training.data import find_store
-from training.report.evaluation import found_of
-from training.report.report import split_at_headings
+from training.report.evaluation import evaluation_of
+from training.report.report import environment, facts_of, sections_of
 from training.sampling import read_samples
 
+TEMPLATES = Path(__file__).parent / "templates"
 # Metadata of a model folder's own card that its new one keeps, unless the command says otherwise.
 KEPT = ("base_model", "datasets", "language", "license")
 # In the card; the one on the Hub is kept as it is once this line is taken out of it.
 WRITTEN = "<!-- Written by push_to_hub.py, which writes it anew each time. Take out this line to keep your changes. -->"
+NO_LICENCE = "None was given: ask the author before you use the weights for more than looking."
 
 
 @dataclass(frozen=True)
 class Edition:
-    """What a repository, or a branch of it, holds of a model: what its card has to tell."""
+    """What a repository, or a branch of it, holds of a model, as far as its card shows it."""
 
     repo_id: str
     branch: str | None = None  # where it is not the main one
-    has_code: bool = True  # the weights come with ours
-    has_twin: bool = False  # a native GPT-2 lies in a subfolder
+    format: str = "gpt2scratch"  # as in FolderArguments
     licence: str | None = None
     language: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)  # a paragraph for each further file
+    gguf: list[dict[str, Any]] = field(default_factory=list)  # name, kind, and how far it is from the model
+
+    @property
+    def has_code(self) -> bool:
+        return self.format != "native"
+
+    @property
+    def has_twin(self) -> bool:
+        return self.format == "both"
 
 
 def model_card(source: Source, edition: Edition) -> str:
-    """Of a run: its report. Of a folder that has a README.md: that."""
-    sections = _sections(source)
-    use = "\n\n".join([*_ways_to_use(source, edition), *edition.files])
-    title = sections.pop("")
-    body = {"": _which_checkpoint(source, title), "Use": use, "Results": sections.pop("Results", "")}
-    # The report may tell of other weights than those that are published.
-    found = found_of(source.run, source.model) if source.run is not None else sections.pop("Evaluation", "")
-    body["Evaluation"] = "\n\n".join(filter(None, [found, table(source)]))
-    body |= {k: v for k, v in sections.items() if k not in ("Use", "Evaluation")}
-    metadata = _metadata(source, edition)
-    no_licence = "None was given: ask the author before you use the weights for more than looking."
-    body["Licence"] = edition.licence or sections.get("Licence") or metadata.license or no_licence
-    body["Citation"] = _citation(edition.repo_id)
-    text = "\n\n".join(
-        f"## {heading}\n\n{content}" if heading else content for heading, content in body.items() if content
-    )
-    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{WRITTEN}\n\n# {edition.repo_id}\n\n{text}\n"))
+    """Return the card: of a run, its report; of a folder that has a README.md, that."""
+    metadata, run = _metadata(source, edition), source.run
+    author, title = edition.repo_id.split("/")
+    facts = facts_of(run) if run is not None else None
+    shown = {
+        "written": WRITTEN,
+        "edition": edition,
+        "step": source.step,
+        "tokens": source.tokens if run is not None else None,
+        "validation": source.validation,
+        # The report may be about other weights than those that are published.
+        "evaluation": evaluation_of(run, source.model) if run is not None else None,
+        "measured": harness_results(source),
+        "author": author,
+        "title": title,
+        "citation_key": re.sub(r"\W+", "", f"{author}{title}").lower(),
+        "year": datetime.now(UTC).year,
+        **_examples(source),
+    }
+    licence = edition.licence or metadata.license
+    if facts is not None:
+        shown = facts | shown | {"base": "report.md.j2", "own_evaluation": ""}
+    else:  # what someone wrote is the source
+        sections = _sections(source)
+        licence = edition.licence or sections.get("Licence") or metadata.license
+        shown |= {"base": "page.md.j2", "sections": sections}
+        shown["own_evaluation"] = sections.get("Evaluation", "") if run is None else ""
+    template = environment(TEMPLATES).get_template("card.md.j2")
+    body = template.render(shown, licence=licence or NO_LICENCE).strip() + "\n"
+    return str(ModelCard.from_template(metadata, template_str="---\n{{ card_data }}\n---\n\n{{ body }}", body=body))
 
 
 def is_kept(card: str) -> bool:
@@ -66,41 +86,24 @@ def is_kept(card: str) -> bool:
 
 
 def _sections(source: Source) -> dict[str, str]:
-    """The report by its headings, "" for what stands above the first."""
+    """Return the sections of the page about the model that is already there."""
     path = source.model / "README.md" if source.run is None else source.run.report
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _about_the_shape(source.model)
-    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)  # metadata that it brings is made anew
-    text = text.replace(WRITTEN, "").strip()
-    head, *parts = split_at_headings(text)
-    sections = {"": re.sub(r"\A# .*\n*", "", head).strip()}
-    for part in parts:
-        heading, _, content = part.partition("\n")
-        heading = heading.removeprefix("## ").strip()
-        before = f"{sections[heading]}\n\n" if heading in sections else ""
-        sections[heading] = before + content.strip()
-    return sections
+    page = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _shape(source.model)
+    page = re.sub(r"\A---\n.*?\n---\n", "", page, flags=re.DOTALL)  # metadata that it brings is made again
+    sections = sections_of(page.replace(WRITTEN, "").strip())
+    return sections | {"": re.sub(r"\A# .*\n*", "", sections[""]).strip()}
 
 
-def _about_the_shape(model: Path) -> str:
+def _shape(model: Path) -> str:
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     return (
-        f"A GPT-2-class language model: {counted(config.n_layer, 'layer')}, {counted(config.n_head, 'head')}, width {config.n_embd}, a context of "
-        f"{config.n_positions} tokens, a vocabulary of {config.vocab_size:,}."
+        f"A GPT-2-class language model: {counted(config.n_layer, 'layer')}, {counted(config.n_head, 'head')}, width "
+        f"{config.n_embd}, a context of {config.n_positions} tokens, a vocabulary of {config.vocab_size:,}."
     )
 
 
-def _which_checkpoint(source: Source, title: str) -> str:
-    if source.step is None:
-        return title
-    record = source.validation
-    scored = ""
-    if record is not None:
-        scored = f" Their validation loss is {record['eval_loss']:.4f}, on {record['eval_tokens']:,} tokens."
-    return f"{title}\n\nThese are the weights after step {source.step:,} ({source.tokens:,} tokens).{scored}"
-
-
-def _some_text(source: Source, context: int, new_tokens: int) -> tuple[str, str]:
-    """A prompt that leaves room for `new_tokens`, and a text that fits the context; the tokenizer can read both."""
+def _examples(source: Source) -> dict[str, Any]:
+    """Return a prompt that leaves room for its answer, and a text that fits the context; the tokenizer can read both."""
     text = "The quick brown fox jumps over the lazy dog."
     prompts: list[str] = []
     if source.run is not None:
@@ -108,106 +111,22 @@ def _some_text(source: Source, context: int, new_tokens: int) -> tuple[str, str]
         text = next((text for texts in reversed(samples.values()) for text in texts if text), text)
         prompts = [prompt for prompt in source.config.sampling.sample_prompts if prompt]
     tokenizer = vocabulary.load(source.model)
-    if tokenizer.chat_template is not None:
+    context = AutoConfig.from_pretrained(source.model, trust_remote_code=False).n_positions
+    new_tokens = min(30, context // 2)
+    is_chat = tokenizer.chat_template is not None
+    if is_chat:
         prompts = [*prompts, "Hello"]
     if vocabulary.is_character(tokenizer):
         known = tokenizer.get_vocab()
         text = "".join(character for character in text if character in known) or "".join(sorted(known)[:context])
     text = _cut(text, min(80, context))
-    return _cut((prompts or [text[: max(1, len(text) // 2)]])[0], context - new_tokens), text
+    prompt = _cut((prompts or [text[: max(1, len(text) // 2)]])[0], context - new_tokens)
+    return {"prompt": prompt, "text": text, "is_chat": is_chat, "new_tokens": new_tokens}
 
 
 def _cut(text: str, tokens: int) -> str:
-    """To that many at most: each holds a byte at least."""
+    """Return at most that many tokens of it: each holds a byte at least."""
     return text.encode()[:tokens].decode(errors="ignore") or text[:1]
-
-
-def _ways_to_use(source: Source, edition: Edition) -> list[str]:
-    """Three, each of which works when it is pasted, and what to know of them."""
-    repo_id = edition.repo_id
-    more = [f'revision="{edition.branch}"'] if edition.branch else []
-    more += ["trust_remote_code=True"] if edition.has_code else []
-    arguments = ", ".join([f'"{repo_id}"', *more])
-    context = AutoConfig.from_pretrained(source.model, trust_remote_code=False).n_positions
-    new_tokens = min(30, context // 2)
-    quoted, text = (json.dumps(words, ensure_ascii=False) for words in _some_text(source, context, new_tokens))
-    asked = _asked(source, quoted, new_tokens)
-    paragraphs = [
-        f"""In one line:
-
-```python
-from transformers import pipeline
-
-pipe = pipeline("text-generation", {", ".join([f'model="{repo_id}"', *more])})
-{asked[0]}
-```""",
-        f"""By hand:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({arguments})
-model = AutoModelForCausalLM.from_pretrained({arguments})
-{asked[1]}
-```""",
-        f"""How likely is a text? In bits per byte:
-
-```python
-import math
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({arguments})
-model = AutoModelForCausalLM.from_pretrained({arguments})
-text = {text}
-ids = tokenizer(text, return_tensors="pt").input_ids
-nats = model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
-print(nats / math.log(2) / len(text.encode()))
-```""",
-    ]
-    if edition.has_code:
-        paragraphs.append(
-            "The model's code comes with the weights and is short; `trust_remote_code=True` lets it run. Name a commit with "
-            "`revision=` to run only what you have read."
-        )
-    if edition.has_twin:
-        paragraphs.append(
-            "The same weights as Transformers' own GPT-2, for tools that run no remote code (vLLM, llama.cpp, the harness "
-            f'for evaluations ...): `AutoModelForCausalLM.from_pretrained("{repo_id}", subfolder="native")`.'
-        )
-    return paragraphs
-
-
-def _asked(source: Source, prompt: str, new_tokens: int) -> tuple[str, str]:
-    """Return how a pipeline, and the model itself, are asked: with a chat if the tokenizer has a chat template."""
-    if vocabulary.load(source.model).chat_template is None:
-        return (
-            f'print(pipe({prompt}, max_new_tokens={new_tokens}, do_sample=True)[0]["generated_text"])',
-            f"""inputs = tokenizer({prompt}, return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens={new_tokens})[0]))""",
-        )
-    chat = f'[{{"role": "user", "content": {prompt}}}]'
-    return (
-        f'print(pipe({chat}, max_new_tokens={new_tokens})[0]["generated_text"][-1]["content"])',
-        f"""chat = {chat}
-inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-output = model.generate(**inputs, max_new_tokens={new_tokens})[0, inputs["input_ids"].shape[1] :]
-print(tokenizer.decode(output, skip_special_tokens=True))""",
-    )
-
-
-def _citation(repo_id: str) -> str:
-    author, name = repo_id.split("/")
-    key = re.sub(r"\W+", "", f"{author}{name}").lower()
-    return f"""```bibtex
-@misc{{{key},
-  author = {{{author}}},
-  title = {{{name}}},
-  year = {{{datetime.now(UTC).year}}},
-  howpublished = {{\\url{{https://huggingface.co/{repo_id}}}}}
-}}
-```
-
-The architecture is that of Radford et al., Language Models are Unsupervised Multitask Learners (2019)."""
 
 
 def _metadata(source: Source, edition: Edition) -> ModelCardData:
@@ -215,9 +134,8 @@ def _metadata(source: Source, edition: Edition) -> ModelCardData:
     brought = {} if source.run is not None else _brought(source.model / "README.md")
     further = [tag for tag in brought.get("tags") or [] if tag not in ("gpt2scratch", "gpt2")]
     kept = {name: brought[name] for name in KEPT if name in brought}
-    given = {"license": edition.licence, "language": edition.language}
-    given["datasets"] = _datasets(source.config) if source.run is not None else []
-    results = evaluations(source) if source.run is not None else []
+    given = {"license": edition.licence, "language": edition.language, "datasets": _datasets(source)}
+    results = validation_results(source) + harness_results(source)
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -228,21 +146,16 @@ def _metadata(source: Source, edition: Edition) -> ModelCardData:
 
 
 def _brought(readme: Path) -> dict[str, Any]:
-    """The metadata of a card.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Return the metadata of a card that a folder has."""
     if not readme.is_file():
         return {}
     try:
-        return ModelCard(
-            readme.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True
-        ).data.to_dict()
+        text = readme.read_text(encoding="utf-8", errors="replace")
+        return ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"The metadata of {readme} is not YAML: {' '.join(str(error).split())}; correct it.") from error
 
 
-def _datasets(config: TrainConfig) -> list[str]:
-    store = find_store(config.recipe)
+def _datasets(source: Source) -> list[str]:
+    store = find_store(source.config.recipe) if source.run is not None else None
     return sorted(set(store.metadata.hub_datasets)) if store is not None else []

@@ -20,10 +20,10 @@ HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
 VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
 
 
-def evaluations(source: Source) -> list[EvalResult]:
-    """The metrics of the checkpoint, as the Hub's `model-index` has them."""
+def validation_results(source: Source) -> list[EvalResult]:
+    """Return the run's validation of the checkpoint, as the Hub's `model-index` has it."""
     record = source.validation or {}
-    found = [
+    return [
         EvalResult(
             task_type="text-generation",
             task_name="Language modeling",
@@ -38,26 +38,13 @@ def evaluations(source: Source) -> list[EvalResult]:
         for name, title in VALIDATION.items()
         if name in record
     ]
-    return found + [result for measured in _of_the_harness(source) for result in _entries(measured)]
 
 
-def table(source: Source) -> str:
-    """What lm-eval measured, for people; empty where it measured nothing."""
-    rows = [
-        f"| {result.dataset_name} | {result.metric_type} | {result.metric_value:.4f} | {result.source_name} |"
-        for measured in _of_the_harness(source)
-        for result in _entries(measured)
-    ]
-    if not rows:
-        return ""
-    return "\n".join(["| task | metric | value | by |", "|---|---|--:|---|", *rows])
-
-
-def _of_the_harness(source: Source) -> list[dict[str, Any]]:
-    """The results that are of these weights, oldest first."""
+def harness_results(source: Source) -> list[EvalResult]:
+    """Return what lm-eval measured of these weights, oldest first."""
     if source.run is None:
         return []
-    found = []
+    found: list[EvalResult] = []
     for path in sorted(source.run.evaluations.glob("**/results_*.json"), key=lambda path: path.stat().st_mtime):
         try:
             measured = json.loads(path.read_text(encoding="utf-8"))
@@ -68,7 +55,7 @@ def _of_the_harness(source: Source) -> list[dict[str, Any]]:
         newest = source.step == source.run.newest_step()
         later = path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime  # than what `model` was then
         if model.resolve() == source.model.resolve() or (of_the_run and newest and later):
-            found.append(measured)
+            found += _entries(measured)
     return found
 
 

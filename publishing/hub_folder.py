@@ -5,10 +5,11 @@ import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from atomic import write_atomic
 from errors import UserError
 from modeling_gpt2scratch import configuration_gpt2scratch
 from modeling_gpt2scratch.loading import ModelError, read_json
@@ -103,11 +104,8 @@ def assemble(
         if plot.is_file():
             shutil.copy(plot, destination / plot.name)
     files = [_write_gguf(source, repo_id, arguments, kind, destination, ids) for kind in arguments.gguf]
-    edition = Edition(
-        repo_id, branch, arguments.has_code, arguments.has_twin, arguments.license, arguments.language, files
-    )
-    card = model_card(source, edition)
-    (destination / "README.md").write_text(card, encoding="utf-8")
+    edition = Edition(repo_id, branch, arguments.format, arguments.license, arguments.language, files)
+    write_atomic(destination / "README.md", model_card(source, edition))
     return destination
 
 
@@ -146,14 +144,10 @@ def _write_code(destination: Path) -> None:
 
 def _write_gguf(
     source: Source, repo_id: str, arguments: FolderArguments, kind: str, destination: Path, ids: torch.Tensor
-) -> str:
-    """Returns what the card says of it."""
+) -> dict[str, Any]:
+    """Return what the card shows of it."""
     name = repo_id.split("/")[1]
     file = destination / f"{name}-{kind.upper()}.gguf"
     write_gguf(source.model, file, kind, name, arguments.license)
     gap = difference(source.model, file, ids)
-    return (
-        f"`{file.name}` for llama.cpp: `llama-completion -hf {repo_id}:{kind.upper()} -p ...`. Its logits are at most "
-        f"{gap.logits:.2g} from those of the model, its loss {gap.loss:+.1e} nats a token, on {ids.numel():,} tokens; llama.cpp's "
-        f"own rounding comes on top."
-    )
+    return {"name": file.name, "kind": kind.upper(), "logits": gap.logits, "loss": gap.loss, "tokens": ids.numel()}

@@ -21,7 +21,7 @@ from training.compare import baselines, memorization
 from training.compare.baselines import NGram, compressed_bits
 from training.compare.memorization import find, hash_spans
 from training.compare.ratio import ratio, units
-from training.report.evaluation import found_of, show
+from training.report.evaluation import evaluation_of, show
 from training.run_folder import RunFolder
 
 CONFIG = REPOSITORY / "launch" / "two_cpu_processes.yaml"
@@ -250,15 +250,15 @@ def test_a_run_keeps_what_was_found(train, tmp_path, capsys):
     kept = json.loads((folder / "evaluation.json").read_text())
     assert {"panel", "memorization", "eval_loss", "weights_sha256"} <= kept.keys()
     page = (folder / "evaluation.md").read_text()
-    assert all(words in page for words in ("| trigram |", "![Bits a byte of each](panel.png)", "## Memorization"))
+    assert all(words in page for words in ("| trigram |", "![Bits per byte of each](panel.png)", "## Memorization"))
     report = (run / "report.md").read_text()
     headings = re.findall(r"^## (.*)", report, re.MULTILINE)
     assert headings[:3] == ["Use", "Results", "Evaluation"]
     assert headings.count("Evaluation") == 1
     assert "| step_00000003 | " in report
-    assert "![Bits a byte of each](evaluation/panel.png)" in report
-    assert str(run) not in found_of(RunFolder(run), run / "model")
-    assert found_of(RunFolder(run), run / "checkpoints" / "step_00000003") == ""
+    assert "![Bits per byte of each](evaluation/panel.png)" in report
+    assert str(run) not in str(evaluation_of(RunFolder(run), run / "model"))
+    assert evaluation_of(RunFolder(run), run / "checkpoints" / "step_00000003") is None
     show(kept)
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("perplexity", "trigram", "held-out text", f"{results['eval_loss']:.4f}"))
@@ -268,7 +268,7 @@ def test_a_run_keeps_what_was_found(train, tmp_path, capsys):
     assert "## Evaluation" not in (run / "report.md").read_text()
     for broken in ('{"cut o', "[]", "\xff"):
         (folder / "evaluation.json").write_text(broken, encoding="latin-1")
-        assert found_of(RunFolder(run), run / "model") == ""
+        assert evaluation_of(RunFolder(run), run / "model") is None
     shutil.rmtree(folder)
     folder.write_text("in the way")
     with pytest.raises(UserError, match=r"evaluation cannot be read or written"):

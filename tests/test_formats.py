@@ -20,7 +20,7 @@ from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments
 from training import data
 from training.metrics import read_metrics
-from training.report.evaluation import found_of
+from training.report.evaluation import evaluation_of
 from training.run_folder import RunFolder
 
 FORMATS = REPOSITORY / "tests" / "formats"
@@ -99,10 +99,10 @@ def test_what_was_evaluated_is_read(old):
     run = RunFolder(old / "run_v2")
     results = json.loads((run.evaluation / "evaluation.json").read_text())
     shutil.copytree(run.checkpoints / "step_00000004", run.model)
-    assert found_of(run, run.model) == ""  # of other weights: those of step 6
+    assert evaluation_of(run, run.model) is None  # of other weights: those of step 6
     results["weights_sha256"] = [file_sha256(run.model / "model.safetensors")]
     (run.evaluation / "evaluation.json").write_text(json.dumps(results))
-    assert "### Panel" in found_of(run, run.model)
+    assert evaluation_of(run, run.model)["panel"]["rows"]
 
 
 def test_the_cached_store_of_a_run_and_those_that_an_update_may_have_left_over_are_named(old, monkeypatch):
@@ -143,7 +143,10 @@ def resume(old):
         ("run_v2/status.json", resume),
         ("store_v2/metadata.json", resume),
         ("unfinished_v1/.store.unfinished/plan.json", pretokenize_again),
-        ("run_v2/evaluation/evaluation.json", lambda old: found_of(RunFolder(old / "run_v2"), old / "run_v2/model")),
+        (
+            "run_v2/evaluation/evaluation.json",
+            lambda old: evaluation_of(RunFolder(old / "run_v2"), old / "run_v2/model"),
+        ),
     ],
 )
 def test_what_a_newer_version_wrote_is_refused_and_stays(old, file, use, monkeypatch):

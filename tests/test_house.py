@@ -23,10 +23,11 @@ RINGS = {
     "data and step": "tokens data batches loss sharding embedding device model distributed step sampling scoring verification",
     "on disk": "checkpoint run_folder trackers backup saver loading",
     "decisions": "memory plan compatibility resume run",
-    "while it runs": "screen health speed diagnosis log profile report.plots report.report validation guard.lock guard.stopping"
+    "while it runs": "screen health speed diagnosis log profile report.plots report.facts report.report"
+    " report.evaluation validation guard.lock guard.stopping"
     " guard.watchdog guard.faults guard.rollback guard.guard guard.job",
     "configuration": "config preflight",
-    "leaves": "compare.ratio compare.baselines compare.panel compare.memorization compare.findings evaluate"
+    "leaves": "compare.ratio compare.baselines compare.panel compare.memorization evaluate"
     " forecast.forecast forecast.advice forecast.probe forecast.show",
 }
 ORDER = [name for ring in RINGS.values() for name in ring.split()]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conftest import REPOSITORY, prose, tokenized, trained
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
 from publishing.card import Edition, model_card
-from publishing.evaluations import table
+from publishing.evaluations import harness_results
 from publishing.source import find_source
 
 lm_eval = pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'lm_eval[hf]'")
@@ -154,4 +154,4 @@ def test_results_stand_in_the_card_of_the_weights_that_they_are_of(results, mode
     assert "## Evaluation\n\n| task | metric | value | by |" in card.text
     [path] = source.run.evaluations.glob("*/results_*.json")
     path.write_text(path.read_text().replace("step_00000030", "step_00000015"))  # of other weights
-    assert table(source) == ""
+    assert harness_results(source) == []

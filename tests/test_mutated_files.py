@@ -11,7 +11,6 @@ import pytest
 
 from conftest import trained
 from errors import UserError
-from modeling_gpt2scratch import GPT2ScratchConfig
 from publishing.card import Edition, model_card
 from publishing.source import find_source
 from tokenizer.store import TokenStore
@@ -79,8 +78,8 @@ def read_logs(run: Path, store: TokenStore) -> None:
     starts_in_force(events)
     hours(events, datetime.now(UTC))
     best_step(run / "metrics.jsonl")
-    report.write_report(RunFolder(run), report.About(GPT2ScratchConfig(), 1000, store.metadata, 7.0))
-    model_card(find_source(run, None), Edition("me/x", None, True, False, None, [], []))
+    model_card(find_source(run, None), Edition("me/x"))
+    report.write_report(RunFolder(run))
     forget_after(run / "metrics.jsonl", 3)
 
 
@@ -102,7 +101,7 @@ def read_checkpoint(run: Path, store: TokenStore) -> None:
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        *((name, read_logs) for name in ("metrics.jsonl", "events.jsonl", "evaluation/evaluation.json")),
+        *((name, read_logs) for name in ("metrics.jsonl", "events.jsonl", "report.json", "evaluation/evaluation.json")),
         ("status.json", read_status),
         *((f"{NEWEST}/{name}", read_checkpoint) for name in ("manifest.json", "training_state/state.json")),
     ],

@@ -35,7 +35,8 @@ from publishing.upload import published_files, upload
 from tokenizer.vocabulary import VocabularyArguments, build
 from training import evaluate
 from training.checkpoint import WEIGHTS
-from training.report.report import evenly, split_at_headings
+from training.report.facts import evenly
+from training.report.report import sections_of
 from training.sampling import fenced, read_samples, write_samples
 
 ALWAYS = {
@@ -367,23 +368,39 @@ def test_the_card_tells_the_run(run, monkeypatch):
 def test_the_card_tells_what_was_evaluated_of_just_these_weights(run, tmp_path, capsys):
     mine = shutil.copytree(run, tmp_path / "run")
     evaluate.main([str(mine), "--compare_with", str(mine / "checkpoints" / "step_00000004")])
-    sections = split_at_headings(model_card(find_source(mine, "last"), Edition("me/tiny")))
-    [found] = [text for text in sections if text.startswith("## Evaluation\n")]
+    sections = sections_of(model_card(find_source(mine, "last"), Edition("me/tiny")))
+    found = sections["Evaluation"]
     assert re.search(r"\n\| run \| \d\.\d{4} ± ", found)
     assert "\n| step_00000004 | " in found
     assert "\n| trigram | " in found
     assert str(tmp_path) not in found
-    assert sections[sections.index(found) - 1].startswith("## Results\n")
+    assert list(sections)[1:4] == ["Use", "Results", "Evaluation"]
     assert "## Evaluation" not in model_card(find_source(mine, "4"), Edition("me/tiny"))
 
 
+GGUF = {"name": "tiny-F16.gguf", "kind": "F16", "logits": 1e-3, "loss": 1e-6, "tokens": 256}
+
+
+def test_a_report_that_someone_edited_or_an_older_version_wrote_is_the_source_of_the_card(a_copy):
+    before = model_card(find_source(a_copy, None), Edition("me/tiny"))
+    report = a_copy / "report.md"
+    page = report.read_text()
+    report.write_text(page.replace("## Data", "## Notes\n\nMy words.\n\n## Data"))
+    card = model_card(find_source(a_copy, None), Edition("me/tiny"))
+    assert card == before.replace("## Data", "## Notes\n\nMy words.\n\n## Data")
+    evaluate.main([str(a_copy), "--compare"])
+    assert {"Evaluation", "Notes"} < sections_of(report.read_text()).keys()
+    report.write_text(page)
+    (a_copy / "report.json").unlink()
+    shutil.rmtree(a_copy / "evaluation")
+    assert model_card(find_source(a_copy, None), Edition("me/tiny")) == before
+
+
 def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
-    card = model_card(
-        find_source(run, "2"), Edition("me/tiny", "step0000002-tokens128", has_twin=True, files=["A file."])
-    )
+    card = model_card(find_source(run, "2"), Edition("me/tiny", "step0000002-tokens128", format="both", gguf=[GGUF]))
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
     assert '("me/tiny", subfolder="native")' in card
-    assert "\n\nA file.\n\n## Results" in card
+    assert "for llama.cpp: `llama-completion -hf me/tiny:F16 -p ...`. Its logits are at most 0.001 from" in card
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.device import Setup, describe
 from training.metrics import read_events
-from training.report.report import About, hours, write_report
+from training.report.facts import begin_report
+from training.report.report import write_report
 from training.run_folder import RunFolder
 from training.sampling import write_samples
 from training.speed import Speed, in_words, peak_memory
-from training.status import record
+from training.status import hours, record
 from training.tokens import Tokens
 
 
@@ -119,25 +120,25 @@ def test_the_report_sums_up_the_log_lines(store, tmp_path):
     ]
     folder.metrics.write_text("\n".join(lines) + "\n")
     write_samples(folder.samples, 0, [("Äther", " und Zeit")])
-    about = About(GPT2ScratchConfig(), 134_601_216, store.metadata, 700.0)
+    begin_report(folder, GPT2ScratchConfig(), 134_601_216, store.metadata, 700.0)
     for data, shown in (
         *(("data/mine", "data/mine"), ("/home/me/mine", "path/to/mine")),
         (Path.cwd() / "data" / "my texts", "'data/my texts'"),
     ):
         folder.config.write_text(f"data: {data}\n")
-        write_report(folder, about)
+        write_report(folder)
         assert f" --config config.yaml --data {shown}\n" in folder.report.read_text()
     assert 'tokenizer("Äther und ", return_tensors="pt")' in folder.report.read_text()
     assert folder.report.read_text().split("## Speed\n\n")[1].split("\n\n## ")[0].splitlines() == [
         "| | median | 10th to 90th percentile |",
         "|---|--:|--:|",
-        "| tokens a second | 650,000 | 610,000 to 690,000 |",
-        "| model FLOPs utilisation (MFU) | 45.0% | 41.0% to 49.0% |",
+        "| tokens per second | 650,000 | 610,000 to 690,000 |",
+        "| model FLOPs utilization (MFU) | 45.0% | 41.0% to 49.0% |",
         "| share of the time in which batches were made | 0.12% | 0.12% to 0.12% |",
         "",
         "Over 11 log lines. Peak memory 11.2 GB; 41.3 s to the first step.",
         "",
-        "MFU counts 685.4 MFLOP a token (6 N + 6 L C T, with N weights in matrix products; causal attention) against the "
+        "MFU counts 685.4 MFLOP per token (6 N + 6 L C T, with N weights in matrix products; causal attention) against the "
         "peak that the device's datasheet gives, named above. As PaLM and nanoGPT count (12 L C T), it would be 46.9%.",
     ]
 
@@ -146,12 +147,12 @@ def test_the_report_names_the_hardware_of_each_part_of_the_run(store, tmp_path):
     folder = RunFolder(tmp_path)
     folder.config.write_text("data: data/mine\n")
     folder.metrics.write_text('{"step": 1, "loss": 9.0, "tokens": 64}\n')
-    about = About(GPT2ScratchConfig(), 134_601_216, store.metadata, None)
+    begin_report(folder, GPT2ScratchConfig(), 134_601_216, store.metadata, None)
 
     def report_after(*details: dict) -> str:
         for event in details:
             record(folder.events, "resumed" if event["step"] else "begun", **event)
-        write_report(folder, about)
+        write_report(folder)
         return folder.report.read_text().split("## Training\n\n")[1].split("\n\n")[0]
 
     assert report_after({"step": 0, "environment": "CPU"}) == "CPU."

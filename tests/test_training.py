@@ -71,7 +71,7 @@ def test_the_report_tells_the_speed_and_the_settings(train, tmp_path, monkeypatc
     assert str(tmp_path) not in str(settings)
     lines = report.split("## Speed")[1].split("## ")[0].splitlines()
     rows = [line.split(" | ")[0] for line in lines if line.startswith("| ")][1:]
-    assert rows[:2] == ["| tokens a second", "| model FLOPs utilisation (MFU)"]
+    assert rows[:2] == ["| tokens per second", "| model FLOPs utilization (MFU)"]
     assert rows[2:] == ["| share of the time in which batches were made"]
     assert "Over 5 log lines." in report
 
@@ -87,7 +87,7 @@ def test_the_report_tells_what_was_planned_and_what_was_noticed(train, tmp_path)
     table = report.split("## Estimate vs. actual\n\n")[1].split("\n\n")[0].splitlines()
     assert table[2] == "| steps | 8 | 8 |"
     rows = {row.split(" | ")[0]: [cell.strip(" |") for cell in row.split(" | ")[1:]] for row in table[3:]}
-    assert list(rows) == ["| tokens a second", "| time", "| memory at most", "| dollars"]
+    assert list(rows) == ["| tokens per second", "| time", "| memory at most", "| dollars"]
     planned, came = (float(cell.split()[0]) for cell in rows["| memory at most"])
     assert came == pytest.approx(planned, rel=0.3)  # within the program that runs all other tests
     assert 0 < float(rows["| dollars"][0]) < float(rows["| dollars"][1])

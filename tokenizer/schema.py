@@ -31,9 +31,9 @@ def read(path: Path, kind: Any = Any) -> Any:
     return build(content, kind)
 
 
-def sealed(content: dict[str, Any]) -> str:
+def sealed(content: dict[str, Any], indent: int | None = None) -> str:
     """Return `content` as JSON with its own hash, which `read` compares."""
-    return json.dumps(content | {SEAL: _sha256(content)})
+    return json.dumps(content | {SEAL: _sha256(content)}, indent=indent)
 
 
 def _sha256(content: dict[str, Any]) -> str:

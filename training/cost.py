@@ -6,7 +6,7 @@ from accelerate import Accelerator
 
 from limits import setting
 from training import hardware
-from training.hardware import GRAMS_OF_CO2_PER_KWH, RENTALS
+from training.hardware import RENTALS
 
 
 @dataclass
@@ -38,21 +38,3 @@ def watts_of_all(accelerator: Accelerator) -> float | None:
     """What all devices together take at most; None where that is not known."""
     each = hardware.watts(hardware.name_of(accelerator.device))
     return None if each is None else each * accelerator.num_processes
-
-
-def describe_cost(hours: float, hourly_price: float | None, watts: float | None) -> str:
-    """A section of the report. `watts`: what all devices together take at most."""
-    took = f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
-    lines = [f"{took} in all, validation and saving included."]
-    if hourly_price is not None:
-        lines.append(f"At {hourly_price:.2f} dollars an hour: {hours * hourly_price:,.2f} dollars.")
-    if watts is None:
-        lines.append("The energy was not measured, and the power of this device is not known here.")
-    else:
-        kwh = hours * watts / 1000
-        lines.append(
-            f"Energy: at most {kwh:.2g} kWh by the power that the datasheet of the devices gives ({watts:,.0f} W), not counting "
-            f"the machine around them; as the world's electricity is on average ({GRAMS_OF_CO2_PER_KWH} g a kWh), "
-            f"{kwh * GRAMS_OF_CO2_PER_KWH / 1000:.2g} kg of CO2."
-        )
-    return "## Cost\n\n" + "\n".join(lines)

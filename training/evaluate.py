@@ -40,7 +40,7 @@ from training.data import bytes_of, choose_placement, open_store, place_tokens, 
 from training.device import keep_freed_memory
 from training.loading import check_store, find_model, load_own_model
 from training.loss import token_nats
-from training.report import evaluation as findings
+from training.report.evaluation import keep, show
 from training.run_folder import CONFIG_FILE, find_checkpoint, run_of
 from training.scoring import Evaluation, eval_batches, eval_starts, float64_device
 from training.sharding import keep_accelerate_from_sharding
@@ -177,7 +177,6 @@ def main(arguments: list[str]) -> None:
     if not math.isfinite(scored.loss.value):
         raise UserError(f"{folder} has a loss of {scored.loss.value}; its weights or its config.json are damaged.")
     results: dict[str, Any] = {"model": str(folder), "data": str(store.folder)} | scored.metrics()
-    rows = []
     if door.compare or door.compare_with:
         compared = panel.compare(model, chosen, door.compare_with, store, door.compare_documents, accelerator)
         if compared is not None:
@@ -194,9 +193,9 @@ def main(arguments: list[str]) -> None:
     if door.json or not sys.stdout.isatty():
         print(json.dumps(results))
     else:
-        findings.show(results)
+        show(results)
     if door.compare or door.compare_with or door.memorization:
-        findings.keep(results, rows, Path(chosen), store)
+        keep(results, Path(chosen), store)
 
 
 if __name__ == "__main__":

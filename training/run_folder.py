@@ -6,7 +6,8 @@ runs/x/
     metrics.jsonl    one object a log line
     events.jsonl     what happened to the run, and when; status.json: how it stands
     samples.md       what the model wrote at each validation
-    report.md        the run told in one page, with its loss.png and course.png
+    report.json      the facts of the run that its report and its model card show
+    report.md        the run on one page, with its loss.png and course.png
     tensorboard/     its event files, where TensorBoard is a tracker; tracker_id: the run's id in other trackers
     profile/         where the time of a step went, see profile.py
     evaluation/      what evaluate.py measured; lm_eval/: what lm-eval did, where it was told so
@@ -82,6 +83,7 @@ class RunFolder:
         self.events = self.path / "events.jsonl"
         self.status = self.path / "status.json"
         self.samples = self.path / "samples.md"
+        self.facts = self.path / "report.json"
         self.report = self.path / "report.md"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
@@ -96,7 +98,7 @@ class RunFolder:
     @property
     def files(self) -> tuple[Path, ...]:
         """What a backup holds too."""
-        logs = (self.metrics, self.events, self.status, self.samples, self.report, self.tracker_id)
+        logs = (self.metrics, self.events, self.status, self.samples, self.facts, self.report, self.tracker_id)
         return (self.config, *logs, *self.plots.values())
 
     def is_run(self) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from training.cost import watts_of_all
 from training.log import RunLog
 from training.loss import DivergenceError
-from training.report.report import About, write_report
+from training.report.facts import begin_report
+from training.report.report import write_report
 from training.run import Run
 from training.sampling import sample, write_samples
 from training.scoring import Evaluation, evaluate
@@ -18,8 +19,9 @@ class Validation:
     def __init__(self, run: Run, train_step: TrainStep, max_samples: int | None):
         """`max_samples`: windows to score but after the last step; all where None."""
         self.run, self.train_step, self.max_samples = run, train_step, max_samples
-        power = watts_of_all(run.accelerator)
-        self.about = About(run.plan.model, train_step.model.num_parameters(), run.data.store.metadata, power)
+        if run.accelerator.is_main_process:
+            parameters, data = train_step.model.num_parameters(), run.data.store.metadata
+            begin_report(run.folder, run.plan.model, parameters, data, watts_of_all(run.accelerator))
 
     def validate(self, step: int, log: RunLog, stop: Callable[[], object]) -> None:
         """Score the model after `step` steps. Where `stop` says so, it ends early and leaves nothing: resumed, the run
@@ -50,7 +52,7 @@ class Validation:
         log.log_evaluation(step, metrics)
         self.write_samples(step, log, aloud=last)
         if self.run.accelerator.is_main_process:
-            write_report(self.run.folder, self.about)
+            write_report(self.run.folder)
 
     def write_samples(self, step: int, log: RunLog, aloud: bool) -> None:
         """Write prompts and their continuations to samples.md, and print them if `aloud`: before the first step, they are noise."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from training.compare.panel import Row
-
 # Legible on white and on black.
 GRAY, BLUE, ORANGE = "#808690", "#3d84c6", "#d9673f"
 COLORS = {"model": BLUE, "n-gram": "#c98a1b", "compressor": "#8a8f98"}
@@ -71,20 +69,20 @@ def plot_course(entries: list[dict[str, Any]], path: Path) -> bool:
     return _save(figure, path)
 
 
-def plot_panel(rows: list["Row"], path: Path) -> bool:
-    """Bars, the best on top."""
+def plot_panel(rows: list[dict[str, Any]], path: Path) -> bool:
+    """Bars, the best on top; `rows` as evaluation.json has them."""
     figure = _figure(8, 1.1 + 0.42 * len(rows))
     if figure is None:
         return False
     axes = figure.subplots()
     places = range(len(rows))
-    values = [row.bits_per_byte.value for row in rows]
-    errors = [row.bits_per_byte.stderr for row in rows]
-    axes.barh(places, values, color=[COLORS[row.kind] for row in rows], height=0.66)
+    values = [row["bits_per_byte"] for row in rows]
+    errors = [row.get("bits_per_byte_stderr", np.nan) for row in rows]
+    axes.barh(places, values, color=[COLORS[row["kind"]] for row in rows], height=0.66)
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor=GRAY, capsize=3)
     for place, value, end in zip(places, values, np.add(values, np.nan_to_num(errors)), strict=True):
         axes.annotate(f"{value:.3f}", (end, place), (6, 0), textcoords="offset points", va="center", color=GRAY)
-    axes.set_yticks(places, [_short(row.name) for row in rows])
+    axes.set_yticks(places, [_short(row["name"]) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.1)
     _dress(axes, "bits a byte of held-out text (less is better)")

@@ -1,0 +1,227 @@
+"""report.json: the facts that the report and the model card show, gathered from the run folder.
+
+A start of the run writes those that its folder does not hold: model, data, power. Each validation adds what was logged.
+"""
+
+import shlex
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+
+from atomic import write_atomic
+from errors import NONSENSE, check_format
+from modeling_gpt2scratch import GPT2ScratchConfig
+from settings_file import read_yaml
+from tokenizer import schema
+from tokenizer.report import documents, left_out
+from tokenizer.store import SPLITS, Metadata
+from training.flops import flops_per_token
+from training.launcher import launch_command
+from training.metrics import best_evaluation, comparable_loss, read_events, read_metrics, scores_more, seconds_until
+from training.run_folder import RunFolder
+from training.sampling import read_samples
+from training.status import hours, starts_in_force
+
+FORMAT_VERSION = 1
+MAX_ROWS = 16  # of the table of results; metrics.jsonl has them all
+MAX_MOMENTS = 5  # at which the report shows what the model wrote
+PROMPT_CHARACTERS = 10  # of a sample, as a prompt where none is given
+MIN_SECONDS = 3.0  # of steps, from which a speed is estimated
+MODEL_FIELDS = (
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "n_positions",
+    "vocab_size",
+    "activation_function",
+    "tie_word_embeddings",
+)
+# What a reader of the curves should know of, and the details that are shown.
+NOTICED = {"resumed": ("checkpoint",), "stopped": ("because",), "spike": ("loss", "z_score"), "advice": ("text",)}
+
+Entries = list[dict[str, Any]]
+
+
+def begin_report(
+    folder: RunFolder, model: GPT2ScratchConfig, parameters: int, data: Metadata, watts: float | None
+) -> None:
+    """Write what the run folder does not hold. `watts`: what all devices together take at most; None if unknown."""
+    facts = {
+        "model": {name: getattr(model, name) for name in MODEL_FIELDS},
+        "parameters": parameters,
+        "flops_per_token": {"causal": flops_per_token(model), "palm": flops_per_token(model, causal=False)},
+        "watts": watts,
+        "data": _data(data),
+    }
+    write_facts(folder, (read_facts(folder) or {}) | facts)
+
+
+def write_facts(folder: RunFolder, facts: dict[str, Any]) -> None:
+    write_atomic(folder.facts, schema.sealed({"format_version": FORMAT_VERSION} | facts, indent=2) + "\n")
+
+
+def read_facts(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the content of report.json; None if there is none, or one that was damaged.
+
+    Raises:
+        UserError: a newer version of this project wrote it.
+    """
+    try:
+        facts = schema.read(folder.facts)
+        check_format(folder.facts, facts["format_version"], FORMAT_VERSION)
+        return facts
+    except (FileNotFoundError, *NONSENSE):
+        return None
+
+
+def gather(folder: RunFolder) -> dict[str, Any]:
+    """Return what the run's files say by now."""
+    entries, events, samples = read_metrics(folder.metrics), read_events(folder.events), read_samples(folder.samples)
+    settings, starts = read_yaml(folder.config), starts_in_force(events)
+    written = {step: texts for step, texts in samples.items() if texts}
+    openings = [texts[0][:PROMPT_CHARACTERS] for texts in written.values()]  # of characters that the tokenizer knows
+    public = {name: value for name, value in settings.items() if not _is_private(name, value)}
+    taken = hours(events, datetime.now(UTC))
+    return {
+        "name": folder.path.name,
+        "prompt": [*settings.get("sample_prompts", []), *openings, "Once"][0],
+        "results": _results(entries, written),
+        "samples": [{"step": step, "texts": written[step]} for step in evenly(sorted(written), MAX_MOMENTS)],
+        "settings": public,
+        "command": f"{launch_command()} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
+        "environments": _environments(starts),
+        "begins_at": starts[0]["step"] if starts else 0,
+        "changes": [{"step": start["step"], "text": text} for start in starts for text in start.get("changes", [])],
+        "speed": _speed(entries),
+        "estimate": _estimate(entries, events),
+        "noticed": [
+            {name: event.get(name) for name in ("step", "event", *NOTICED[event["event"]])}
+            for event in events
+            if event["event"] in NOTICED
+        ],
+        "hours": taken,
+        "hourly_price": settings.get("hourly_price"),
+    }
+
+
+def evenly(items: list[Any], most: int) -> list[Any]:
+    """Return at most `most` of them, evenly spread, the first and the last among them."""
+    return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)]
+
+
+def public_name(source: str, data: Metadata) -> str:
+    """Return the id of a Hub dataset; of a path, the last part."""
+    return source if source.startswith(tuple(data.hub_datasets)) else Path(source).name
+
+
+def _data(data: Metadata) -> dict[str, Any]:
+    splits = {name: getattr(data, name) for name in SPLITS}
+    return {
+        "sources": [public_name(source, data) for source in data.sources],
+        "tokenizer": "byte-level BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type,
+        "vocab_size": data.vocab_size,
+        "tokenizer_sha256": data.tokenizer_sha256,
+        **{
+            name: {"documents": split.documents, "tokens": split.tokens, "bytes": split.bytes, "sha256": split.sha256}
+            for name, split in splits.items()
+        },
+        "cleaning": data.settings["cleaning"],
+        "dedup": data.settings["dedup"],
+        "documents": "; ".join([documents(data), *left_out(data)]),
+    }
+
+
+def _results(entries: Entries, samples: dict[int, list[str]]) -> dict[str, Any] | None:
+    """A row for each validation: how good the model was by then, how long that took, and what it wrote."""
+    scored = [entry for entry in entries if "eval_loss" in entry]
+    if not scored:
+        return None
+    logged = {entry["step"]: entry for entry in entries if "loss" in entry}
+    seconds, best = seconds_until(entries), best_evaluation(scored)
+    return {
+        "rows": [
+            entry
+            | {"comparable_loss": comparable_loss(entry), "seconds": seconds.get(entry["step"], 0)}
+            | {name: logged.get(entry["step"], {}).get(name) for name in ("loss", "tokens_per_second")}
+            | {"sample": samples.get(entry["step"], [""])[0]}
+            for entry in evenly(scored, MAX_ROWS)
+        ],
+        "validations": len(scored),
+        "is_sampled": any(map(scores_more, scored)),  # then losses compare on the sample alone
+        "best": {"step": best["step"], "loss": comparable_loss(best)},
+    }
+
+
+def _environments(starts: Entries) -> list[dict[str, Any]]:
+    """The hardware and libraries, and the step after which others took over."""
+    known = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]
+    return [later for before, later in pairwise([None, *known]) if before is None or later["text"] != before["text"]]
+
+
+def _as_typed(data: str) -> str:
+    """The value of `--data`; of an absolute path outside of the current folder, which names places of this machine, the end."""
+    path = PurePath(data)
+    if not path.is_absolute():
+        return data
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else PurePath("path/to", path.name))
+
+
+def _is_private(name: str, value: Any) -> bool:
+    """Whether it names a place of the machine that the run was made on."""
+    return name in ("data", "backup_dir") or (isinstance(value, str) and PurePath(value).is_absolute())
+
+
+def _speed(entries: Entries) -> dict[str, Any] | None:
+    timed = [entry for entry in entries if "data_share" in entry]
+    if not timed:
+        return None
+    values = {
+        name: [entry[name] for entry in timed if name in entry] for name in ("tokens_per_second", "mfu", "data_share")
+    }
+    return {
+        "percentiles": {name: np.percentile(found, [10, 50, 90]).tolist() for name, found in values.items() if found},
+        "log_lines": len(timed),
+        "peak_memory_gb": max(entry.get("peak_memory_gb", 0.0) for entry in timed),
+        "seconds_to_first_step": _seconds_to_first_step(entries),
+    }
+
+
+def _estimate(entries: Entries, events: Entries) -> dict[str, Any] | None:
+    """What the run was estimated to take when it last started, and what it has taken."""
+    planned = next((event["planned"] for event in reversed(events) if "planned" in event), None)
+    timed = [entry for entry in entries if "tokens_per_second" in entry]
+    if planned is None or not timed:
+        return None
+    last, speed, time = timed[-1], planned["tokens_per_second"], planned["hours"]
+    if speed is None:
+        speed = _first_speed(timed)
+        tokens = planned["steps"] * last["tokens"] / last["step"]
+        time = (_seconds_to_first_step(entries) + tokens / speed / (1 - planned["evaluation_share"])) / 3600
+    # The steps before a branch took their time in the run whose checkpoint it resumes from.
+    time *= 1 - events[0]["step"] / planned["steps"]
+    return {
+        "is_extrapolated": planned["tokens_per_second"] is None,
+        "steps": [planned["steps"], last["step"]],
+        "tokens_per_second": [speed, float(np.median([entry["tokens_per_second"] for entry in timed]))],
+        "hours": time,
+        # Older versions did not log it.
+        "memory_gb": [planned["memory_bytes"] / 1e9, max(entry.get("peak_memory_gb", 0.0) for entry in timed)],
+    }
+
+
+def _first_speed(timed: Entries) -> float:
+    """Tokens per second of the first few seconds, without the first log line, in which a device finds its pace."""
+    seconds = tokens = 0.0
+    for before, entry in pairwise(timed):
+        tokens += entry["tokens"] - before["tokens"]
+        seconds += (entry["tokens"] - before["tokens"]) / entry["tokens_per_second"]
+        if seconds >= MIN_SECONDS:
+            break
+    return tokens / seconds if seconds else timed[0]["tokens_per_second"]
+
+
+def _seconds_to_first_step(entries: Entries) -> float:
+    return next((entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry), 0.0)
