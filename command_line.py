@@ -54,6 +54,11 @@ class Problems:
                 line for line in str(error).splitlines() if not self.unsure & set(re.findall(r"\w+", line))
             ]
 
+    def refuse(self) -> None:
+        """Raise a `UserError` with all problems, if there are any."""
+        if self.sentences:
+            raise UserError("\n".join(dict.fromkeys(self.sentences)))
+
 
 class FlagParser(HfArgumentParser):
     """Transformers' parser over dataclasses, with whole flag names only and errors that are one sentence."""
@@ -125,12 +130,21 @@ class FlagParser(HfArgumentParser):
         filled = []
         for dataclass_type in self.dataclass_types:
             filled.append(dataclass_type(**{f.name: getattr(namespace, f.name) for f in fields(dataclass_type)}))
-        found.add_of(check, filled)
-        if found.sentences:
-            raise UserError("\n".join(dict.fromkeys(found.sentences)))
+        if missing := self._missing(filled, found.unsure):
+            found.add(missing)
+        else:
+            found.add_of(check, filled)
+        found.refuse()
         if config_path is not None and config_path != default_config:
             given |= content.keys()
         return tuple(filled), given
+
+    def _missing(self, filled: list[Any], unsure: set[str]) -> str | None:
+        """Return the sentence about needed settings that were not given."""
+        needed = {f.name: f.metadata["needed"] for part in filled for f in fields(part) if "needed" in f.metadata}
+        empty = {name for part in filled for name, value in vars(part).items() if value in (None, [])} - unsure
+        missing = [needed[name] for name in needed if name in empty]
+        return f"Name {' and '.join(noun for noun, _ in missing)}: {missing[0][1]}" if missing else None
 
     def _good_flags(self, arguments: list[str], found: Problems) -> list[str]:
         """The arguments without those that are wrong. Each flag is parsed by itself, since argparse stops at the first error."""

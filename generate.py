@@ -35,7 +35,11 @@ AT_ONCE = 32  # continuations; each of GPT-2's takes 75 MB for keys and values a
 
 @dataclass
 class GenerateArguments:
-    model: str | None = setting(None, "What to load; may be given without its flag.")
+    model: str | None = setting(
+        None,
+        "What to load; may be given without its flag.",
+        needed=("a model", 'python generate.py runs/x --prompt "Once"'),
+    )
     prompt: str = setting("", "Text to continue; empty begins a new text.", free_text=True)
     max_new_tokens: int = setting(100, "Number of tokens to write, also beyond the context.", minimum=1)
     num_return_sequences: int = setting(
@@ -55,10 +59,6 @@ class GenerateArguments:
         False, "Compile a step, which takes seconds. Meant for GPUs: on a CPU it gained little or nothing."
     )
 
-    def check(self) -> None:
-        if self.model is None:
-            raise UserError('Name a model: python generate.py runs/x --prompt "Once"')
-
 
 def write(text: str) -> None:
     sys.stdout.write(text)
@@ -67,7 +67,7 @@ def write(text: str) -> None:
 
 def main(arguments: list[str]) -> None:
     parser = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model")
-    (options,), _ = parser.parse(arguments, check=GenerateArguments.check)
+    (options,), _ = parser.parse(arguments)
     source = find_model(options.model)
     model, tokenizer = load_with_tokenizer(source, options.dtype)
     # Of its settings only the ends of a text; otherwise the flags count: a max_length of its own would warn in every window.

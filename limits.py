@@ -1,8 +1,8 @@
 """What the value of a setting may be: the range of a number, and names that file systems accept.
 
 `setting` makes a field of a dataclass of flags. A number without a range is at least 0 and at most `LARGEST`. A string is a
-name (a path, a Hub id, a choice) unless it is `free_text`. `command_line.FlagParser` checks every value once, from flags and
-from files.
+name (a path, a Hub id, a choice) unless it is `free_text`. A setting that must be given is `needed`: its noun, and an example
+of the command. `command_line.FlagParser` checks every value once, from flags and from files.
 """
 
 import operator
@@ -17,7 +17,7 @@ BOUNDS = {
     "maximum": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
-KEYS = {*BOUNDS, "free_text", "resume"}  # of a field's metadata, which argparse does not know
+KEYS = {*BOUNDS, "free_text", "resume", "needed"}  # of a field's metadata, which argparse does not know
 NAME_BYTES, PATH_BYTES = 255, 4095  # of one part of a path, and of all of it; Linux and macOS allow no more
 
 

@@ -19,24 +19,27 @@ from filelock import FileLock, Timeout
 from transformers.utils import logging as transformers_logging
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
-from command_line import FlagParser, run
+from command_line import FlagParser, Problems, run
 from errors import UserError
 from limits import setting
-from publishing.card import is_kept
-from publishing.hub_folder import OURS, TWIN, FolderArguments, assemble, check_code
-from publishing.revisions import branch_of
+from publishing.card import Edition, FolderArguments, is_kept
+from publishing.hub_folder import TWIN, assemble, check_code
 from publishing.source import Source, all_sources, find_source
-from publishing.upload import check_access, check_repo_id, download, published_files, upload
+from publishing.upload import Repository, check_access, check_repo_id, download, published_files, upload
 from publishing.verify import Expected, Published, expect, verify
 from removal import discard
 from training.checkpoint import as_os_error
 from training.run_folder import HUB_FILES
 
+EXAMPLE = "python push_to_hub.py runs/x --repo_id user/name"
+
 
 @dataclass
 class PushArguments:
-    run: str | None = setting(None, "A run, a checkpoint or a model folder; may be given without its flag.")
-    repo_id: str | None = setting(None, "The repository on the Hub, as user/name.")
+    run: str | None = setting(
+        None, "A run, a checkpoint or a model folder; may be given without its flag.", needed=("a run", EXAMPLE)
+    )
+    repo_id: str | None = setting(None, "The repository on the Hub, as user/name.", needed=("a repository", EXAMPLE))
     checkpoint: str | None = setting(
         None, "Of a run: last, best (the lowest validation loss of those kept) or a step; last where left out."
     )
@@ -44,59 +47,50 @@ class PushArguments:
     private: bool = setting(False, "Make a new repository private.")
     dry_run: bool = setting(False, "Assemble and verify, but do not upload.")
 
-    def check(self) -> None:
-        problems = []
-        if missing := [name for name in ("run", "repo_id") if getattr(self, name) is None]:
-            problems.append(f"{' and '.join(missing)} missing: python push_to_hub.py runs/x --repo_id user/name")
-        for needed, find in (
-            (self.repo_id, lambda: check_repo_id(self.repo_id)),
-            (self.run, lambda: find_source(Path(self.run), self.checkpoint)),
-        ):
-            try:
-                if needed is not None:
-                    find()
-            except UserError as error:
-                problems.append(str(error))
-        if problems:
-            raise UserError("\n".join(problems))
+
+def check(push: PushArguments, options: FolderArguments) -> None:
+    """Raise a `UserError` with all that is wrong with repository and model."""
+    found = Problems()
+    found.add_of(check_repo_id, [push.repo_id])
+    found.add_of(find_source, [Path(push.run), push.checkpoint])
+    found.refuse()
 
 
 def main(arguments: list[str]) -> None:
     parser = FlagParser((PushArguments, FolderArguments), __doc__.splitlines()[0], positional="run")
-    (push, wanted), _ = parser.parse(arguments, check=lambda push, _: push.check())
+    (push, options), _ = parser.parse(arguments, check=check)
     source = find_source(Path(push.run), push.checkpoint)
     if push.revisions and source.run is None:
         raise UserError(f"{source.model} is a model without a run, so there are no checkpoints for --revisions.")
     # All or none: a damaged one is found before the first is published.
     checkpoints = all_sources(source.run) if push.revisions else []
-    if wanted.has_code and not wanted.trust_folder_code:
+    if options.has_code and not options.trust_folder_code:
         for each in (source, *checkpoints):
             check_code(each)
     if not push.dry_run:
-        check_access(push.repo_id, push.private)
+        check_access(Repository(push.repo_id, private=push.private))
 
-    with _told_of_the_disk(source), _alone(source):
-        url = publish(source, push, wanted)
+    with _disk_errors(source), _publishing_alone(source):
+        url = publish(source, push, Edition(push.repo_id, options=options))
         for checkpoint in checkpoints:
-            publish(checkpoint, push, wanted, branch_of(checkpoint))
+            publish(checkpoint, push, Edition(push.repo_id, checkpoint.branch, options))
     if url is not None:
         print(f"Published: {url}")
 
 
 @contextmanager
-def _alone(source: Source) -> Iterator[None]:
-    """Two that publish the same would verify one folder and upload another."""
-    lock = FileLock(source.hub.with_name(f".{source.hub.name}.lock"), timeout=0)
+def _publishing_alone(source: Source) -> Iterator[None]:
+    """Refuse a second process: it would verify one folder and upload another."""
     try:
-        with lock:
+        with FileLock(source.hub.with_name(f".{source.hub.name}.lock"), timeout=0):
             yield
     except Timeout as error:
         raise UserError(f"{source.model} is being published by another process; wait for its end.") from error
 
 
 @contextmanager
-def _told_of_the_disk(source: Source) -> Iterator[None]:
-    """A full disk, a folder that cannot be written, a checkpoint that the run deletes for a newer one, as one sentence."""
+def _disk_errors(source: Source) -> Iterator[None]:
+    """Turn a full disk, a folder that cannot be written, a checkpoint that the run deletes meanwhile into one sentence."""
     try:
         yield
     except BrokenPipeError:  # nobody reads what we print
@@ -105,38 +99,39 @@ def _told_of_the_disk(source: Source) -> Iterator[None]:
         of_the_disk = as_os_error(error)
         if not isinstance(of_the_disk, OSError):
             raise
-        raise UserError(f"Could not publish {source.model}: {of_the_disk}; mend that, then run this again.") from error
+        sentence = f"Could not publish {source.model}: {of_the_disk}; correct that, then run this again."
+        raise UserError(sentence) from error
 
 
-def publish(source: Source, push: PushArguments, wanted: FolderArguments, branch: str | None = None) -> str | None:
-    """Assembles the folder, verifies it, uploads it, verifies what is there then; returns the address."""
-    folder = source.hub if branch is None else source.hub.with_name(f"{source.hub.name}-{branch}")
+def publish(source: Source, push: PushArguments, edition: Edition) -> str | None:
+    """Assemble the folder, verify it, upload it, verify what is there then; return the address."""
+    folder, branch, options = source.hub, edition.branch, edition.options
+    if branch is not None:
+        folder = folder.with_name(f"{folder.name}-{branch}")
+    as_branch = f" as {branch}" if branch is not None else ""
     expected = expect(source)
-    assemble(source, push.repo_id, wanted, folder, expected.text, branch)
-    print(f"{source.model}{f' as {branch}' if branch else ''}:")
-    check(Published(str(folder.resolve()), has_code=wanted.has_code), expected, wanted)
+    assemble(source, edition, folder, expected.text)
+    print(f"{source.model}{as_branch}:")
+    check_published(Published(str(folder.resolve()), has_code=options.has_code), expected, options)
     sizes = {name: path.stat().st_size for name, path in published_files(folder).items()}
-    for name, size in [*sizes.items(), ("in all", sum(sizes.values()))]:
+    for name, size in [*sizes.items(), ("total", sum(sizes.values()))]:
         print(f"  {size:>15,} bytes  {name}", flush=True)
     if push.dry_run:
-        where = f"{push.repo_id}{f' as {branch}' if branch else ''}"
-        print(f"Not uploaded (--dry_run): {folder} is what would go to {where}.")
+        print(f"Not uploaded (--dry_run): {folder} is what would go to {push.repo_id}{as_branch}.")
         return None
-    uploaded = upload(folder, push.repo_id, private=push.private, branch=branch, ours=OURS, keep=is_kept)
+    repository = Repository(push.repo_id, private=push.private, branch=branch)
+    uploaded = upload(folder, repository, ours=HUB_FILES, keep=is_kept)
     with tempfile.TemporaryDirectory() as cache:
         download(push.repo_id, uploaded.commit, Path(cache), folder)
-        there = Published(push.repo_id, uploaded.commit, has_code=wanted.has_code, cache=Path(cache))
-        check(there, expected, wanted)
+        there = Published(push.repo_id, uploaded.commit, has_code=options.has_code, cache=Path(cache))
+        check_published(there, expected, options)
     if branch is not None:
         discard(folder, HUB_FILES)
     return uploaded.url
 
 
-def check(published: Published, expected: Expected, wanted: FolderArguments) -> None:
-    """
-    Raises:
-        UserError: it does not work for a stranger as it does here.
-    """
+def check_published(published: Published, expected: Expected, options: FolderArguments) -> None:
+    """Verify a folder or repository and print the result; raise a `UserError` where it does not work for others."""
     verified = verify(published, expected)
     loss = f"validation loss not compared: {expected.no_loss_because}"
     if verified.loss is not None:
@@ -145,7 +140,7 @@ def check(published: Published, expected: Expected, wanted: FolderArguments) -> 
         f"Verified in a fresh process ({published.where}): no missing or unexpected weights, logits differ by "
         f"{verified.largest_difference:.1e}, {loss}. It writes:\n  {verified.prompt!r} -> {verified.text!r}"
     )
-    if wanted.has_twin:
+    if options.has_twin:
         twin = verify(published.twin(TWIN), expected.without_loss())
         print(f"The native twin, without remote code: logits differ by {twin.largest_difference:.1e}.")
 

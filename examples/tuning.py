@@ -29,6 +29,7 @@ from tokenizer.store import TokenStore
 from training.evaluate import store_and_masking
 from training.loading import check_store, find_model, load_with_tokenizer
 
+EXAMPLE = "python -m examples.finetune_chat runs/x --data chats.jsonl"
 HELD_OUT = 0.1  # of the new text
 ORIGINAL_WINDOWS = 200  # of the original validation text, each of one context
 REPLAY = 0.5  # benchmarks/results/finetuning-cpu.json: what it costs and what it keeps
@@ -36,8 +37,10 @@ REPLAY = 0.5  # benchmarks/results/finetuning-cpu.json: what it costs and what i
 
 @dataclass
 class Tuning:
-    model: str | None = setting(None, "A run, a checkpoint, a model folder or a Hub id; needs no flag.")
-    data: str | None = setting(None, "The file to learn from.")
+    model: str | None = setting(
+        None, "A run, a checkpoint, a model folder or a Hub id; needs no flag.", needed=("a model", EXAMPLE)
+    )
+    data: str | None = setting(None, "The file to learn from.", needed=("a file", EXAMPLE))
     output_dir: str | None = setting(None, "A new folder for the model; runs/MODEL-DATA where left out.")
     lora_rank: int = setting(16, "Rank of the adapters; 0 trains all weights, without LoRA.", maximum=1024)
     learning_rate: float | None = setting(None, "Its peak; by the model's width where left out.", above=0, maximum=100)
@@ -61,8 +64,6 @@ class Tuning:
         return path.parent.name if path.name == "model" else path.name
 
     def check(self) -> None:
-        if self.model is None or self.data is None:
-            raise UserError("Name a model and a file: python -m examples.finetune_chat runs/x --data chats.jsonl")
         if not Path(self.data).is_file():
             raise UserError(f"There is no file {self.data}.")
         if self.folder.exists():

@@ -9,7 +9,6 @@ not part of what is uploaded.
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ from transformers import (
 from transformers.utils import logging
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from modeling_gpt2scratch.loading import ModelError, check_tokenizer, load_model, load_tokenizer
+from modeling_gpt2scratch.loading import ModelError, check_tokenizer, load_model, load_tokenizer, read_json
 
 # Fields that GPT2Config and GPT2ScratchConfig share, name for name.
 SHARED_FIELDS = (
@@ -171,12 +170,9 @@ def _config(**fields) -> GPT2ScratchConfig:
 
 def _read_json(path: Path) -> dict:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # broken JSON, or not UTF-8
-        raise ConversionError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{path} holds no JSON object.")
-    return content
+        return read_json(path.parent, path.name)
+    except ModelError as error:
+        raise ConversionError(f"{path.parent} cannot be read: {error}.") from error
 
 
 def _first_line(error: Exception) -> str:

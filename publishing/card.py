@@ -1,16 +1,18 @@
 """The model card: the run's report under the Hub's metadata, with the model named as others will load it."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig
 
 from errors import UserError, counted
+from limits import setting
 from publishing.evaluations import harness_results, validation_results
 from publishing.source import Source
 from tokenizer import vocabulary
@@ -27,16 +29,21 @@ WRITTEN = "<!-- Written by push_to_hub.py, which writes it anew each time. Take 
 NO_LICENCE = "None was given: ask the author before you use the weights for more than looking."
 
 
-@dataclass(frozen=True)
-class Edition:
-    """What a repository, or a branch of it, holds of a model, as far as its card shows it."""
-
-    repo_id: str
-    branch: str | None = None  # where it is not the main one
-    format: str = "gpt2scratch"  # as in FolderArguments
-    licence: str | None = None
-    language: list[str] = field(default_factory=list)
-    gguf: list[dict[str, Any]] = field(default_factory=list)  # name, kind, and how far it is from the model
+@dataclass
+class FolderArguments:
+    format: Literal["gpt2scratch", "native", "both"] = setting(
+        "gpt2scratch",
+        "gpt2scratch brings its own code; native is Transformers' GPT-2 with the same weights, which vLLM, lm-eval and "
+        "others know; both has the native one in a subfolder.",
+    )
+    gguf: list[str] = setting(
+        [], "GGUF files for llama.cpp to go with it: 16 or 8 bits a weight.", choices=["f16", "q8_0"]
+    )
+    license: str | None = setting(None, "Licence of the weights for the model card, such as mit.")
+    language: list[str] = setting([], "Languages of the text for the model card, such as en.")
+    trust_folder_code: bool = setting(
+        False, "Publish the model's Python files as they are in its folder, also where they are none of ours."
+    )
 
     @property
     def has_code(self) -> bool:
@@ -47,14 +54,24 @@ class Edition:
         return self.format == "both"
 
 
-def model_card(source: Source, edition: Edition) -> str:
-    """Return the card: of a run, its report; of a folder that has a README.md, that."""
+@dataclass(frozen=True)
+class Edition:
+    """What a repository, or a branch of it, holds of a model."""
+
+    repo_id: str
+    branch: str | None = None  # where it is not the main one
+    options: FolderArguments = field(default_factory=FolderArguments)
+
+
+def model_card(source: Source, edition: Edition, gguf: Iterable[dict[str, Any]] = ()) -> str:
+    """Return the card: of a run, its report; of a folder that has a README.md, that. `gguf`: the files that go with it."""
     metadata, run = _metadata(source, edition), source.run
     author, title = edition.repo_id.split("/")
     facts = facts_of(run) if run is not None else None
     shown = {
         "written": WRITTEN,
         "edition": edition,
+        "gguf": gguf,
         "step": source.step,
         "tokens": source.tokens if run is not None else None,
         "validation": source.validation,
@@ -67,12 +84,12 @@ def model_card(source: Source, edition: Edition) -> str:
         "year": datetime.now(UTC).year,
         **_examples(source),
     }
-    licence = edition.licence or metadata.license
+    licence = edition.options.license or metadata.license
     if facts is not None:
         shown = facts | shown | {"base": "report.md.j2", "own_evaluation": ""}
     else:  # what someone wrote is the source
         sections = _sections(source)
-        licence = edition.licence or sections.get("Licence") or metadata.license
+        licence = edition.options.license or sections.get("Licence") or metadata.license
         shown |= {"base": "page.md.j2", "sections": sections}
         shown["own_evaluation"] = sections.get("Evaluation", "") if run is None else ""
     template = environment(TEMPLATES).get_template("card.md.j2")
@@ -130,11 +147,11 @@ def _cut(text: str, tokens: int) -> str:
 
 
 def _metadata(source: Source, edition: Edition) -> ModelCardData:
-    own = ["gpt2scratch" if edition.has_code else "gpt2"] + ["from-scratch"] * (source.run is not None)
+    own = ["gpt2scratch" if edition.options.has_code else "gpt2"] + ["from-scratch"] * (source.run is not None)
     brought = {} if source.run is not None else _brought(source.model / "README.md")
     further = [tag for tag in brought.get("tags") or [] if tag not in ("gpt2scratch", "gpt2")]
     kept = {name: brought[name] for name in KEPT if name in brought}
-    given = {"license": edition.licence, "language": edition.language, "datasets": _datasets(source)}
+    given = {"license": edition.options.license, "language": edition.options.language, "datasets": _datasets(source)}
     results = validation_results(source) + harness_results(source)
     return ModelCardData(
         library_name="transformers",

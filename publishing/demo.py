@@ -8,69 +8,54 @@ python -m publishing.demo user/a user/b --space user/demo          # as a Space 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 # isort: split
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from command_line import FlagParser, read_yaml, run
+from command_line import FlagParser, run
 from errors import UserError
-from modeling_gpt2scratch.loading import ModelError
+from limits import setting
 from publishing.space import assemble_space
-from publishing.upload import check_access, check_models, check_repo_id, upload
+from publishing.upload import Repository, check_access, check_models, check_repo_id, upload
+from settings_file import read_yaml
 from training.checkpoint import step_of
-from training.loading import find_model
+from training.loading import find_model, model_errors
 from training.metrics import read_metrics
 from training.run_folder import RunFolder, is_checkpoint, run_of
 
-AT_MOST = 4  # cards that fit beside each other
-CHIPS = 6  # example prompts
+MAX_MODELS = 4  # cards that fit side by side
+MAX_EXAMPLES = 6  # prompts to click
 
 
 @dataclass
 class DemoArguments:
-    models: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "One to four run folders, checkpoints, model folders or Hub ids; may be given without the flag."
-        },
+    models: list[str] = setting(
+        [],
+        "One to four run folders, checkpoints, model folders or Hub ids; may be given without the flag.",
+        needed=("one or more models", "python -m publishing.demo runs/x"),
     )
-    port: int | None = field(
-        default=None,
-        metadata={"help": "Port of the page; the first free one from 7860 on.", "minimum": 1, "maximum": 65_535},
-    )
-    share: bool = field(default=False, metadata={"help": "Lend the page a public address for a week, by Gradio."})
-    space: str | None = field(
-        default=None, metadata={"help": "Publish the page as this Space, as user/name; the models must be on the Hub."}
-    )
-    private: bool = field(default=False, metadata={"help": "Make a new Space private."})
-    dry_run: bool = field(default=False, metadata={"help": "Assemble the Space's folder, but do not upload it."})
+    port: int | None = setting(None, "Port of the page; the first free one from 7860 on.", minimum=1, maximum=65_535)
+    share: bool = setting(False, "Lend the page a public address for a week, by Gradio.")
+    space: str | None = setting(None, "Publish the page as this Space, as user/name; the models must be on the Hub.")
+    private: bool = setting(False, "Make a new Space private.")
+    dry_run: bool = setting(False, "Assemble the Space's folder, but do not upload it.")
 
     def check(self) -> None:
         problems = []
-        if not self.models:
-            problems.append("Name one or more models: python -m publishing.demo runs/x")
-        if len(self.models) > AT_MOST:
-            problems.append(f"{len(self.models)} models are given; at most {AT_MOST} fit side by side.")
+        if len(self.models) > MAX_MODELS:
+            problems.append(f"{len(self.models)} models are given; at most {MAX_MODELS} fit side by side.")
         if self.space is None:
-            problems += [
-                f"--{name} is for a Space; add --space user/name."
-                for name in ("private", "dry_run")
-                if getattr(self, name)
-            ]
+            of_the_other, words = ("private", "dry_run"), "is for a Space; add --space user/name."
         else:
-            problems += [
-                f"--{name} is for the page here; leave it out with --space."
-                for name, given in (("port", self.port is not None), ("share", self.share))
-                if given
-            ]
+            of_the_other, words = ("port", "share"), "is for the page here; leave it out with --space."
             problems += [
                 f"{name} is not on the Hub, from where a Space loads its models: push it with push_to_hub.py and give "
                 f"its user/name."
                 for name in self.models
                 if Path(name).exists() or name.count("/") != 1 or name.startswith("runs/")
             ]
+        problems += [f"--{name} {words}" for name in of_the_other if getattr(self, name)]
         if problems:
             raise UserError("\n".join(problems))
 
@@ -81,11 +66,11 @@ def main(arguments: list[str]) -> None:
     if options.space is None:
         show(options.models, options.port, options.share)
     else:
-        publish(options.models, options.space, options.private, options.dry_run)
+        publish(options)
 
 
 def show(names: list[str], port: int | None, share: bool) -> None:
-    """Serves the page until it is interrupted.
+    """Serve the page until it is interrupted.
 
     Raises:
         UserError: gradio is not installed, a model cannot be loaded, or the port is taken.
@@ -102,13 +87,11 @@ def show(names: list[str], port: int | None, share: bool) -> None:
     sources = [find_model(name) for name in names]
     models, examples = [], []
     for source in sources:
-        name, facts, prompts = from_its_run(source)
-        try:
+        name, facts, prompts = describe(source)
+        with model_errors():
             models.append(demo_page.load(source, name, facts))
-        except ModelError as error:
-            raise UserError(str(error)) from error
         examples += prompts
-    examples = list(dict.fromkeys(examples))[:CHIPS] or demo_page.EXAMPLES
+    examples = list(dict.fromkeys(examples))[:MAX_EXAMPLES] or demo_page.EXAMPLES
     try:
         demo_page.serve(models, "Side by side", examples, port, share)
     except OSError as error:
@@ -117,41 +100,35 @@ def show(names: list[str], port: int | None, share: bool) -> None:
         ) from error
 
 
-def from_its_run(source: str) -> tuple[str, list[str], list[str]]:
-    """A model's name, what is known of its training, and the prompts of its run; of a model outside of a run, its name."""
+def describe(source: str) -> tuple[str, list[str], list[str]]:
+    """Return a model's name, what is known of its training, and the prompts of its run; of a model without one, its name."""
     path = Path(source)
     try:
         run = RunFolder(run_of(path))
     except UserError:
         return (path.name if path.exists() else source), [], []
     step = step_of(path) if is_checkpoint(path) else run.newest_step()
-    evaluated = [entry for entry in read_metrics(run.metrics) if entry["step"] == step and "eval_loss" in entry]
     prompts = read_yaml(run.config).get("sample_prompts") or []
-    known = trained(step, evaluated[-1] if evaluated else {}) if step else []  # without its checkpoints: nothing
-    return run.path.resolve().name, known, prompts
+    facts = [f"step {step:,}"] if step else []  # without its checkpoints: nothing
+    evaluated = [entry for entry in read_metrics(run.metrics) if entry["step"] == step and "eval_loss" in entry]
+    for entry in evaluated[-1:] if step else []:
+        facts += [f"validation loss {entry['eval_loss']:.2f}", f"{entry['eval_bits_per_byte']:.2f} bits per byte"]
+    return run.path.resolve().name, facts, prompts
 
 
-def trained(step: int, evaluation: dict[str, Any]) -> list[str]:
-    """How far it was trained, and its figures on held-out text."""
-    facts = [f"step {step:,}"]
-    for name, words in (("eval_loss", "validation loss {:.2f}"), ("eval_bits_per_byte", "{:.2f} bits per byte")):
-        if name in evaluation:
-            facts.append(words.format(evaluation[name]))
-    return facts
-
-
-def publish(models: list[str], space: str, private: bool, dry_run: bool) -> None:
-    """Assembles the Space under runs/ and uploads it, if this is no dry run."""
-    check_repo_id(space)
-    if not dry_run:
-        check_access(space, private, "space")
-        check_models(models)
-    name = space.split("/")[1]
-    folder = assemble_space(models, Path("runs") / "spaces" / name, title=name)
-    if dry_run:
-        print(f"Not uploaded (--dry_run): {folder} is what would go to {space}.")
-        return
-    print(f"Published: {upload(folder, space, private=private, repo_type='space', space_sdk='gradio').url}")
+def publish(options: DemoArguments) -> None:
+    """Assemble the Space under runs/ and upload it, unless this is a dry run."""
+    check_repo_id(options.space)
+    space = Repository(options.space, "space", options.private)
+    if not options.dry_run:
+        check_access(space)
+        check_models(options.models)
+    name = space.id.split("/")[1]
+    folder = assemble_space(options.models, Path("runs") / "spaces" / name, title=name)
+    if options.dry_run:
+        print(f"Not uploaded (--dry_run): {folder} is what would go to {space.id}.")
+    else:
+        print(f"Published: {upload(folder, space).url}")
 
 
 if __name__ == "__main__":

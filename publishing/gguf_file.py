@@ -9,7 +9,7 @@ import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 # isort: split
 import copy
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, run
 from errors import UserError
+from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from tokenizer import vocabulary
 from tokenizer.bpe import PLAIN, byte_level_alphabet
@@ -273,21 +274,21 @@ def _add_vocabulary(writer, words: Vocabulary) -> None:
 
 @dataclass
 class GGUFArguments:
-    paths: list[str] = field(
-        default_factory=list,
-        metadata={"help": "The model (a run, a checkpoint, a model folder), then the file to write; need no flag."},
+    paths: list[str] = setting(
+        [], "The model (a run, a checkpoint, a model folder), then the file to write; need no flag."
     )
-    type: Literal["f16", "q8_0"] = field(
-        default="f16", metadata={"help": "What matrices are stored as: 2 bytes a weight, or 1.06."}
-    )
-    name: str | None = field(default=None, metadata={"help": "Name inside the file; the run's where left out."})
-    license: str | None = field(default=None, metadata={"help": "Licence of the weights, such as mit."})
+    type: Literal["f16", "q8_0"] = setting("f16", "What matrices are stored as: 2 bytes a weight, or 1.06.")
+    name: str | None = setting(None, "Name inside the file; the run's where left out.")
+    license: str | None = setting(None, "Licence of the weights, such as mit.")
+
+    def check(self) -> None:
+        if len(self.paths) != 2:
+            raise UserError("Name a model and a file: python -m publishing.gguf_file runs/x model-f16.gguf")
 
 
 def main(arguments: list[str]) -> None:
-    (options,), _ = FlagParser((GGUFArguments,), __doc__.splitlines()[0], positional="paths").parse(arguments)
-    if len(options.paths) != 2:
-        raise UserError("Name a model and a file: python -m publishing.gguf_file runs/x model-f16.gguf")
+    parser = FlagParser((GGUFArguments,), __doc__.splitlines()[0], positional="paths")
+    (options,), _ = parser.parse(arguments, check=GGUFArguments.check)
     model, destination = options.paths
     name = options.name or Path(model).resolve().name
     write_gguf(Path(find_model(model)), Path(destination), options.type, name, options.license)

@@ -6,10 +6,11 @@ from functools import cached_property
 from pathlib import Path
 
 from errors import UserError
-from modeling_gpt2scratch.loading import ModelError, own_file, read_model_config
+from modeling_gpt2scratch.loading import own_file, read_model_config
 from training import checkpoint as checkpoints
 from training.checkpoint import complete_checkpoints, step_of
 from training.config import TrainConfig, read_config
+from training.loading import model_errors
 from training.metrics import read_metrics
 from training.run_folder import RunFolder, find_checkpoint, is_checkpoint, run_of
 
@@ -41,21 +42,16 @@ class Source:
         return [self._own(self.model / name) for name in names if any(fnmatch(name, pattern) for pattern in allowed)]
 
     def check_card(self) -> None:
-        """
-        Raises:
-            UserError: what the card is made of is a link that leads out of the folder.
-        """
+        """Refuse a link that leads out of the folder among the files that the card is made of."""
         shown = [self.model / "README.md"]
         if self.run is not None:
-            shown = [self.run.report, self.run.samples, *self.run.plots.values()]
+            shown = [self.run.facts, self.run.report, self.run.samples, *self.run.plots.values()]
         for path in shown:
             self._own(path)
 
     def _own(self, path: Path) -> Path | None:
-        try:
+        with model_errors(f"{path.parent} cannot be published: {{}}; put the file itself there."):
             return own_file(path.parent, path.name)
-        except ModelError as error:
-            raise UserError(f"{path.parent} cannot be published: {error}; put the file itself there.") from error
 
     @cached_property
     def config(self) -> TrainConfig | None:
@@ -65,6 +61,11 @@ class Source:
     def tokens(self) -> int:
         """That the checkpoint was trained on."""
         return checkpoints.load_state(self.model).position.tokens
+
+    @property
+    def branch(self) -> str:
+        """Its branch of the repository, such as `step0001000-tokens33M`, so that training can be studied (as of Pythia)."""
+        return f"step{self.step:07d}-tokens{in_short(self.tokens)}"
 
     @property
     def validation(self) -> dict[str, float] | None:
@@ -81,10 +82,8 @@ def find_source(path: Path, wanted: str | None) -> Source:
         UserError: there is no such model, or it is damaged.
     """
     if (path / "config.json").is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
-        try:
+        with model_errors(f"{path} cannot be published: {{}}."):
             kind = read_model_config(path)["model_type"]
-        except ModelError as error:
-            raise UserError(f"{path} cannot be published: {error}.") from error
         if kind != "gpt2scratch":
             raise UserError(
                 f"{path} is a {kind} model; convert it first: "
@@ -103,12 +102,16 @@ def find_source(path: Path, wanted: str | None) -> Source:
 
 
 def all_sources(run: RunFolder) -> list[Source]:
-    """Every kept checkpoint, oldest first.
-
-    Raises:
-        UserError: one of them is damaged.
-    """
+    """Return every kept checkpoint, oldest first. Raise a `UserError` if one of them is damaged."""
     return [_whole(run, checkpoint) for checkpoint in complete_checkpoints(run.checkpoints)]
+
+
+def in_short(number: int) -> str:
+    """Return a number with at least two digits and the largest unit that leaves them: 33M, 1740K, 2B is 2000M."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= 10 * size:
+            return f"{round(number / size)}{unit}"
+    return str(number)
 
 
 def _whole(run: RunFolder, checkpoint: Path) -> Source:

@@ -14,7 +14,7 @@ from conftest import prose, trained
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from publishing.gguf_file import difference, main, write_gguf
-from publishing.native import write_native
+from publishing.hub_folder import write_native
 from tokenizer.chat import CHATML, CHATML_TOKENS
 from tokenizer.vocabulary import character_tokenizer, save, train_bpe
 

@@ -26,19 +26,19 @@ from conftest import REPOSITORY, trained
 from errors import UserError
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from publishing.card import WRITTEN, Edition, is_kept, model_card
-from publishing.hub_folder import ALLOWED, CODE, OUR_CODE, OURS, RELEASED_CODE
-from publishing.native import write_native
-from publishing.revisions import in_short
-from publishing.source import find_source
-from publishing.upload import published_files, upload
+from publishing.card import WRITTEN, Edition, FolderArguments, is_kept, model_card
+from publishing.hub_folder import ALLOWED, CODE, OUR_CODE, RELEASED_CODE, write_native
+from publishing.source import find_source, in_short
+from publishing.upload import Repository, published_files, upload
 from tokenizer.vocabulary import VocabularyArguments, build
 from training import evaluate
 from training.checkpoint import WEIGHTS
 from training.report.facts import evenly
 from training.report.report import sections_of
+from training.run_folder import HUB_FILES
 from training.sampling import fenced, read_samples, write_samples
 
+MINE = Repository("me/tiny")
 ALWAYS = {
     *("README.md", "loss.png", "course.png", "model.safetensors", "config.json", "generation_config.json"),
     *("modeling_gpt2scratch.py", "configuration_gpt2scratch.py", "tokenizer.json", "tokenizer_config.json"),
@@ -152,7 +152,7 @@ def test_a_full_disk_is_one_sentence(run, form):
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # less than the weights have
     try:
-        sentence = r"Could not publish .*step_00000006: .*File too large.*; mend that, then"
+        sentence = r"Could not publish .*step_00000006: .*File too large.*; correct that, then"
         with pytest.raises(UserError, match=sentence) as told:
             push(run, "--dry_run", "--format", form)
     finally:
@@ -323,7 +323,8 @@ def test_a_model_that_is_not_ours_says_how_to_make_it_so(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "run and repo_id missing"),
+        ([], "Name a run and a repository: python push_to_hub.py runs/x"),
+        (["RUN"], "Name a repository: "),
         (["tests", "--repo_id", "me/tiny"], "is not a run folder"),
         (["RUN", "--repo_id", "tiny"], "it must be user/name"),
         (["RUN", "--repo_id", "me/ti ny"], "is not a name the Hub accepts"),
@@ -397,7 +398,9 @@ def test_a_report_that_someone_edited_or_an_older_version_wrote_is_the_source_of
 
 
 def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
-    card = model_card(find_source(run, "2"), Edition("me/tiny", "step0000002-tokens128", format="both", gguf=[GGUF]))
+    card = model_card(
+        find_source(run, "2"), Edition("me/tiny", "step0000002-tokens128", FolderArguments("both")), [GGUF]
+    )
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
     assert '("me/tiny", subfolder="native")' in card
     assert "for llama.cpp: `llama-completion -hf me/tiny:F16 -p ...`. Its logits are at most 0.001 from" in card
@@ -525,31 +528,31 @@ def folder(run):
 
 
 def test_a_second_time_nothing_is_sent(folder, hub):
-    first = upload(folder, "me/tiny")
+    first = upload(folder, MINE)
     commits, uploads = len(hub["me/tiny"].commits), hub.uploads()
     assert uploads == 3  # the weights and the plots
-    assert upload(folder, "me/tiny").commit == first.commit
+    assert upload(folder, MINE).commit == first.commit
     assert (len(hub["me/tiny"].commits), hub.uploads()) == (commits, uploads)
 
 
 def test_what_is_stale_goes_and_what_is_not_ours_stays(folder, hub):
-    upload(folder, "me/tiny", ours=OURS)
+    upload(folder, MINE, ours=HUB_FILES)
     repository = hub["me/tiny"]
     theirs = {"notes.md", "tiny-Q4_K_M.gguf"}
     more = dict.fromkeys((*theirs, "native/config.json", "tiny-F16.gguf"), File(b"x", False))
     repository.commit("main", repository.commits[repository.branches["main"]] | more)
-    upload(folder, "me/tiny", ours=OURS)
+    upload(folder, MINE, ours=HUB_FILES)
     assert repository.files().keys() == ALWAYS | {".gitattributes"} | theirs
 
 
 def test_a_card_that_someone_made_their_own_stays(folder, hub, capsys):
-    upload(folder, "me/tiny", keep=is_kept)
+    upload(folder, MINE, keep=is_kept)
     repository = hub["me/tiny"]
     ours = repository.files()["README.md"]
     for card, expected in ((b"My words. \xff", b"My words. \xff"), (ours + b"old", ours)):
         files = repository.commits[repository.branches["main"]]
         repository.commit("main", files | {"README.md": File(card, False)})
-        upload(folder, "me/tiny", keep=is_kept)
+        upload(folder, MINE, keep=is_kept)
         assert repository.files()["README.md"] == expected
     assert capsys.readouterr().out.count("The README.md of me/tiny is someone's own and stays; delete it there") == 1
 
@@ -558,13 +561,13 @@ def test_cut_off_it_changes_nothing_and_goes_on_where_it_stopped(folder, hub, mo
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.cut_uploads = 100
     with pytest.raises(UserError, match=r"Could not upload to me/tiny: .*run this again: what has arrived is not sent"):
-        upload(folder, "me/tiny")
+        upload(folder, MINE)
     assert hub["me/tiny"].files().keys() == {".gitattributes"}
     hub.cut_uploads = 0
     shown = folder / "loss.png"
     hub.large[hashlib.sha256(shown.read_bytes()).hexdigest()] = shown.read_bytes()  # it had arrived
     before = hub.uploads()
-    upload(folder, "me/tiny")
+    upload(folder, MINE)
     assert hub.uploads() - before == 2
     assert hub["me/tiny"].files().keys() == ALWAYS | {".gitattributes"}
 
@@ -649,7 +652,7 @@ def test_what_can_be_known_before_is_said_before_work_is_spent(run, hub, monkeyp
 def test_what_the_hub_refuses_is_one_sentence(folder, hub, trouble, expected):
     trouble(hub)
     with pytest.raises(UserError, match=re.escape(expected)) as told:
-        upload(folder, "us/tiny")
+        upload(folder, Repository("us/tiny"))
     assert "\n" not in str(told.value)
     assert "models/us/tiny" not in hub.repositories
 
@@ -659,7 +662,7 @@ def test_metadata_that_the_hub_does_not_know_is_one_sentence(folder, hub, tmp_pa
     (copy / "README.md").write_text("---\nlicense: my own\n---\n")
     sentence = r"The Hub does not take the metadata of .*README\.md: \"license\" must be one of"
     with pytest.raises(UserError, match=sentence) as told:
-        upload(copy, "me/tiny")
+        upload(copy, MINE)
     assert "\n" not in str(told.value)
     assert not hub.large
 

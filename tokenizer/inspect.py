@@ -23,15 +23,17 @@ from tokenizer.store import SPLITS, TokenStore
 
 @dataclass
 class InspectArguments:
-    store: str | None = setting(None, "Folder of the store; may be given without its flag.")
+    store: str | None = setting(
+        None,
+        "Folder of the store; may be given without its flag.",
+        needed=("a store", "python -m tokenizer.inspect data/my"),
+    )
     split: Literal["train", "val"] = setting("train", "Split of the document to decode.")
     document: int | None = setting(None, "Number of a document to decode, from 0.")
 
 
 def main(arguments: list[str]) -> None:
     (options,), _ = FlagParser((InspectArguments,), __doc__.splitlines()[0], positional="store").parse(arguments)
-    if options.store is None:
-        raise UserError("Name a store: python -m tokenizer.inspect data/my")
     store = TokenStore(options.store)
     if options.document is not None:
         print(decode(store, options.split, options.document))

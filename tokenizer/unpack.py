@@ -170,14 +170,16 @@ def _packed_metadata(archive: Path) -> bytes | None:
 
 @dataclass
 class UnpackArguments:
-    archive: str | None = setting(None, "The packed store; may be given without its flag.")
+    archive: str | None = setting(
+        None,
+        "The packed store; may be given without its flag.",
+        needed=("a packed store", "python -m tokenizer.unpack data/my.tar.zst"),
+    )
     output: str | None = setting(None, "Folder to write; by default the archive's name without .tar.zst.")
 
 
 def main(arguments: list[str]) -> None:
     (options,), _ = FlagParser((UnpackArguments,), __doc__.splitlines()[0], positional="archive").parse(arguments)
-    if options.archive is None:
-        raise UserError("Name a packed store: python -m tokenizer.unpack data/my.tar.zst")
     if options.output is None and not options.archive.endswith(SUFFIX):
         raise UserError(f"{options.archive} does not end in {SUFFIX}; name a folder with --output.")
     path = Path(options.archive).expanduser()

@@ -120,7 +120,11 @@ def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
 
 @dataclass
 class EvaluateDoor:
-    model: str | None = setting(None, "A run folder or a model folder; may be given without flag.")
+    model: str | None = setting(
+        None,
+        "A run folder or a model folder; may be given without flag.",
+        needed=("a model", "python -m training.evaluate runs/x"),
+    )
     checkpoint: str | None = setting(
         None, "Of a run: last, best (by validation loss) or a step; its model/ where left out."
     )
@@ -141,14 +145,10 @@ class EvaluateDoor:
     seed: int = setting(1337, "Decides what the model writes, and which held-out text is taken.", below=2**63)
     json: bool = setting(False, "One line of JSON, as where the output is no terminal.")
 
-    def check(self) -> None:
-        if self.model is None:
-            raise UserError("Name a model: python -m training.evaluate runs/x")
-
 
 def main(arguments: list[str]) -> None:
     parser = FlagParser((EvaluateDoor,), __doc__.splitlines()[0], positional="model")
-    (door,), _ = parser.parse(arguments, check=EvaluateDoor.check)
+    (door,), _ = parser.parse(arguments)
     chosen = door.model if door.checkpoint is None else str(find_checkpoint(Path(door.model), door.checkpoint))
     folder, *others = map(find_model, (chosen, *door.compare_with))
     if len({folder, *others}) <= len(others):

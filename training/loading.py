@@ -1,6 +1,8 @@
 """Find and load the model that a command names: a run, a checkpoint, a model folder or a Hub id."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -40,10 +42,17 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
     Raises:
         UserError: the model cannot be loaded.
     """
-    try:
+    with model_errors():
         return loading.load_model(source, dtype)
+
+
+@contextmanager
+def model_errors(sentence: str = "{}") -> Iterator[None]:
+    """Raise a `UserError` for a `ModelError`, with its text in `sentence`."""
+    try:
+        yield
     except loading.ModelError as error:
-        raise UserError(str(error)) from error
+        raise UserError(sentence.format(error)) from error
 
 
 def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT2ScratchForCausalLM:
@@ -70,10 +79,8 @@ def load_with_tokenizer(
         UserError: one of them cannot be loaded, or they do not fit together.
     """
     tokenizer, model = vocabulary.load(source), load_model(source, dtype)
-    try:
+    with model_errors():
         loading.check_tokenizer(source, model, tokenizer)
-    except loading.ModelError as error:
-        raise UserError(str(error)) from error
     return model, tokenizer
 
 
