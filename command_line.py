@@ -130,21 +130,20 @@ class FlagParser(HfArgumentParser):
         filled = []
         for dataclass_type in self.dataclass_types:
             filled.append(dataclass_type(**{f.name: getattr(namespace, f.name) for f in fields(dataclass_type)}))
-        if missing := self._missing(filled, found.unsure):
-            found.add(missing)
-        else:
+        if not self._lacks_needed(filled, found):
             found.add_of(check, filled)
         found.refuse()
         if config_path is not None and config_path != default_config:
             given |= content.keys()
         return tuple(filled), given
 
-    def _missing(self, filled: list[Any], unsure: set[str]) -> str | None:
-        """Return the sentence about needed settings that were not given."""
+    def _lacks_needed(self, filled: list[Any], found: Problems) -> bool:
+        """Whether needed settings have no value; those that were not given are a problem of their own."""
         needed = {f.name: f.metadata["needed"] for part in filled for f in fields(part) if "needed" in f.metadata}
-        empty = {name for part in filled for name, value in vars(part).items() if value in (None, [])} - unsure
-        missing = [needed[name] for name in needed if name in empty]
-        return f"Name {' and '.join(noun for noun, _ in missing)}: {missing[0][1]}" if missing else None
+        empty = [name for part in filled for name in vars(part).keys() & needed if not getattr(part, name)]
+        if missing := [needed[name] for name in needed if name in set(empty) - found.unsure]:
+            found.add(f"Name {' and '.join(noun for noun, _ in missing)}: {missing[0][1]}")
+        return bool(empty)
 
     def _good_flags(self, arguments: list[str], found: Problems) -> list[str]:
         """The arguments without those that are wrong. Each flag is parsed by itself, since argparse stops at the first error."""
