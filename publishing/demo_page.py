@@ -1,7 +1,7 @@
 """The page of the demo: up to four models continue one prompt, side by side.
 
-`python -m publishing.demo` opens it; copied as app.py beside a models.json, with its style sheet and the model's package, it is
-a whole Space. So it imports nothing else of this repository.
+`python -m publishing.demo` opens it; copied as app.py next to a models.json, with its style sheet, its template and the model's
+package, it is a whole Space. So it imports nothing else of this repository.
 """
 
 import json
@@ -14,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # gradio would tell its makers of every start
 
 import gradio
 import torch
+from jinja2 import Template
 from torch import nn
 from transformers import (
     LogitsProcessorList,
@@ -38,11 +40,11 @@ VISITORS = 4  # served at once; others wait for their turn
 LONGEST_PROMPT = 20_000  # characters
 LONGEST_SEED = 15  # digits
 LOWEST_TEMPERATURE = 1e-6  # as in training/sampling.py: logits divided by less may be infinite
-STYLE = Path(__file__).with_suffix(".css")
+STYLE, CARDS = Path(__file__).with_suffix(".css"), Path(__file__).with_suffix(".html.j2")
 
 
 @dataclass(frozen=True)
-class Shown:
+class DemoModel:
     """A model on the page."""
 
     name: str
@@ -61,6 +63,22 @@ class Settings:
     top_p: float
     repetition_penalty: float
     seed: int
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Settings":
+        """The settings of the page's controls; the seed is text, and empty for a new one.
+
+        Raises:
+            SeedError: it is not a number.
+        """
+        seed = values["seed"]
+        if seed and not (seed.isdecimal() and len(seed) <= LONGEST_SEED):
+            raise SeedError("It is a whole number, or empty for a new one each time.")
+        whole = {name: int(values[name]) for name in ("max_new_tokens", "top_k")}
+        parts = {name: float(values[name]) for name in ("temperature", "top_p", "repetition_penalty")}
+        if parts["temperature"] < LOWEST_TEMPERATURE:
+            parts["temperature"] = 0.0
+        return cls(**whole, **parts, seed=int(seed) if seed else secrets.randbelow(10_000))
 
     def processors(self) -> LogitsProcessorList:
         """What happens to the logits before a token is chosen, in the order of Transformers' `generate`."""
@@ -85,20 +103,20 @@ class Continuation:
 
 
 class PromptError(Exception):
-    """The text says why, to the visitor."""
+    """What a visitor gave cannot be used; the text says why."""
+
+    title = "Prompt"
+
+
+class SeedError(PromptError):
+    title = "Seed"
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def load(source: str, name: str, facts: list[str]) -> Shown:
-    """
-    Args:
-        source: a model folder or a Hub id.
-
-    Raises:
-        ModelError: it cannot be loaded.
-    """
+def load(source: str, name: str, facts: list[str]) -> DemoModel:
+    """Load `source`, a model folder or a Hub id; raise a `ModelError` where it cannot be."""
     tokenizer, model = load_tokenizer(source), load_model(source)
     check_tokenizer(source, model, tokenizer)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
@@ -106,7 +124,7 @@ def load(source: str, name: str, facts: list[str]) -> Shown:
         for module in model.modules():  # column by column, a single row is multiplied up to twice as fast
             if isinstance(module, nn.Linear):
                 module.weight.data = module.weight.data.t().contiguous().t()
-    return Shown(name, [f"{short(model.num_parameters())} parameters", *facts], model, tokenizer)
+    return DemoModel(name, [f"{short(model.num_parameters())} parameters", *facts], model, tokenizer)
 
 
 def short(number: int) -> str:
@@ -118,11 +136,7 @@ def short(number: int) -> str:
 
 
 def check_prompt(prompt: str) -> None:
-    """What the page itself prevents, and other programs do not.
-
-    Raises:
-        PromptError: it is too long, or is not text.
-    """
+    """Refuse, by a `PromptError`, what the page itself prevents and other programs do not."""
     if len(prompt) > LONGEST_PROMPT:
         raise PromptError(f"It has {len(prompt):,} characters; at most {LONGEST_PROMPT:,} are read.")
     try:
@@ -132,10 +146,7 @@ def check_prompt(prompt: str) -> None:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """
-    Raises:
-        PromptError: a character that the tokenizer does not know, or nothing to continue.
-    """
+    """Return the ids; raise a `PromptError` at a character that the tokenizer does not know, and at nothing to continue."""
     try:
         ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
     except Exception as error:  # the Rust library raises nothing narrower
@@ -182,7 +193,7 @@ def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> It
         unread, cache = [chosen], output.past_key_values
 
 
-def write(shown: Shown, prompt: str, settings: Settings, into: Continuation, stop: threading.Event) -> None:
+def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation, stop: threading.Event) -> None:
     """Fills `into` until the text is complete or `stop` is set."""
     try:
         ids = encode(shown.tokenizer, prompt)
@@ -205,7 +216,7 @@ def write(shown: Shown, prompt: str, settings: Settings, into: Continuation, sto
 
 
 def side_by_side(
-    models: list[Shown], prompt: str, settings: Settings, stop: threading.Event
+    models: list[DemoModel], prompt: str, settings: Settings, stop: threading.Event
 ) -> Iterator[list[Continuation]]:
     """What all have written so far, again and again, until all are done. Nothing writes on when this is closed."""
     continuations = [Continuation() for _ in models]
@@ -230,66 +241,27 @@ def side_by_side(
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def cards(models: list[Shown], prompt: str, continuations: list[Continuation], seed: int | None) -> str:
-    """One card a model; all text is escaped."""
-    inside = "".join(
-        card(shown, prompt, continuation, seed) for shown, continuation in zip(models, continuations, strict=True)
-    )
-    return f'<div class="cards of-{len(models)}">{inside}</div>'
+def cards(models: list[DemoModel], prompt: str, continuations: list[Continuation], seed: int | None) -> str:
+    """Return a card for each model as HTML; all text is escaped. `seed` is None where nothing was drawn."""
+    pairs = list(zip(models, continuations, strict=True))
+    return Template(CARDS.read_text(encoding="utf-8"), autoescape=True).render(cards=pairs, prompt=prompt, seed=seed)
 
 
-def card(shown: Shown, prompt: str, continuation: Continuation, seed: int | None) -> str:
-    facts = "".join(f"<li>{escape(fact)}</li>" for fact in shown.facts)
-    head = f'<header><h2>{escape(shown.name)}</h2><ul class="facts">{facts}</ul></header>'
-    if continuation.state == "empty":
-        text, below = '<p class="quiet">Nothing written yet.</p>', ""
-    elif continuation.state == "refused":
-        text, below = f'<p class="refusal">{escape(continuation.problem)}</p>', ""
-    else:
-        text = f'<mark class="prompt">{escape(prompt)}</mark><span class="new">{escape(continuation.text)}</span>'
-        below = "".join(f"<li>{fact}</li>" for fact in progress(continuation, seed))
-    return (
-        f'<article class="card {continuation.state}">{head}<div class="text">{text}</div>'
-        f'<footer><ul class="facts">{below}</ul></footer></article>'
-    )
-
-
-def progress(continuation: Continuation, seed: int | None) -> list[str]:
-    """Tokens, their rate and how the text ended. `seed` is None where nothing was drawn."""
-    facts = [f"{continuation.tokens} token{'s' * (continuation.tokens != 1)}"]
-    if continuation.tokens > 1:
-        facts.append(f"{(continuation.tokens - 1) / continuation.seconds:,.0f} tokens/s")
-    if seed is not None:
-        facts.append(f"seed {seed}")
-    if continuation.state == "ended":
-        facts.append("the model ended its text")
-    if continuation.state in ("stopped", "failed"):
-        facts.append(continuation.state)
-    return facts
-
-
-def build(models: list[Shown], title: str, examples: list[str]) -> gradio.Blocks:
-    """The page, to be opened by `serve`."""
+def build(models: list[DemoModel], title: str, examples: list[str]) -> gradio.Blocks:
+    """Return the page, to be opened by `serve`."""
     stops: dict[str, threading.Event] = {}  # of the visitors who are being served
 
-    def answer(prompt, temperature, max_new_tokens, top_k, top_p, repetition_penalty, seed, request: gradio.Request):
-        prompt = prompt or ""
-        temperature = temperature if temperature >= LOWEST_TEMPERATURE else 0
+    def answer(values: dict[gradio.components.Component, Any], request: gradio.Request) -> Iterator[str]:
+        text = values[prompt] or ""
         try:
-            check_prompt(prompt)
+            check_prompt(text)
+            settings = Settings.of({name: values[control] for name, control in controls.items()})
         except PromptError as error:
-            raise gradio.Error(str(error), title="Prompt", print_exception=False) from error
-        if seed and not (seed.isdecimal() and len(seed) <= LONGEST_SEED):
-            sentence = "It is a whole number, or empty for a new one each time."
-            raise gradio.Error(sentence, title="Seed", print_exception=False)
-        seed = int(seed) if seed else secrets.randbelow(10_000)
-        settings = Settings(
-            int(max_new_tokens), float(temperature), int(top_k), float(top_p), float(repetition_penalty), seed
-        )
+            raise gradio.Error(str(error), title=error.title, print_exception=False) from error
         stop = stops[request.session_hash] = threading.Event()
         try:
-            for continuations in side_by_side(models, prompt, settings, stop):
-                yield cards(models, prompt, continuations, seed if temperature > 0 else None)
+            for continuations in side_by_side(models, text, settings, stop):
+                yield cards(models, text, continuations, settings.seed if settings.temperature > 0 else None)
         finally:
             stops.pop(request.session_hash, None)
 
@@ -313,33 +285,39 @@ def build(models: list[Shown], title: str, examples: list[str]) -> gradio.Blocks
                 start = gradio.Button("Continue", variant="primary", elem_id="start")
                 stop = gradio.Button("Stop", elem_id="stop")
             with gradio.Accordion("Settings", open=False, elem_classes="settings"), gradio.Row(elem_classes="sliders"):
-                settings = [
-                    slider("Temperature", 0, 2, 0.8, 0.05, "0 takes the likeliest token, always"),
-                    slider("Length", 1, 1000, 200, 1, "new tokens"),
-                    slider("Top-k", 0, 200, 50, 1, "choose among so many; 0 for all"),
-                    slider("Top-p", 0.05, 1, 1, 0.05, "choose among this share"),
-                    slider("Repetition penalty", 1, 2, 1, 0.05, "above 1, what was used gets less likely"),
-                    gradio.Textbox(
+                controls = {
+                    "temperature": slider("Temperature", (0, 2, 0.05), 0.8, "0 always takes the most likely token"),
+                    "max_new_tokens": slider("Length", (1, 1000, 1), 200, "new tokens"),
+                    "top_k": slider("Top-k", (0, 200, 1), 50, "choose among so many; 0 for all"),
+                    "top_p": slider("Top-p", (0.05, 1, 0.05), 1, "choose among this share"),
+                    "repetition_penalty": slider(
+                        "Repetition penalty", (1, 2, 0.05), 1, "above 1, what was used gets less likely"
+                    ),
+                    "seed": gradio.Textbox(
                         label="Seed", info="the same one writes the same text", placeholder="new each time",
                         max_length=LONGEST_SEED, elem_id="seed",
                     ),
-                ]  # fmt: skip
+                }  # fmt: skip
         nothing = [Continuation(state="empty") for _ in models]
         shown = gradio.HTML(cards(models, "", nothing, None), elem_id="answers")
         gradio.on(
-            [start.click, prompt.submit], answer, [prompt, *settings], shown,
+            [start.click, prompt.submit], answer, {prompt, *controls.values()}, shown,
             show_progress="hidden", concurrency_limit=VISITORS, api_visibility="private",
         )  # fmt: skip
         stop.click(stop_writing, queue=False, show_progress="hidden", api_visibility="private")
     return page
 
 
-def slider(label: str, lowest: float, highest: float, value: float, step: float, info: str) -> gradio.Slider:
+def slider(label: str, numbers: tuple[float, float, float], value: float, info: str) -> gradio.Slider:
+    """`numbers`: the least, the largest, and a step."""
+    low, high, step = numbers
     name = label.lower().replace(" ", "_").replace("-", "_")
-    return gradio.Slider(lowest, highest, value, step=step, label=label, info=info, buttons=[], elem_id=name)
+    return gradio.Slider(low, high, value, step=step, label=label, info=info, buttons=[], elem_id=name)
 
 
-def serve(models: list[Shown], title: str, examples: list[str], port: int | None = None, share: bool = False) -> None:
+def serve(
+    models: list[DemoModel], title: str, examples: list[str], port: int | None = None, share: bool = False
+) -> None:
     """Opens the page, says where, and returns once it is interrupted.
 
     Raises:

@@ -14,7 +14,16 @@ from removal import renew
 REPOSITORY = Path(__file__).parent.parent
 MODEL_PACKAGE = REPOSITORY / "modeling_gpt2scratch"
 PACKAGED = ("__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py")
-FILES = ("app.py", "app.css", "models.json", "requirements.txt", "README.md", f"{MODEL_PACKAGE.name}/*.py", "**/*.pyc")
+FILES = (
+    "app.py",
+    "app.css",
+    "app.html.j2",
+    "models.json",
+    "requirements.txt",
+    "README.md",
+    f"{MODEL_PACKAGE.name}/*.py",
+    "**/*.pyc",
+)
 NEEDED = ("torch", "transformers", "safetensors")  # a Space installs gradio by its sdk_version
 
 
@@ -31,7 +40,7 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
             "A Space needs gradio, which is not installed: pip install -e '.[demo]' installs it."
         ) from error
     renew(destination, "space", FILES)
-    for suffix in (".py", ".css"):
+    for suffix in (".py", ".css", ".html.j2"):
         shutil.copy(Path(__file__).with_name(f"demo_page{suffix}"), destination / f"app{suffix}")
     package = destination / MODEL_PACKAGE.name
     package.mkdir()

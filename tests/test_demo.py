@@ -194,7 +194,7 @@ def settings(**others) -> demo_page.Settings:
     return demo_page.Settings(**usual | others)
 
 
-def written(models: list[demo_page.Shown], **others) -> list[str]:
+def written(models: list[demo_page.DemoModel], **others) -> list[str]:
     *_, last = demo_page.side_by_side(models, "The", settings(**others), threading.Event())
     return [continuation.text for continuation in last]
 
@@ -232,7 +232,7 @@ def test_nothing_can_be_uploaded(address):
         assert answer.code == 413
 
 
-FILES = {"README.md", "app.py", "app.css", "models.json", "requirements.txt"}
+FILES = {"README.md", "app.py", "app.css", "app.html.j2", "models.json", "requirements.txt"}
 PACKAGE = {"__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py"}
 
 
