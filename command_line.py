@@ -35,8 +35,8 @@ EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
 class Problems:
     """What is wrong with a command, to be reported together."""
 
-    def __init__(self):
-        self.sentences: list[str] = []
+    def __init__(self, sentences: Iterable[str] = ()):
+        self.sentences = list(sentences)
         self.unsure: set[str] = set()  # settings whose value is not known, because what was given is wrong
 
     def add(self, sentence: str, *names: str) -> None:

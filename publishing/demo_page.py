@@ -39,6 +39,7 @@ REFRESH = 0.08  # seconds between two looks at what was written
 VISITORS = 4  # served at once; others wait for their turn
 LONGEST_PROMPT = 20_000  # characters
 LONGEST_SEED = 15  # digits
+ALL_TOKENS = 10**9
 LOWEST_TEMPERATURE = 1e-6  # as in training/sampling.py: logits divided by less may be infinite
 STYLE, CARDS = Path(__file__).with_suffix(".css"), Path(__file__).with_suffix(".html.j2")
 
@@ -66,14 +67,10 @@ class Settings:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Settings":
-        """The settings of the page's controls; the seed is text, and empty for a new one.
-
-        Raises:
-            SeedError: it is not a number.
-        """
+        """Return the settings of the page's controls; the seed is text, and empty for a new one."""
         seed = values["seed"]
         if seed and not (seed.isdecimal() and len(seed) <= LONGEST_SEED):
-            raise SeedError("It is a whole number, or empty for a new one each time.")
+            raise InputError("It is a whole number, or empty for a new one each time.", "Seed")
         whole = {name: int(values[name]) for name in ("max_new_tokens", "top_k")}
         parts = {name: float(values[name]) for name in ("temperature", "top_p", "repetition_penalty")}
         if parts["temperature"] < LOWEST_TEMPERATURE:
@@ -81,13 +78,11 @@ class Settings:
         return cls(**whole, **parts, seed=int(seed) if seed else secrets.randbelow(10_000))
 
     def processors(self) -> LogitsProcessorList:
-        """What happens to the logits before a token is chosen, in the order of Transformers' `generate`."""
+        """Return what happens to the logits before a token is chosen, in the order of Transformers' `generate`."""
         chain = [RepetitionPenaltyLogitsProcessor(self.repetition_penalty)]
         if self.temperature > 0:
-            chain.append(TemperatureLogitsWarper(self.temperature))
-            if self.top_k > 0:
-                chain.append(TopKLogitsWarper(self.top_k))
-            chain.append(TopPLogitsWarper(self.top_p))
+            top_k = TopKLogitsWarper(self.top_k or ALL_TOKENS)
+            chain += [TemperatureLogitsWarper(self.temperature), top_k, TopPLogitsWarper(self.top_p)]
         return LogitsProcessorList(chain)
 
 
@@ -102,14 +97,11 @@ class Continuation:
     problem: str = ""
 
 
-class PromptError(Exception):
-    """What a visitor gave cannot be used; the text says why."""
+class InputError(gradio.Error):
+    """What a visitor gave cannot be used; the page shows why."""
 
-    title = "Prompt"
-
-
-class SeedError(PromptError):
-    title = "Seed"
+    def __init__(self, message: str, title: str = "Prompt"):
+        super().__init__(message, title=title, print_exception=False)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -136,28 +128,28 @@ def short(number: int) -> str:
 
 
 def check_prompt(prompt: str) -> None:
-    """Refuse, by a `PromptError`, what the page itself prevents and other programs do not."""
+    """Refuse, by a `InputError`, what the page itself prevents and other programs do not."""
     if len(prompt) > LONGEST_PROMPT:
-        raise PromptError(f"It has {len(prompt):,} characters; at most {LONGEST_PROMPT:,} are read.")
+        raise InputError(f"It has {len(prompt):,} characters; at most {LONGEST_PROMPT:,} are read.")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise PromptError("It is not UTF-8 text.") from error
+        raise InputError("It is not UTF-8 text.") from error
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the ids; raise a `PromptError` at a character that the tokenizer does not know, and at nothing to continue."""
+    """Return the ids; raise a `InputError` at a character that the tokenizer does not know, and at nothing to continue."""
     try:
         ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
     except Exception as error:  # the Rust library raises nothing narrower
         unknown = " ".join(sorted(set(prompt) - set(tokenizer.get_vocab())))
-        raise PromptError(
+        raise InputError(
             f"This model reads {len(tokenizer)} characters, and these are not among them: {unknown}"
         ) from error
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
-        raise PromptError("This model needs a beginning: write a few words.")
+        raise InputError("This model needs a beginning: write a few words.")
     return ids
 
 
@@ -197,8 +189,8 @@ def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation,
     """Fills `into` until the text is complete or `stop` is set."""
     try:
         ids = encode(shown.tokenizer, prompt)
-    except PromptError as problem:
-        into.problem, into.state = str(problem), "refused"
+    except InputError as problem:
+        into.problem, into.state = problem.message, "refused"
         return
     written: list[int] = []
     started = time.perf_counter()
@@ -253,11 +245,8 @@ def build(models: list[DemoModel], title: str, examples: list[str]) -> gradio.Bl
 
     def answer(values: dict[gradio.components.Component, Any], request: gradio.Request) -> Iterator[str]:
         text = values[prompt] or ""
-        try:
-            check_prompt(text)
-            settings = Settings.of({name: values[control] for name, control in controls.items()})
-        except PromptError as error:
-            raise gradio.Error(str(error), title=error.title, print_exception=False) from error
+        check_prompt(text)
+        settings = Settings.of({name: values[control] for name, control in controls.items()})
         stop = stops[request.session_hash] = threading.Event()
         try:
             for continuations in side_by_side(models, text, settings, stop):

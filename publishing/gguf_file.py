@@ -20,10 +20,15 @@ from transformers import PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
 
-from command_line import FlagParser, run
+try:
+    import gguf  # an extra
+except ImportError:
+    gguf = None
+
+from command_line import FlagParser, Problems, run
 from errors import UserError
 from limits import setting
-from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import vocabulary
 from tokenizer.bpe import PLAIN, byte_level_alphabet
 from training.loading import find_model, load_own_model
@@ -33,19 +38,6 @@ ACTIVATION_TOLERANCE = 1e-3  # exact GELU is 0.0005 from it, quick_gelu 0.02, Re
 STAND_INS = {byte: character for character, byte in byte_level_alphabet().items()}
 NO_MERGE = "À Á"  # of two bytes that no UTF-8 has: llama.cpp asks for merges, also where there are none
 SILENT_LOGIT = -1000.0
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A tokenizer as llama.cpp has it: a byte-level BPE over GPT-2's words."""
-
-    tokens: list[str]
-    types: list[int]  # gguf.TokenType
-    merges: list[str]  # "left right"
-    bos: int
-    eos: int  # is len(embeddings), a token more, where the tokenizer has none
-    pad: int | None
-    chat_template: str | None
 
 
 def write_gguf(model: Path, destination: Path, kind: str, name: str, license: str | None = None) -> None:
@@ -59,17 +51,11 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
     Raises:
         UserError: llama.cpp's GPT-2 cannot compute this model or read its tokenizer, or the file cannot be written.
     """
-    gguf = _gguf()
+    if gguf is None:
+        raise UserError("Writing GGUF needs gguf, which is not installed: pip install -e '.[gguf]' installs it.")
     loaded, tokenizer = load_own_model(model, torch.float32), vocabulary.load(model)
     config = loaded.config
-    problems = [*_model_problems(model, loaded), *_tokenizer_problems(model, tokenizer, config.vocab_size)]
-    if problems:
-        raise UserError("\n".join(problems))
-    words = _vocabulary(tokenizer, config.vocab_size)
-    tensors = _tensors(loaded)
-    if words.eos == config.vocab_size:
-        tensors |= _with_silent_row(model, tensors)
-
+    Problems([*_model_problems(model, loaded), *_tokenizer_problems(model, tokenizer, config.vocab_size)]).refuse()
     partial_file = destination.with_name(f"{destination.name}.tmp")
     writer = gguf.GGUFWriter(partial_file, "gpt2")
     writer.add_name(name)
@@ -77,10 +63,18 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
         writer.add_license(license)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if kind == "f16" else gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    _add_shape(writer, config)
-    _add_vocabulary(writer, words)
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    has_silent_row = _add_vocabulary(writer, tokenizer, config.vocab_size)
+    tensors = _tensors(loaded)
+    if has_silent_row:
+        tensors |= _with_silent_row(model, tensors)
     for tensor_name, tensor in tensors.items():
-        stored = _stored_as(tensor_name, tensor, kind, len(words.tokens) > config.vocab_size)
+        stored = _stored_as(tensor_name, tensor, kind, has_silent_row)
         writer.add_tensor(tensor_name, gguf.quantize(tensor.numpy(), stored), raw_dtype=stored)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +101,6 @@ def difference(model: Path, file: Path, ids: torch.Tensor) -> Difference:
     """How far llama.cpp will be from the model on `ids`, (B, T) int64: the file's weights and the activation that llama.cpp
     has, in float32. What llama.cpp itself rounds on the way comes on top.
     """
-    gguf = _gguf()
     ours = load_own_model(model, torch.float32)
     theirs = copy.deepcopy(ours)
     for block in theirs.transformer.h:
@@ -124,19 +117,8 @@ def difference(model: Path, file: Path, ids: torch.Tensor) -> Difference:
     return Difference(largest, float(mean[1] - mean[0]))
 
 
-def _gguf():
-    try:
-        import gguf  # an extra
-    except ImportError as error:
-        raise UserError(
-            "Writing GGUF needs gguf, which is not installed: pip install -e '.[gguf]' installs it."
-        ) from error
-    return gguf
-
-
 def _tensors(model: GPT2ScratchForCausalLM) -> dict[str, torch.Tensor]:
     """The model's own weights under llama.cpp's names; a tied head is not among them."""
-    gguf = _gguf()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.config.n_layer)
     return {
         names.get_name(name, try_suffixes=(".weight", ".bias")): weight.detach()
@@ -144,8 +126,8 @@ def _tensors(model: GPT2ScratchForCausalLM) -> dict[str, torch.Tensor]:
     }
 
 
-def _stored_as(name: str, tensor: torch.Tensor, kind: str, has_silent_row: bool):
-    kinds = _gguf().GGMLQuantizationType
+def _stored_as(name: str, tensor: torch.Tensor, kind: str, has_silent_row: bool) -> "gguf.GGMLQuantizationType":
+    kinds = gguf.GGMLQuantizationType
     if tensor.ndim == 1 or name == "position_embd.weight":
         return kinds.F32
     if has_silent_row and name in ("token_embd.weight", "output.weight"):
@@ -216,60 +198,39 @@ def _tokenizer_problems(model: Path, tokenizer: PreTrainedTokenizerBase, vocab_s
     return problems
 
 
-def _vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Vocabulary:
-    kinds, rust = _gguf().TokenType, tokenizer.backend_tokenizer
+def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
+    """Write the tokenizer as llama.cpp has it, a byte-level BPE over GPT-2's words. Return whether a token was added to end
+    a text, where the tokenizer has none."""
+    kinds, rust = gguf.TokenType, tokenizer.backend_tokenizer
     token_of = {i: token for token, i in rust.get_vocab().items()}
     if vocabulary.is_character(tokenizer):
-        token_of = {i: _in_stand_ins(character) for i, character in token_of.items()}
-        merges = list(dict.fromkeys(merge for token in token_of.values() for merge in _merges_into(token)))
+        token_of = {i: "".join(STAND_INS[byte] for byte in text.encode()) for i, text in token_of.items()}
+        # These make one token of a character's bytes, and touch no other: its first byte is none's second.
+        merges = [f"{token[:end]} {token[end]}" for token in token_of.values() for end in range(1, len(token))]
     else:
         merges = [" ".join(pair) for pair in json.loads(rust.to_str())["model"]["merges"]]
-    added = rust.get_added_tokens_decoder()
     tokens = [token_of.get(i, f"[PAD{i}]") for i in range(vocab_size)]  # a padded embedding has rows without a token
     types = [kinds.NORMAL if i in token_of else kinds.UNUSED for i in range(vocab_size)]
-    for i, token in added.items():
+    for i, token in rust.get_added_tokens_decoder().items():
         types[i] = kinds.CONTROL if token.special else kinds.USER_DEFINED
     eos = tokenizer.eos_token_id
     if eos is None:
         eos = tokens.index(vocabulary.END_OF_TEXT) if vocabulary.END_OF_TEXT in tokens else vocab_size
     if eos == vocab_size:
         tokens, types = [*tokens, vocabulary.END_OF_TEXT], [*types, kinds.CONTROL]
-    bos = eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
-    return Vocabulary(tokens, types, merges or [NO_MERGE], bos, eos, tokenizer.pad_token_id, template)
-
-
-def _in_stand_ins(character: str) -> str:
-    return "".join(STAND_INS[byte] for byte in character.encode())
-
-
-def _merges_into(token: str) -> list[str]:
-    """That make one token of the bytes of a character. They touch no other: a character's first byte is none's second."""
-    return [f"{token[:end]} {token[end]}" for end in range(1, len(token))]
-
-
-def _add_shape(writer, config: GPT2ScratchConfig) -> None:
-    writer.add_context_length(config.n_positions)
-    writer.add_embedding_length(config.n_embd)
-    writer.add_block_count(config.n_layer)
-    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
-    writer.add_head_count(config.n_head)
-    writer.add_layer_norm_eps(config.layer_norm_epsilon)
-
-
-def _add_vocabulary(writer, words: Vocabulary) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(words.tokens)
-    writer.add_token_types(words.types)
-    writer.add_token_merges(words.merges)
-    writer.add_bos_token_id(words.bos)
-    writer.add_eos_token_id(words.eos)
-    if words.pad is not None:
-        writer.add_pad_token_id(words.pad)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(list(dict.fromkeys(merges)) or [NO_MERGE])
+    writer.add_bos_token_id(eos if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
+    writer.add_eos_token_id(eos)
+    if tokenizer.pad_token_id is not None:
+        writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_add_bos_token(False)
-    if words.chat_template is not None:
-        writer.add_chat_template(words.chat_template)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.get_chat_template())
+    return eos == vocab_size
 
 
 @dataclass

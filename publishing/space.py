@@ -14,21 +14,13 @@ from removal import renew
 REPOSITORY = Path(__file__).parent.parent
 MODEL_PACKAGE = REPOSITORY / "modeling_gpt2scratch"
 PACKAGED = ("__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py")
-FILES = (
-    "app.py",
-    "app.css",
-    "app.html.j2",
-    "models.json",
-    "requirements.txt",
-    "README.md",
-    f"{MODEL_PACKAGE.name}/*.py",
-    "**/*.pyc",
-)
-NEEDED = ("torch", "transformers", "safetensors")  # a Space installs gradio by its sdk_version
+PAGE = {f"app{suffix}": f"demo_page{suffix}" for suffix in (".py", ".css", ".html.j2")}
+FILES = (*PAGE, "models.json", "requirements.txt", "README.md", f"{MODEL_PACKAGE.name}/*.py", "**/*.pyc")
+NEEDED = ("torch", "transformers", "safetensors")  # a Space installs gradio by its sdk_version, and Jinja2 with it
 
 
 def assemble_space(models: list[str], destination: Path, title: str) -> Path:
-    """Writes the folder of a Space that shows `models` (Hub ids) to `destination` (made anew), and returns it.
+    """Write the folder of a Space that shows `models` (Hub ids) to `destination` again, and return it.
 
     Raises:
         UserError: gradio is not installed, whose version a Space has to name; `destination` holds other files.
@@ -40,15 +32,18 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
             "A Space needs gradio, which is not installed: pip install -e '.[demo]' installs it."
         ) from error
     renew(destination, "space", FILES)
-    for suffix in (".py", ".css", ".html.j2"):
-        shutil.copy(Path(__file__).with_name(f"demo_page{suffix}"), destination / f"app{suffix}")
+    for name, source in PAGE.items():
+        shutil.copy(Path(__file__).with_name(source), destination / name)
     package = destination / MODEL_PACKAGE.name
     package.mkdir()
     for name in PACKAGED:  # so that no code of a repository runs there either
         shutil.copy(MODEL_PACKAGE / name, package / name)
     (destination / "models.json").write_text(json.dumps({"title": title, "models": models}, indent=2) + "\n")
-    (destination / "requirements.txt").write_text("".join(f"{line}\n" for line in requirements()))
-    card = SpaceCardData(
+    setup = ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg", encoding="utf-8")
+    needed = [line for line in setup["options"]["install_requires"].split() if line.startswith(NEEDED)]
+    (destination / "requirements.txt").write_text("\n".join(needed) + "\n")
+    data = SpaceCardData(
         title=title,
         sdk="gradio",
         sdk_version=gradio_version,
@@ -57,16 +52,6 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
         models=models,
         short_description="Language models side by side on one prompt",
     )
-    names = "\n".join(f"- [{model}](https://huggingface.co/{model})" for model in models)
-    SpaceCard(f"---\n{card.to_yaml()}\n---\n\n# {title}\n\nOne prompt, continued side by side by\n\n{names}\n").save(
-        destination / "README.md"
-    )
+    card = SpaceCard.from_template(data, template_path=str(Path(__file__).parent / "templates" / "space.md.j2"))
+    card.save(destination / "README.md")
     return destination
-
-
-def requirements() -> list[str]:
-    """With the ranges of setup.cfg."""
-    setup = ConfigParser()
-    setup.read(REPOSITORY / "setup.cfg", encoding="utf-8")
-    lines = setup["options"]["install_requires"].split()
-    return [line for line in lines if line.startswith(NEEDED)]

@@ -219,7 +219,7 @@ def test_a_seed_gives_the_same_text_and_nothing_writes_on_when_a_visitor_has_lef
     [("a" * 20_001, "It has 20,001 characters; at most 20,000 are read."), ("a\ud800", "It is not UTF-8 text.")],
 )
 def test_a_prompt_that_the_page_would_not_send_is_refused(prompt, sentence):
-    with pytest.raises(demo_page.PromptError, match=sentence):
+    with pytest.raises(demo_page.InputError, match=sentence):
         demo_page.check_prompt(prompt)
 
 
