@@ -12,7 +12,7 @@ import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -133,16 +133,18 @@ def publish(source: Source, push: PushArguments, edition: Edition) -> str | None
 def check_published(published: Published, expected: Expected, options: FolderArguments) -> None:
     """Verify a folder or repository and print the result; raise a `UserError` where it does not work for others."""
     verified = verify(published, expected)
-    loss = f"validation loss not compared: {expected.no_loss_because}"
-    if verified.loss is not None:
-        loss = f"validation loss {verified.loss:.4f} (the run: {expected.run_loss:.4f})"
+    loss, where = verified["loss"], "the Hub" if published.cache is not None else "the folder"
+    compared = f"validation loss not compared: {expected.no_loss_because}"
+    if loss is not None:
+        compared = f"validation loss {loss:.4f} (the run: {expected.run_loss:.4f})"
     print(
-        f"Verified in a fresh process ({published.where}): no missing or unexpected weights, logits differ by "
-        f"{verified.largest_difference:.1e}, {loss}. It writes:\n  {verified.prompt!r} -> {verified.text!r}"
+        f"Verified in a fresh process (from {where}): no missing or unexpected weights, logits differ by "
+        f"{verified['difference']:.1e}, {compared}. It writes:\n  {verified['prompt']!r} -> {verified['text']!r}"
     )
     if options.has_twin:
-        twin = verify(published.twin(TWIN), expected.without_loss())
-        print(f"The native twin, without remote code: logits differ by {twin.largest_difference:.1e}.")
+        twin = replace(published, subfolder=TWIN, has_code=False)
+        differs_by = verify(twin, replace(expected, windows={}, run_loss=None))["difference"]
+        print(f"The native twin, without remote code: logits differ by {differs_by:.1e}.")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Whether what is published works for someone who has nothing else: loaded by a fresh process, offline, and compared with
-the run."""
+"""Check that a published model works for others: loaded by a fresh process, offline, and compared with the run."""
 
 import json
 import math
@@ -11,11 +10,13 @@ import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from command_line import Problems
 from errors import UserError
 from publishing.source import Source
 from removal import MARK
@@ -48,9 +49,6 @@ class Expected:
     run_loss: float | None = None
     no_loss_because: str = ""
 
-    def without_loss(self) -> "Expected":
-        return replace(self, windows={}, run_loss=None)
-
     @property
     def text(self) -> torch.Tensor:
         """(B, T) ids, of the validation text if it is at hand."""
@@ -71,29 +69,10 @@ class Published:
         revision = f" at {self.revision[:12]}" if self.revision else ""
         return f"{self.name}{f'/{self.subfolder}' if self.subfolder else ''}{revision}"
 
-    @property
-    def where(self) -> str:
-        return "from the Hub" if self.cache is not None else "from the folder"
-
-    def twin(self, subfolder: str) -> "Published":
-        """The native one beside it, which needs no code."""
-        return replace(self, subfolder=subfolder, has_code=False)
-
-
-@dataclass(frozen=True)
-class Verified:
-    largest_difference: float  # of the logits
-    loss: float | None  # on the windows that were expected
-    prompt: str
-    text: str
-
 
 @torch.no_grad()
 def expect(source: Source) -> Expected:
-    """
-    Raises:
-        UserError: the model cannot be loaded.
-    """
+    """Compute what others should get; raise a `UserError` where the model cannot be loaded."""
     model = load_own_model(source.model, torch.float32)
     config = model.config
     ids = torch.arange(min(PROBE_TOKENS, config.n_positions)) * 7919 % config.vocab_size
@@ -111,34 +90,31 @@ def expect(source: Source) -> Expected:
     return replace(expected, windows=windows, is_sample=affordable < scored, run_loss=record["eval_loss"])
 
 
-def verify(published: Published, expected: Expected) -> Verified:
-    """
+def verify(published: Published, expected: Expected) -> dict[str, Any]:
+    """Return the largest `difference` of the logits, the `loss` (None where none is expected), a `prompt` and the `text` after it.
+
     Raises:
         UserError: it does not load, weights are missing or left over, or it computes something else than the model here.
     """
     answer, logits = _run_isolated(published, expected)
     difference = (logits - expected.logits).abs().max().item() if logits.shape == expected.logits.shape else math.inf
-    problems = []
+    found, loss, vocab_size = Problems(), None, expected.logits.shape[-1]
     if answer["wrong_keys"]:
-        problems.append(f"{published} has missing or unexpected weights: {', '.join(answer['wrong_keys'][:5])}.")
+        found.add(f"{published} has missing or unexpected weights: {', '.join(answer['wrong_keys'][:5])}.")
     if not difference <= LOGITS_TOLERANCE * max(1.0, expected.logits.abs().max().item()):
-        problems.append(f"{published} computes logits that differ by {difference:.1e} in a fresh process.")
-    if answer["vocabulary"] != expected.logits.shape[-1]:
-        problems.append(
-            f"{published} has a tokenizer of {answer['vocabulary']} tokens for {expected.logits.shape[-1]} embeddings."
-        )
-    loss = None
+        found.add(f"{published} computes logits that differ by {difference:.1e} in a fresh process.")
+    if answer["vocabulary"] != vocab_size:
+        found.add(f"{published} has a tokenizer of {answer['vocabulary']} tokens for {vocab_size} embeddings.")
     if answer["targets"]:
         loss = sum(answer["nats"]) / sum(answer["targets"])
         tolerance = LOSS_TOLERANCE + (STANDARD_ERRORS * _standard_error(answer) if expected.is_sample else 0)
         if not abs(loss - expected.run_loss) <= tolerance:
-            problems.append(
+            found.add(
                 f"{published} has a validation loss of {loss:.4f} in a fresh process, the run said "
                 f"{expected.run_loss:.4f}; was the token store exchanged?"
             )
-    if problems:
-        raise UserError("\n".join(problems))
-    return Verified(difference, loss, answer["prompt"], answer["text"])
+    found.refuse()
+    return {"difference": difference, "loss": loss, "prompt": answer["prompt"], "text": answer["text"]}
 
 
 def _standard_error(answer: dict) -> float:
@@ -148,36 +124,28 @@ def _standard_error(answer: dict) -> float:
     return (means.std() / math.sqrt(len(means))).item() if len(means) > 1 else math.inf
 
 
-def _run_isolated(published: Published, expected: Expected) -> tuple[dict, torch.Tensor]:
+def _run_isolated(published: Published, expected: Expected) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the answer of isolated_check.py, and the logits of the probe."""
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = Path(folder)
-        request = {name: str(elsewhere / name) for name in ("files", "logits", "answer")}
-        model = published.name
+        model, home = published.name, str(elsewhere / "home")
         if published.cache is None:  # only what is published is near it, and the check cannot change what is uploaded
             model = str(shutil.copytree(published.name, elsewhere / "model", ignore=shutil.ignore_patterns(MARK)))
-        request |= {"model": model, "revision": published.revision or "main", "subfolder": published.subfolder}
-        request |= {"trust_remote_code": published.has_code}
-        request |= {"secrets": [constants.HF_TOKEN_PATH, constants.HF_STORED_TOKENS_PATH]}
+        request = {name: str(elsewhere / name) for name in ("files", "logits", "answer")} | {
+            "model": model,
+            "revision": published.revision or "main",
+            "subfolder": published.subfolder,
+            "trust_remote_code": published.has_code,
+            "secrets": [constants.HF_TOKEN_PATH, constants.HF_STORED_TOKENS_PATH],
+        }
         save_file({"probe": expected.probe, **expected.windows}, request["files"])
         (elsewhere / "request").write_text(json.dumps(request), encoding="utf-8")
-        home = str(elsewhere / "home")
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment |= {"HOME": home, "HF_HOME": home, "PYTHONUSERBASE": site.getuserbase(), "HF_HUB_OFFLINE": "1"}
         if published.cache is not None:
             environment["HF_HUB_CACHE"] = str(published.cache)
-        result = subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                str(ISOLATED_CHECK),
-                str(elsewhere / "request"),
-            ],  # -P: nothing beside it is imported
-            cwd=elsewhere,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-P", str(ISOLATED_CHECK), "request"]  # -P: it imports none of its neighbors
+        result = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
             outcome = "so it is not published"

@@ -4,6 +4,7 @@ A start of the run writes those that its folder does not hold: model, data, powe
 """
 
 import shlex
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path, PurePath
@@ -17,7 +18,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from settings_file import read_yaml
 from tokenizer import schema
 from tokenizer.report import documents, left_out
-from tokenizer.store import SPLITS, Metadata
+from tokenizer.store import Metadata
 from training.flops import flops_per_token
 from training.launcher import launch_command
 from training.metrics import best_evaluation, comparable_loss, read_events, read_metrics, scores_more, seconds_until
@@ -39,8 +40,7 @@ MODEL_FIELDS = (
     "activation_function",
     "tie_word_embeddings",
 )
-# What a reader of the curves should know of, and the details that are shown.
-NOTICED = {"resumed": ("checkpoint",), "stopped": ("because",), "spike": ("loss", "z_score"), "advice": ("text",)}
+NOTICED = ("resumed", "stopped", "spike", "advice")  # events that a reader of the curves should know of
 
 Entries = list[dict[str, Any]]
 
@@ -83,26 +83,20 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     settings, starts = read_yaml(folder.config), starts_in_force(events)
     written = {step: texts for step, texts in samples.items() if texts}
     openings = [texts[0][:PROMPT_CHARACTERS] for texts in written.values()]  # of characters that the tokenizer knows
-    public = {name: value for name, value in settings.items() if not _is_private(name, value)}
-    taken = hours(events, datetime.now(UTC))
     return {
         "name": folder.path.name,
         "prompt": [*settings.get("sample_prompts", []), *openings, "Once"][0],
         "results": _results(entries, written),
         "samples": [{"step": step, "texts": written[step]} for step in evenly(sorted(written), MAX_MOMENTS)],
-        "settings": public,
+        "settings": {name: value for name, value in settings.items() if not _is_private(name, value)},
         "command": f"{launch_command()} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
         "environments": _environments(starts),
         "begins_at": starts[0]["step"] if starts else 0,
         "changes": [{"step": start["step"], "text": text} for start in starts for text in start.get("changes", [])],
         "speed": _speed(entries),
         "estimate": _estimate(entries, events),
-        "noticed": [
-            {name: event.get(name) for name in ("step", "event", *NOTICED[event["event"]])}
-            for event in events
-            if event["event"] in NOTICED
-        ],
-        "hours": taken,
+        "noticed": [event for event in events if event["event"] in NOTICED],
+        "hours": hours(events, datetime.now(UTC)),
         "hourly_price": settings.get("hourly_price"),
     }
 
@@ -112,22 +106,15 @@ def evenly(items: list[Any], most: int) -> list[Any]:
     return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)]
 
 
-def public_name(source: str, data: Metadata) -> str:
-    """Return the id of a Hub dataset; of a path, the last part."""
-    return source if source.startswith(tuple(data.hub_datasets)) else Path(source).name
-
-
 def _data(data: Metadata) -> dict[str, Any]:
-    splits = {name: getattr(data, name) for name in SPLITS}
+    on_the_hub = tuple(data.hub_datasets)
     return {
-        "sources": [public_name(source, data) for source in data.sources],
+        "sources": [name if name.startswith(on_the_hub) else Path(name).name for name in data.sources],
         "tokenizer": "byte-level BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type,
         "vocab_size": data.vocab_size,
         "tokenizer_sha256": data.tokenizer_sha256,
-        **{
-            name: {"documents": split.documents, "tokens": split.tokens, "bytes": split.bytes, "sha256": split.sha256}
-            for name, split in splits.items()
-        },
+        "train": asdict(data.train),
+        "val": asdict(data.val),
         "cleaning": data.settings["cleaning"],
         "dedup": data.settings["dedup"],
         "documents": "; ".join([documents(data), *left_out(data)]),
