@@ -1,4 +1,4 @@
-"""Writes a model as one GGUF file, for llama.cpp and what is built on it. docs/gguf.md tells how to run it.
+"""Writes a model as one GGUF file, for llama.cpp and what is built on it. docs/gguf.md explains how to run it.
 
 python -m publishing.gguf_file runs/x model-f16.gguf --type f16
 python -m publishing.gguf_file runs/x/checkpoints/step_00001000 model-q8_0.gguf --type q8_0
@@ -9,6 +9,7 @@ import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 # isort: split
 import copy
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,7 +42,7 @@ SILENT_LOGIT = -1000.0
 
 
 def write_gguf(model: Path, destination: Path, kind: str, name: str, license: str | None = None) -> None:
-    """Writes the model folder `model` as GPT-2 in GGUF v3: whole, or not at all.
+    """Write the model folder `model` as GPT-2 in GGUF v3: whole, or not at all.
 
     Args:
         kind: `f16` or `q8_0`, what matrices are stored as; vectors and positions stay float32, and so do rows that
@@ -55,7 +56,7 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
         raise UserError("Writing GGUF needs gguf, which is not installed: pip install -e '.[gguf]' installs it.")
     loaded, tokenizer = load_own_model(model, torch.float32), vocabulary.load(model)
     config = loaded.config
-    Problems([*_model_problems(model, loaded), *_tokenizer_problems(model, tokenizer, config.vocab_size)]).refuse()
+    Problems(f"{model} cannot become GGUF: {problem}" for problem in _problems(loaded, tokenizer)).refuse()
     partial_file = destination.with_name(f"{destination.name}.tmp")
     writer = gguf.GGUFWriter(partial_file, "gpt2")
     writer.add_name(name)
@@ -156,19 +157,16 @@ def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str,
     return {name: torch.cat([tensors[name], row]) for name in heads}
 
 
-def _model_problems(model: Path, loaded: GPT2ScratchForCausalLM) -> list[str]:
-    name, x = loaded.config.activation_function, torch.linspace(-12, 12, 10_001)
+def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield what llama.cpp's GPT-2 cannot compute or read of them."""
+    name, x = model.config.activation_function, torch.linspace(-12, 12, 10_001)
     with torch.no_grad():
         gap = (ACT2FN[name](x) - ACT2FN[LLAMA_CPP_GELU](x)).abs().max().item()
-    if gap <= ACTIVATION_TOLERANCE:
-        return []
-    return [
-        f"{model} cannot become GGUF: its activation_function {name} differs by up to {gap:.2f} from the tanh GELU that "
-        f"llama.cpp computes; publish it for Transformers alone."
-    ]
-
-
-def _tokenizer_problems(model: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
+    if gap > ACTIVATION_TOLERANCE:
+        yield (
+            f"its activation_function {name} differs by up to {gap:.2f} from the tanh GELU that llama.cpp computes; publish it "
+            f"for Transformers alone."
+        )
     rust, found = tokenizer.backend_tokenizer, []
     if not vocabulary.is_character(tokenizer):
         parts = json.loads(rust.to_str())
@@ -187,15 +185,13 @@ def _tokenizer_problems(model: Path, tokenizer: PreTrainedTokenizerBase, vocab_s
         for token in rust.get_added_tokens_decoder().values()
         if token.lstrip or token.rstrip or token.single_word
     ]
-    problems = []
     if found:
-        problems.append(
-            f"{model} cannot become GGUF: llama.cpp would read text by GPT-2's byte-level BPE, and its tokenizer has "
-            f"{', '.join(found)}; publish it for Transformers alone."
+        yield (
+            f"llama.cpp would read text by GPT-2's byte-level BPE, and its tokenizer has {', '.join(found)}; publish it for "
+            f"Transformers alone."
         )
-    if (needed := max(rust.get_vocab().values()) + 1) > vocab_size:
-        problems.append(f"{model} cannot become GGUF: it has {vocab_size} embeddings for {needed} tokens.")
-    return problems
+    if (needed := max(rust.get_vocab().values()) + 1) > model.config.vocab_size:
+        yield f"it has {model.config.vocab_size} embeddings for {needed} tokens."
 
 
 def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:

@@ -31,8 +31,8 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
     return nats, targets
 
 
-def close_doors(secrets: list[str]) -> None:
-    """Refuse connections, other programs and the files of the token, as well as a process can refuse them to itself.
+def restrict(secrets: list[str]) -> None:
+    """Refuse connections, other programs and the files of the token, as far as a process can refuse them to itself.
 
     Code that calls the C library gets around this: it stops what is careless, and not what is made to.
     """
@@ -42,11 +42,8 @@ def close_doors(secrets: list[str]) -> None:
             raise PermissionError("The model's code asks for the network.")
         if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
             raise PermissionError("The model's code starts another program.")
-        if (
-            event == "open"
-            and isinstance(arguments[0], str | bytes)
-            and os.path.realpath(os.fsdecode(arguments[0])) in files
-        ):
+        path = arguments[0] if event == "open" else None
+        if isinstance(path, str | bytes) and os.path.realpath(os.fsdecode(path)) in files:
             raise PermissionError("The model's code reads the token of the Hub.")
 
     files = {os.path.realpath(path) for path in secrets}
@@ -54,7 +51,7 @@ def close_doors(secrets: list[str]) -> None:
 
 
 def main(request: dict) -> None:
-    close_doors(request["secrets"])
+    restrict(request["secrets"])
     sys.modules["modeling_gpt2scratch"] = None  # only what was published may answer: importing this fails
     where = {name: request[name] for name in ("revision", "subfolder", "trust_remote_code")}
     loaded = where | {"output_loading_info": True, "dtype": torch.float32, "use_safetensors": True}
@@ -72,11 +69,11 @@ def main(request: dict) -> None:
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=min(NEW_TOKENS, context // 2), do_sample=False
     )
     nats, targets = scores(model, files) if files else ([], [])
-    without_head = {"lm_head.weight"}  # the base model has none, and the file may
-    wrong = {str(key) for info in (base, full) for key in info["missing_keys"]} | {
-        *map(str, full["unexpected_keys"]),
-        *(set(map(str, base["unexpected_keys"])) - without_head),
-    }
+    unexpected = {
+        *full["unexpected_keys"],
+        *(set(base["unexpected_keys"]) - {"lm_head.weight"}),
+    }  # which the base model lacks
+    wrong = map(str, {*base["missing_keys"], *full["missing_keys"], *unexpected})
     save_file({"logits": logits.float().contiguous()}, request["logits"])
     answer = {"wrong_keys": sorted(wrong), "vocabulary": len(tokenizer), "nats": nats, "targets": targets}
     answer |= {"prompt": tokenizer.decode(prompt[0]), "text": tokenizer.decode(text[0, prompt.shape[1] :])}

@@ -58,12 +58,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def check_access(repository: Repository) -> None:
-    """Check that an upload can be expected to succeed; nothing is changed.
-
-    Raises:
-        UserError: not logged in, a token that may not write, another's name, a public repository that is to be private, or
-            the Hub cannot be reached.
-    """
+    """Refuse an upload that cannot succeed: for a login, a token, an owner or a visibility; nothing is changed."""
     hub, repo_id, owner = HfApi(), repository.id, repository.id.split("/")[0]
     with _hub_errors(f"look at {repo_id}"):
         user = hub.whoami()
@@ -105,7 +100,7 @@ def published_files(folder: Path) -> dict[str, Path]:
 
 
 def upload(
-    folder: Path, repository: Repository, ours: tuple[str, ...] = (), keep: Callable[[str], bool] | None = None
+    folder: Path, repository: Repository, ours: tuple[str, ...] = (), keep: Callable[[str], bool] = lambda card: False
 ) -> Uploaded:
     """Create the repository and the branch, if they do not exist, and make the folder its newest commit.
 
@@ -127,14 +122,15 @@ def upload(
             hub.create_branch(**there, branch=repository.branch, exist_ok=True)
         paths, names = published_files(folder), hub.list_repo_files(**on_branch)
         stale = [name for name in names if name not in paths and any(fnmatch(name, pattern) for pattern in ours)]
-        if keep is not None and "README.md" in names:
+        if "README.md" in names:
             with tempfile.TemporaryDirectory() as cache:
                 card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))
-                if keep(card.read_text(encoding="utf-8", errors="replace")):
-                    del paths["README.md"]
-                    print(
-                        f"The README.md of {repo_id} is someone's own and stays; delete it there for the card of {folder}."
-                    )
+                is_kept = keep(card.read_text(encoding="utf-8", errors="replace"))
+            if is_kept:
+                del paths["README.md"]
+                print(
+                    f"The README.md of {repo_id} is someone's own and stays; delete it there for the card of {folder}."
+                )
         operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
         operations += [CommitOperationDelete(name) for name in stale]
         commit = hub.create_commit(operations=operations, commit_message="Upload with GPT2Scratch", **on_branch)
@@ -142,11 +138,7 @@ def upload(
 
 
 def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:
-    """Fetch what other people would get into a cache of its own, and compare it byte for byte.
-
-    Raises:
-        UserError: it is not what was uploaded, or the Hub cannot be reached.
-    """
+    """Fetch what other people would get into a cache of its own; refuse what is not, byte for byte, what was uploaded."""
     with _hub_errors(f"read {repo_id} back"), _progress_bars():
         there = Path(HfApi().snapshot_download(repo_id, revision=commit, cache_dir=cache))
     names = [name for name in published_files(compare_with) if name != "README.md"]  # which may have been kept

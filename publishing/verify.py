@@ -10,6 +10,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -117,11 +118,10 @@ def verify(published: Published, expected: Expected) -> dict[str, Any]:
     return {"difference": difference, "loss": loss, "prompt": answer["prompt"], "text": answer["text"]}
 
 
-def _standard_error(answer: dict) -> float:
+def _standard_error(answer: dict[str, Any]) -> float:
     """Of the mean loss, by how much it differs between windows."""
-    pairs = zip(answer["nats"], answer["targets"], strict=True)
-    means = torch.tensor([nats / count for nats, count in pairs if count])
-    return (means.std() / math.sqrt(len(means))).item() if len(means) > 1 else math.inf
+    means = [nats / count for nats, count in zip(answer["nats"], answer["targets"], strict=True) if count]
+    return stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
 
 
 def _run_isolated(published: Published, expected: Expected) -> tuple[dict[str, Any], torch.Tensor]:

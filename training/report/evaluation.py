@@ -30,11 +30,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def keep(results: dict[str, Any], model: Path, store: TokenStore) -> None:
-    """Write the files into the run folder of `model`, if it is of a run, and show them in its report.
-
-    Raises:
-        UserError: they cannot be written.
-    """
+    """Write the files into the run folder of `model`, if it is of a run, and show them in its report."""
     try:
         run = RunFolder(run_of(model))
     except UserError:
@@ -50,24 +46,16 @@ def keep(results: dict[str, Any], model: Path, store: TokenStore) -> None:
 
 def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
     """Return what was found of just these weights, for a page that others read: without paths of this machine and without
-    text that was trained on.
-
-    Raises:
-        UserError: a newer version of this project wrote it.
-    """
+    text that was trained on."""
     results = _read(run.evaluation)
     if results.get("weights_sha256") != _hashes(model):
         return None
     for row in results.get("panel", {}).get("rows", []):
-        row["name"] = _public(row["name"])
+        if Path(row["name"]).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", row["name"]):  # no id of the Hub
+            row["name"] = Path(row["name"]).name
     if "memorization" in results:
         results["memorization"]["example"] = None
     return results | {"model": "this model", "data": "held-out text of the sources below"}
-
-
-def _public(name: str) -> str:
-    """Return an id of the Hub as it is; of a path, the last part."""
-    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() else Path(name).name
 
 
 def _read(folder: Path) -> dict[str, Any]:

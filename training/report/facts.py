@@ -64,11 +64,7 @@ def write_facts(folder: RunFolder, facts: dict[str, Any]) -> None:
 
 
 def read_facts(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the content of report.json; None if there is none, or one that was damaged.
-
-    Raises:
-        UserError: a newer version of this project wrote it.
-    """
+    """Return the content of report.json; None if there is none, or one that was damaged. A newer format is refused."""
     try:
         facts = schema.read(folder.facts)
         check_format(folder.facts, facts["format_version"], FORMAT_VERSION)
@@ -203,10 +199,9 @@ def _first_speed(timed: Entries) -> float:
     """Tokens per second of the first few seconds, without the first log line, in which a device finds its pace."""
     seconds = tokens = 0.0
     for before, entry in pairwise(timed):
-        tokens += entry["tokens"] - before["tokens"]
-        seconds += (entry["tokens"] - before["tokens"]) / entry["tokens_per_second"]
-        if seconds >= MIN_SECONDS:
-            break
+        if seconds < MIN_SECONDS:
+            tokens += entry["tokens"] - before["tokens"]
+            seconds += (entry["tokens"] - before["tokens"]) / entry["tokens_per_second"]
     return tokens / seconds if seconds else timed[0]["tokens_per_second"]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def environment(*folders: Path) -> Environment:
     loader = FileSystemLoader([*folders, TEMPLATES])
     made = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     made.filters |= {"as": format, "counted": counted, "fenced": fenced, "cell": cell, "clock": clock}
-    made.filters |= {"perplexity": perplexity, "yaml": _as_yaml, "quoted": _quoted}
+    made.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a string of Python
+    made.filters["yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
     made.globals["grams_of_co2_per_kwh"] = GRAMS_OF_CO2_PER_KWH
     return made
 
@@ -61,16 +63,11 @@ def put_evaluation(folder: RunFolder, evaluation: dict[str, Any] | None) -> None
 
 
 def facts_of(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the facts that report.md was made from; None if someone edited the page, or an older version wrote it.
-
-    Raises:
-        UserError: a newer version of this project wrote them.
-    """
-    facts = read_facts(folder)
-    if facts is None or "report_sha256" not in facts:
-        return None
-    is_edited = folder.report.is_file() and file_sha256(folder.report) != facts["report_sha256"]
-    return None if is_edited else facts
+    """Return the facts that report.md was made from; None if someone edited the page, or an older version wrote it."""
+    facts = read_facts(folder) or {}
+    written = facts.get("report_sha256")
+    is_edited = folder.report.is_file() and file_sha256(folder.report) != written
+    return None if written is None or is_edited else facts
 
 
 def sections_of(page: str) -> dict[str, str]:
@@ -99,15 +96,6 @@ def cell(text: str) -> str:
     line = re.sub(r"\s+", " ", text.replace("`", "'")).strip()
     line = line if len(line) <= CELL else line[: CELL - 1] + "…"
     return f"`{line}`".replace("|", r"\|")
-
-
-def _quoted(text: str) -> str:
-    """A string of Python."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _as_yaml(settings: dict[str, Any]) -> str:
-    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip()
 
 
 def _write(folder: RunFolder, facts: dict[str, Any], evaluation: dict[str, Any] | None) -> None:
