@@ -66,32 +66,29 @@ class Edition:
 def model_card(source: Source, edition: Edition, gguf: Iterable[dict[str, Any]] = ()) -> str:
     """Return the card: of a run, its report; of a folder that has a README.md, that. `gguf`: the files that go with it."""
     metadata, run = _metadata(source, edition), source.run
-    author, title = edition.repo_id.split("/")
     facts = facts_of(run) if run is not None else None
     shown = {
         "written": WRITTEN,
+        "source": source,
         "edition": edition,
         "gguf": gguf,
-        "step": source.step,
-        "tokens": source.tokens if run is not None else None,
-        "validation": source.validation,
+        "own_evaluation": "",
         # The report may be about other weights than those that are published.
         "evaluation": evaluation_of(run, source.model) if run is not None else None,
         "measured": harness_results(source),
-        "author": author,
-        "title": title,
-        "citation_key": re.sub(r"\W+", "", f"{author}{title}").lower(),
+        "citation_key": re.sub(r"\W+", "", edition.repo_id).lower(),
         "year": datetime.now(UTC).year,
         **_examples(source),
     }
     licence = edition.options.license or metadata.license
     if facts is not None:
-        shown = facts | shown | {"base": "report.md.j2", "own_evaluation": ""}
+        shown = facts | shown | {"base": "report.md.j2"}
     else:  # what someone wrote is the source
         sections = _sections(source)
         licence = edition.options.license or sections.get("Licence") or metadata.license
         shown |= {"base": "page.md.j2", "sections": sections}
-        shown["own_evaluation"] = sections.get("Evaluation", "") if run is None else ""
+        if run is None:
+            shown["own_evaluation"] = sections.get("Evaluation", "")
     template = environment(TEMPLATES).get_template("card.md.j2")
     body = template.render(shown, licence=licence or NO_LICENCE).strip() + "\n"
     return str(ModelCard.from_template(metadata, template_str="---\n{{ card_data }}\n---\n\n{{ body }}", body=body))
@@ -151,7 +148,9 @@ def _metadata(source: Source, edition: Edition) -> ModelCardData:
     brought = {} if source.run is not None else _brought(source.model / "README.md")
     further = [tag for tag in brought.get("tags") or [] if tag not in ("gpt2scratch", "gpt2")]
     kept = {name: brought[name] for name in KEPT if name in brought}
-    given = {"license": edition.options.license, "language": edition.options.language, "datasets": _datasets(source)}
+    store = find_store(source.config.recipe) if source.run is not None else None
+    datasets = sorted(set(store.metadata.hub_datasets)) if store is not None else []
+    given = {"license": edition.options.license, "language": edition.options.language, "datasets": datasets}
     results = validation_results(source) + harness_results(source)
     return ModelCardData(
         library_name="transformers",
@@ -171,8 +170,3 @@ def _brought(readme: Path) -> dict[str, Any]:
         return ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"The metadata of {readme} is not YAML: {' '.join(str(error).split())}; correct it.") from error
-
-
-def _datasets(source: Source) -> list[str]:
-    store = find_store(source.config.recipe) if source.run is not None else None
-    return sorted(set(store.metadata.hub_datasets)) if store is not None else []

@@ -1,4 +1,4 @@
-"""What is known of how good a model is, for its card: the run's own validation, and what lm-eval measured.
+"""Evaluation results for the model card: the run's own validation, and what lm-eval measured.
 
     python -m lm_eval --model hf --model_args pretrained=runs/x/model,trust_remote_code=True --tasks ... --output_path runs/x/lm_eval
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-from errors import UserError
+from errors import NONSENSE, UserError
 from publishing.source import Source
 from training.checkpoint import MANIFEST
 
@@ -48,20 +48,20 @@ def harness_results(source: Source) -> list[EvalResult]:
     for path in sorted(source.run.evaluations.glob("**/results_*.json"), key=lambda path: path.stat().st_mtime):
         try:
             measured = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            model, results = Path(measured["model_name"]).resolve(), list(_entries(measured))
+            {result.unique_identifier for result in results}  # a card groups them by it
+        except NONSENSE as error:
             raise UserError(f"{path} is not whole; delete it, or measure again.") from error
-        model = Path(measured["model_name"])
-        of_the_run = model.resolve() == source.run.model.resolve()
-        newest = source.step == source.run.newest_step()
-        later = path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime  # than what `model` was then
-        if model.resolve() == source.model.resolve() or (of_the_run and newest and later):
-            found += _entries(measured)
+        is_newest = model == source.run.model.resolve() and source.step == source.run.newest_step()
+        is_later = path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime  # than what `model/` was then
+        if model == source.model.resolve() or (is_newest and is_later):
+            found += results
     return found
 
 
 def _entries(measured: dict[str, Any]) -> Iterator[EvalResult]:
     for name, task in measured["configs"].items():
-        # No id on the Hub: tasks of one's own would count as one, and a folder of this machine be told to all.
+        # No id on the Hub: tasks of one's own would count as one, and a folder of this machine would be published.
         local = task["dataset_path"] in (None, "json") or Path(task["dataset_path"]).is_absolute()
         for key, value in measured["results"][name].items():
             metric, _, filtered = key.partition(",")

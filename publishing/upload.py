@@ -117,7 +117,14 @@ def upload(
     with _hub_errors(f"upload to {repo_id}"), _progress_bars():
         _refuse_bad_metadata(folder / "README.md", repository.type)  # before anything is created
         if not hub.repo_exists(**there):
-            _create(hub, repository)
+            sdk = "gradio" if repository.type == "space" else None
+            try:
+                hub.create_repo(**there, private=repository.private, space_sdk=sdk)
+            except HfHubHTTPError as error:
+                if error.response.status_code != 409:
+                    raise
+                sentence = f"{repo_id} is taken on the Hub by something that is no {repository.type}; name another."
+                raise UserError(sentence) from error
         if repository.branch is not None:
             hub.create_branch(**there, branch=repository.branch, exist_ok=True)
         paths, names = published_files(folder), hub.list_repo_files(**on_branch)
@@ -157,18 +164,6 @@ def _refuse_bad_metadata(card: Path, repo_type: str) -> None:
         except (ValueError, KeyError, TypeError):
             reasons = " ".join(str(error).split())[:300]
         raise UserError(f"The Hub does not take the metadata of {card}: {reasons}; correct what is named.") from error
-
-
-def _create(hub: HfApi, repository: Repository) -> None:
-    sdk = "gradio" if repository.type == "space" else None
-    try:
-        hub.create_repo(repository.id, private=repository.private, repo_type=repository.type, space_sdk=sdk)
-    except HfHubHTTPError as error:
-        if error.response.status_code != 409:
-            raise
-        raise UserError(
-            f"{repository.id} is taken on the Hub by something that is no {repository.type}; name another."
-        ) from error
 
 
 @contextmanager

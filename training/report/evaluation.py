@@ -5,6 +5,7 @@ evaluation/evaluation.md     the same to read, with panel.png where models were 
 """
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -51,8 +52,9 @@ def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
     if results.get("weights_sha256") != _hashes(model):
         return None
     for row in results.get("panel", {}).get("rows", []):
-        if Path(row["name"]).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", row["name"]):  # no id of the Hub
-            row["name"] = Path(row["name"]).name
+        name = str(row["name"])
+        if os.path.exists(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # no id of the Hub
+            row["name"] = Path(name).name
     if "memorization" in results:
         results["memorization"]["example"] = None
     return results | {"model": "this model", "data": "held-out text of the sources below"}

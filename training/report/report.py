@@ -52,7 +52,7 @@ def put_evaluation(folder: RunFolder, evaluation: dict[str, Any] | None) -> None
     if (facts := facts_of(folder)) is not None:
         _write(folder, facts, evaluation)
         return
-    sections = sections_of(folder.report.read_text(encoding="utf-8"))
+    sections = sections_of(folder.report.read_text(encoding="utf-8", errors="replace"))
     sections.pop("Evaluation", None)
     parts = [f"## {heading}\n\n{text}" if heading else text for heading, text in sections.items()]
     if evaluation is not None:
