@@ -30,6 +30,7 @@ from publishing.card import WRITTEN, Edition, FolderArguments, is_kept, model_ca
 from publishing.hub_folder import ALLOWED, CODE, OUR_CODE, RELEASED_CODE, write_native
 from publishing.source import find_source, in_short
 from publishing.upload import Repository, published_files, upload
+from tokenizer import schema
 from tokenizer.vocabulary import VocabularyArguments, build
 from training import evaluate
 from training.checkpoint import WEIGHTS
@@ -392,6 +393,10 @@ def test_a_report_that_someone_edited_or_an_older_version_wrote_is_the_source_of
     evaluate.main([str(a_copy), "--compare"])
     assert {"Evaluation", "Notes"} < sections_of(report.read_text()).keys()
     report.write_text(page)
+    facts = schema.read(a_copy / "report.json")
+    (a_copy / "report.json").write_text(schema.sealed(facts | {"format_version": 9}))
+    with pytest.raises(UserError, match=r"report\.json was written by a newer version of GPT2Scratch \(format 9; "):
+        model_card(find_source(a_copy, None), Edition("me/tiny"))
     (a_copy / "report.json").unlink()
     shutil.rmtree(a_copy / "evaluation")
     assert model_card(find_source(a_copy, None), Edition("me/tiny")) == before
