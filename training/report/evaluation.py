@@ -9,11 +9,11 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jinja2 import TemplateError
-from rich.console import Console
-from rich.markdown import Markdown
+from rich.console import Console, RenderResult
+from rich.markdown import Markdown, TableElement
 
 from atomic import file_sha256, write_atomic
 from errors import NONSENSE, UserError, check_format, disk_errors
@@ -25,9 +25,22 @@ from training.run_folder import RunFolder, run_of
 FORMAT_VERSION = 1  # of evaluation.json; one without a version is of format 1 too
 
 
+class Page(Markdown):
+    """Markdown on a terminal, whose tables fold long names instead of cutting them."""
+
+    class Table(TableElement):
+        def __rich_console__(self, *where: Any) -> RenderResult:
+            for table in super().__rich_console__(*where):
+                for column in table.columns:
+                    column.overflow = "fold"
+                yield table
+
+    elements: ClassVar = Markdown.elements | {"table_open": Table}
+
+
 def show(results: dict[str, Any]) -> None:
     """Print small tables."""
-    Console().print(Markdown(_page(results)))
+    Console().print(Page(_page(results)))
 
 
 def keep(results: dict[str, Any], model: Path, store: TokenStore) -> None:
