@@ -26,8 +26,8 @@ from training.status import now
 def test_a_run_leaves_what_the_readme_says(train, tmp_path, capsys):
     run = train(tmp_path / "run")
     assert {path.name for path in run.iterdir()} == {
-        *("config.yaml", "metrics.jsonl", "events.jsonl", "status.json", "samples.md", "report.md", "loss.png"),
-        *("course.png", "checkpoints", "model", ".gpt2scratch.json"),
+        *("config.yaml", "metrics.jsonl", "events.jsonl", "status.json", "samples.md", "report.json"),
+        *("report.md", "loss.png", "course.png", "checkpoints", "model", ".gpt2scratch.json"),
     }
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
     assert {path.name for path in (run / "model").iterdir()} == {
