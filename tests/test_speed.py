@@ -165,3 +165,12 @@ def test_the_report_names_the_hardware_of_each_part_of_the_run(store, tmp_path):
     earlier = [{"step": 0, "environment": "CPU"}]
     branch = {"step": 5, "environment": "TPU", "earlier": earlier}
     assert report_after(branch) == "- after step 0: CPU\n- after step 5: TPU"
+
+
+PLOTS = "from pathlib import Path; from training.report.plots import plot_loss; print(plot_loss(%s, Path('never.png')))"
+ENTRY = {"step": 1, "loss": 3.0, "tokens": 64, "learning_rate": 1e-3}
+
+
+def test_a_matplotlib_that_does_not_work_ends_no_run(launch):
+    drawn = launch("-c", PLOTS % [ENTRY], MPLBACKEND="nothing")
+    assert (drawn.stdout, drawn.stderr) == ("False\n", "")
