@@ -78,6 +78,7 @@ class Merger:
         self.progress = self._recorded() if self.record.is_file() else MergeProgress()
         self.row_type = row_type(dedup.keys_per_document(settings.dedup))
         self.parts = [Part.read(work, unit) for unit in range(len(copies))]
+        self.verified: set[Path] = set()  # files of parts that are searched for a place to cut
         for unit in range(len(copies)):
             self._verify(unit, "rows", xxhash.xxh3_64_hexdigest(self._rows(unit)))
         ends = [int(self._rows(unit)["ends"].sum()) for unit in range(len(copies))]
@@ -342,8 +343,10 @@ class Merger:
         `behind`: bytes of the text after the row."""
         split = "val" if rows["val"][row] else "train"
         path = part_file(self.work, unit, split)
-        with path.open("rb") as file:
-            self._verify(unit, split, hashlib.file_digest(file, xxhash.xxh3_64).hexdigest())
+        if path not in self.verified:  # a text of many short documents has many rows to look at
+            with path.open("rb") as file:
+                self._verify(unit, split, hashlib.file_digest(file, xxhash.xxh3_64).hexdigest())
+            self.verified.add(path)
         start = int(rows["tokens"][:row][rows["val"][:row] == rows["val"][row]].sum(dtype=np.int64))
         ids = np.fromfile(path, self.dtype, count=rows["tokens"][row], offset=start * self.dtype.itemsize)
         lengths, starts_character, ends_line = self.table
