@@ -49,7 +49,8 @@ def test_the_residual_stream_is_in_bf16_if_asked_and_the_weights_are_not(bf16_re
 )
 def test_the_kernel_of_attention_is_asked_for(dropout, mask_documents, kernel):
     config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"attn_pdrop": dropout})
-    assert kernel_of_sdpa(torch.device("cpu"), "bf16", config, mask_documents) == kernel
+    setup = Setup("bf16", True, "sdpa", (), mask_documents=mask_documents)
+    assert kernel_of_sdpa(torch.device("cpu"), setup, config) == kernel
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="is about glibc")

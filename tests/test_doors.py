@@ -86,7 +86,7 @@ def test_a_seed_repeats_the_text_whatever_was_drawn_before(run, capsys):
     texts = []
     for _ in range(2):
         torch.rand(3)
-        texts.append(sample(model, tokenizer, ["the"], SamplingArguments(sample_tokens=12), seed=1))
+        texts.append(sample(model, tokenizer, SamplingArguments(["the"], sample_tokens=12), seed=1))
     assert texts[0] == texts[1]
 
 

@@ -23,7 +23,7 @@ RINGS = {
     "data and step": "tokens data batches loss sharding embedding device model distributed step sampling scoring verification",
     "on disk": "checkpoint run_folder trackers backup saver loading",
     "decisions": "memory plan compatibility resume run",
-    "while it runs": "screen health speed diagnosis log profile report.plots report.facts report.report"
+    "while it runs": "health speed screen diagnosis log profile report.plots report.facts report.report"
     " report.evaluation validation guard.lock guard.stopping"
     " guard.watchdog guard.faults guard.rollback guard.guard guard.job",
     "configuration": "config preflight",

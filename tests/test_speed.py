@@ -81,7 +81,7 @@ def test_making_batches_is_timed(monkeypatch):
 def test_the_device_line_names_the_peak(monkeypatch, name, peak):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
     accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
-    line = describe(accelerator, Setup("bf16", True, "eager", ()), GPT2ScratchConfig(), False)
+    line = describe(accelerator, Setup("bf16", True, "eager", ()), GPT2ScratchConfig())
     assert line == f"{name} ({peak}), bf16, compiled, attention: eager, 1 process"
     assert 50e6 < peak_memory(torch.device("cpu")) < 1e12  # torch alone takes more than 50 MB
 
