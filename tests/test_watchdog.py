@@ -3,9 +3,13 @@
 import os
 import re
 import signal
+import socket
+import sys
 
 import pytest
 from test_stopping import TWO, Job
+
+from training.guard.watchdog import Pulse, find_fault
 
 JOB = """
 import os, sys, time
@@ -16,6 +20,7 @@ from threading import Thread
 
 from torch import distributed, ones
 
+from training.distributed import MEETING
 from training.restart import remembering, restarted
 from training.guard.stopping import Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog
@@ -25,11 +30,10 @@ folder, mode, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 log = (folder / f"rank{rank}.log").open("a", buffering=1)
 log.write(f"pid {os.getpid()}\\n")
-distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+distributed.init_process_group("gloo", MEETING, timeout=timedelta(seconds=seconds))
 
 def finish_saving():
-    while not watchdog._leaving.locked():
-        time.sleep(0.1)
+    watchdog._ending.wait()
     time.sleep(0.5)
     log.write("saved\\n")
 
@@ -52,6 +56,11 @@ with (
 distributed.destroy_process_group()
 log.write("done\\n")
 """
+# As Slurm or MPI starts them: rank 0 hosts the store. The first argument of the shell is a port.
+PLAIN = """
+export MASTER_ADDR=127.0.0.1 MASTER_PORT=$0 WORLD_SIZE=2
+RANK=1 "$@" & RANK=0 "$@" && wait $!
+"""
 REMEDY = "The run ends; resume it with the same command."
 
 
@@ -59,8 +68,8 @@ REMEDY = "The run ends; resume it with the same command."
 def job(tmp_path):
     started = []
 
-    def start(*arguments: str) -> Job:
-        started.append(Job(tmp_path, JOB, TWO, *arguments))
+    def start(*arguments: str, launcher: tuple[str, ...] = TWO) -> Job:
+        started.append(Job(tmp_path, JOB, launcher, *arguments))
         started[-1].wait_for("step 3 1 {}", 1)
         return started[-1]
 
@@ -105,8 +114,11 @@ def test_a_main_thread_that_hangs_is_named_after_the_timeout(job):
     )
 
 
-def test_a_restart_gives_fresh_processes_of_the_same_pids_also_where_one_hangs_in_a_collective(job):
-    two = job("restart", "60")
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_restart_gives_fresh_processes_of_the_same_pids_also_where_one_hangs_in_a_collective(job, plain):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        by_hand = ("sh", "-c", PLAIN, str(free.getsockname()[1]), sys.executable)
+    two = job("restart", "60", launcher=by_hand if plain else TWO)
     for rank in (0, 1):
         two.wait_for("done", rank)
         pid, *steps = two.lines(rank)
@@ -116,3 +128,33 @@ def test_a_restart_gives_fresh_processes_of_the_same_pids_also_where_one_hangs_i
         assert steps[again + 1 :] == [*(f"step {step} 1 {known}" for step in range(12)), "done"]
     assert two.started.wait(60) == 0
     assert two.stderr() == "Out of memory: on with a micro-batch of 4.\n"
+
+
+@pytest.mark.parametrize(
+    ("judge", "trouble", "pulses", "fault"),
+    [
+        (0, 0, [{}, {"silence": 59}, {"left": True, "state": "dead"}], None),
+        (0, 0, [{}, {"state": "dead"}, {"state": "dead"}], "rank 1 (a, pid 1), rank 2 (a, pid 2) have died at step 7"),
+        (1, 0, [{"state": "dead"}, {}, {"silence": 99}], "rank 0 (a, pid 0) has died at step 7"),
+        (1, 9, [{}, {"error": "timeout"}, {"state": "dead"}], None),
+        (0, 1, [{}, {"failure": "ValueError: x."}, {}], None),
+        (0, 5, [{}, {"failure": "ValueError: x."}, {}], "rank 1 (a, pid 1) failed at step 7: ValueError: x"),
+        (
+            0,
+            1,
+            [{"error": "reset"}, {"failure": "E: x"}, {"state": "dead"}],
+            "rank 1 (a, pid 1) failed at step 7: E: x",
+        ),
+        (0, 4, [{"error": "reset"}, {"error": "reset"}, {"silence": 9}], None),
+        (
+            0,
+            5,
+            [{"error": "r"}, {}, {"silence": 3}],
+            "rank 2 (a, pid 2) does not answer any more, last heard of at step 7",
+        ),
+        (0, 5, [{"error": "r"}] * 3, "the processes lost each other at step 7: r"),
+    ],
+)
+def test_the_judge_finds_the_cause_and_not_its_consequences(judge, trouble, pulses, fault):
+    table = [Pulse(rank, "a", "", rank, phase="step 7", **pulse) for rank, pulse in enumerate(pulses)]
+    assert find_fault(judge, table, trouble, patience=60, ddp_timeout=600) == fault

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -18,11 +18,22 @@ from transformers.utils import logging as transformers_logging
 
 from errors import UserError
 from training.device import Setup, keep_freed_memory, use_deterministic_kernels
+from training.restart import restarted
 from training.sharding import keep_accelerate_from_sharding
 
 Found = TypeVar("Found")
 LONGEST_WAIT = 6 * 3600  # seconds
+MEETING = "restart://"  # the init_method of the process group
 _waits = False
+
+
+def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.Store, int, int]]:
+    """As `env://`, but after a restart the launcher's store still has the addresses of the processes before."""
+    store, rank, processes = next(distributed.rendezvous("env://", timeout=timeout))
+    yield distributed.PrefixStore(f"restart_{restarted().get('restarts', 0)}", store), rank, processes
+
+
+distributed.register_rendezvous_handler(MEETING.removesuffix("://"), _meet)
 
 
 def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str, ddp_timeout: int) -> Accelerator:
@@ -42,7 +53,7 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
     keep_accelerate_from_sharding()
     handlers = [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-        InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
+        InitProcessGroupKwargs(init_method=MEETING, timeout=timedelta(seconds=ddp_timeout)),
     ]
     try:
         accelerator = Accelerator(
