@@ -53,7 +53,7 @@ with Stopper(arguments, processes, grace=1.0) as stopper:
             break
     if mode == "slow save":
         time.sleep(3)
-    reason = stopper.agreed_now()
+    reason = stopper.agreed(now=True)
     log.write(f"saved {step} {reason}\\n")
 if processes > 1:
     distributed.barrier()

@@ -77,7 +77,7 @@ class RunGuard:
         if run.accelerator.is_main_process:
             numbers = {"loss": spike.loss, "z_score": round(spike.z_score, 2), "last": spike.last}
             record(run.folder.events, "spike", spike.step, **numbers)
-        if self.rolls_back and not self.stopper.agreed_now():
+        if self.rolls_back and not self.stopper.agreed(now=True):
             on_main(run.accelerator, saver.wait)
             go_back(spike, run)
             say("The run goes on: going back has not helped, or no checkpoint from before is left. Try a lower rate.")

@@ -62,34 +62,23 @@ class Stopper:
 
     _active: "Stopper | None" = None  # the one that the signals go to
 
-    def __init__(
-        self,
-        arguments: StoppingArguments,
-        processes: int = 1,
-        grace: float = GRACE,
-    ):
+    def __init__(self, arguments: StoppingArguments, processes: int = 1, grace: float = GRACE):
         """`grace`: seconds to leave in; a process that writes a checkpoint, or waits for one that does, is given more."""
-        self.arguments = arguments
-        self.processes = processes
-        self.grace = grace
+        self.arguments, self.processes, self.grace = arguments, processes, grace
         self.requested: str | None = None  # in this process; the others may not know yet
         self._decided: str | None = None  # by all processes
         self._pending: tuple[distributed.Work, torch.Tensor] | None = None
-        self._launcher = PARENT if is_launched() else None
-        self._over = False
-        self._said = False
-        self._first_interrupt: float | None = None
-        self._leave_at = math.inf
-        self._boundary: float | None = None
-        self._longest_step = 0.0
         self._group: distributed.ProcessGroup | None = None
+        self._over = self._said = False
+        self._longest_step = 0.0
+        # Of the monotonic clock, once there is one.
+        self._boundary = self._first_interrupt = self._hours_end = self._leave_at = math.inf
 
     def __enter__(self) -> "Stopper":
         if self.processes > 1:
             # On CPU and of its own: asking must neither wait for the device nor mix with the gradients' collectives.
             timeout = timedelta(seconds=self.arguments.ddp_timeout)
             self._group = distributed.new_group(backend="gloo", timeout=timeout)
-        self._hours_end = math.inf
         if self.arguments.max_hours is not None:
             # The creation time survives a restart by exec; from here on no change of the clock counts.
             age = time.time() - psutil.Process().create_time()
@@ -107,7 +96,7 @@ class Stopper:
             return  # where one process has failed, the launcher sends a SIGTERM to all, which have yet to say why they end
         try:
             if self._pending is not None and kind is None:
-                self._read()  # a group must not be destroyed while it is at work
+                self._decide()  # a group must not be destroyed while it is at work
         finally:
             self._restore_handlers()
             self._over = True
@@ -117,61 +106,42 @@ class Stopper:
             self._received.close()
             self._sent.close()
 
-    def agreed(self) -> str | None:
+    def agreed(self, now: bool = False) -> str | None:
         """Asked by every process at each step boundary: why to stop, the same for all at the same boundary, or None.
 
-        With several processes this is what they said at the boundary before: the answers travel during the step.
+        With several processes this is what they said at the boundary before: the answers travel during the step. `now` waits
+        for what they say now: for the end of a phase, such as a validation.
 
         Raises:
             RuntimeError: a process is gone or does not answer.
         """
-        self._count_step()
+        self._longest_step = max(self._longest_step, time.monotonic() - self._boundary)
+        self._boundary = time.monotonic()
         if self._group is None:
             self._decided = self._decided or self.requested
-        elif self._decided is None:
+        else:
             if self._pending is not None:
-                self._decide(self._read())
+                self._decide()
             if self._decided is None:
-                self._send()
+                code = 0 if self.requested is None else _REASONS.index(self.requested) + 1
+                codes = torch.tensor([code], dtype=torch.int32)
+                work = distributed.all_reduce(codes, distributed.ReduceOp.MAX, self._group, async_op=True)
+                self._pending = work, codes
+                if now:
+                    self._decide()
         self._announce(self._decided)
         return self._decided
 
-    def agreed_now(self) -> str | None:
-        """As `agreed`, but waits for what all processes say now: for the end of a phase, such as a validation."""
-        if self._group is None:
-            return self.agreed()
-        if self._pending is not None and self._decided is None:
-            self._decide(self._read())
-        if self._decided is None:
-            self._send()
-            self._decide(self._read())
-        self._announce(self._decided)
-        return self._decided
+    def _decide(self) -> None:
+        """Read the answers that are on their way."""
+        (work, codes), self._pending = self._pending, None
+        work.wait()
+        self._decided = _REASONS[int(codes) - 1] if codes else None
 
     def request(self, reason: str) -> None:
         """Asks for a stop, for one of the reasons of `EXIT_CODES`; the first one stays."""
         self.requested = self.requested or reason
         self._announce(self.requested)
-
-    def _send(self) -> None:
-        code = 0 if self.requested is None else _REASONS.index(self.requested) + 1
-        tensor = torch.tensor([code], dtype=torch.int32)
-        work = distributed.all_reduce(tensor, distributed.ReduceOp.MAX, self._group, async_op=True)
-        self._pending = work, tensor
-
-    def _read(self) -> int:
-        (work, tensor), self._pending = self._pending, None
-        work.wait()
-        return int(tensor)
-
-    def _decide(self, code: int) -> None:
-        self._decided = _REASONS[code - 1] if code else None
-
-    def _count_step(self) -> None:
-        now = time.monotonic()
-        if self._boundary is not None:
-            self._longest_step = max(self._longest_step, now - self._boundary)
-        self._boundary = now
 
     def _announce(self, reason: str | None) -> None:
         if reason in (None, NOT_SAVED) or self._said:  # of the latter, an error tells
@@ -187,8 +157,9 @@ class Stopper:
         while not self._over:
             ready, _, _ = select.select([self._received], [], [], TICK)
             for number in self._received.recv(64) if ready else b"":
-                self._receive(number)
-            if self._launcher is not None and os.getppid() != self._launcher:
+                if number in self._handlers:
+                    self._receive(signal.Signals(number))
+            if is_launched() and os.getppid() != PARENT:
                 _leave_dead_outputs(all_but_files=False)  # in time: the launcher's reader may end a little later
                 self._allow_grace()
                 self.request(LAUNCHER_DIED)
@@ -199,27 +170,22 @@ class Stopper:
             if now > self._leave_at and not (saving and now < self._leave_at + SAVING) and not self._over:
                 leave(EXIT_CODES[self.requested or LAUNCHER_DIED])
 
-    def _receive(self, number: int) -> None:
+    def _receive(self, number: signal.Signals) -> None:
         if number == signal.SIGINT:
-            now = time.monotonic()
             # torchrun passes on a Ctrl-C that the terminal has sent to everybody: not a second one.
-            if self._first_interrupt is not None and now - self._first_interrupt >= 1:
+            if time.monotonic() - self._first_interrupt >= 1:
                 leave(EXIT_CODES["SIGINT"], "interrupted")
-            self._first_interrupt = self._first_interrupt or now
-            self.request("SIGINT")
-        elif number == signal.SIGHUP:
-            _leave_dead_outputs(all_but_files=True)
+            self._first_interrupt = min(self._first_interrupt, time.monotonic())
+        else:
+            if number == signal.SIGHUP:
+                _leave_dead_outputs(all_but_files=True)
             self._allow_grace()
-            self.request("SIGHUP")
-        elif number == signal.SIGTERM:
-            self._allow_grace()
-            self.request("SIGTERM")
+        self.request(number.name)
 
     def _allow_grace(self) -> None:
         """A process that nobody waits for must not keep the device, stuck in a collective whose peer is dead. But where
         steps take long, so does the way out: up to two of them."""
-        if self._leave_at == math.inf:
-            self._leave_at = time.monotonic() + max(self.grace, 3 * self._longest_step)
+        self._leave_at = min(self._leave_at, time.monotonic() + max(self.grace, 3 * self._longest_step))
 
     # The handlers.
 
