@@ -58,36 +58,27 @@ def execute(restart: Restart) -> NoReturn:
         OSError: the command could not be started.
     """
     settle_output()
-    _close_all_files_with_the_process()
+    # Files are closed by mark, not by hand: a library's thread that finds its socket closed would abort before the new process.
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        if descriptor > 2:
+            with suppress(OSError):  # the listing's own is closed already
+                os.set_inheritable(descriptor, False)
     # The blocked signals are inherited (handlers are not); with SIGTERM among them nobody could end the fresh process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     environment = {**_ENVIRONMENT, LAUNCHER: str(PARENT), **restart.environment}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
-def _close_all_files_with_the_process() -> None:
-    """By mark, not by hand: a library's thread that finds its socket closed would abort before the new process begins."""
-    for descriptor in map(int, os.listdir("/dev/fd")):
-        if descriptor > 2:
-            with suppress(OSError):  # the listing's own is closed already
-                os.set_inheritable(descriptor, False)
-
-
 def settle_output() -> None:
-    """Before a process ends or is replaced from outside its main thread: writes what is buffered, shows the cursor that a
-    progress bar hid. A main thread that hangs in a print holds a lock, so this waits 2 seconds at most."""
-    at_most(2, _settle_output)
-
-
-def at_most(seconds: float, work: Callable[[], None]) -> None:
-    """Do `work` in a thread, and wait so long for its end; do it in this thread where there is no memory for another one."""
-    thread = threading.Thread(target=work, daemon=True)
+    """Write what is buffered and show the cursor that a progress bar hid, before a process ends or is replaced from outside its
+    main thread. A main thread that hangs in a print holds a lock, so this waits 2 seconds at most."""
+    thread = threading.Thread(target=_settle_output, daemon=True)
     try:
         thread.start()
-    except RuntimeError:
-        work()
+    except RuntimeError:  # no memory for another thread
+        _settle_output()
     else:
-        thread.join(seconds)
+        thread.join(2)
 
 
 def _settle_output() -> None:
