@@ -49,10 +49,9 @@ class Holder:
     @classmethod
     def read(cls, path: Path) -> "Holder | None":
         """None where nothing readable is noted."""
-        try:
+        with suppress(OSError, ValueError):
             return schema.read(path, cls)
-        except (OSError, ValueError):
-            return None
+        return None
 
     def is_about_to_end(self) -> bool:
         """Whether it lost its launcher, which makes it save and end, or has ended and the note is still there."""
@@ -82,13 +81,6 @@ class RunLock:
         self.note = self.path.with_name(f"{self.path.name}.json")
         self.lock: BaseFileLock | None = None
 
-    def __enter__(self) -> "RunLock":
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
     def acquire(self) -> None:
         """Take the lock; raise a `UserError` where another process has it, or its file cannot be written."""
         with disk_errors(self.path, "name another --output_dir"):
@@ -97,33 +89,30 @@ class RunLock:
         with suppress(OSError):  # the note is for the sentence alone
             self.note.write_text(json.dumps(asdict(Holder.this_process())) + "\n", encoding="utf-8")
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         if self.lock is not None:
             with suppress(OSError):
                 self.note.unlink(missing_ok=True)
             self.lock.release()
             self.lock = None
 
+    __enter__, __exit__ = acquire, release
+
     def _wait_for_lock(self) -> BaseFileLock:
         """Return the lock; raise a `UserError` where another process holds it and does not seem to end."""
-        began, told = time.monotonic(), False
+        began, said = time.monotonic(), False
         while True:
             try:
                 return _take(self.path)
             except Timeout as refused:
                 holder = Holder.read(self.note)
-                if time.monotonic() - began >= self._patience_with(holder):
+                patience = UNNAMED_SECONDS if holder is None else self.patience * holder.is_about_to_end()
+                if time.monotonic() - began >= patience:
                     raise UserError(self._refusal(holder, Path(refused.lock_file))) from None
-            if holder is not None and not told:
+            if holder is not None and not said:
                 self.say(f"{self.folder} is still held by {holder}, which is about to end; waiting for it ...")
-                told = True
+                said = True
             time.sleep(POLL_SECONDS)
-
-    def _patience_with(self, holder: Holder | None) -> float:
-        """Seconds."""
-        if holder is None:
-            return UNNAMED_SECONDS
-        return self.patience if holder.is_about_to_end() else 0.0
 
     def _refusal(self, holder: Holder | None, lock_file: Path) -> str:
         who = holder or "another process"
@@ -141,28 +130,20 @@ def _place(folder: Path) -> Path:
 
 
 def _take(path: Path) -> BaseFileLock:
-    """The lock, held, in any thread's name.
+    """Return the lock, held, in any thread's name; raise `Timeout` where another process holds it.
 
-    Raises:
-        Timeout: another process holds it.
-        OSError: its file cannot be written.
+    On disks without flock it is a file that says who made it. filelock removes it when that process of this host is gone.
     """
-    lock = FileLock(path, timeout=0, thread_local=False, **NO_FALLBACK)
     try:
+        lock = FileLock(path, timeout=0, thread_local=False, **NO_FALLBACK)
         lock.acquire()
-    except NotImplementedError:  # as filelock 3 says it
-        return _take_softly(path.with_name(f"{path.name}.soft"))
-    except OSError as error:
-        if isinstance(error, Timeout) or error.errno not in NO_FLOCK:
+        return lock
+    except (NotImplementedError, OSError) as error:  # the first is filelock 3's word for it
+        if isinstance(error, OSError) and error.errno not in NO_FLOCK:
             raise
-        return _take_softly(path.with_name(f"{path.name}.soft"))
-    return lock
-
-
-def _take_softly(path: Path) -> BaseFileLock:
-    """For disks without flock: a file that says who made it. filelock removes it when that process of this host is gone."""
-    lock = SoftFileLock(path, timeout=SOFT_LOCK_SECONDS, thread_local=False)
+    soft = path.with_name(f"{path.name}.soft")
+    lock = SoftFileLock(soft, timeout=SOFT_LOCK_SECONDS, thread_local=False)
     if lock.is_lock_held_by_us:  # by what this process was before it replaced itself
-        path.unlink(missing_ok=True)
+        soft.unlink(missing_ok=True)
     lock.acquire()
     return lock
