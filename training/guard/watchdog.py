@@ -132,7 +132,7 @@ class Watchdog:
         self._pulse = Pulse(rank, socket.gethostname(), _machine(), os.getpid())
         self._last_words: dict[str, Any] = {}  # of the main thread, for the pulse
         self._wish: dict[str, Any] | None = None  # an order that this process wants to give
-        self._others: dict[int, Pulse] = {}  # those that this process judges, and itself
+        self._table: dict[int, Pulse] = {}  # those that this process judges, and itself
         self._trouble = 0.0
         self._over, self._ending = threading.Event(), threading.Event()
 
@@ -173,7 +173,7 @@ class Watchdog:
         if self.processes > 1:
             self._wish = {"sentence": reason, "speaker": 0, "environment": environment}
             self._thread.join()  # it ends with the process, or without its store
-            self._leave(f"{reason} The processes could not agree on a restart. {REMEDY}")
+            self._leave(f"{reason} The processes could not agree on a restart")
         raise Restart(environment, reason)
 
     # The thread. All that is written and read goes through it: a store that hangs must not take the main thread with it.
@@ -203,25 +203,25 @@ class Watchdog:
     def _judge(self) -> dict[str, Any] | None:
         """Return the order to end, where there is a reason to."""
         self._read_pulses()
-        pulses = [self._others[rank] for rank in sorted(self._others)]
+        pulses = [self._table[rank] for rank in sorted(self._table)]
         self._trouble += self.interval * any(pulse.error or pulse.failure for pulse in pulses)
         fault = find_fault(self.rank, pulses, self._trouble, self.patience, self.ddp_timeout)
         if fault is None:
             return None
         for pulse in pulses:
             _wake(pulse)
-        failed = 0 in self._others and self._others[0].failure  # which rank 0 has said itself
-        return {"sentence": f"{fault}. {REMEDY}", "speaker": 0 if failed else self.rank}
+        failed = 0 in self._table and self._table[0].failure  # which rank 0 has said itself
+        return {"sentence": fault, "speaker": 0 if failed else self.rank}
 
     def _read_pulses(self) -> None:
-        states = {rank: pulse.state_now() for rank, pulse in self._others.items()}  # first: a last word may follow
+        states = {rank: pulse.state_now() for rank, pulse in self._table.items()}  # first: a last word may follow
         keys = [f"pulse/{rank}" for rank in (range(self.processes) if self.rank == 0 else (0, self.rank))]
         for content in self._store.multi_get([key for key in keys if self._store.check([key])]):
             pulse = Pulse(**json.loads(content))
-            before = self._others.get(pulse.rank)
+            before = self._table.get(pulse.rank)
             # Counted in beats of this process: a machine that was suspended has not been silent.
             silence = before.silence + self.interval if before is not None and before.beat == pulse.beat else 0.0
-            self._others[pulse.rank] = replace(pulse, silence=silence, state=states.get(pulse.rank, ""))
+            self._table[pulse.rank] = replace(pulse, silence=silence, state=states.get(pulse.rank, ""))
 
     def _watch_host(self) -> None:
         """Against a store that freezes with rank 0: no call to it returns, and no timeout ends the call."""
@@ -231,17 +231,17 @@ class Watchdog:
             if self._over.wait(self.patience + self.interval):
                 return
         silent = f"has been silent for {self.patience:g} s at {self.phase}"
-        if 0 in self._others:
-            self._wish = {"sentence": f"{self._others[0]} {silent}. {REMEDY}", "speaker": self.rank}
-            _wake(self._others[0])  # then its store answers the thread, which gives the order
+        if 0 in self._table:
+            self._wish = {"sentence": f"{self._table[0]} {silent}", "speaker": self.rank}
+            _wake(self._table[0])  # then its store answers the thread, which gives the order
         if not self._ending.wait(FAREWELL):
             self._leave_host(silent)
 
     def _leave_host(self, how: str) -> NoReturn:
         """End without a store; rank 1 says how the host of the store is."""
-        host = self._others.get(0, "rank 0")
+        host = self._table.get(0, "rank 0")
         said = self.rank != 1 or (isinstance(host, Pulse) and host.failure)
-        self._leave("" if said else f"{host} {how}. {REMEDY}")
+        self._leave("" if said else f"{host} {how}")
 
     # Orders.
 
@@ -258,9 +258,9 @@ class Watchdog:
             try:
                 execute(Restart(order["environment"], order["sentence"]))
             except OSError as error:
-                self._leave(f"{sys.executable} could not be started again: {error}. {REMEDY}")
+                self._leave(f"{sys.executable} could not be started again: {error}")
         if restarts:
-            order["sentence"] += f" Not all processes answered within {ALL_READY:g} s. {REMEDY}"
+            order["sentence"] += f" Not all processes answered within {ALL_READY:g} s"
         elif self.rank == 0:
             time.sleep(0.5)
         self._leave(order["sentence"] if self.rank == order["speaker"] else "")
@@ -276,16 +276,16 @@ class Watchdog:
             return count >= self.processes
         return False
 
-    def _leave(self, sentence: str) -> NoReturn:
-        """End the process, in any thread. The sentence is empty where another process says it."""
+    def _leave(self, fault: str) -> NoReturn:
+        """End the process, in any thread. `fault` is empty where another process says it."""
         self._ending.set()
         settle_output()
-        if sentence:
-            say(f"error: {sentence}")
+        if fault:
+            say(f"error: {fault}. {REMEDY}")
         for seconds in (0, BEFORE_LEAVING):  # noted twice: what is being saved notes that the run goes on
             wait_for_writing(seconds)
-            if sentence and self.folder is not None:
-                mark_failed(self.folder.status, self.folder.newest_step(), sentence)
+            if fault and self.folder is not None:
+                mark_failed(self.folder.status, self.folder.newest_step(), f"{fault}. {REMEDY}")
         leave(1)
 
 
