@@ -29,7 +29,8 @@ def translate(error: Exception, run: Run) -> Exception:
     own mistake, or the process group's."""
     folder = run.folder
     if isinstance(error, DivergenceError):
-        return UserError(f"{error} {_sentence(folder.last_good())}")
+        last_good = folder.last_good()
+        return UserError(f"{error} {last_good[0].upper()}{last_good[1:]}.")
     if is_out_of_memory(error):
         return _out_of_memory(run.plan, folder)
     if isinstance(error, BackendCompilerFailed) and os.strerror(errno.ENOSPC) in str(error):
@@ -80,7 +81,3 @@ def _out_of_memory(plan: Plan, folder: RunFolder) -> Exception:
         )
     reason = f"{what}: going on from the last checkpoint with at most {micro // 2}, in a fresh process."
     return Restart(remembering(micro_batch=micro // 2, because=reason), reason)
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
