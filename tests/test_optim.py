@@ -45,7 +45,7 @@ class SGD(torch.optim.SGD):
 
     @classmethod
     def build(cls, groups: list[dict[str, Any]], arguments: OptimArguments, device: torch.device) -> "SGD":
-        return cls(groups, momentum=arguments.adam_beta1, fused=True)
+        return cls(groups, momentum=arguments.adam_beta1)  # fused, it knows no sharded tensors
 
 
 def test_another_optimizer_trains_saves_and_resumes_to_the_bit(train, tmp_path, monkeypatch):
