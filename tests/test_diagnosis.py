@@ -19,7 +19,7 @@ def diagnosis(folder, on_gpu=True, where="ram", accumulation=1, usual_mfu=None) 
 
 
 def told(it: Diagnosis, entries, waited=0.5) -> list[str]:
-    return [advice.text for entry in entries for advice in it.look(entry, waited)]
+    return [text for entry in entries for text in it.look(entry, waited).values()]
 
 
 def lines(losses, first=10, **more) -> list[dict]:

@@ -1,19 +1,13 @@
-"""What a run's own log says is wrong with it, and what would help: each thing once, while there is still time.
-
-docs/plan.md tells the limits below in words.
-"""
+"""Advice while a run trains: what its log shows to be wrong, and what would help. docs/plan.md describes the limits below."""
 
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from training.checkpoint import folder_name
-from training.hardware import FILLS_A_GPU, is_reported, name_of, reported_mfu
 from training.metrics import comparable_loss, read_events, read_metrics
 from training.plan import Plan
 from training.run_folder import RunFolder
@@ -31,21 +25,13 @@ EXPLODES = 5  # times the median of the gradient's norm, twice in a row
 NORMS = 100  # log lines that the median is of
 
 
-@dataclass(frozen=True)
-class Advice:
-    about: str  # data, mfu, micro_batch, gradient, rising, flat, overfitting
-    text: str
-
-
 class Diagnosis:
-    """Looks at each line of metrics.jsonl as it is written."""
+    """Looks at each line of metrics.jsonl as it is written. Each advice has a subject, and is given once in a run."""
 
-    def __init__(self, folder: RunFolder, plan: Plan, device: torch.device):
-        self.folder, self.plan, self.on_gpu = folder, plan, device.type == "cuda"
-        name = name_of(device)
-        fills_it = is_reported(name) and plan.memory.parameters >= FILLS_A_GPU
-        self.usual_mfu = reported_mfu(name)[1] if fills_it else None  # None: not known for this device
-        self.told = {event["about"] for event in read_events(folder.events) if event["event"] == "advice"}
+    def __init__(self, folder: RunFolder, plan: Plan, on_gpu: bool, usual_mfu: float | None):
+        """`usual_mfu`: what others report of the device; None if unknown."""
+        self.folder, self.plan, self.on_gpu, self.usual_mfu = folder, plan, on_gpu, usual_mfu
+        self.given = {event["about"] for event in read_events(folder.events) if event["event"] == "advice"}
         self.lines: list[tuple[int, float]] = []  # step and loss
         self.norms: deque[float] = deque(maxlen=NORMS)
         self.idle: deque[float] = deque(maxlen=IN_A_ROW)
@@ -54,23 +40,23 @@ class Diagnosis:
         for entry in read_metrics(folder.metrics):
             self._take(entry)
 
-    def look(self, entry: dict[str, Any], waited: float = 0.0) -> list[Advice]:
-        """`waited`: the share of the time in which the program waited for the device."""
+    def look(self, entry: dict[str, Any], waited: float = 0.0) -> dict[str, str]:
+        """Return new advice by subject. `waited`: the fraction of time in which the program waited for the device."""
         self._take(entry)
         if "eval_loss" in entry:
-            found = [self._overfitting()]
+            found = {"overfitting": self._overfitting()}
         else:
             self.idle.append(max(0.0, entry.get("data_share", 0.0) - waited))
             self.mfu.append(entry.get("mfu", 1.0))
-            found = [
-                self._data(),
-                self._speed(),
-                self._micro_batch(entry),
-                self._gradient(),
-                *self._course(entry["learning_rate"]),
-            ]
-        new = [advice for advice in found if advice is not None and advice.about not in self.told]
-        self.told |= {advice.about for advice in new}
+            found = {
+                "data": self._data(),
+                "mfu": self._speed(),
+                "micro_batch": self._micro_batch(entry["peak_memory_gb"] * 1e9),
+                "gradient": self._gradient(),
+                **self._trend(entry["learning_rate"]),
+            }
+        new = {about: text for about, text in found.items() if text is not None and about not in self.given}
+        self.given |= new.keys()
         return new
 
     def _take(self, entry: dict[str, Any]) -> None:
@@ -81,81 +67,70 @@ class Diagnosis:
         if "grad_norm" in entry:
             self.norms.append(entry["grad_norm"])
 
-    def _data(self) -> Advice | None:
+    def _data(self) -> str | None:
         if len(self.idle) < IN_A_ROW or min(self.idle) < IDLE:
             return None
-        where, share = self.plan.placement.where, statistics.median(self.idle)
         remedy = {
             "mmap": "they are read from a disk: --data_placement ram, where they fit, or a faster disk",
             "ram": "something else takes the processor: end it, or give the run more cores",
             "device": "its work is too small: a larger micro-batch gives it more at a time",
-        }[where]
-        return Advice("data", f"The device waits for its batches {share:.0%} of the time; {remedy}.")
+        }[self.plan.placement.where]
+        return f"The device waits for its batches {statistics.median(self.idle):.0%} of the time; {remedy}."
 
-    def _speed(self) -> Advice | None:
+    def _speed(self) -> str | None:
         if self.usual_mfu is None or len(self.mfu) < IN_A_ROW or max(self.mfu) > SLOW * self.usual_mfu:
             return None
-        return Advice(
-            "mfu",
+        return (
             f"MFU is {statistics.median(self.mfu):.0%}, and others reach about {self.usual_mfu:.0%} on this device; the line Device says "
-            f"what is not as usual (not compiled, fp32, attention: math), and --profile where the time goes.",
+            f"what is not as usual (not compiled, fp32, attention: math), and --profile where the time goes."
         )
 
-    def _micro_batch(self, entry: dict[str, Any]) -> Advice | None:
-        batches, peak = self.plan.batches, entry["peak_memory_gb"] * 1e9
+    def _micro_batch(self, peak: float) -> str | None:
+        size, number, available = self.plan.batches.micro_batch, self.plan.batches.accumulation, self.plan.available
         if not self.on_gpu or len(self.idle) < IN_A_ROW:
             return None
-        fits = [times for times in _divisors(batches.accumulation) if times * peak < ROOM * self.plan.available]
-        if not fits or fits[-1] == 1:
+        fits = [k for k in range(2, number + 1) if number % k == 0 and k * peak < ROOM * available]
+        if not fits:
             return None
-        return Advice(
-            "micro_batch",
-            f"A micro-batch of {batches.micro_batch:,} sequences takes {peak / 1e9:.1f} of {self.plan.available / 1e9:.1f} GB, and "
-            f"{batches.accumulation:,} are done one after the other; --per_device_train_batch_size "
-            f"{fits[-1] * batches.micro_batch} fills the device better, for the same steps.",
+        return (
+            f"A micro-batch of {size:,} sequences takes {peak / 1e9:.1f} of {available / 1e9:.1f} GB, and {number:,} are done one "
+            f"after the other; --per_device_train_batch_size {fits[-1] * size} fills the device better, for the same steps."
         )
 
-    def _gradient(self) -> Advice | None:
+    def _gradient(self) -> str | None:
         if len(self.norms) < LONG:
             return None
         *before, last, this = self.norms
         usual = statistics.median(before)
         if min(last, this) <= EXPLODES * usual:  # both 0, where there is nothing to learn
             return None
-        return Advice(
-            "gradient",
+        return (
             f"The gradient's norm is {this:.2f}, {this / usual:.0f} times what it was; if it stays so, lower learning_rate or raise "
-            f"warmup_steps, and resume from a checkpoint before.",
+            f"warmup_steps, and resume from a checkpoint before."
         )
 
-    def _course(self, learning_rate: float) -> list[Advice]:
+    def _trend(self, learning_rate: float) -> dict[str, str]:
         recent = self.lines[-max(LONG, len(self.lines) // 5) :]
         if len(recent) < LONG or len(self.lines) % OFTEN or recent[-1][0] > 0.9 * self.plan.max_steps:
-            return []
+            return {}
         before, after = np.array_split(np.array([loss for _, loss in recent]), 2)
         fall = before.mean() - after.mean()
         error = math.sqrt(before.var(ddof=1) / len(before) + after.var(ddof=1) / len(after))
-        steps = recent[-1][0] - recent[0][0]
+        steps, means = recent[-1][0] - recent[0][0], f"{before.mean():.3f}, then {after.mean():.3f}"
+        found = {}
         if -fall > max(RISE * before.mean(), 3 * error):
-            return [
-                Advice(
-                    "rising",
-                    f"The loss rises: {before.mean():.3f}, then {after.mean():.3f} over the last {steps:,} steps; lower learning_rate, "
-                    f"and resume from a checkpoint before.",
-                )
-            ]
-        if fall + 2 * error < FALL * before.mean():
-            return [
-                Advice(
-                    "flat",
-                    f"The loss is flat over the last {steps:,} steps: {before.mean():.3f}, then {after.mean():.3f} (± {error:.3f}). "
-                    f"More steps of this kind will hardly help: see whether learning_rate ({learning_rate:.1e}) is far too high or too "
-                    f"low; else it takes more text or a larger model.",
-                )
-            ]
-        return []
+            found["rising"] = (
+                f"The loss rises: {means} over the last {steps:,} steps; lower learning_rate, and resume from a checkpoint before."
+            )
+        elif fall + 2 * error < FALL * before.mean():
+            found["flat"] = (
+                f"The loss is flat over the last {steps:,} steps: {means} (± {error:.3f}). More steps of this kind will hardly "
+                f"help: see whether learning_rate ({learning_rate:.1e}) is far too high or too low; else it takes more text or a "
+                f"larger model."
+            )
+        return found
 
-    def _overfitting(self) -> Advice | None:
+    def _overfitting(self) -> str | None:
         if len(self.evaluations) < 3:
             return None
         (step, best), (_, before), (_, now) = min(self.evaluations, key=lambda pair: pair[1]), *self.evaluations[-2:]
@@ -163,12 +138,7 @@ class Diagnosis:
             return None
         is_saved = (self.folder.checkpoints / folder_name(step)).is_dir()
         kept = "Its checkpoint is kept" if is_saved else "No checkpoint was saved there: let save_steps be eval_steps"
-        return Advice(
-            "overfitting",
+        return (
             f"The validation loss rises, from {best:.4f} at step {step:,} to {now:.4f}: the model learns its text by heart. {kept}; "
-            f"more text or a smaller model helps, or dropout (resid_pdrop, attn_pdrop, embd_pdrop).",
+            f"more text or a smaller model helps, or dropout (resid_pdrop, attn_pdrop, embd_pdrop)."
         )
-
-
-def _divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]

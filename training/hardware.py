@@ -62,6 +62,7 @@ def reported_mfu(name: str) -> tuple[float, float, float]:
     return tuple(reported.get(model_of(name).split()[0] if name else "", reported["others"]))
 
 
-def is_reported(name: str) -> bool:
-    """Whether others report an MFU for this very device."""
-    return bool(name) and model_of(name).split()[0] in _DATA["reported_mfu"]
+def usual_mfu(name: str, parameters: int) -> float | None:
+    """Return the MFU that others usually reach on this very device; None where none is reported, or not for so small a model."""
+    is_reported = bool(name) and model_of(name).split()[0] in _DATA["reported_mfu"]
+    return reported_mfu(name)[1] if is_reported and parameters >= FILLS_A_GPU else None

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from training.batches import TrainBatches
-from training.diagnosis import Advice, Diagnosis
+from training.diagnosis import Diagnosis
+from training.hardware import name_of, usual_mfu
 from training.health import Reading
 from training.metrics import best_evaluation, read_events, read_metrics
 from training.run import Run
@@ -38,7 +39,9 @@ class RunLog:
         self.main = run.accelerator.is_main_process
         if self.main:
             self.began = time.monotonic() - 3600 * hours(read_events(run.folder.events), datetime.now(UTC))
-            self.diagnosis = Diagnosis(run.folder, run.plan, run.accelerator.device)
+            device = run.accelerator.device
+            usual = usual_mfu(name_of(device), run.plan.memory.parameters)
+            self.diagnosis = Diagnosis(run.folder, run.plan, device.type == "cuda", usual)
             losses = [loss for _, loss in self.diagnosis.lines]
             self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled)
 
@@ -110,10 +113,10 @@ class RunLog:
         if self.main:
             self.screen.show_progress(what, share)
 
-    def _advise(self, step: int, found: list[Advice]) -> None:
-        for advice in found:
-            self.say(f"ADVICE: {advice.text}")
-            record(self.folder.events, "advice", step, about=advice.about, text=advice.text)
+    def _advise(self, step: int, found: dict[str, str]) -> None:
+        for about, text in found.items():
+            self.say(f"ADVICE: {text}")
+            record(self.folder.events, "advice", step, about=about, text=text)
 
     def say(self, text: str) -> None:
         if self.main:
