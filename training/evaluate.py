@@ -34,7 +34,7 @@ from tokenizer import vocabulary
 from tokenizer.store import TokenStore
 from training.compare import panel
 from training.compare.memorization import memorization
-from training.compare.ratio import Ratio, ratio, units
+from training.compare.ratio import ratio, units
 from training.config import read_config
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.device import keep_freed_memory
@@ -42,40 +42,24 @@ from training.loading import check_store, find_model, load_own_model
 from training.loss import token_nats
 from training.report.evaluation import keep, show
 from training.run_folder import CONFIG_FILE, find_checkpoint, run_of
-from training.scoring import Evaluation, eval_batches, eval_starts, float64_device
+from training.scoring import eval_batches, eval_metrics, eval_starts, sum_of_processes
 from training.sharding import keep_accelerate_from_sharding
 from training.tokens import IGNORED, Tokens
-
-
-@dataclass(frozen=True)
-class Score:
-    """An evaluation with its standard errors."""
-
-    loss: Ratio
-    bits_per_byte: Ratio
-    tokens: int  # scored
-    units: str  # that the standard errors are over
-
-    def metrics(self) -> dict[str, float | str]:
-        metrics = Evaluation(self.loss.value, self.bits_per_byte.value, self.tokens).metrics()
-        return metrics | {
-            "eval_loss_stderr": self.loss.stderr,
-            "eval_perplexity_stderr": metrics["eval_perplexity"] * self.loss.stderr,
-            "eval_bits_per_byte_stderr": self.bits_per_byte.stderr,
-            "eval_stderr_over": self.units,
-        }
 
 
 @torch.no_grad()
 def score(
     model: GPT2ScratchForCausalLM, store: TokenStore, tokens: Tokens, micro_batch: int, accelerator: Accelerator
-) -> Score:
-    """All of the validation split in windows as in `evaluate`. All processes take part and get the same result."""
-    context, rank, processes = model.config.n_positions, accelerator.process_index, accelerator.num_processes
+) -> dict[str, Any]:
+    """Score all of the validation split in windows as in `scoring.evaluate`; return its metrics with their standard errors.
+
+    All processes take part and get the same metrics.
+    """
+    context = model.config.n_positions
     edges, what = units(store.offsets("val"))
     nats = np.zeros(len(edges) - 1)
-    starts = eval_starts(len(tokens), context, micro_batch, rank, processes, None)
-    batches = eval_batches(tokens, context, micro_batch, rank, processes, None)
+    starts = eval_starts(len(tokens), context, micro_batch, accelerator)
+    batches = eval_batches(tokens, starts, context)
     for begin, (inputs, targets, positions) in zip(
         track(starts, "scoring", accelerator.is_main_process), batches, strict=True
     ):
@@ -86,14 +70,17 @@ def score(
         places = (begin[:, None] + np.arange(1, context + 1))[is_target]  # in the split
         unit = np.searchsorted(edges, places, side="right") - 1
         np.add.at(nats, unit, costs.view(targets.shape).double().cpu().numpy()[is_target])
-    everyones = torch.from_numpy(nats).to(float64_device(accelerator.device))
-    nats = accelerator.reduce(everyones, reduction="sum").cpu().numpy()
+    nats = sum_of_processes(nats, accelerator)
     counts = np.diff(edges)
     counts[0] -= 1  # the first token is nobody's target
-    loss = ratio(nats, counts)
-    by_byte = ratio(nats, _bytes_of_units(store, edges))
-    bits = loss.value / math.log(2) * store.metadata.val.tokens / store.metadata.val.bytes
-    return Score(loss, Ratio(bits, bits * by_byte.stderr / by_byte.value), len(tokens) - 1, what)
+    loss, per_byte = ratio(nats, counts), ratio(nats, _bytes_of_units(store, edges))
+    metrics = eval_metrics(loss.value, len(tokens) - 1, store.metadata.val)
+    return metrics | {
+        "eval_loss_stderr": loss.stderr,
+        "eval_perplexity_stderr": metrics["eval_perplexity"] * loss.stderr,
+        "eval_bits_per_byte_stderr": metrics["eval_bits_per_byte"] * per_byte.stderr / per_byte.value,
+        "eval_stderr_over": what,
+    }
 
 
 def _bytes_of_units(store: TokenStore, edges: np.ndarray) -> np.ndarray:
@@ -104,7 +91,7 @@ def _bytes_of_units(store: TokenStore, edges: np.ndarray) -> np.ndarray:
 
 
 def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
-    """The store to score, and whether attention keeps to documents, as the run says that `model` is of."""
+    """Return the store to score, and whether attention keeps to documents, both by default as in the run of `model`."""
     try:
         run_folder = run_of(Path(model))
     except UserError:
@@ -114,8 +101,7 @@ def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
     config = read_config(["--config", str(run_folder / CONFIG_FILE)])
     if data is not None:
         return TokenStore(data), config.batch.mask_documents
-    say = partial(print, file=sys.stderr)
-    return open_store(config.recipe, say), config.batch.mask_documents
+    return open_store(config.recipe, partial(print, file=sys.stderr)), config.batch.mask_documents
 
 
 @dataclass
@@ -174,22 +160,16 @@ def main(arguments: list[str]) -> None:
     store.check_hashes("val", *["train"] * door.memorization)
     tokens = place_tokens(store, "val", placement.where, accelerator.device, mask_documents)
     scored = score(model, store, tokens, door.per_device_eval_batch_size, accelerator)
-    if not math.isfinite(scored.loss.value):
-        raise UserError(f"{folder} has a loss of {scored.loss.value}; its weights or its config.json are damaged.")
-    results: dict[str, Any] = {"model": str(folder), "data": str(store.folder)} | scored.metrics()
+    if not math.isfinite(loss := scored["eval_loss"]):
+        raise UserError(f"{folder} has a loss of {loss}; its weights or its config.json are damaged.")
+    results = {"model": str(folder), "data": str(store.folder)} | scored
     if door.compare or door.compare_with:
-        compared = panel.compare(model, chosen, door.compare_with, store, door.compare_documents, accelerator)
-        if compared is not None:
-            rows, text = compared
-            results["panel"] = {
-                "rows": [row.described() for row in rows],
-                "how": panel.how_it_was_made(store, text),
-            }
+        results["panel"] = panel.compare(model, chosen, door.compare_with, store, door.compare_documents, accelerator)
     if not accelerator.is_main_process:
         return
     if door.memorization:
-        found = memorization(model, store, door.memorization_texts, door.memorization_span, door.seed, accelerator)
-        results["memorization"] = found.described()
+        sizes = (door.memorization_texts, door.memorization_span)
+        results["memorization"] = memorization(model, store, *sizes, door.seed, accelerator)
     if door.json or not sys.stdout.isatty():
         print(json.dumps(results))
     else:

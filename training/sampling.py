@@ -102,7 +102,6 @@ def continue_text(
     return continue_texts(model, tokenizer, prompt, 1, max_new_tokens, config, stream)[0]
 
 
-@torch.no_grad()
 def continue_texts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -112,23 +111,34 @@ def continue_texts(
     config: GenerationConfig,
     stream: TextStream | None = None,
 ) -> list[str]:
-    """Continues `prompt` in `number` ways at once, also beyond the model's context: when that is full, the second half
-    of each text that has not ended becomes its new prompt.
-
-    Returns all of the continuations. Only a single one can be streamed.
+    """Continue `prompt` in `number` ways at once; return the continuations. Only a single one can be streamed.
 
     Raises:
         UserError: the prompt has a character that the tokenizer does not know, or is empty where it cannot be.
     """
-    context = model.config.max_position_embeddings
     eos = model.generation_config.eos_token_id  # with the end of a chat's turn
-    eos = model.config.eos_token_id if eos is None else eos
+    config.eos_token_id = model.config.eos_token_id if eos is None else eos
+    config.pad_token_id = model.config.pad_token_id
+    room = model.config.max_position_embeddings - 1  # a prompt that fills the context leaves none for new tokens
+    tokens = torch.tensor([encode_prompt(tokenizer, prompt)[-room:]] * number, device=model.device)  # (B, T)
+    texts = continue_tokens(model, tokens, max_new_tokens, config, stream)
+    return tokenizer.batch_decode(texts, skip_special_tokens=True)
+
+
+@torch.no_grad()
+def continue_tokens(
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    max_new_tokens: int,
+    config: GenerationConfig,
+    stream: TextStream | None = None,
+) -> list[list[int]]:
+    """Continue each row of `tokens` (B, T) until an end of text, also beyond the model's context: when that is full, the
+    second half of each text that has not ended becomes its new prompt."""
+    context, eos = model.config.max_position_embeddings, config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
-    prompt_ids = encode_prompt(tokenizer, prompt)[-context + 1 :]  # one that fills the context leaves room for nothing
-    tokens = torch.tensor([prompt_ids] * number, device=model.device)  # (B, T)
-    config.pad_token_id, config.eos_token_id = model.config.pad_token_id, eos
-    texts: list[list[int]] = [[] for _ in range(number)]
-    rows = texts  # those that `tokens` holds: the ones that go on
+    texts: list[list[int]] = [[] for _ in tokens]
+    rows = texts  # those that `tokens` holds: the ones that have not ended
     while max_new_tokens > 0 and rows:
         T = tokens.shape[1]
         config.max_new_tokens = min(max_new_tokens, context - T)
@@ -142,7 +152,7 @@ def continue_texts(
         going = [i for i, length in enumerate(lengths) if length is None]
         rows = [rows[i] for i in going]
         tokens = output[going, -max(1, context // 2) :]
-    return tokenizer.batch_decode(texts, skip_special_tokens=True)
+    return texts
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
@@ -203,13 +213,14 @@ def sample(
 
 
 def write_samples(path: Path, step: int, samples: list[tuple[str, str]]) -> None:
-    """Appends a section to samples.md."""
+    """Append a section to samples.md."""
+    texts = "".join(f"{fenced(prompt + text)}\n\n" for prompt, text in samples)
     with path.open("a", encoding="utf-8") as file:
-        file.write(_section(step, [prompt + text for prompt, text in samples]))
+        file.write(f"## step {step}\n\n{texts}")
 
 
 def read_samples(path: Path) -> dict[int, list[str]]:
-    """Prompts with their continuations, by step; what a crash cut off is left out."""
+    """Return prompts with their continuations by step, without what a crash cut off."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     samples: dict[int, list[str]] = {}
     section: list[str] = []
@@ -222,19 +233,15 @@ def read_samples(path: Path) -> dict[int, list[str]]:
 
 
 def forget_samples_after(path: Path, step: int) -> None:
-    """Takes out the sections of later steps; what else someone wrote into the file stays."""
+    """Remove the sections of later steps; anything else that was written into the file stays."""
     if path.is_file():
         text = path.read_text(encoding="utf-8", errors="replace")
         later = (found.start() for found in SECTION_OR_SAMPLE.finditer(text) if found[1] and int(found[1]) > step)
         write_atomic(path, text[: next(later, len(text))])
 
 
-def _section(step: int, texts: list[str]) -> str:
-    return f"## step {step}\n\n" + "".join(f"{fenced(text)}\n\n" for text in texts)
-
-
 def fenced(text: str) -> str:
-    """A code block whose fence is longer than any in `text`."""
+    """Return a code block whose fence is longer than any in `text`."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

@@ -1,4 +1,4 @@
-"""The loss over a split: in windows of the context, each token a target once, shared among the processes."""
+"""Loss over a split, in windows of the context, shared among the processes."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -32,23 +32,14 @@ class EvaluationArguments:
     )
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    loss: float  # nats a token
-    bits_per_byte: float  # comparable across tokenizers
-    tokens: int  # scored
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            "eval_loss": self.loss,
-            "eval_perplexity": self.perplexity,
-            "eval_bits_per_byte": self.bits_per_byte,
-            "eval_tokens": self.tokens,
-        }
+def eval_metrics(loss: float, tokens: int, split: Split) -> dict[str, float]:
+    """Return `loss`, nats per token of `tokens` scored, and what follows from it, by the names of metrics.jsonl."""
+    return {
+        "eval_loss": loss,
+        "eval_perplexity": math.exp(min(loss, 700.0)),
+        "eval_bits_per_byte": loss / math.log(2) * split.tokens / split.bytes,  # comparable across tokenizers
+        "eval_tokens": tokens,
+    }
 
 
 @torch.no_grad()
@@ -61,60 +52,68 @@ def evaluate(
     accelerator: Accelerator,
     max_eval_samples: int | None = None,
     stop: Callable[[float], object] = lambda share: None,
-) -> Evaluation | None:
-    """Scores `tokens` in windows that overlap by one, so that each token but the first is a target once.
+) -> dict[str, float] | None:
+    """Score `tokens` in windows that overlap by one, so that each token but the first is a target once.
 
-    `loss` is the prepared `NextTokenLoss`; all processes take part and get the same result. `stop` is asked before each
-    batch, and told what share is done; where it says so (to all processes at once), nothing is scored.
+    `loss` is the prepared `NextTokenLoss`; all processes take part and get the same metrics. `stop` is called before each
+    batch with the share that is done; where it returns true (to all processes at once), nothing is scored.
     """
     loss.eval()
+    starts = eval_starts(len(tokens), context, micro_batch, accelerator, max_eval_samples)
     sums = torch.zeros(2, dtype=torch.float64, device=float64_device(accelerator.device))  # nats, targets
-    where = (accelerator.process_index, accelerator.num_processes, max_eval_samples)
-    number = len(eval_starts(len(tokens), context, micro_batch, *where))
-    for done, (inputs, targets, positions) in enumerate(eval_batches(tokens, context, micro_batch, *where)):
-        if stop(done / number):
+    for done, (inputs, targets, positions) in enumerate(eval_batches(tokens, starts, context)):
+        if stop(done / len(starts)):
             loss.train()
             return None
         sums[0] += loss(inputs, targets, 1, positions).to(sums.device)
         sums[1] += (targets != IGNORED).sum().to(sums.device)
     loss.train()
     nats, scored = accelerator.reduce(sums, reduction="sum").tolist()
-    mean = nats / scored
-    return Evaluation(mean, mean / math.log(2) * split.tokens / split.bytes, int(scored))
+    return eval_metrics(nats / scored, int(scored), split)
 
 
-def eval_batches(
-    tokens: Tokens, context: int, micro_batch: int, rank: int, processes: int, max_samples: int | None
-) -> Iterator[Batch]:
-    """This process's batches. Every process yields as many, of the same shape, if need be of ignored targets."""
-    mine = eval_starts(len(tokens), context, micro_batch, rank, processes, max_samples)
-    for now in range(len(mine)):
+def eval_batches(tokens: Tokens, starts: np.ndarray, context: int) -> Iterator[Batch]:
+    """Yield the batch of windows at each row of `starts` (batches, micro_batch)."""
+    for now, row in enumerate(starts):
         if tokens.file is not None:
-            tokens.file.announce(mine[now : now + 2].flatten(), context + 1)
-        yield tokens.batch(mine[now], context)
+            tokens.file.announce(starts[now : now + 2].flatten(), context + 1)
+        yield tokens.batch(row, context)
 
 
 def eval_starts(
-    n_tokens: int, context: int, micro_batch: int, rank: int, processes: int, max_samples: int | None
+    n_tokens: int, context: int, micro_batch: int, accelerator: Accelerator, max_samples: int | None = None
 ) -> np.ndarray:
-    """(batches, micro_batch) int64: where the windows of this process begin."""
-    count = -(-(n_tokens - 1) // context)
-    starts = np.arange(count, dtype=np.int64) * context
-    if max_samples is not None and max_samples < count:
-        starts = starts[np.linspace(0, count - 1, max_samples).astype(np.int64)]
-    rounds = -(-len(starts) // (micro_batch * processes))
-    padded = np.full(rounds * processes * micro_batch, n_tokens, dtype=np.int64)  # beyond the end: nothing to score
-    padded[: len(starts)] = starts
-    return padded.reshape(rounds, processes, micro_batch)[:, rank]
+    """(batches, micro_batch) int64: where the windows of this process begin.
+
+    Every process has as many, of the same shape, if need be beyond the end, where all targets are ignored.
+    """
+    starts = _window_starts(n_tokens, context, max_samples)
+    per_round = accelerator.num_processes * micro_batch
+    padded = np.pad(starts, (0, -len(starts) % per_round), constant_values=n_tokens)
+    return padded.reshape(-1, accelerator.num_processes, micro_batch)[:, accelerator.process_index]
+
+
+def _window_starts(n_tokens: int, context: int, most: int | None) -> np.ndarray:
+    """(windows,) int64: all of them, or `most`, evenly spread."""
+    starts = np.arange(0, n_tokens - 1, context, dtype=np.int64)
+    if most is None or most >= len(starts):
+        return starts
+    return starts[np.linspace(0, len(starts) - 1, most).astype(np.int64)]
 
 
 def eval_windows(store: TokenStore, context: int, number: int, mask_documents: bool) -> dict[str, torch.Tensor]:
-    """The windows that a validation with `number` of them scores: inputs, targets and, where documents are masked,
+    """Return the windows that a validation with `number` of them scores: inputs, targets and, where documents are masked,
     positions, (N, context) each."""
     tokens = place_tokens(store, "val", "mmap", torch.device("cpu"), mask_documents)
-    batches = list(eval_batches(tokens, context, 1, 0, 1, number))
+    batch = tokens.batch(_window_starts(len(tokens), context, number), context)
     names = ("inputs", "targets", "positions") if mask_documents else ("inputs", "targets")
-    return {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    return {name: getattr(batch, name) for name in names}
+
+
+def sum_of_processes(values: np.ndarray, accelerator: Accelerator) -> np.ndarray:
+    """Add up fp64 `values` over all processes."""
+    tensor = torch.from_numpy(values).to(float64_device(accelerator.device))
+    return accelerator.reduce(tensor, reduction="sum").cpu().numpy()
 
 
 def float64_device(device: torch.device) -> torch.device:

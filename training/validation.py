@@ -10,7 +10,7 @@ from training.report.facts import begin_report
 from training.report.report import write_report
 from training.run import Run
 from training.sampling import sample, write_samples
-from training.scoring import Evaluation, evaluate
+from training.scoring import evaluate
 from training.sharding import generating
 from training.step import TrainStep
 
@@ -32,23 +32,22 @@ class Validation:
             log.show_progress("validating", share)
             return stop()
 
-        def score(most: int | None) -> Evaluation | None:
+        def score(most: int | None) -> dict[str, float] | None:
             batches = self.run.plan.batches
             shape = (batches.context, batches.micro_batch)
             split = self.run.data.store.metadata.val
             return evaluate(self.train_step.loss, self.run.data.val, split, *shape, self.run.accelerator, most, watch)
 
-        result = score(None if last else self.max_samples)  # the last one scores everything
-        if result is None:
+        metrics = score(None if last else self.max_samples)  # the last one scores everything
+        if metrics is None:
             return
-        if not math.isfinite(result.loss):
-            raise DivergenceError(f"The validation loss is {result.loss} after step {step:,}", step)
-        metrics = result.metrics()
+        if not math.isfinite(loss := metrics["eval_loss"]):
+            raise DivergenceError(f"The validation loss is {loss} after step {step:,}", step)
         if last and self.max_samples is not None:
             sampled = score(self.max_samples)
             if sampled is None:
                 return
-            metrics["eval_sampled_loss"] = sampled.loss
+            metrics["eval_sampled_loss"] = sampled["eval_loss"]
         log.log_evaluation(step, metrics)
         self.write_samples(step, log, aloud=last)
         if self.run.accelerator.is_main_process:

@@ -1,11 +1,10 @@
-"""What the model writes that stands in its training text, word for word.
+"""Memorization: text of the model that occurs in its training text, word for word.
 
 Texts are sampled from the model as it is (temperature 1, all of the vocabulary), and every span of 50 tokens in them is looked
 up in the training split, as Lee et al. (2022) do. Spans of held-out text are looked up as well: what nobody memorized stands
 there too, licences for example.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from transformers import PreTrainedModel
 from errors import UserError
 from progress import track
 from tokenizer.store import TokenStore
-from training.compare.ratio import Ratio, ratio
-from training.sampling import generation_config
+from training.compare.ratio import ratio
+from training.sampling import continue_tokens, generation_config
 
 LENGTH = 256  # tokens of a text at most
 AT_ONCE = 32  # texts
@@ -26,35 +25,10 @@ BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 FILTER_BITS = 20
 
 
-@dataclass(frozen=True)
-class Memorization:
-    share: Ratio  # of the spans that the model wrote
-    spans: int
-    held_out_share: Ratio
-    held_out_spans: int
-    span: int  # tokens
-    texts: int  # that the model wrote
-    example: dict[str, Any] | None  # text, document, token: where the first that was found stands
-
-    def described(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "span_tokens": self.span,
-            "texts": self.texts,
-            "spans": self.spans,
-            "share": self.share.value,
-            "share_stderr": self.share.stderr,
-            "held_out_spans": self.held_out_spans,
-            "held_out_share": self.held_out_share.value,
-            "held_out_share_stderr": self.held_out_share.stderr,
-            "example": self.example,
-        }
-
-
 def memorization(
     model: PreTrainedModel, store: TokenStore, texts: int, span: int, seed: int, accelerator: Accelerator
-) -> Memorization:
-    """By one process.
+) -> dict[str, Any]:
+    """Return the share of spans that are found, for JSON. Called by one process.
 
     Raises:
         UserError: the model ends its texts, or the validation split its documents, before they have a span.
@@ -63,26 +37,34 @@ def memorization(
     held_out = _held_out(store, texts, seed)
     opening = [row[:1] for row in held_out] if eos is None else [np.array([eos])] * texts
     written = write(model, np.stack(opening), LENGTH, eos, seed, accelerator)
-    ours, theirs = (spans([part for row in rows for part in parts(row, eos)], span) for rows in (written, held_out))
-    counted = [
-        np.array([sum(max(0, len(p) - span + 1) for p in parts(row, eos)) for row in rows])
-        for rows in (written, held_out)
-    ]
-    for what, counts in zip(("the texts that the model wrote", "the validation split"), counted, strict=True):
-        if not counts.sum():
+    looked_up, counts = [], []
+    for what, rows in (("the texts that the model wrote", written), ("the validation split", held_out)):
+        pieces = [parts(row, eos) for row in rows]
+        counts.append(np.array([sum(max(0, len(piece) - span + 1) for piece in row) for row in pieces]))
+        looked_up.append(spans([piece for row in pieces for piece in row], span))
+        if not len(looked_up[-1]):
             raise UserError(f"No document of {what} has {span} tokens; give a smaller --memorization_span.")
-    both = np.concatenate([ours, theirs])
-    places = find(store.memory_map("train"), both, accelerator)
-    found = np.split(places >= 0, [len(ours)])
-    shares = [ratio(_sums(hits, counts), counts) for hits, counts in zip(found, counted, strict=True)]
-    example = None
+    places = find(store.memory_map("train"), np.concatenate(looked_up), accelerator)
+    found = np.split(places >= 0, [len(looked_up[0])])
+    share, held_out_share = (ratio(_sums(hits, n), n) for hits, n in zip(found, counts, strict=True))
+    example = None  # the first that was found
     if found[0].any():
         first = int(np.argmax(found[0]))
         place = int(places[first])
         document = int(np.searchsorted(store.offsets("train"), place, side="right")) - 1
-        text = store.load_tokenizer().decode(ours[first].tolist())
+        text = store.load_tokenizer().decode(looked_up[0][first].tolist())
         example = {"text": text, "document": document, "token": place}
-    return Memorization(shares[0], len(ours), shares[1], len(theirs), span, texts, example)
+    return {
+        "span_tokens": span,
+        "texts": texts,
+        "spans": len(looked_up[0]),
+        "share": share.value,
+        "share_stderr": share.stderr,
+        "held_out_spans": len(looked_up[1]),
+        "held_out_share": held_out_share.value,
+        "held_out_share_stderr": held_out_share.stderr,
+        "example": example,
+    }
 
 
 def _held_out(store: TokenStore, number: int, seed: int) -> list[np.ndarray]:
@@ -97,27 +79,18 @@ def _sums(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.bincount(np.repeat(np.arange(len(counts)), counts), weights=values, minlength=len(counts))
 
 
-@torch.no_grad()
 def write(
     model: PreTrainedModel, opening: np.ndarray, length: int, eos: int | None, seed: int, accelerator: Accelerator
 ) -> list[np.ndarray]:
-    """What follows `opening`, (B, 1), up to an end of text or `length` tokens; beyond the context, from its second half on."""
+    """Return what the model writes after `opening` (B, 1), up to an end of text or `length` tokens."""
     torch.manual_seed(seed)
-    context = model.config.max_position_embeddings
+    config = generation_config(1.0)
+    config.eos_token_id = config.pad_token_id = eos
     texts = []
     for at in track(range(0, len(opening), AT_ONCE), "writing", accelerator.is_main_process):
         tokens = torch.from_numpy(opening[at : at + AT_ONCE]).to(model.device)
-        while tokens.shape[1] <= length:
-            prompt = tokens if tokens.shape[1] < context else tokens[:, -max(1, context // 2) :]
-            T = prompt.shape[1]
-            config = generation_config(1.0, max_new_tokens=min(context - T, length + 1 - tokens.shape[1]))
-            config.eos_token_id = config.pad_token_id = eos
-            output = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
-            tokens = torch.cat([tokens, output[:, T:]], dim=1)
-            if eos is not None and (tokens[:, 1:] == eos).any(dim=1).all():
-                break
-        texts += list(tokens[:, 1:].cpu().numpy())
-    return [parts(row, eos)[0] for row in texts]  # behind an end of text there is nothing of worth
+        texts += continue_tokens(model, tokens, length, config)
+    return [np.array(text, dtype=np.int64) for text in texts]
 
 
 def parts(tokens: np.ndarray, eos: int | None) -> list[np.ndarray]:

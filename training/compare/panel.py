@@ -1,4 +1,4 @@
-"""Is it good? Models, n-grams and compressors beside one another, by bits a byte of the same text.
+"""Comparison of models, n-grams and compressors by bits per byte of the same text.
 
 A model scores documents one by one, as its own tokenizer cuts them, each after the token that begins a text (bos, or eos where
 there is no bos; without either, the first token costs as much as any of the vocabulary). Windows of its context overlap by
@@ -23,30 +23,14 @@ from errors import UserError, counted
 from progress import track
 from tokenizer.store import TokenStore
 from training.compare.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
-from training.compare.ratio import Ratio, ratio, units
+from training.compare.ratio import ratio, units
 from training.loading import find_model, load_with_tokenizer
+from training.scoring import sum_of_processes
 
 LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have room for more
 BYTES_OF_LOGITS = 1 << 27  # at once, in fp32
 ORDERS = {"unigram": 1, "trigram": 3}
 DOCUMENTS_AT_ONCE = 256
-
-
-@dataclass(frozen=True)
-class Row:
-    name: str
-    kind: str  # model, n-gram or compressor
-    bits_per_byte: Ratio  # a compressor's has no standard error: nan
-    difference: Ratio | None  # to the first model, unit by unit
-
-    def described(self) -> dict[str, Any]:
-        """For JSON, which knows no nan."""
-        told = {"name": self.name, "kind": self.kind, "bits_per_byte": self.bits_per_byte.value}
-        if not math.isnan(self.bits_per_byte.stderr):
-            told["bits_per_byte_stderr"] = self.bits_per_byte.stderr
-        if self.difference is not None:
-            told |= {"difference": self.difference.value, "difference_stderr": self.difference.stderr}
-        return told
 
 
 @dataclass(frozen=True)
@@ -147,10 +131,7 @@ def nats_of_model(
         for row, (i, start, new) in enumerate(batch):
             unit = places[i][new : start + context]
             np.add.at(sums, unit, nats[row, new - start :][: len(unit)])
-    everyones = torch.from_numpy(sums)
-    if accelerator.num_processes > 1:
-        everyones = accelerator.reduce(everyones.to(accelerator.device), reduction="sum").cpu()
-    return everyones.numpy()
+    return sum_of_processes(sums, accelerator)
 
 
 def compare(
@@ -160,40 +141,45 @@ def compare(
     store: TokenStore,
     most_documents: int | None,
     accelerator: Accelerator,
-) -> tuple[list[Row], HeldOut] | None:
-    """All of them, best first; None on all processes but the main one, which does what is not for models.
+) -> dict[str, Any] | None:
+    """Return the rows of the panel, best first, and how they were made, for JSON; None on all processes but the main one,
+    which fits n-grams and compresses.
 
     Raises:
         UserError: a model cannot be loaded, or its tokenizer does not know the text.
     """
     text = held_out(store, most_documents)
     nats: dict[str, np.ndarray] = {}
-    theirs = store.load_tokenizer()
-    ours = encoded(text, theirs, name)
-    nats[name] = nats_of_model(model, begins(theirs), ours, len(text.bytes), accelerator, name)
+
+    def add(title: str, scored: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+        cut = encoded(text, tokenizer, title)
+        nats[title] = nats_of_model(scored, begins(tokenizer), cut, len(text.bytes), accelerator, title)
+        return cut
+
+    ours = add(name, model, store.load_tokenizer())
     for other in others:
         another, tokenizer = load_with_tokenizer(find_model(other), torch.float32)
-        cut = encoded(text, tokenizer, other)
-        nats[other] = nats_of_model(
-            another.to(accelerator.device), begins(tokenizer), cut, len(text.bytes), accelerator, other
-        )
+        add(other, another.to(accelerator.device), tokenizer)
         del another
     if not accelerator.is_main_process:
         return None
-    models = len(nats)
-    fitted = fitted_on(store)
-    eos = store.metadata.eos_token_id
+    fitted, eos = fitted_on(store), store.metadata.eos_token_id
     for title, order in track(ORDERS.items(), "n-grams", accelerator.is_main_process):
         nats[title] = nats_of_ngram(NGram(fitted, store.metadata.vocab_size, order), eos, ours, len(text.bytes))
+    rows = [
+        {"name": title, "kind": "compressor", "bits_per_byte": value}
+        for title, value in compressed_bits("".join(text.texts).encode()).items()
+    ]
     bits = {title: values / math.log(2) for title, values in nats.items()}
-    rows = []
-    for place, (title, values) in enumerate(bits.items()):
-        kind = "model" if place < models else "n-gram"
-        difference = ratio(values - bits[name], text.bytes) if place else None
-        rows.append(Row(title, kind, ratio(values, text.bytes), difference))
-    for title, value in compressed_bits("".join(text.texts).encode()).items():
-        rows.append(Row(title, "compressor", Ratio(value, math.nan), None))
-    return sorted(rows, key=lambda row: row.bits_per_byte.value), text
+    for title, values in bits.items():
+        mean, difference = ratio(values, text.bytes), ratio(values - bits[name], text.bytes)
+        row = {"name": title, "kind": "n-gram" if title in ORDERS else "model", "bits_per_byte": mean.value}
+        if not math.isnan(mean.stderr):  # which JSON does not know
+            row["bits_per_byte_stderr"] = mean.stderr
+        if title != name:  # unit by unit
+            row |= {"difference": difference.value, "difference_stderr": difference.stderr}
+        rows.append(row)
+    return {"rows": sorted(rows, key=lambda row: row["bits_per_byte"]), "how": _how_it_was_made(store, text)}
 
 
 def begins(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -210,7 +196,7 @@ def nats_of_ngram(ngram: NGram, eos: int | None, text: Encoded, n_units: int) ->
     return np.bincount(np.concatenate(text.units), weights=nats[is_text], minlength=n_units)
 
 
-def how_it_was_made(store: TokenStore, text: HeldOut) -> str:
+def _how_it_was_made(store: TokenStore, text: HeldOut) -> str:
     """What a reader has to know of the panel."""
     split = store.metadata.train
     fitted = f"the training split's {split.tokens:,} tokens"
