@@ -62,7 +62,7 @@ def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
         if start.state.grad_scaler and accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(start.state.grad_scaler)
         validation = Validation(run, train_step, config.evaluation.max_eval_samples)
-        print_outlook(config, run, forecast)
+        print_outlook(run, forecast)
 
         gc.freeze()  # all that was imported and built: looking through it for garbage would stop a step for half a second
 

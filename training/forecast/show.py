@@ -1,14 +1,14 @@
-"""--plan: all that a run will take and all that is wrong with it, without running it."""
+"""--plan: the estimate of a run, and everything that is wrong with its configuration, without running it."""
 
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 
+from tokenizer.store import TokenStore
 from training.batches import WindowOrder
 from training.config import TrainConfig
 from training.console import clock, printer
@@ -16,15 +16,12 @@ from training.data import estimate_store, open_store, place_tokens
 from training.device import Setup, describe
 from training.distributed import start_accelerator
 from training.forecast.advice import outlook
-from training.forecast.forecast import Forecast, Throughput, assumed_here, assumed_speed, forecast_of, rentals
+from training.forecast.forecast import Forecast, Throughput, assumed_speed, rentals
 from training.forecast.probe import measure
-from training.hardware import RENTALS
+from training.hardware import RENTALS, name_of
 from training.plan import Plan
 from training.preflight import make_plan, setup_of
 from training.run import Run, describe_run
-
-if TYPE_CHECKING:
-    from tokenizer.estimate import Estimate
 
 
 def show_plan(config: TrainConfig) -> None:
@@ -48,44 +45,40 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     store = sample if estimate is None else estimate.whole
     plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
 
-    throughput = _throughput(config, plan, setup, accelerator, sample)
-    forecast = forecast_of(config, plan, throughput, store)
+    forecast = Forecast(config, setup, plan, store, _throughput(config, plan, setup, accelerator, sample))
     if config.cost.plan_device is None:
         hardware = describe(accelerator, setup, plan.model)
     else:
         hardware = f"{RENTALS[config.cost.plan_device].name}, {setup.mixed_precision}, compiled: by its datasheet"
-    where, estimated = store.folder, None
+    data = None
     if estimate is not None:
-        where, estimated = config.data.data, _estimated(plan, estimate)
-    told = outlook(forecast, config, hardware, setup, accelerator.device, where, estimated)
-    say(f"{told}\n{rentals(forecast)}".rstrip())
+        tokens = plan.order.n_tokens
+        data = (
+            f"{config.data.data}, {plan.placement}: about {round(tokens, 3 - len(str(tokens))):,} tokens, estimated from "
+            f"{estimate.read}, and so is all that follows from them;\n         tokenizing it all, which comes before the first step, "
+            f"should take about {clock(estimate.seconds)}"
+        )
+    say(f"{outlook(forecast, hardware, data)}\n{rentals(forecast)}".rstrip())
 
 
 def forecast_run(config: TrainConfig, run: Run) -> Forecast:
-    return forecast_of(config, run.plan, assumed_here(run.plan, run.setup, run.accelerator), run.data.store)
+    speed = assumed_speed(name_of(run.accelerator.device), run.plan, run.setup, run.accelerator.num_processes)
+    return Forecast(config, run.setup, run.plan, run.data.store, speed)
 
 
-def print_outlook(config: TrainConfig, run: Run, forecast: Forecast) -> None:
+def print_outlook(run: Run, forecast: Forecast) -> None:
     """Print what the run is expected to take, and where it starts."""
     hardware = describe(run.accelerator, run.setup, run.plan.model)
-    text = outlook(forecast, config, hardware, run.setup, run.accelerator.device, run.data.store.folder)
-    printer(run.accelerator)(describe_run(run, text))
+    printer(run.accelerator)(describe_run(run, outlook(forecast, hardware)))
 
 
-def _estimated(plan: Plan, estimate: "Estimate") -> str:
-    tokens = plan.order.n_tokens
-    return (
-        f"about {round(tokens, 3 - len(str(tokens))):,} tokens, estimated from {estimate.read}, and so is all that follows "
-        f"from them;\n         tokenizing it all, which comes before the first step, should take about "
-        f"{clock(estimate.seconds)}"
-    )
-
-
-def _throughput(config: TrainConfig, plan: Plan, setup: Setup, accelerator: Accelerator, store) -> Throughput | None:
+def _throughput(
+    config: TrainConfig, plan: Plan, setup: Setup, accelerator: Accelerator, store: TokenStore
+) -> Throughput | None:
     if config.cost.plan_device is not None:
         return assumed_speed(RENTALS[config.cost.plan_device].datasheet, plan, setup, accelerator.num_processes)
     if config.cost.plan_steps == 0:
         return None
     tokens = place_tokens(store, "train", plan.placement.where, accelerator.device, config.batch.mask_documents)
     order = WindowOrder(store.metadata.train.tokens, plan.batches.context, config.seed)
-    return measure(config, replace(plan, order=order), setup, accelerator, tokens, config.cost.plan_steps)
+    return measure(config, replace(plan, order=order), setup, accelerator, tokens)
