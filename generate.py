@@ -21,14 +21,7 @@ from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
 from training.loading import find_model, load_with_tokenizer
-from training.sampling import (
-    arrange_weights,
-    compiled,
-    continue_text,
-    continue_texts,
-    encode_prompt,
-    generation_config,
-)
+from training.sampling import arrange_weights, compiled, continue_texts, encode_prompt, generation_config
 
 AT_ONCE = 32  # continuations; each of GPT-2's takes 75 MB for keys and values at its full context in fp32
 
@@ -93,7 +86,7 @@ def main(arguments: list[str]) -> None:
         print(f"Of the prompt's {n_prompt} tokens, only the last {context - 1} are read.", file=sys.stderr)
     if options.num_return_sequences == 1:
         write(options.prompt)
-        continue_text(model, tokenizer, options.prompt, options.max_new_tokens, config, write)
+        continue_texts(model, tokenizer, options.prompt, 1, options.max_new_tokens, config, write)
         write("\n")
         return
     for done in range(0, options.num_return_sequences, AT_ONCE):

@@ -1,4 +1,4 @@
-"""Text from a model: what `generate.py` streams and what training prints to show how the model learns."""
+"""Text from a model: streamed by `generate.py`, sampled at each validation, looked up for memorization."""
 
 import re
 from collections.abc import Callable
@@ -38,24 +38,21 @@ class SamplingArguments:
 
 
 def generation_config(temperature: float, top_k: int = 0, top_p: float = 1.0, **others) -> GenerationConfig:
-    """The usual flags as Transformers understands them; temperature 0 is greedy.
-
-    So is one so low that logits divided by it are infinite in float32.
-    """
+    """Translate the usual flags. Temperature 0 is greedy, and one so low that logits divided by it are infinite in float32."""
     if temperature < LOWEST_TEMPERATURE:
         return GenerationConfig(do_sample=False, **others)
     return GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, **others)
 
 
 def compiled(config: GenerationConfig) -> GenerationConfig:
-    """The same text by a compiled step over a static cache: its shapes never change."""
+    """Generate by a compiled step over a static cache, whose shapes never change."""
     config.cache_implementation, config.compile_config = "static", CompileConfig()
     config.compile_config._compile_all_devices = True  # of its own accord, Transformers compiles on accelerators only
     return config
 
 
 def arrange_weights(model: PreTrainedModel) -> None:
-    """Lays matrices out column by column, as GPT-2's `Conv1D` has them; their shapes and values stay.
+    """Lay matrices out column by column, as GPT-2's `Conv1D` has them; their shapes and values stay.
 
     MKL then multiplies a single row of fp32 by them up to twice as fast (AMD EPYC). In bf16 this would be slower.
     """
@@ -66,13 +63,12 @@ def arrange_weights(model: PreTrainedModel) -> None:
 
 
 class TextStream(BaseStreamer):
-    """Decodes ids as they come and passes on text once it is whole characters."""
+    """Decode ids as they come and pass on text once it is whole characters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
-        self.tokenizer = tokenizer
-        self.write = write
+        self.tokenizer, self.write = tokenizer, write
         self.ids: list[int] = []
-        self.written = 0
+        self.written = 0  # characters
         self.prompt_follows = True
 
     def put(self, value: torch.Tensor) -> None:
@@ -89,19 +85,6 @@ class TextStream(BaseStreamer):
         self.prompt_follows = True
 
 
-def continue_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    max_new_tokens: int,
-    config: GenerationConfig,
-    write: Callable[[str], object] = lambda text: None,
-) -> str:
-    """Continues `prompt`; `write` receives the text as it comes. Otherwise as `continue_texts`."""
-    stream = TextStream(tokenizer, write)
-    return continue_texts(model, tokenizer, prompt, 1, max_new_tokens, config, stream)[0]
-
-
 def continue_texts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -109,9 +92,9 @@ def continue_texts(
     number: int,
     max_new_tokens: int,
     config: GenerationConfig,
-    stream: TextStream | None = None,
+    write: Callable[[str], object] | None = None,
 ) -> list[str]:
-    """Continue `prompt` in `number` ways at once; return the continuations. Only a single one can be streamed.
+    """Continue `prompt` in `number` ways at once. `write` receives the text of a single one as it comes.
 
     Raises:
         UserError: the prompt has a character that the tokenizer does not know, or is empty where it cannot be.
@@ -121,8 +104,10 @@ def continue_texts(
     config.pad_token_id = model.config.pad_token_id
     room = model.config.max_position_embeddings - 1  # a prompt that fills the context leaves none for new tokens
     tokens = torch.tensor([encode_prompt(tokenizer, prompt)[-room:]] * number, device=model.device)  # (B, T)
-    texts = continue_tokens(model, tokens, max_new_tokens, config, stream)
-    return tokenizer.batch_decode(texts, skip_special_tokens=True)
+    stream = None if write is None else TextStream(tokenizer, write)
+    return tokenizer.batch_decode(
+        continue_tokens(model, tokens, max_new_tokens, config, stream), skip_special_tokens=True
+    )
 
 
 @torch.no_grad()
@@ -156,7 +141,7 @@ def continue_tokens(
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """The ids of `prompt`; of an empty one, the token that begins a text."""
+    """Return the ids of `prompt`; of an empty one, the token that begins a text."""
     if is_character(tokenizer):
         unknown = sorted(set(prompt) - set(tokenizer.get_vocab()))
         if unknown:
@@ -197,7 +182,7 @@ def with_prompts(
 def sample(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: SamplingArguments, seed: int
 ) -> list[tuple[str, str]]:
-    """Prompt and continuation, for each prompt; the same ones for the same weights."""
+    """Return prompt and continuation for each prompt, the same ones for the same weights."""
     if arguments.sample_tokens == 0:
         return []
     torch.manual_seed(seed)
@@ -205,7 +190,7 @@ def sample(
     training = model.training
     model.eval()
     samples = [
-        (prompt, continue_text(model, tokenizer, prompt, arguments.sample_tokens, config))
+        (prompt, continue_texts(model, tokenizer, prompt, 1, arguments.sample_tokens, config)[0])
         for prompt in arguments.sample_prompts
     ]
     model.train(training)
