@@ -19,6 +19,7 @@ from settings_file import read_yaml
 from tokenizer import schema
 from tokenizer.report import documents, left_out
 from tokenizer.store import Metadata
+from training.compatibility import model_fields
 from training.flops import flops_per_token
 from training.launcher import launch_command
 from training.metrics import best_evaluation, comparable_loss, read_events, read_metrics, scores_more, seconds_until
@@ -31,15 +32,6 @@ MAX_ROWS = 16  # of the table of results; metrics.jsonl has them all
 MAX_MOMENTS = 5  # at which the report shows what the model wrote
 PROMPT_CHARACTERS = 10  # of a sample, as a prompt where none is given
 MIN_SECONDS = 3.0  # of steps, from which a speed is estimated
-MODEL_FIELDS = (
-    "n_layer",
-    "n_head",
-    "n_embd",
-    "n_positions",
-    "vocab_size",
-    "activation_function",
-    "tie_word_embeddings",
-)
 NOTICED = ("resumed", "stopped", "spike", "advice")  # events that a reader of the curves should know of
 
 Entries = list[dict[str, Any]]
@@ -50,7 +42,7 @@ def begin_report(
 ) -> None:
     """Write what the run folder does not hold. `watts`: what all devices together take at most; None if unknown."""
     facts = {
-        "model": {name: getattr(model, name) for name in MODEL_FIELDS},
+        "model": {name: getattr(model, name) for name in model_fields(type(model))},
         "parameters": parameters,
         "flops_per_token": {"causal": flops_per_token(model), "palm": flops_per_token(model, causal=False)},
         "watts": watts,
