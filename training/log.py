@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections import deque
-from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,6 +31,7 @@ class RunLog:
         self.folder, self.accelerator, self.plan = run.folder, run.accelerator, run.plan
         self.start, self.compiled = run.start, run.setup.torch_compile
         self.speed = Speed(batches, run.plan.model, run.accelerator)
+        self.pause, self.waiting = self.speed.pause, self.speed.waiting
         self.evaluation_share, self.hourly_price = evaluation_share, hourly_price
         self.first_step_is_done = False
         self.unlogged: dict[str, float] = {}  # what the next log line holds besides
@@ -109,7 +109,6 @@ class RunLog:
             self._advise(step, self.diagnosis.look(entry))
 
     def show_progress(self, what: str, share: float) -> None:
-        """Of what is no step, and may take long."""
         if self.main:
             self.screen.show_progress(what, share)
 
@@ -122,16 +121,8 @@ class RunLog:
         if self.main:
             self.screen.say(text)
 
-    def pause(self) -> AbstractContextManager[None]:
-        """What happens inside does not count as training time."""
-        return self.speed.pause()
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """What happens inside is nothing but waiting for the device."""
-        return self.speed.waiting()
-
     def start_trackers(self, project: str, settings: dict[str, Any]) -> None:
-        """Opens the trackers of `report_to`, and sends them every setting that has a value."""
+        """Open the trackers of `report_to`, and send them every setting that has a value."""
         if self.main:
             open_trackers(self.accelerator, self.folder, project, settings, self.start.step)
 
