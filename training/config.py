@@ -20,10 +20,10 @@ from training.backup import BackupArguments
 from training.batches import BatchArguments
 from training.checkpoint import CheckpointArguments
 from training.compatibility import ChangeArguments, Settings
-from training.cost import CostArguments
 from training.data import DataArguments, is_store, name_of
 from training.device import DeviceArguments
 from training.guard.stopping import StoppingArguments
+from training.hardware import CostArguments
 from training.health import HealthArguments
 from training.model import ModelArguments
 from training.optim import OptimArguments

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import torch
 import yaml
+from accelerate import Accelerator
+
+from limits import setting
 
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PRICES_OF, DOLLARS_PER_COLAB_UNIT = _DATA["prices_of"], _DATA["dollars_per_colab_unit"]
@@ -34,6 +37,31 @@ RENTALS = {
 }
 
 
+@dataclass
+class CostArguments:
+    hourly_price: float | None = setting(
+        None, "What an hour of all devices together costs, in dollars: for plan, report and model card.", resume="free"
+    )
+    plan: bool = setting(
+        False, "Say what the run will take, and what is wrong with it, without training.", resume="free"
+    )
+    plan_device: str | None = setting(
+        None,
+        f"With --plan: for one of these, by its datasheet, not for what is here: {', '.join(RENTALS)}.",
+        resume="free",
+    )
+    plan_steps: int = setting(
+        10, "With --plan: steps that are really done, to measure; 0 for none.", maximum=10_000, resume="free"
+    )
+
+    def problems(self) -> list[str]:
+        if self.plan_device is not None and self.plan_device not in RENTALS:
+            return [f"plan_device is {self.plan_device!r}; it must be one of {', '.join(RENTALS)}."]
+        if self.plan_device is not None and not self.plan:
+            return [f"plan_device is {self.plan_device} without --plan, which it is for; add --plan, or leave it out."]
+        return []
+
+
 def model_of(name: str) -> str:
     """Reduce the name of a device to its model: `NVIDIA A100-SXM4-80GB` -> `A100`."""
     return " ".join(word for word in re.split("[ -]", name.upper()) if not NOT_THE_MODEL.fullmatch(word))
@@ -54,6 +82,12 @@ def peak_flops(name: str, mixed_precision: str) -> float | None:
 def watts(name: str) -> float | None:
     """Return the most that a device takes, by its name; None where it is not known."""
     return _DATA["datasheets"].get(model_of(name), (None, None, None))[2]
+
+
+def watts_of_all(accelerator: Accelerator) -> float | None:
+    """Return the most that all devices together take; None where it is not known."""
+    each = watts(name_of(accelerator.device))
+    return None if each is None else each * accelerator.num_processes
 
 
 def reported_mfu(name: str) -> tuple[float, float, float]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from training.cost import watts_of_all
+from training.hardware import watts_of_all
 from training.log import RunLog
 from training.loss import DivergenceError
 from training.report.facts import begin_report
