@@ -28,7 +28,7 @@ RINGS = {
     " guard.watchdog guard.faults guard.rollback guard.guard guard.job",
     "configuration": "config preflight",
     "leaves": "compare.ratio compare.baselines compare.panel compare.memorization evaluate"
-    " forecast.forecast forecast.advice forecast.probe forecast.show",
+    " forecast.forecast forecast.advice forecast.show",
 }
 ORDER = [name for ring in RINGS.values() for name in ring.split()]
 FOR_COMMANDS = {name for ring in ("configuration", "leaves") for name in RINGS[ring].split()}

@@ -2,14 +2,14 @@
 
 import signal
 import sys
-from dataclasses import replace
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from accelerate import Accelerator
 
 from tokenizer.store import TokenStore
-from training.batches import WindowOrder
+from training.batches import TrainBatches, WindowOrder
 from training.config import TrainConfig
 from training.console import clock, printer
 from training.data import estimate_store, open_store, place_tokens
@@ -17,11 +17,16 @@ from training.device import Setup, describe
 from training.distributed import start_accelerator
 from training.forecast.advice import outlook
 from training.forecast.forecast import Forecast, Throughput, assumed_speed, rentals
-from training.forecast.probe import measure
 from training.hardware import RENTALS, name_of
 from training.plan import Plan
 from training.preflight import make_plan, setup_of
 from training.run import Run, describe_run
+from training.speed import Speed
+from training.step import TrainStep, build_train_step
+
+WARM = 3  # steps that are not counted, besides the first, which compiles: they find their memory
+LEAST_SECONDS = 3.0
+REPORTING = 50_000_000  # bytes of code that a run loads to sample and to draw
 
 
 def show_plan(config: TrainConfig) -> None:
@@ -81,4 +86,31 @@ def _throughput(
         return None
     tokens = place_tokens(store, "train", plan.placement.where, accelerator.device, config.batch.mask_documents)
     order = WindowOrder(store.metadata.train.tokens, plan.batches.context, config.seed)
-    return measure(config, replace(plan, order=order), setup, accelerator, tokens)
+    began = time.perf_counter()
+    batches = TrainBatches(tokens, order, plan.batches, accelerator.process_index)
+    train_step = build_train_step(plan.model, None, batches, config.optim, setup, accelerator)
+    return _measure(train_step, plan, config.cost.plan_steps, began)
+
+
+def _measure(train_step: TrainStep, plan: Plan, steps: int, began: float) -> Throughput:
+    """Do a few real steps. Called by every process. The learning rate is 0, and nothing of them is kept."""
+    speed = Speed(train_step.batches, plan.model, train_step.accelerator)
+
+    def do(first: int, number: int) -> None:
+        for step in range(first, first + number):
+            step_loss, _ = train_step(step, rate_factor=0.0)
+            speed.count(plan.tokens_per_step)
+        float(step_loss)  # waits for the device
+
+    do(0, 1)
+    first_step = time.perf_counter() - began
+    do(1, WARM)
+    speed.restart()
+    while speed.seconds < LEAST_SECONDS:
+        do(1 + WARM + speed.steps, steps)
+    measured = speed.measured()
+    known = f"measured in {speed.steps} steps; the first came after {first_step:.1f} s"
+    peak = 1e9 * measured["peak_memory_gb"]
+    if plan.memory.copies_to_host:  # these steps neither save, nor sample and draw
+        peak += plan.memory.fixed()["copy that is saved"] + REPORTING
+    return Throughput(measured["tokens_per_second"], known, measured.get("mfu"), peak, first_step)
