@@ -2,7 +2,7 @@
 
 python -m training.evaluate runs/x                                  # the whole validation split of the run's store
 python -m training.evaluate runs/x --checkpoint best --data data/other
-python -m training.evaluate runs/x --compare                        # beside n-grams and compressors
+python -m training.evaluate runs/x --compare                        # and of n-grams and compressors
 python -m training.evaluate runs/x --compare_with runs/y openai-community/gpt2
 python -m training.evaluate runs/x --memorization                   # what it writes that stands in its training text
 """
@@ -72,7 +72,7 @@ def score(
         np.add.at(nats, unit, costs.view(targets.shape).double().cpu().numpy()[is_target])
     nats = sum_of_processes(nats, accelerator)
     counts = np.diff(edges)
-    counts[0] -= 1  # the first token is nobody's target
+    counts[0] -= 1  # the first token is not a target
     loss, per_byte = ratio(nats, counts), ratio(nats, _bytes_of_units(store, edges))
     metrics = eval_metrics(loss.value, len(tokens) - 1, store.metadata.val)
     return metrics | {
@@ -144,13 +144,13 @@ def main(arguments: list[str]) -> None:
     store, mask_documents = store_and_masking(chosen, door.data)
     check_store(folder, vocabulary.load(folder), store)
     model = load_own_model(folder)
-    model.generation_config = GenerationConfig()  # plain sampling, whatever the model's own settings are
+    model.generation_config = GenerationConfig()  # plain sampling: the model's own settings do not count
     if model.config.vocab_size != store.metadata.vocab_size:  # where their tokenizers are the same: wrong metadata
         raise UserError(
             f"{folder} has a vocabulary of {model.config.vocab_size} tokens, {store.folder} one of "
             f"{store.metadata.vocab_size}; score it on a store made with its own tokenizer."
         )
-    keep_accelerate_from_sharding()  # whatever the launcher was told: a model is scored whole
+    keep_accelerate_from_sharding()  # a model is scored whole, also where the launcher shards
     accelerator = Accelerator()
     if accelerator.device.type == "cpu":
         keep_freed_memory()

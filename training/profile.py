@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a few steps of a run under torch.profiler, as a table and as a trace to look into."""
+"""Profile of a few steps of a run, recorded by torch.profiler: a table of where their time went, and a trace."""
 
 import json
 import math
@@ -63,7 +63,7 @@ class Event(NamedTuple):
 
 
 class Profiler:
-    """Used by every process: each records, so that none waits for another more than in other steps; the main one tells."""
+    """Used by every process: each records, so that none waits for another more than in other steps; the main one reports."""
 
     def __init__(self, arguments: ProfileArguments, run: Run, log: RunLog):
         self.first = run.start.step + WARM_UP if arguments.profile else None  # step to record, until that is done
@@ -101,13 +101,13 @@ class Profiler:
             self._wait()
             self.open.close()
             if self.accelerator.is_main_process:
-                self._tell(done)
+                self._report(done)
         self.first = None
 
     def _wait(self) -> None:
         torch.get_device_module(self.accelerator.device).synchronize()
 
-    def _tell(self, done: int) -> None:
+    def _report(self, done: int) -> None:
         self.folder.mkdir(exist_ok=True)
         trace = self.folder / "trace.json.gz"
         self.profiled.export_chrome_trace(str(trace))
@@ -121,7 +121,7 @@ class Profiler:
 
 
 def events_of(profiled: profile) -> list[Event]:
-    """All but the ranges that others have marked."""
+    """Return all events but the ranges of other libraries."""
     return [
         Event(event.name, event.time_range.start, event.time_range.end, event.device_type != DeviceType.CPU)
         for event in profiled.events()
@@ -130,13 +130,13 @@ def events_of(profiled: profile) -> list[Event]:
 
 
 def classify(name: str) -> str:
-    """What a kernel or an operator is for, one of `WORK`."""
+    """Return what a kernel or an operator is for, one of `WORK`."""
     named = FUSED_NAMED if FUSED.search(name) else NAMED
     return next((kind for kind, words in named.items() if re.search(words, name, re.IGNORECASE)), "elementwise")
 
 
 def account(events: list[Event], start: float, end: float) -> Counter[tuple[str, str]]:
-    """Microseconds by (category, name), which add up to `end - start`: each moment belongs to one of what goes on then.
+    """Microseconds by (category, name), which add up to `end - start`: each moment belongs to one of them.
 
     With a device, to a kernel; where none runs, to the making of data (`data`), to a host that is late (`host`) or to the
     launch of the next kernel (`idle`). Without, to the making of data or to the innermost operator; where none runs, to
@@ -182,7 +182,7 @@ def _category(event: Event, on_device: bool) -> str | None:
 
 
 def summarize(spent: Counter[tuple[str, str]], first_step: int, last_step: int) -> dict[str, Any]:
-    """Milliseconds a step, of the steps from `first_step` to `last_step` (counted from 1): what summary.json holds."""
+    """Return milliseconds per step, of the steps from `first_step` to `last_step` (counted from 1), as in summary.json."""
     steps = last_step - first_step + 1
 
     def ms(times: Iterable[float]) -> float:
@@ -205,7 +205,7 @@ def summarize(spent: Counter[tuple[str, str]], first_step: int, last_step: int) 
 
 
 def table(summary: dict[str, Any]) -> str:
-    """What the user reads."""
+    """Return the table that is printed."""
     whole = summary["step_ms"]
 
     def line(ms: float, text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a user sees of a run: on a terminal a few lines that stay in place, elsewhere one line for each log line."""
+"""The view of a run: on a terminal a few lines that stay in place, elsewhere one line for each log line."""
 
 import os
 import time
@@ -20,7 +20,7 @@ from training.speed import in_words
 # A notebook gives its commands a terminal, but keeps all that they ever wrote to it: lines, not four pictures a second.
 IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # as Jupyter tells its kernels
 PICTURES_A_SECOND = 4
-LONG_SILENCE = 60  # seconds, where no terminal shows that something goes on
+LONG_SILENCE = 60  # seconds, where no terminal shows that a run is alive
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 24  # bars of the loss curve
 MANY = 10_000  # losses, of which some are enough for it
@@ -44,7 +44,7 @@ class View:
         return in_words(self.entry)
 
     def dollars(self) -> str:
-        """So far, and in all."""
+        """Return the cost so far, and of the whole run where that is known."""
         if self.hourly_price is None:
             return ""
         so_far = self.seconds / 3600 * self.hourly_price
@@ -143,12 +143,9 @@ class Screen:
         return self.console.encoding.startswith("utf") and len(self.losses) > 1
 
     def validated(self, entry: dict[str, Any], best: dict[str, Any]) -> None:
-        """Shows a validation and whether it is the best, by the loss that all validations of a run have in common."""
-        step, loss = (
-            entry["step"],
-            f"loss {entry['eval_loss']:.4f}, perplexity {perplexity(entry['eval_perplexity'])}, ",
-        )
-        loss += f"{entry['eval_bits_per_byte']:.3f} bits per byte"
+        """Show a validation and whether it is the best, by the loss that all validations of a run have in common."""
+        step, loss = entry["step"], f"loss {entry['eval_loss']:.4f}, perplexity {perplexity(entry['eval_perplexity'])}"
+        loss += f", {entry['eval_bits_per_byte']:.3f} bits per byte"
         if scores_more(entry):
             loss += f" on all held-out text, loss {comparable_loss(entry):.4f} on the sample"
         note = "the best so far"
@@ -177,7 +174,7 @@ class Screen:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """`values` as bars of eight heights, from left to right; neighbours share one where there are more than `width`."""
+    """Draw `values` as bars of eight heights, from left to right; neighbors share one where there are more than `width`."""
     some = np.array(values[:: 1 + len(values) // MANY])
     means = [part.mean() for part in np.array_split(some, min(width, len(some)))]
     low, span = min(means), max(means) - min(means)

@@ -1,4 +1,4 @@
-"""How fast training goes. docs/speed.md tells what each number means."""
+"""Speed of training. docs/speed.md explains each number."""
 
 import sys
 import time
@@ -29,7 +29,7 @@ class Speed:
         self.batches = batches
         self.device = accelerator.device
         peak = peak_flops(name_of(accelerator.device), accelerator.mixed_precision)
-        # Tokens a second that all devices together would make at their peak.
+        # Tokens per second that all devices together would make at their peak.
         self.at_peak = None if peak is None else peak * accelerator.num_processes / flops_per_token(model)
         self.restart()
 
@@ -39,27 +39,27 @@ class Speed:
         self.since = time.perf_counter()
 
     def count(self, tokens: int) -> None:
-        """Counts a step; `tokens`: of its global batch."""
+        """Count a step; `tokens`: of its global batch."""
         self.steps += 1
         self.tokens += tokens
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens inside does not count as training time."""
+        """Leave what happens inside out of the training time."""
         before = time.perf_counter()
         yield
         self.paused += time.perf_counter() - before
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What happens inside is nothing but waiting for the device."""
+        """Count what happens inside as waiting for the device."""
         before = time.perf_counter()
         yield
         self.waited += time.perf_counter() - before
 
     @property
     def waited_share(self) -> float:
-        """Of the time: that the device was behind. Near 0, it has run out of work before it was asked."""
+        """Return the fraction of time spent waiting for the device. Near 0, it ran out of work before."""
         return self.waited / self.seconds
 
     @property
@@ -67,7 +67,7 @@ class Speed:
         return time.perf_counter() - self.since - self.paused
 
     def measured(self) -> dict[str, float]:
-        """What is known, under the names of metrics.jsonl. No communication: data and memory are this process's own."""
+        """Return what is known, by the names of metrics.jsonl. No communication: data and memory are this process's own."""
         found = {}
         if self.steps:
             seconds = self.seconds
@@ -80,12 +80,12 @@ class Speed:
 
 
 def in_words(measured: dict[str, float]) -> str:
-    """`683,000 tok/s  MFU 47%  data 0.0%  peak 11.2 GB`"""
+    """Format measurements: `683,000 tok/s  MFU 47%  data 0.0%  peak 11.2 GB`."""
     return "  ".join(form.format(measured[name]) for name, form in SHOWN.items() if name in measured)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes, of the device's memory; on a CPU, of this process's."""
+    """Return the peak in bytes of the device's memory; on a CPU, of this process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":

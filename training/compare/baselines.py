@@ -1,4 +1,4 @@
-"""What a model has to beat: n-grams fitted on the training split, and compressors."""
+"""Baselines of a model: n-grams fitted on the training split, and compressors."""
 
 import bz2
 import gzip
@@ -80,7 +80,7 @@ class NGram:
 
 
 def fitted_on(store: TokenStore) -> np.ndarray:
-    """The training split, or FITTED_TOKENS of a larger one, in pieces that are evenly spread."""
+    """Return the training split, or FITTED_TOKENS of a larger one, in pieces that are evenly spread."""
     tokens = store.memory_map("train")
     if len(tokens) <= FITTED_TOKENS:
         return np.asarray(tokens)
@@ -90,5 +90,5 @@ def fitted_on(store: TokenStore) -> np.ndarray:
 
 
 def compressed_bits(data: bytes) -> dict[str, float]:
-    """Bits a byte of `data` by compressor."""
+    """Return bits per byte of `data` by compressor."""
     return {name: 8 * len(compress(data)) / len(data) for name, compress in COMPRESSORS.items()}

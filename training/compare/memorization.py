@@ -1,7 +1,7 @@
 """Memorization: text of the model that occurs in its training text, word for word.
 
 Texts are sampled from the model as it is (temperature 1, all of the vocabulary), and every span of 50 tokens in them is looked
-up in the training split, as Lee et al. (2022) do. Spans of held-out text are looked up as well: what nobody memorized stands
+up in the training split, as Lee et al. (2022) do. Spans of held-out text are looked up as well: text that is not memorized occurs
 there too, licences for example.
 """
 

@@ -1,4 +1,4 @@
-"""A mean over units of unequal size, such as the loss of documents a token, with its standard error."""
+"""A mean over units of unequal size, such as the loss per token of documents, with its standard error."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Ratio:
 
 
 def ratio(numerators: np.ndarray, denominators: np.ndarray) -> Ratio:
-    """Of the sums of both, (units,) each. Units are taken to be independent of each other, whatever is within one: the
+    """Return the ratio of the sums of both, (units,) each. Units are taken to be independent of each other: the
     standard error of a ratio estimate by linearization (Cochran 1977, 6.4)."""
     total = denominators.sum()
     value = numerators.sum() / total
