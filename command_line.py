@@ -44,11 +44,10 @@ class Problems:
         self.sentences.append(sentence)
         self.unsure |= set(names)
 
-    def add_of(self, check: Callable[..., None] | None, parts: list[Any]) -> None:
-        """Add what `check` raises, except for sentences about settings whose value is not known."""
+    def add_of(self, check: Callable[..., Any] | None, parts: Iterable[Any]) -> Any:
+        """Return what `check` returns; where it raises, add its sentences, but those about settings whose value is not known."""
         try:
-            if check is not None:
-                check(*parts)
+            return check(*parts) if check is not None else None
         except UserError as error:
             self.sentences += [
                 line for line in str(error).splitlines() if not self.unsure & set(re.findall(r"\w+", line))

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from command_line import Problems
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.corpus import Corpus
@@ -60,44 +61,28 @@ def setup_of(config: TrainConfig) -> Setup:
 
 def check(config: TrainConfig) -> None:
     """Raise a `UserError` with all that is known to be wrong before text is tokenized, one problem a line."""
-    problems = config.recipe.problems() if config.text else []
-    try:
-        setup_of(config)
-    except UserError as error:
-        problems.append(str(error))
-    problems += config.problems()
-    context, vocab_size = config.model.n_positions, config.vocabulary.vocab_size or 1
-    try:
-        if config.text:
-            Corpus([config.data.data], config.corpus)
-        else:
-            store = TokenStore(config.data.data)
-            vocab_size = store.metadata.vocab_size
-            problems += _vocabulary_problems(config, store)
-            WindowOrder(store.metadata.train.tokens, context, config.seed)
-    except UserError as error:
-        problems.append(str(error))
-    problems += model_config(config.model, vocab_size)[1]
+    problems = Problems(config.recipe.problems() if config.text else [])
+    problems.add_of(setup_of, [config])
+    problems.sentences += config.problems()
+    context, vocab_size, store = config.model.n_positions, config.vocabulary.vocab_size or 1, None
+    if config.text:
+        problems.add_of(Corpus, [[config.data.data], config.corpus])
+    else:
+        store = problems.add_of(TokenStore, [config.data.data])
+    if store is not None:
+        vocab_size = store.metadata.vocab_size
+        problems.sentences += _vocabulary_problems(config, store)
+        problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.seed])
+    problems.sentences += model_config(config.model, vocab_size)[1]
     if context > 0:
-        problems += plan_batches(config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1)[1]
+        problems.sentences += plan_batches(config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1)[1]
     attention = config.device.attn_implementation
     if config.batch.mask_documents and attention.startswith("flash_attention"):
-        problems.append(
+        problems.add(
             f"mask_documents needs attn_implementation sdpa, eager or flex_attention: {attention}, as Transformers calls "
             f"it, would see documents only in a batch of one row."
         )
-    if problems:
-        raise UserError("\n".join(dict.fromkeys(line for problem in problems for line in problem.splitlines())))
-
-
-def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> list[str]:
-    vocab_size = store.metadata.vocab_size
-    if "vocab_size" not in config.flags or config.overridden_vocab_size(vocab_size) is None:
-        return []
-    return [
-        f"vocab_size is {config.vocabulary.vocab_size}, but the store {store.folder} has {vocab_size} tokens; "
-        f"leave --vocab_size out."
-    ]
+    problems.refuse()
 
 
 def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> list[str]:
@@ -133,21 +118,13 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
         "mixed_precision": accelerator.mixed_precision,
     }
     changes = compare(checkpoint, state, plan.model, recorded, config.settings) if checkpoint is not None else []
-    losses = (
-        {} if state is None else {"losses": state.losses, "unlogged": state.unlogged, "grad_scaler": state.grad_scaler}
-    )
-    start = ResumePoint(checkpoint, TrainState(position, recorded, **losses), changes)
+    state = replace(state or TrainState(position, {}), position=position, settings=recorded)
+    start = ResumePoint(checkpoint, state, changes)
     is_due = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step)
     has_it = on_main(accelerator, lambda: has_evaluation(folder.metrics, start.step))
     start = replace(start, owes_validation=is_due and start.is_own(folder) and not has_it)
-    data = RunData(
-        store,
-        tokenizer,
-        *(
-            place_tokens(store, split, plan.placement.where, accelerator.device, config.batch.mask_documents)
-            for split in SPLITS
-        ),
-    )
+    where = plan.placement.where, accelerator.device, config.batch.mask_documents
+    data = RunData(store, tokenizer, *(place_tokens(store, split, *where) for split in SPLITS))
     sampling = with_prompts(config.sampling, store, tokenizer)
     return Run(folder, accelerator, setup, data, plan, start, backup, sampling)
 
@@ -179,35 +156,28 @@ def make_plan(
     Raises:
         UserError: what is wrong with data and memory, one problem a line.
     """
-    problems = _vocabulary_problems(config, store)
+    problems = Problems(_vocabulary_problems(config, store))
     model, model_problems = model_config(config.model, store.metadata.vocab_size, tokenizer)
-    problems += model_problems
-    placement = batches = order = memory = None
-    try:
-        local = processes_of_this_machine(accelerator)
-        placement = choose_placement(config.data.data_placement, bytes_of(store, *SPLITS), accelerator.device, local)
-    except UserError as error:
-        problems.append(str(error))
+    problems.sentences += model_problems
+    batches = order = memory = None
+    local, n_bytes = processes_of_this_machine(accelerator), bytes_of(store, *SPLITS)
+    placement = problems.add_of(choose_placement, [config.data.data_placement, n_bytes, accelerator.device, local])
     reserved = placement.reserved if placement is not None else 0
     available = _available(accelerator, config.cost.plan_device, reserved)
     if model is not None:
         memory = _memory(model, config, accelerator, setup)
         if memory.copies_to_host and not config.cost.plan:
-            problems += host_memory_problems(memory, local)
+            problems.sentences += host_memory_problems(memory, local)
         largest = memory.largest_micro_batch(available)
         if accelerator.num_processes > 1:
             largest = int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
         largest = min(largest, restarted().get("micro_batch", largest))
         batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
-        problems += batch_problems
-        try:
-            order = WindowOrder(store.metadata.train.tokens, model.n_positions, config.seed)
-        except UserError as error:
-            problems.append(str(error))
+        problems.sentences += batch_problems
+        order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.seed])
     if batches is not None and not memory.copies_to_host:  # as on a CPU, where there are no such graphs
-        problems += cuda_graph_problems(setup, batches)
-    if problems:
-        raise UserError("\n".join(problems))
+        problems.sentences += cuda_graph_problems(setup, batches)
+    problems.refuse()
     steps = steps_of(config.length, batches, order.windows)
     return Plan(model, batches, order, steps, placement, memory, available, position)
 
