@@ -13,6 +13,7 @@ from removal import MARK, discard, renew
 
 # What drives answer that cannot be told to write now; what they were given is with them all the same.
 CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EISDIR}
+PIECE_BYTES = 1 << 20
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -51,6 +52,23 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file as 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def copy_file(source: Path, target: Path) -> str:
+    """Copy a file, force the copy to disk, and return the SHA-256 of what was read.
+
+    Raises:
+        OSError: also where the copy is shorter than it should be, which some drives do not report.
+    """
+    digest, size = hashlib.sha256(), 0
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while piece := reader.read(PIECE_BYTES):
+            digest.update(piece)
+            size += writer.write(piece)
+        fsync(writer)
+    if (written := target.stat().st_size) != size:
+        raise OSError(f"{target} has {written:,} bytes after {size:,} were written")
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -9,14 +9,15 @@ import signal
 import time
 from collections.abc import Callable
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
 from conftest import wait_until
 from errors import UserError
 from training import backup
-from training.backup import Backup, BackupArguments, copy_checkpoint
-from training.checkpoint import NEEDED, complete_checkpoints, damage
+from training.backup import Backup, BackupArguments
+from training.checkpoint import NEEDED, complete_checkpoints, copy, damage, sweep
 from training.run_folder import RunFolder
 
 
@@ -56,10 +57,9 @@ def names(run: RunFolder) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
 
 
-def submit_all(copies: Backup, run: RunFolder) -> None:
-    for checkpoint in sorted(run.checkpoints.iterdir()):
-        copies.submit(checkpoint)
-        wait_until(lambda name=checkpoint.name: copies.copied == name)
+def submit(copies: Backup, checkpoint: Path) -> None:
+    copies.submit()
+    wait_until(lambda: copies.copied == checkpoint.name)
 
 
 def fork(story: Callable[[], None]) -> int:
@@ -95,8 +95,7 @@ def make(drive, monkeypatch):
 def test_what_it_leaves_is_a_run_folder(make, drive, tmp_path):
     run = write_run(tmp_path / "x", 1, 2)
     copies, said = make(run)
-    copies.submit(run.checkpoints / "step_00000002")
-    wait_until(lambda: copies.copied)
+    submit(copies, run.checkpoints / "step_00000002")
     log(run, 3, loss=1.0)  # after the last checkpoint
     copies.finish()
     there = RunFolder(drive / "x")
@@ -109,39 +108,42 @@ def test_what_it_leaves_is_a_run_folder(make, drive, tmp_path):
 
 
 def test_the_newest_and_the_best_are_kept_there(make, drive, tmp_path):
-    run = write_run(tmp_path / "x", 1, 2, 3, 4)
+    run = write_run(tmp_path / "x", 1)
     copies, _ = make(run, limit=2)
-    submit_all(copies, run)
+    submit(copies, run.checkpoints / "step_00000001")
+    for step in (2, 3, 4):
+        submit(copies, write_checkpoint(run.checkpoints, step))
     (copies.there.checkpoints / ".step_00000009.unfinished").mkdir()
-    copies.submit(write_checkpoint(run.checkpoints, 5))
+    write_checkpoint(run.checkpoints, 5)
     copies.finish()
     assert names(copies.there) == ["step_00000001", "step_00000004", "step_00000005"]
 
 
 def test_only_the_newest_waits_and_is_protected(make, drive, tmp_path):
-    run = write_run(tmp_path / "x", 1, 2, 3)
+    run = write_run(tmp_path / "x", 1, 2)
     copies, _ = make(run, backup_dir=drive / "later")
-    first, second, third = sorted(run.checkpoints.iterdir())
-    for checkpoint in (first, second, third):
-        copies.submit(checkpoint)
+    second = run.checkpoints / "step_00000002"
+    copies.submit()
     wait_until(lambda: copies.problem)
-    wait_until(lambda: not copies.protects(first) and not copies.protects(second))
-    assert copies.protects(third)
+    assert copies.copying == second
+    third = write_checkpoint(run.checkpoints, 3)
+    copies.submit()
+    wait_until(lambda: copies.copying == third)
     (drive / "later").mkdir()
     copies.finish()
     assert names(copies.there) == ["step_00000003"]
-    assert not copies.protects(third)
+    assert copies.copying is None
 
 
 def test_a_drive_that_is_gone_is_said_once_and_copied_to_when_it_is_back(make, drive, tmp_path):
-    run = write_run(tmp_path / "x", 1, 2)
-    first, second = sorted(run.checkpoints.iterdir())
+    run = write_run(tmp_path / "x", 1)
+    [first] = run.checkpoints.iterdir()
     copies, said = make(run)
-    copies.submit(first)
-    wait_until(lambda: copies.copied)
+    submit(copies, first)
     drive.rename(tmp_path / "unplugged")
     drive.mkdir()  # the mount point: it must not be filled
-    copies.submit(second)
+    second = write_checkpoint(run.checkpoints, 2)
+    copies.submit()
     wait_until(lambda: copies.problem)
     time.sleep(0.3)  # several attempts
     assert len(said) == 1
@@ -159,7 +161,7 @@ def test_a_drive_that_never_comes_does_not_keep_the_run(make, tmp_path):
     (tmp_path / "file").write_text("")
     run = write_run(tmp_path / "x", 1)
     copies, said = make(run, backup_dir=tmp_path / "file")
-    copies.submit(run.checkpoints / "step_00000001")
+    copies.submit()
     wait_until(lambda: copies.problem)
     began = time.monotonic()
     copies.finish()
@@ -169,14 +171,13 @@ def test_a_drive_that_never_comes_does_not_keep_the_run(make, tmp_path):
 
 def test_a_full_drive_keeps_what_it_has(make, drive, tmp_path):
     run = write_run(tmp_path / "x", 1)
-    write_checkpoint(run.checkpoints, 2, size=300_000)
     copies, said = make(run, limit=1)
 
     def fill() -> None:
-        copies.submit(run.checkpoints / "step_00000001")
-        wait_until(lambda: copies.copied)
+        submit(copies, run.checkpoints / "step_00000001")
+        write_checkpoint(run.checkpoints, 2, size=300_000)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # bytes a file may have
-        copies.submit(run.checkpoints / "step_00000002")
+        copies.submit()
         wait_until(lambda: copies.problem)
         said.append(str(names(copies.there)))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -196,13 +197,13 @@ def test_kill_9_at_any_moment_leaves_no_half_checkpoint(drive, tmp_path):
     before = write_checkpoint(drive, 1)
     versions = [write_checkpoint(tmp_path / str(i), 2, size=300_000, content=i) for i in range(2)]
     began = time.monotonic()
-    copy_checkpoint(versions[0], drive)
+    copy(versions[0], drive)
     takes = time.monotonic() - began  # whatever the disk under the tests is like
 
     def copy_forever() -> None:
         while True:  # each replaces the other
             for version in versions:
-                copy_checkpoint(version, drive)
+                copy(version, drive)
 
     randomness = random.Random(1)
     for _ in range(10):
@@ -213,22 +214,29 @@ def test_kill_9_at_any_moment_leaves_no_half_checkpoint(drive, tmp_path):
         there = complete_checkpoints(drive)
         assert there[0] == before
         assert [damage(checkpoint) for checkpoint in there] == [None] * len(there)
-    copies = Backup(tmp_path, RunFolder(tmp_path / "x"), None, print)
-    copies.there.checkpoints = drive
-    copies._prune()
+    sweep(drive)
     assert all(path.name.startswith("step_") for path in drive.iterdir())
 
 
-def test_a_removed_checkpoint_is_given_up_and_a_damaged_one_is_said(make, tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_copied(make, tmp_path):
     run = write_run(tmp_path / "x", 1, 2)
-    (run.checkpoints / "step_00000001" / "config.json").write_bytes(b"x" * 1000)
-    for step, expected in ((7, []), (1, ["step_00000001 is damaged: config.json was changed or damaged"])):
-        copies, said = make(run)
-        copies.submit(run.checkpoints / f"step_{step:08}")
-        copies.finish()
-        assert len(said) == len(expected)
-        assert all(words in line for words, line in zip(expected, said, strict=True))
+    (run.checkpoints / "step_00000002" / "config.json").write_bytes(b"x" * 1000)
+    copies, said = make(run)
+    submit(copies, run.checkpoints / "step_00000001")
+    copies.finish()
+    assert "step_00000002 is damaged: config.json was changed or damaged" in said[0]
+    assert said[1:] == [f"Backup:  step_00000001 is in {copies.there.path}"]
+    assert names(copies.there) == ["step_00000001"]
+
+
+def test_checkpoints_that_the_run_takes_back_are_removed_and_not_copied_again(make, tmp_path):
+    run = write_run(tmp_path / "x", 1, 2)
+    copies, _ = make(run)
+    submit(copies, run.checkpoints / "step_00000002")
+    copies.forget_from(2)
     assert names(copies.there) == []
+    copies.finish()
+    assert names(copies.there) == ["step_00000001"]
 
 
 def test_work_that_the_run_did_not_go_on_from_is_left_alone(make, tmp_path):
@@ -236,8 +244,7 @@ def test_work_that_the_run_did_not_go_on_from_is_left_alone(make, tmp_path):
         copies, said = make(run, limit=1)
         if begin:
             copies.begin(0, **begin)
-        [checkpoint] = run.checkpoints.iterdir()
-        copies.submit(checkpoint)
+        copies.submit()
         copies.finish()
         return names(copies.there), said
 
@@ -256,9 +263,11 @@ def test_work_that_the_run_did_not_go_on_from_is_left_alone(make, tmp_path):
 @pytest.fixture
 def backed_up(make, tmp_path) -> RunFolder:
     """A run with steps 1 and 2 on the drive, whose own folder is lost."""
-    run = write_run(tmp_path / "x", 1, 2)
+    run = write_run(tmp_path / "x", 1)
     copies, _ = make(run)
-    submit_all(copies, run)
+    submit(copies, run.checkpoints / "step_00000001")
+    log(run, 2, eval_loss=2)
+    submit(copies, write_checkpoint(run.checkpoints, 2))
     copies.finish()
     run.path.rename(tmp_path / "lost")
     return run
@@ -275,7 +284,8 @@ def test_a_lost_run_comes_back(make, backed_up, tmp_path):
     assert (backed_up.metrics).read_text() == (tmp_path / "lost" / "metrics.jsonl").read_text()
     assert said == []
     copies.begin(2, may_replace=False)
-    copies.submit(write_checkpoint(backed_up.checkpoints, 3))
+    write_checkpoint(backed_up.checkpoints, 3)
+    copies.submit()
     copies.finish()
     assert names(copies.there) == ["step_00000001", "step_00000002", "step_00000003"]
 
@@ -340,7 +350,7 @@ def test_links_out_of_the_backup_are_not_followed(make, backed_up, tmp_path):
         path.unlink()
         path.symlink_to(tmp_path / "secret")
     copies, said = make(backed_up)
-    assert copies.settings() is None
+    assert copies.settings() == {}
     assert copies.restore(None).name == "step_00000002"
     assert ["is a link out of" in line for line in said] == [True, True]
     assert not backed_up.config.exists()
@@ -359,7 +369,7 @@ def test_a_manifest_that_cannot_be_understood_counts_for_nothing(make, backed_up
 
 def test_a_drive_that_is_not_there_is_a_warning_and_a_failing_restore_is_an_error(make, backed_up, tmp_path):
     copies, said = make(backed_up, backup_dir=tmp_path / "nowhere")
-    assert copies.settings() is None
+    assert copies.settings() == {}
     assert copies.newest(None) is None
     assert len(said) == 1
     assert said[0].endswith("(--backup_dir): is its drive mounted? Nothing is backed up until it is there.")

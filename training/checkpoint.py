@@ -15,17 +15,17 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from atomic import file_sha256, fsync_path
+from atomic import copy_file, file_sha256, fsync, fsync_path
 from errors import NONSENSE, UserError, check_format
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
@@ -124,24 +124,36 @@ def write(
     Raises:
         OSError: the disk is full or the folder cannot be written; safetensors says so in its own way (`as_os_error`).
     """
-    final = folder / folder_name(state.position.step)
-    unfinished = folder / f".{final.name}.unfinished"
-    discard(unfinished, FILES)
-    try:
-        unfinished.mkdir()  # the folder around it must still be there
+    final = folder / folder_name(state.position.step)  # there if a run that went back had reached this step
+    with _appearing(final, FILES) as unfinished:
         (unfinished / STATE_FOLDER).mkdir()
         shell.save_pretrained(unfinished, state_dict=dict(snapshot.weights), max_shard_size=snapshot.n_bytes + 1)
         vocabulary.save(tokenizer, unfinished, context=shell.config.n_positions)
         save_file(snapshot.moments, unfinished / OPTIMIZER)
         (unfinished / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
         _seal(unfinished, state.position.step)
-        discard(final, FILES, replacement=unfinished)  # there if a run that went back had reached this step
-        fsync_path(folder)
+    return final
+
+
+@contextmanager
+def _appearing(final: Path, known: Iterable[str]) -> Iterator[Path]:
+    """Yield an empty folder that replaces `final` by a rename at the end, or is deleted where something fails.
+
+    `known`: names of the files in it, see `discard`.
+    """
+    unfinished = final.with_name(f".{final.name}.unfinished")
+    discard(unfinished, known)
+    try:
+        unfinished.mkdir()  # without parents: the way to a drive that is gone must not be built on the disk below it
+        yield unfinished
+        for folder in (*unfinished.glob("*/"), unfinished):
+            fsync_path(folder)
+        discard(final, known, replacement=unfinished)
+        fsync_path(final.parent)
     except BaseException:
         with suppress(OSError):  # what failed above is the reason
-            discard(unfinished, FILES)
+            discard(unfinished, known)
         raise
-    return final
 
 
 def as_os_error(error: Exception) -> Exception:
@@ -169,17 +181,34 @@ def _seal(folder: Path, step: int) -> None:
     manifest.write_text(
         json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": files}, indent=2) + "\n", encoding="utf-8"
     )
-    for path in (manifest, folder / STATE_FOLDER, folder):
-        fsync_path(path)
+    fsync_path(manifest)
+
+
+def copy(source: Path, folder: Path) -> Path:
+    """Make `folder/step_N` a copy of a checkpoint. Until the last rename nothing of that name exists.
+
+    Raises:
+        DamageError: `source` is not as its manifest says.
+        OSError: it cannot be read, or the copy cannot be written.
+    """
+    manifest = (source / MANIFEST).read_bytes()
+    files = listed_files(source)
+    with _appearing(folder / source.name, FILES) as unfinished:
+        for inside in sorted({unfinished / parent for name in files for parent in PurePosixPath(name).parents}):
+            inside.mkdir(exist_ok=True)
+        for name, (_, sha256) in files.items():
+            if copy_file(source / name, unfinished / name) != sha256:
+                raise DamageError(f"{name} was changed or damaged (its hash differs)")
+        with (unfinished / MANIFEST).open("wb") as file:
+            file.write(manifest)
+            fsync(file)
+    return folder / source.name
 
 
 def copy_model(checkpoint: Path, destination: Path) -> None:
     """Makes `destination` the model of `checkpoint`, without the training state."""
-    fresh = destination.with_name(f".{destination.name}.unfinished")
-    discard(fresh, MODEL_FILES)
-    fresh.mkdir()  # in a folder that is still there
-    shutil.copytree(checkpoint, fresh, ignore=shutil.ignore_patterns(STATE_FOLDER, MANIFEST), dirs_exist_ok=True)
-    discard(destination, MODEL_FILES, replacement=fresh)
+    with _appearing(destination, MODEL_FILES) as fresh:
+        shutil.copytree(checkpoint, fresh, ignore=shutil.ignore_patterns(STATE_FOLDER, MANIFEST), dirs_exist_ok=True)
 
 
 def renew_model(checkpoint: Path, destination: Path) -> None:
@@ -201,14 +230,12 @@ def sweep(folder: Path) -> None:
             discard(leftover, FILES)
 
 
-def prune(
-    folder: Path, limit: int | None, best_step: int | None, is_in_use: Callable[[Path], bool] = lambda checkpoint: False
-) -> None:
-    """Removes all but the newest `limit` checkpoints and the best one. One in use is left for the next time."""
+def prune(folder: Path, limit: int | None, best_step: int | None, in_use: Path | None = None) -> None:
+    """Remove all but the newest `limit` checkpoints and the best one. The one in use is left for the next time."""
     if limit is None:
         return
     for checkpoint in complete_checkpoints(folder)[: -max(1, limit)]:
-        if step_of(checkpoint) != best_step and not is_in_use(checkpoint):
+        if step_of(checkpoint) != best_step and checkpoint != in_use:
             discard(checkpoint, FILES)
 
 

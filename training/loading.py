@@ -37,11 +37,7 @@ def find_model(name: str) -> str:
 
 
 def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """`modeling_gpt2scratch.loading.load_model`, for commands.
-
-    Raises:
-        UserError: the model cannot be loaded.
-    """
+    """`modeling_gpt2scratch.loading.load_model`, for commands: its errors are `UserError`s."""
     with model_errors():
         return loading.load_model(source, dtype)
 
@@ -56,11 +52,7 @@ def model_errors(sentence: str = "{}") -> Iterator[None]:
 
 
 def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT2ScratchForCausalLM:
-    """The same where only this architecture will do.
-
-    Raises:
-        UserError: the model cannot be loaded, or is of another architecture.
-    """
+    """Load a model; raise a `UserError` where it is of another architecture."""
     model = load_model(source, dtype)
     if not isinstance(model, GPT2ScratchForCausalLM):
         raise UserError(
@@ -85,10 +77,7 @@ def load_with_tokenizer(
 
 
 def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: TokenStore) -> None:
-    """
-    Raises:
-        UserError: the store was made with another tokenizer than the model's.
-    """
+    """Raise a `UserError` where the store was made with another tokenizer than the model's."""
     file = Path(source) / "tokenizer.json"
     recorded, found = store.metadata.tokenizer_sha256, file_sha256(file) if file.is_file() else "unknown"
     # Versions of the tokenizers library write the same tokenizer differently, so other bytes are compared once more.

@@ -116,7 +116,7 @@ def _newest(
     if backup is None or backup.newest(after) is None:
         return here
     if settings is not None:
-        _refuse_another(backup.there.path, backup.settings() or {}, settings)
+        _refuse_another(backup.there.path, backup.settings(), settings)
     restored = backup.restore(after)
     if restored is not None:
         say(f"Backup:  {restored.name} is brought back from {backup.there.path}")

@@ -71,7 +71,7 @@ def _write_beginning(
         goes_back = arguments.overwrite_output_dir or (named is not None and is_checkpoint(Path(named)))
         run.backup.begin(start.step, may_replace=goes_back)
         if start.is_own(folder):
-            run.backup.submit(start.checkpoint)
+            run.backup.submit()
     write_status(folder.status, "running", start.step)
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     details: dict[str, Any] = {"batches": asdict(run.plan.batches), "planned": planned}
@@ -143,6 +143,6 @@ def _complete(run: Run) -> str:
         write_status(folder.status, "finished", start.step)
         if run.backup is not None:
             run.backup.begin(start.step, may_replace=False)
-            run.backup.submit(start.checkpoint)
+            run.backup.submit()
             run.backup.finish()
     return folder.finished_message(start.step)

@@ -3,17 +3,15 @@
 Training waits for the copy alone. The next save, and the end of the run, wait for the thread.
 """
 
-import os
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from threading import Thread, get_native_id
 
 import numpy as np
 import torch
@@ -24,6 +22,7 @@ from errors import UserError, require_room
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.store import TokenStore
 from training import checkpoint
+from training.background import BackgroundTask
 from training.backup import Backup
 from training.checkpoint import Snapshot, TrainState
 from training.distributed import on_main
@@ -34,7 +33,6 @@ from training.run_folder import RunFolder
 from training.status import record, write_status
 from training.step import TrainStep
 from training.tensors import whole
-from training.verification import StoreVerification
 
 THREAD = "saver"
 
@@ -69,32 +67,35 @@ class Saver:
         """Find memory for the copy of weights and moments, while the first step is being prepared.
 
         Args:
-            store: no checkpoint is completed before its files are found unchanged.
+            store: no checkpoint is completed before its files are found unchanged. Size and time of change would not show a
+                bit that flipped. They are read for this in one process per machine, at the speed of SHA-256: about 1.5 GB/s.
 
         Raises:
             UserError: the disk has no room for a checkpoint, and no step is spent to find that out.
         """
         self.folder, self.tokenizer = folder, tokenizer
         self.accelerator, self.model = train_step.accelerator, train_step.model
-        self.verification = StoreVerification(store, self.accelerator)
+        # A tenth of the time of a core that training keeps busy; it must not delay an exit.
+        self.verification = BackgroundTask(store.check_hashes, "verification", niceness=10, daemon=True)
+        if self.accelerator.is_local_main_process:
+            self.verification.start()
         self.optimizer = train_step.optimizer.optimizer
         self.save_total_limit, self.backup = save_total_limit, backup
         self.saved_step: int | None = None
         self.snapshot = Snapshot()  # the same memory for every save
-        self.thread: Thread | None = None
-        self.failure: BaseException | None = None
+        self.task = BackgroundTask(self._make_room, THREAD, niceness=19)  # training on a CPU comes first
         n_bytes = sum(4 * parameter.numel() + moment_bytes(parameter.numel()) for parameter in self.model.parameters())
         on_main(self.accelerator, lambda: refuse_full_disk(folder.checkpoints, n_bytes))
         self.shell = _shell_of(self.model)
         if self.accelerator.is_main_process:
-            self._begin(self._make_room)
+            self.task.start()
 
     def __enter__(self) -> "Saver":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.thread is not None:
-            self.thread.join()
+        if self.task.is_alive():
+            self.task.join()
 
     def save(self, state: TrainState) -> None:
         """Begins to save; notes the seconds that training waited for it.
@@ -110,33 +111,20 @@ class Saver:
         self._copy_off_the_device()
         self.saved_step = state.position.step
         if self.accelerator.is_main_process:
-            self._begin(self._write, state)
+            self.task = BackgroundTask(partial(self._write, state), THREAD, niceness=19)
+            self.task.start()
             seconds = {"seconds_waiting": waited - begin, "seconds_copying": time.perf_counter() - waited}
             seconds = {name: round(value, 4) for name, value in seconds.items()}
             record(self.folder.events, "saving", self.saved_step, **seconds)
 
     @property
     def failed(self) -> bool:
-        return self.failure is not None or self.verification.problem is not None
+        return self.task.failure is not None or self.verification.failure is not None
 
     def wait(self) -> None:
         """Wait for the save under way; raise a `UserError` where it failed."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-        if self.failure is not None:
-            raise self.failure
+        self.task.wait()
         self.verification.check()
-
-    def _begin(self, work: Callable[..., None], *arguments: TrainState) -> None:
-        self.thread = Thread(target=self._try, args=(work, *arguments), name=THREAD)
-        self.thread.start()
-
-    def _try(self, work: Callable[..., None], *arguments: TrainState) -> None:
-        try:
-            work(*arguments)
-        except Exception as error:
-            self.failure = error
 
     def _make_room(self) -> None:
         """Touches the memory of the snapshot, so that the first save does not wait for the system to find it.
@@ -170,8 +158,6 @@ class Saver:
 
     def _write(self, state: TrainState) -> None:
         step, begin = state.position.step, time.perf_counter()
-        if sys.platform == "linux":  # where a thread has a priority of its own: training on a CPU comes first
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)
         if not self.snapshot.is_finite():
             raise DivergenceError(
                 f"Weights or moments are not finite after step {step:,}, which is therefore not saved"
@@ -182,7 +168,8 @@ class Saver:
             saved = checkpoint.write(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
             seconds = round(time.perf_counter() - begin, 4)
             checkpoint.copy_model(saved, self.folder.model)
-            self._prune()
+            in_use = self.backup.copying if self.backup is not None else None
+            checkpoint.prune(self.folder.checkpoints, self.save_total_limit, best_step(self.folder.metrics), in_use)
         except Exception as error:
             problem = checkpoint.as_os_error(error)
             if not isinstance(problem, OSError):
@@ -192,14 +179,9 @@ class Saver:
                 f"{problem.strerror or problem}; {self.folder.last_good()}. Mend that and resume."
             ) from error
         if self.backup is not None:
-            self.backup.submit(saved)
+            self.backup.submit()
         record(self.folder.events, "saved", step, seconds=seconds)
         write_status(self.folder.status, "running", step)
-
-    def _prune(self) -> None:
-        best = best_step(self.folder.metrics)
-        in_use = self.backup.protects if self.backup is not None else lambda path: False
-        checkpoint.prune(self.folder.checkpoints, self.save_total_limit, best, in_use)
 
 
 def _room(kept: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:

@@ -12,17 +12,16 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from atomic import write_atomic
 from errors import NONSENSE, check_format
 
+State = Literal["running", "finished", "stopped", "failed"]
 FORMAT_VERSION = 1  # of the run folder; a status.json without one is of format 1 too
 
 
-def write_status(
-    path: Path, state: Literal["running", "finished", "stopped", "failed"], step: int, reason: str = ""
-) -> None:
+def write_status(path: Path, state: State, step: int, reason: str = "") -> None:
     """Replaces status.json whole, if the disk lets it: no run fails for this. `step`: that of the newest checkpoint."""
     status = {"format_version": FORMAT_VERSION, "state": state, "reason": reason, "step": step, "time": now()}
     status |= {"host": socket.gethostname(), "pid": os.getpid()}
@@ -32,25 +31,26 @@ def write_status(
 
 def mark_failed(path: Path, step: int, reason: str) -> None:
     """Replace the status of a running run by `failed`; a run that has ended keeps its status."""
-    with suppress(OSError, *NONSENSE):
-        if json.loads(path.read_bytes())["state"] == "running":
-            write_status(path, "failed", step, reason)
+    if _read(path).get("state") == "running":
+        write_status(path, "failed", step, reason)
 
 
 def is_status(path: Path) -> bool:
     """Whether a file is a status.json of this project, of any format."""
-    with suppress(OSError, *NONSENSE):
-        status = json.loads(path.read_bytes())
-        return status["state"] in ("running", "finished", "stopped", "failed") and {"step", "reason", "time"} <= set(
-            status
-        )
-    return False
+    status = _read(path)
+    return status.get("state") in get_args(State) and {"step", "reason", "time"} <= status.keys()
 
 
 def check_run_format(path: Path) -> None:
     """Raise a `UserError` where a newer version of this project wrote the run folder of this status.json."""
-    with suppress(OSError, *NONSENSE):  # no status.json, or not one of ours
-        check_format(path.parent, json.loads(path.read_bytes()).get("format_version"), FORMAT_VERSION)
+    check_format(path.parent, _read(path).get("format_version"), FORMAT_VERSION)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a status.json; nothing where there is none, or not one of ours."""
+    with suppress(OSError, *NONSENSE):
+        return dict(json.loads(path.read_bytes()))
+    return {}
 
 
 def record(path: Path, event: str, step: int, **details: Any) -> None:
