@@ -3,9 +3,9 @@
     BACKUP_DIR/x/        a run folder like runs/x, without its model/
         checkpoints/     each copied by a thread while training goes on; there whole or not at all
 
-The drive never stops the training: what it refuses is said once and tried again. At the next start the same command brings
+The drive never stops the training: what it refuses is reported once and tried again. At the next start the same command brings
 back what the drive has and the run folder has not. What is copied is checked against the manifest as it is read, and by its
-size once it is written: reading it again would take a slow drive as long as writing it. Whoever loads it hashes it again.
+size once it is written: reading it again would take a slow drive as long as writing it. Loading hashes it again.
 """
 
 import math
@@ -180,7 +180,7 @@ class Backup:
         """The run starts after `first_step`. `may_replace`: the user said that what the drive holds of later steps may go.
 
         Otherwise later steps that are neither the run's own nor known since `restore` are left alone, and nothing is
-        copied beside them: the drive may have been away when the run began, and come back with days of work.
+        copied until they are gone: the drive may have been away when the run began, and come back with days of work.
         """
         self.first_step = first_step
         self.may_replace |= may_replace

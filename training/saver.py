@@ -75,7 +75,7 @@ class Saver:
         """
         self.folder, self.tokenizer = folder, tokenizer
         self.accelerator, self.model = train_step.accelerator, train_step.model
-        # A tenth of the time of a core that training keeps busy; it must not delay an exit.
+        # Niceness 10: a tenth of the time of a core that training keeps busy. A daemon must not delay an exit.
         self.verification = BackgroundTask(store.check_hashes, "verification", niceness=10, daemon=True)
         if self.accelerator.is_local_main_process:
             self.verification.start()
