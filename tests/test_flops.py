@@ -60,18 +60,10 @@ def test_devices_by_their_datasheets(name, precision, teraflops):
     assert peak_flops(name, precision) == pytest.approx(teraflops * 1e12)
 
 
-NOT_LISTED = [
-    "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce RTX 4090 D",
-    "NVIDIA GeForce RTX 3080 Ti",
-    "NVIDIA L40",
-]
-NOT_LISTED += ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA H20", "Quadro RTX 6000", ""]
-NOT_LISTED += [
-    "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-    "NVIDIA A10-24Q",
-    "AMD Radeon Graphics",
-]  # the first two: shares of one
+# The first two are shares of a device.
+NOT_LISTED = ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A10-24Q", "AMD Radeon Graphics", "Quadro RTX 6000", ""]
+NOT_LISTED += ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3080 Ti"]
+NOT_LISTED += ["NVIDIA L40", "NVIDIA H20", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"]
 
 
 @pytest.mark.parametrize("name", NOT_LISTED)

@@ -31,6 +31,9 @@ LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have
 BYTES_OF_LOGITS = 1 << 27  # at once, in fp32
 ORDERS = {"unigram": 1, "trigram": 3}
 DOCUMENTS_AT_ONCE = 256
+Encoded = list[
+    tuple[np.ndarray, np.ndarray]
+]  # of each document: ids of one tokenizer, and the unit that each begins in
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,6 @@ class HeldOut:
     edges: np.ndarray  # (units + 1,): the same of the units of the standard error
     units: str  # what those are
     bytes: np.ndarray  # (units,)
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """The same by one tokenizer, document by document."""
-
-    ids: list[np.ndarray]
-    units: list[np.ndarray]  # that each token begins in
 
 
 def held_out(store: TokenStore, most: int | None) -> HeldOut:
@@ -76,19 +71,19 @@ def encoded(text: HeldOut, tokenizer: PreTrainedTokenizerBase, name: str) -> Enc
     unknown = getattr(rust.model, "unk_token", None)
     unknown = rust.token_to_id(unknown) if unknown else None
     problem = f"{name} cannot be compared: its tokenizer does not know every character of the text; leave it out."
-    ids, places = [], []
+    documents = []
     for first in range(0, len(text.texts), DOCUMENTS_AT_ONCE):
         try:
             batch = rust.encode_batch(text.texts[first : first + DOCUMENTS_AT_ONCE], add_special_tokens=False)
         except Exception as error:  # the Rust library raises nothing narrower
             raise UserError(problem) from error
         for document, encoding in enumerate(batch, first):
-            ids.append(np.array(encoding.ids, dtype=np.int64))
             begins = text.starts[document] + np.array([start for start, _ in encoding.offsets], dtype=np.int64)
-            places.append(np.searchsorted(text.edges, begins, side="right") - 1)
+            places = np.searchsorted(text.edges, begins, side="right") - 1
+            documents.append((np.array(encoding.ids, dtype=np.int64), places))
             if unknown in encoding.ids:
                 raise UserError(problem)
-    return Encoded(ids, places)
+    return documents
 
 
 def windows(targets: int, context: int) -> Iterator[tuple[int, int]]:
@@ -107,7 +102,7 @@ def nats_of_model(
     """(units,) float64: what the text costs the model, computed by all processes together. `first` begins each document."""
     context = min(getattr(model.config, "max_position_embeddings", LONGEST_WINDOW), LONGEST_WINDOW)
     sums = np.zeros(n_units)
-    streams, places = text.ids, text.units
+    streams, places = map(list, zip(*text, strict=True))
     if first is None:
         if accelerator.is_main_process:
             np.add.at(sums, [unit[0] for unit in places if len(unit)], math.log(model.config.vocab_size))
@@ -190,10 +185,10 @@ def begins(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def nats_of_ngram(ngram: NGram, eos: int | None, text: Encoded, n_units: int) -> np.ndarray:
     """(units,) float64. Each document follows an end of text, as in the store."""
     before = [] if eos is None else [eos]
-    stream = np.concatenate([part for ids in text.ids for part in (before, ids)]).astype(np.int64)
+    stream = np.concatenate([part for ids, _ in text for part in (before, ids)]).astype(np.int64)
     nats = -np.log(ngram.probabilities(stream))
-    is_text = np.concatenate([np.arange(len(before) + len(ids)) >= len(before) for ids in text.ids])
-    return np.bincount(np.concatenate(text.units), weights=nats[is_text], minlength=n_units)
+    is_text = np.concatenate([np.arange(len(before) + len(ids)) >= len(before) for ids, _ in text])
+    return np.bincount(np.concatenate([units for _, units in text]), weights=nats[is_text], minlength=n_units)
 
 
 def _how_it_was_made(store: TokenStore, text: HeldOut) -> str:
