@@ -321,7 +321,10 @@ def test_an_existing_tokenizer_is_taken_as_it_is_and_another_vocab_size_answered
     theirs = train_bpe([PROSE], 280)
     vocabulary.save(theirs, tmp_path / "theirs")
     recipe = Recipe(["any"], vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "theirs")))
-    assert build(recipe.vocabulary, recipe.existing_tokenizer, lambda: ["another"])(PROSE).input_ids == theirs(PROSE).input_ids
+    assert (
+        build(recipe.vocabulary, recipe.existing_tokenizer, lambda: ["another"])(PROSE).input_ids
+        == theirs(PROSE).input_ids
+    )
     value, size = {"tokenizer": (str(tmp_path / "theirs"), 280), "tokenizer_type": ("character", len(set(PROSE)))}[kind]
     recipe = Recipe(["any"], vocabulary=VocabularyArguments(vocab_size=999, **{kind: value}))
     with pytest.raises(UserError, match=rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"):
