@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
         return
     setup, folder, trackers = setup_of(config), config.run.folder, config.journal.trackers()
     with job(setup, folder, trackers, config.stopping, config.flat()) as (accelerator, watchdog):
-        # Decide: whatever can be wrong is found here, before the first step.
+        # Decide: every problem is found here, before the first step.
         run = decide_run(config, setup, accelerator)
         reason = train(config, run, watchdog) if not is_finished(run) else finish_again(run)
     if reason is not None and EXIT_CODES[reason] != 0:

@@ -79,7 +79,7 @@ def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
     ids = tokenizer.apply_chat_template(chat)["input_ids"]
     ends = [i for i in ids[-2:] if i in tokenizer.added_tokens_decoder]  # a line break may follow
     if not ends:
-        raise UserError("The tokenizer's chat template ends the assistant's turn with no token of its own; mend it.")
+        raise UserError("The tokenizer's chat template ends the assistant's turn with no token of its own; correct it.")
     return ends[-1]
 
 

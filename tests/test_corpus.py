@@ -165,7 +165,7 @@ def test_links_in_a_folder_are_not_followed_and_a_named_one_is_unless_it_is_brok
     for name, target in (("broken", "nothing"), ("round", "round")):
         link = tmp_path / name
         link.symlink_to(tmp_path / target)
-        assert refusal(link) == f"{link} is a broken link; mend it or leave it out."
+        assert refusal(link) == f"{link} is a broken link; correct it or leave it out."
 
 
 def test_a_file_that_is_named_twice_is_refused_with_the_remedy(tmp_path, monkeypatch):
@@ -378,7 +378,7 @@ def test_a_check_on_the_way_counts_on_the_text_that_is_still_to_come_and_names_w
         source.check(Counts(documents=1, bytes=300, bad_bytes=11), at_least=1000)
     [unit] = source.units()
     (tmp_path / "a.txt").unlink()
-    sentence = r"a\.txt cannot be read: No such file or directory; mend it or leave it out\.$"
+    sentence = r"a\.txt cannot be read: No such file or directory; correct it or leave it out\.$"
     with pytest.raises(UserError, match=sentence):
         list(Reader().pieces(unit.ranges[0]))
     with pytest.raises(UserError, match=sentence):
@@ -448,7 +448,7 @@ def test_a_file_that_cannot_be_read_is_skipped_in_a_folder_up_to_one_percent(tmp
         sentence = refusal(folder)
         assert "1 files of 0.0 MB cannot be read, more than 1% of" in sentence
         assert f"the first in {folder / name} ({folder / name} {reason}" in sentence
-        assert sentence.endswith("Mend them, or leave them out with --exclude.")
+        assert sentence.endswith("Correct them, or leave them out with --exclude.")
     assert read(folder, exclude=[name])[1].unreadable_files == 0
 
 

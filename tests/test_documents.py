@@ -152,16 +152,16 @@ def test_a_record_that_is_too_long_for_the_memory_and_a_broken_list_are_refused_
     monkeypatch.setattr(records_module, "LONGEST_RECORD", 1 << 20)
     records = [{"text": "one"}, {"text": "words " * 200_000}]
     for name, sentence in (
-        ("a.jsonl", r"a\.jsonl cannot be read: line 2 is longer than 1 MiB, too long for one record; mend it"),
+        ("a.jsonl", r"a\.jsonl cannot be read: line 2 is longer than 1 MiB, too long for one record; correct it"),
         ("a.json", "write it as jsonl, a record a line"),
         ("a.csv", r"a\.csv cannot be read: it is longer than 1 Mi characters, too long for one record, in line 3;"),
     ):
         assert re.search(sentence, refusal(write_records(tmp_path / name, records)))
     quoted = refusal(write_records(tmp_path / "b.csv", [{"text": "one"}, {"text": "words\n" * 200_000}]))
-    field = r"b\.csv cannot be read: field larger than field limit \(1048576\), in line [\d,]+; mend it"
+    field = r"b\.csv cannot be read: field larger than field limit \(1048576\), in line [\d,]+; correct it"
     assert re.search(field, quoted)
     broken = refusal(write(tmp_path / "a.json", '[{"text": "one"}, {"text": "tw'))
-    assert re.search(r"a\.json cannot be read: Unterminated string .*char 27\); mend it or leave it out\.$", broken)
+    assert re.search(r"a\.json cannot be read: Unterminated string .*char 27\); correct it or leave it out\.$", broken)
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int8(), pa.string())])
@@ -189,7 +189,7 @@ def test_a_parquet_file_without_rows_holds_no_text_and_nulls_and_broken_promises
 def test_a_damaged_parquet_file_is_refused(tmp_path, damage):
     path = write_records(tmp_path / "a.parquet", [{"text": f"{i} {GOOD}"} for i in range(9)])
     write(path, damage(path.read_bytes()))
-    assert re.search(r"a\.parquet cannot be read: .*; mend it or leave it out\.$", refusal(path))
+    assert re.search(r"a\.parquet cannot be read: .*; correct it or leave it out\.$", refusal(path))
 
 
 def test_a_byte_order_mark_at_the_start_is_no_text_and_one_inside_is_kept(tmp_path):
@@ -419,7 +419,7 @@ def test_a_file_that_became_shorter_meanwhile_is_refused_and_one_that_grew_read_
     write(tmp_path / "a.text", "text")
     for kind in ("jsonl", "parquet"):
         write_records(tmp_path / f"a.{kind}", [{"text": "one"}])
-    sentence = r"cannot be read: it has become shorter since its parts were planned; mend it"
+    sentence = r"cannot be read: it has become shorter since its parts were planned; correct it"
     for kind in ("text", "jsonl", "parquet"):
         with pytest.raises(UserError, match=sentence):
             list(Reader().pieces(ByteRange(str(tmp_path / f"a.{kind}"), kind, 10, 1000, "text")))

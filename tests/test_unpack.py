@@ -79,7 +79,7 @@ def test_a_truncated_or_changed_file_is_refused(packed, tmp_path, share):
     else:
         content = content[: int(share * len(content))]
     packed.write_bytes(content)
-    assert refused(packed, tmp_path / "out").endswith("get it anew.")
+    assert refused(packed, tmp_path / "out").endswith("get it again.")
 
 
 def changed(name: str, change):

@@ -103,7 +103,7 @@ class TextFile:
             status = os.stat(path)
         except OSError as error:
             what = "is a broken link" if os.path.islink(path) else f"cannot be read: {error.strerror}"
-            raise UserError(f"{path} {what}; mend it or leave it out.") from error
+            raise UserError(f"{path} {what}; correct it or leave it out.") from error
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is a pipe or a device, and text is read twice; save it as a file first.")
         return TextFile(str(path), status.st_size, status.st_mtime_ns, is_named)
@@ -193,7 +193,7 @@ class Corpus:
         if counts.unreadable_bytes > TOLERATED_SHARE * self.size:
             raise UserError(
                 f"{where}: {counts.unreadable_files:,} files of {counts.unreadable_bytes / 1e6:,.1f} MB cannot be read, more "
-                f"than 1% of {self.size / 1e6:,.1f} MB{_first(counts, ['unreadable_files'])}. Mend them, or leave them out "
+                f"than 1% of {self.size / 1e6:,.1f} MB{_first(counts, ['unreadable_files'])}. Correct them, or leave them out "
                 f"with --exclude."
             )
         records = counts.documents + counts.empty_records

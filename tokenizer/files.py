@@ -39,7 +39,7 @@ def readable(path: str) -> Iterator[None]:
     except (ValueError, OSError, RecursionError, csv.Error) as error:
         reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())[:300]
         kind = UserError if isinstance(error, FileNotFoundError) or reason == SHORTER else UnreadableError
-        raise kind(f"{path} cannot be read: {reason}; mend it or leave it out.") from error
+        raise kind(f"{path} cannot be read: {reason}; correct it or leave it out.") from error
 
 
 # ---- compressed files -------------------------------------------------------------------------------------------------

@@ -84,12 +84,12 @@ def unpack(archive: Path, folder: Path) -> TokenStore:
         with _opened(archive) as (tar, content):
             _write_members(tar, content, archive, unfinished)
         if missing := [name for name in FILES if not (unfinished / name).is_file()]:
-            raise UserError(f"{archive} lacks {' and '.join(missing)}: it is truncated or damaged; get it anew.")
+            raise UserError(f"{archive} lacks {' and '.join(missing)}: it is truncated or damaged; get it again.")
         metadata = read_metadata(unfinished)
         if wrong := [name for name, sha256 in metadata.hashes.items() if file_sha256(unfinished / name) != sha256]:
             raise UserError(
                 f"{archive} was changed or damaged: {' and '.join(wrong)} in it {'is' if len(wrong) == 1 else 'are'} not "
-                f"what its metadata say; get it anew."
+                f"what its metadata say; get it again."
             )
         megatron.write_indexes(unfinished, metadata.dtype)
     return TokenStore(folder)
@@ -152,7 +152,7 @@ def _opened(archive: Path) -> Iterator[tuple[tarfile.TarFile, BoundedReader]]:
             with tarfile.open(fileobj=content, mode="r|") as tar:
                 yield tar, content
     except (EOFError, ValueError, tarfile.TarError, zstandard.ZstdError) as error:
-        raise UserError(f"{archive} is truncated, damaged or no packed store ({error}); get it anew.") from error
+        raise UserError(f"{archive} is truncated, damaged or no packed store ({error}); get it again.") from error
 
 
 def _packed_metadata(archive: Path) -> bytes | None:

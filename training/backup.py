@@ -124,8 +124,8 @@ class Backup:
                     self._pass_over(checkpoint, f"{damage}. Falling back to the one before.")
         except OSError as error:
             raise UserError(
-                f"{self.run.path} could not be restored from {self.there.path} ({_reason(error)}). Mend that, and the same "
-                f"command restores it; without --backup_dir it goes on from what is in {self.run.path}."
+                f"{self.run.path} could not be restored from {self.there.path} ({_reason(error)}). Correct that, and the same "
+                f"command restores it; without --backup_dir it resumes from what is in {self.run.path}."
             ) from error
         self.may_replace = True
         return restored

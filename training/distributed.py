@@ -60,7 +60,9 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
             # Unasked, Accelerate groups no launched processes on a machine without a GPU: each would believe to be alone.
             cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
             mixed_precision=setup.mixed_precision,
-            dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compiled by `prepare_loss`, whatever the launcher exports
+            dynamo_plugin=TorchDynamoPlugin(
+                backend="no"
+            ),  # compiled by step.py, also where the launcher exports a backend
             log_with=trackers,
             project_dir=output_dir,
             kwargs_handlers=handlers,
@@ -85,7 +87,7 @@ def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
     Should it die or freeze meanwhile, the watchdog ends all. The group's store would do, but dies with the launcher.
 
     Raises:
-        UserError: on the other processes, whatever was raised on the main one.
+        UserError: on the other processes, with the text of any error on the main one.
     """
     global _waits  # noqa: PLW0603
     if accelerator.num_processes == 1:
@@ -96,15 +98,15 @@ def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
             answer["found"] = find()
         except Exception as error:
             answer["problem"], failure = str(error) or type(error).__name__, error
-    told = [json.dumps(answer)]
+    message = [json.dumps(answer)]
     _waits = not accelerator.is_main_process
     try:
-        distributed.broadcast_object_list(told, src=0, group=group)
+        distributed.broadcast_object_list(message, src=0, group=group)
     finally:
         _waits = False
     if failure is not None:
         raise failure
-    answer = json.loads(told[0])
+    answer = json.loads(message[0])
     if "problem" in answer:
         error = UserError(answer["problem"])
         error.is_said = True

@@ -137,7 +137,7 @@ def _named_checkpoint(source: Path, folder: RunFolder, backup: Backup | None, sa
         newest = _newest(RunFolder(run_of(source)), backup, None, say)
         if newest is None:
             raise UserError(
-                f"{source} has no complete checkpoint to resume from; start it anew with the first command."
+                f"{source} has no complete checkpoint to resume from; start it again with the first command."
             )
         return newest
     if not (source / checkpoints.MANIFEST).is_file():

@@ -117,7 +117,7 @@ def _describe_end(run: Run, step: int, reason: str | None) -> str:
         return f"{stopped} To resume, give the same command, or:\n  {resume}"
     opening, path = prompt.splitlines()[0] if prompt.strip() else "", quote(str(folder.path))
     return (
-        f"\nDone: {folder.model} is the model, {folder.report} tells the run. Next:\n"
+        f"\nDone: {folder.model} is the model, {folder.report} describes the run. Next:\n"
         f"  python generate.py {path} --prompt {quote(opening)}\n"
         f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{quote(folder.path.resolve().name)}"
     )

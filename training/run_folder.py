@@ -132,7 +132,7 @@ class RunFolder:
                 return checkpoint
             say(f"WARNING: {checkpoint} is damaged: {problem}. It is set aside for the one before.")
         if problem is not None:
-            raise UserError(f"Every checkpoint in {self.checkpoints} is damaged; --overwrite_output_dir starts anew.")
+            raise UserError(f"Every checkpoint in {self.checkpoints} is damaged; --overwrite_output_dir starts again.")
         return None
 
     def is_empty(self) -> bool:

@@ -52,7 +52,7 @@ def wait_for_writing(seconds: float) -> None:
 class Saver:
     """Used by every process, because a sharded model is gathered by all; the main one writes.
 
-    A save that failed is raised by the next `wait`; `failed` tells sooner. On the way out, a save under way is completed.
+    A save that failed is raised by the next `wait`; `failed` is set sooner. On the way out, a save under way is completed.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Saver:
                 raise
             raise UserError(
                 f"The checkpoint of step {step:,} could not be written to {self.folder.checkpoints}: "
-                f"{problem.strerror or problem}; {self.folder.last_good()}. Mend that and resume."
+                f"{problem.strerror or problem}; {self.folder.last_good()}. Correct that and resume."
             ) from error
         if self.backup is not None:
             self.backup.submit()

@@ -309,8 +309,8 @@ def is_of_the_group(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return False
     words = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup", "process group")
-    told = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    return told or isinstance(error, distributed.DistError)
+    is_named = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return is_named or isinstance(error, distributed.DistError)
 
 
 def _listed(items: list[Any], most: int = 4) -> str:
