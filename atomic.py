@@ -28,21 +28,24 @@ def write_atomic(path: Path, text: str) -> None:
 def fsync(file: BinaryIO) -> None:
     """Force what was written to disk, so that it survives a power cut, where the drive can."""
     file.flush()
-    _fsync(file.fileno())
+    with _where_possible():
+        os.fsync(file.fileno())
 
 
 def fsync_path(path: Path) -> None:
     """Force a closed file, or the names in a folder, to disk, where the drive can."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        _fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with _where_possible():
+        descriptor = os.open(path, os.O_RDONLY)  # some drives open no folders
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
-def _fsync(descriptor: int) -> None:
+@contextmanager
+def _where_possible() -> Iterator[None]:
     try:
-        os.fsync(descriptor)
+        yield
     except OSError as error:
         if error.errno not in CANNOT_SYNC:
             raise
