@@ -1,4 +1,4 @@
-"""What every door shares: flat flags with a YAML file behind them, and user errors that end in one sentence."""
+"""Command lines: flat flags, defaults from a YAML file, and user errors that end in one sentence."""
 
 import difflib
 import errno
@@ -22,7 +22,7 @@ import yaml
 from transformers import HfArgumentParser
 
 import limits
-from errors import UserError
+from errors import Problems, UserError
 from settings_file import read_yaml
 
 # Ways to say the same thing, how long a run is: one given as a flag clears all of them in the file.
@@ -30,33 +30,6 @@ SAYING = 10.0  # seconds that a process of a job waits for the one that reports 
 HELP = frozenset({"-h", "--help", "--help_all"})
 LONGEST_ERROR = 400  # characters of argparse's, which quotes what it was given
 EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
-
-
-class Problems:
-    """What is wrong with a command, to be reported together."""
-
-    def __init__(self, sentences: Iterable[str] = ()):
-        self.sentences = list(sentences)
-        self.unsure: set[str] = set()  # settings whose value is not known, because what was given is wrong
-
-    def add(self, sentence: str, *names: str) -> None:
-        """Add a problem for which the values of the settings `names` are not known."""
-        self.sentences.append(sentence)
-        self.unsure |= set(names)
-
-    def add_of(self, check: Callable[..., Any] | None, parts: Iterable[Any]) -> Any:
-        """Return what `check` returns; where it raises, add its sentences, but those about settings whose value is not known."""
-        try:
-            return check(*parts) if check is not None else None
-        except UserError as error:
-            self.sentences += [
-                line for line in str(error).splitlines() if not self.unsure & set(re.findall(r"\w+", line))
-            ]
-
-    def refuse(self) -> None:
-        """Raise a `UserError` with all problems, if there are any."""
-        if self.sentences:
-            raise UserError("\n".join(dict.fromkeys(self.sentences)))
 
 
 class FlagParser(HfArgumentParser):
@@ -95,14 +68,11 @@ class FlagParser(HfArgumentParser):
         default_config: Path | None = None,
         check: Callable[..., None] | None = None,
     ) -> tuple[tuple, set[str]]:
-        """The filled dataclasses, and the names of the fields the user set: by flag, or in a config file of their own.
+        """Return the filled dataclasses, and the names of the fields the user set: by flag, or in a config file of their own.
 
-        `default_config` is read where no `--config` is given, and does not count as the user's word. `check` is called with
-        the dataclasses and raises a `UserError` for what is wrong with their values.
-
-        Raises:
-            UserError: everything that is wrong, one problem a line: unknown flags and keys (the nearest known one is named),
-                values of the wrong type, a missing or unreadable file, what `check` finds.
+        `default_config` is read where no `--config` is given, and does not count as set by the user. `check` is called with
+        the dataclasses and raises a `UserError` for what is wrong with their values. All problems are raised together, one a
+        line: also unknown flags and keys, values of the wrong type, and a missing or unreadable file.
         """
         if self.positional and arguments and not arguments[0].startswith("-"):
             arguments = [f"--{self.positional}", *arguments]

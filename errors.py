@@ -1,8 +1,10 @@
 """Messages to the user. Imports nothing large, so that worker processes start at once."""
 
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # What reading the content of a file raises that another program wrote, or none.
 NONSENSE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, StopIteration)
@@ -15,6 +17,33 @@ class UserError(Exception):
     """
 
     is_said = False  # by another process
+
+
+class Problems:
+    """What is wrong with a command, to be reported together."""
+
+    def __init__(self, sentences: Iterable[str] = ()):
+        self.sentences = list(sentences)
+        self.unsure: set[str] = set()  # settings whose value is not known, because what was given is wrong
+
+    def add(self, sentence: str, *names: str) -> None:
+        """Add a problem for which the values of the settings `names` are not known."""
+        self.sentences.append(sentence)
+        self.unsure |= set(names)
+
+    def add_of(self, check: Callable[..., Any] | None, parts: Iterable[Any]) -> Any:
+        """Return what `check` returns; where it raises, add its sentences, but those about settings whose value is not known."""
+        try:
+            return check(*parts) if check is not None else None
+        except UserError as error:
+            self.sentences += [
+                line for line in str(error).splitlines() if not self.unsure & set(re.findall(r"\w+", line))
+            ]
+
+    def refuse(self) -> None:
+        """Raise a `UserError` with all problems, if there are any."""
+        if self.sentences:
+            raise UserError("\n".join(dict.fromkeys(self.sentences)))
 
 
 @contextmanager

@@ -82,16 +82,14 @@ def test_a_step_sees_the_same_samples_however_it_is_split(micro_batch, accumulat
 
 
 def test_auto_takes_the_largest_micro_batch_that_divides_and_what_does_not_fit_names_what_would():
-    plan, problems = plan_batches(BatchArguments(tokens_per_step=48 * 16), 16, 2, largest_micro_batch=10)
-    assert problems == []
+    plan = plan_batches(BatchArguments(tokens_per_step=48 * 16), 16, 2, largest_micro_batch=10)
     assert (plan.micro_batch, plan.accumulation, plan.processes) == (8, 3, 2)
     arguments = BatchArguments(tokens_per_step=1000, per_device_train_batch_size="4")
-    plan, problems = plan_batches(arguments, 64, 1, largest_micro_batch=100)
-    assert plan is None
-    assert problems == [
-        "tokens_per_step 1000 is not a multiple of 256 (context 64 x 1 process x micro-batch 4); "
-        "the nearest are 768 or 1024."
-    ]
+    with pytest.raises(
+        UserError,
+        match=r"1000 is not a multiple of 256 \(context 64 x 1 process x micro-batch 4\); the n.* 768 or 1024",
+    ):
+        plan_batches(arguments, 64, 1, largest_micro_batch=100)
     with pytest.raises(UserError, match="has 8 tokens, fewer than one context of 8"):
         WindowOrder(8, 8, seed=0)
 

@@ -91,15 +91,13 @@ class BatchPlan:
         return self.micro_batch * self.accumulation * self.processes
 
 
-def plan_batches(
-    arguments: BatchArguments, context: int, processes: int, largest_micro_batch: int
-) -> tuple[BatchPlan | None, list[str]]:
-    """The split of the global batch, or the problems that forbid it. `auto` takes the largest micro-batch that divides
-    the batch and is at most `largest_micro_batch`."""
+def plan_batches(arguments: BatchArguments, context: int, processes: int, largest_micro_batch: int) -> BatchPlan:
+    """Divide the global batch; raise a `UserError` where it cannot be divided. `auto` takes the largest micro-batch that divides
+    it and is at most `largest_micro_batch`."""
     micro = arguments.per_device_train_batch_size
     is_auto = micro == "auto"
     if not is_auto and not re.fullmatch(r"[1-9]\d{0,8}", micro, re.ASCII):
-        return None, [f"per_device_train_batch_size is {micro!r}; it must be a positive whole number or auto."]
+        raise UserError(f"per_device_train_batch_size is {micro!r}; it must be a positive whole number or auto.")
     tokens = arguments.tokens_per_step
     unit = context * processes * (1 if is_auto else int(micro))
     if tokens % unit:
@@ -107,11 +105,11 @@ def plan_batches(
         factors = f"context {context} x {processes} process{'es' * (processes > 1)}"
         factors += "" if is_auto else f" x micro-batch {micro}"
         names = " or ".join(str(value) for value in nearest)
-        return None, [f"tokens_per_step {tokens} is not a multiple of {unit} ({factors}); the nearest are {names}."]
+        raise UserError(f"tokens_per_step {tokens} is not a multiple of {unit} ({factors}); the nearest are {names}.")
     sequences = tokens // (context * processes)  # of one process
     if is_auto:
         micro = max(size for size in range(1, min(sequences, max(1, largest_micro_batch)) + 1) if sequences % size == 0)
-    return BatchPlan(context, int(micro), sequences // int(micro), processes, is_auto), []
+    return BatchPlan(context, int(micro), sequences // int(micro), processes, is_auto)
 
 
 @dataclass
@@ -220,9 +218,7 @@ class TrainBatches:
     def _make(self, step: int, micro_step: int) -> Batch:
         starts, context = self._starts(step, micro_step), self.plan.context
         if self.tokens.file is not None:
-            following = self._starts(
-                step, micro_step + 1
-            )  # after the last of a step, nearly always the first of the next
+            following = self._starts(step, micro_step + 1)  # after the last one, nearly always the next step's first
             self.tokens.file.announce(np.concatenate([starts, following]), context + 1)
         return self.tokens.batch(starts, context)
 

@@ -131,11 +131,8 @@ PARTS = tuple(part.type for part in fields(TrainConfig) if part.name != "flags")
 
 
 def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lambda config: None) -> TrainConfig:
-    """From the command line.
-
-    Raises:
-        UserError: see `FlagParser.parse`; the run to resume is not there; no data is named; what `check` finds.
-    """
+    """Read the configuration from the command line; raise a `UserError` as `FlagParser.parse` does, where the run to resume does
+    not exist, no data is named, or for what `check` finds."""
     parser = FlagParser(PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN)
     names = ("config", "resume_from_checkpoint")
     named, source = (Path(value) if (value := parser.value_of(name, arguments)) else None for name in names)

@@ -64,12 +64,8 @@ class RunData:
 
 
 def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
-    """The store that the recipe's one input is; or, where it is text, the store made from it, cached by its content and the
-    settings.
-
-    Raises:
-        UserError: there is neither, or the text or the store is bad.
-    """
+    """Return the store that the recipe's one input is; or, where it is text, the store made from it, cached by its content and
+    the settings. Raise a `UserError` where there is neither, or the text or the store is bad."""
     if not is_store(recipe.inputs[0]) and (problems := recipe.problems()):
         raise UserError("\n".join(problems))
     folder = _folder_of(recipe)
@@ -111,11 +107,7 @@ def find_cached(identity: str) -> Path | None:
 
 
 def estimate_store(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> "Estimate | None":
-    """What the store would be, by a sample in `folder`; None where it is there already, or made in seconds.
-
-    Raises:
-        UserError: see `estimate`.
-    """
+    """Estimate the store by a sample in `folder`; return None where it is there already, or made in seconds."""
     if is_store(recipe.inputs[0]) or recipe.problems() or find_store(recipe) is not None:
         return None
     from tokenizer.estimate import estimate
@@ -124,11 +116,8 @@ def estimate_store(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
 
 
 def _folder_of(recipe: Recipe) -> Path:
-    """The store that the recipe's one input is, or the place in the cache for the one of that text.
-
-    Raises:
-        UserError: there is no such text.
-    """
+    """Return the store that the recipe's one input is, or the place in the cache for the one of that text; raise a `UserError`
+    where there is no such text."""
     [data] = recipe.inputs
     if is_store(data):
         return Path(data)
@@ -151,12 +140,10 @@ def is_store(data: str) -> bool:
 
 
 def choose_placement(asked: str, n_bytes: int, device: torch.device, local_processes: int) -> Placement:
-    """Where `n_bytes` of tokens are to lie. Every process of this machine holds its own copy, but of a memory map.
+    """Decide where `n_bytes` of tokens lie; raise a `UserError` where there is not enough of the memory that was asked for.
 
-    Only an NVIDIA or AMD GPU has a memory of its own: anywhere else, the device's memory is RAM.
-
-    Raises:
-        UserError: there is not enough of the memory that was asked for.
+    Every process of this machine holds its own copy, but of a memory map. Only an NVIDIA or AMD GPU has a memory of its own:
+    anywhere else, the device's memory is RAM.
     """
     if device.type == "cuda" and asked in ("auto", "device"):
         free, _ = torch.cuda.mem_get_info(device)
@@ -189,10 +176,7 @@ def processes_of_this_machine(accelerator: Accelerator) -> int:
 
 
 def place_tokens(store: TokenStore, split: str, where: str, device: torch.device, mask_documents: bool) -> Tokens:
-    """
-    Raises:
-        UserError: an id is beyond the vocabulary. Memory-mapped, each batch is looked at instead.
-    """
+    """Place a split; raise a `UserError` for an id beyond the vocabulary. Memory-mapped, each batch is checked instead."""
     documents = None
     if mask_documents:
         documents = Documents(store.offsets(split), has_eos=store.metadata.eos_token_id is not None)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
-from errors import UserError
+from errors import Problems, UserError
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.hardware import name_of, peak_flops
@@ -91,53 +91,19 @@ class Setup:
 
 
 def decide(arguments: DeviceArguments, context: int, mask_documents: bool = False) -> Setup:
-    """For sequences of `context` tokens.
-
-    Raises:
-        UserError: a precision that the device does not have, or a value that is none of the choices.
-    """
-    problems, notes = _kernel_problems(), []
+    """Decide for sequences of `context` tokens on this machine; raise a `UserError` for what it cannot do, one problem a line."""
+    found, notes = Problems(), []
+    found.add_of(_check_kernels, [])
     if is_alone_by_mistake():
-        problems.append(
+        found.add(
             "accelerate launch was asked for several processes and started one, as it does with --cpu and where there are fewer "
             "GPUs than processes; add --config_file launch/two_cpu_processes.yaml, or launch/one_node.yaml for GPUs."
         )
-    precision = arguments.mixed_precision
-    if precision == "auto" and (launched := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) != "no":
-        precision = launched  # the launcher says `no` also when nobody asked it
-    if precision == "auto":
-        precision = _best_precision()
-    if precision == "fp16" and not torch.cuda.is_available():
-        problems.append("mixed_precision is fp16, but there is no GPU here and CPUs train in bf16 or no; use auto.")
-    if (
-        precision == "bf16"
-        and torch.cuda.is_available()
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        problems.append(f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has none; use fp16 or auto.")
-
-    if arguments.bf16_residual and precision != "bf16":
-        problems.append(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave one of the two out.")
-
-    attention = arguments.attn_implementation
-    if attention == "auto":
-        attention = _best_attention(precision, context)
-    problems += _attention_problems(attention)
-    modes = list(torch._inductor.list_mode_options())
-    if arguments.torch_compile_mode is not None and arguments.torch_compile_mode not in modes:
-        problems.append(
-            f"torch_compile_mode is {arguments.torch_compile_mode!r}; it must be one of {', '.join(modes)}."
-        )
-    asked = arguments.torch_compile.lower()
-    if asked not in ("auto", "true", "false"):
-        problems.append(f"torch_compile is {arguments.torch_compile!r}; it must be true, false or auto.")
-    if asked == "auto" and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
-        asked = "true"
-    missing = _missing_to_compile()
-    if missing and asked == "auto":
-        notes.append(f"torch.compile is off, which makes steps slower: {missing}")
-    if missing and asked == "true":
-        problems.append(f"torch_compile is true, but it cannot work here: {missing} Or leave torch_compile at auto.")
+    precision = found.add_of(_precision, [arguments.mixed_precision])
+    if arguments.bf16_residual and precision not in ("bf16", None):
+        found.add(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave one of the two out.")
+    attention = found.add_of(_attention, [arguments.attn_implementation, precision, context])
+    compiled = found.add_of(_compiles, [arguments, notes])
     # cuDNN's backward pass with a mask has given NaN at these lengths, and every step would be skipped.
     cudnn_attention = not (mask_documents and context % 128 == 64)
     if torch.cuda.is_available() and not cudnn_attention:
@@ -151,13 +117,8 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
         notes.append(
             f"The launcher's gradient_accumulation_steps {accumulation} is not used: tokens_per_step decides it."
         )
-    sharding, sharding_problems, sharding_notes = sharding_asked()
-    problems += sharding_problems
-    notes += sharding_notes
-    if problems:
-        raise UserError("\n".join(problems))
-    proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
-    compiled = asked == "true" or (asked == "auto" and not missing and proven)
+    sharding = found.add_of(sharding_asked, [notes])
+    found.refuse()
     return Setup(
         precision,
         compiled,
@@ -173,14 +134,12 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
     )
 
 
-def _kernel_problems() -> list[str]:
-    """A GPU that this build of PyTorch has no kernels for, which would fail at the first of them."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        return []
-    capability = torch.cuda.get_device_capability()
-    if has_kernels(torch.cuda.get_arch_list(), capability):
-        return []
-    return [without_kernels(torch.cuda.get_device_name(), capability, f"torch {torch.__version__}")]
+def _check_kernels() -> None:
+    """Raise a `UserError` for a GPU that this build of PyTorch has no kernels for, which would fail at the first of them."""
+    if torch.cuda.is_available() and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability()
+        if not has_kernels(torch.cuda.get_arch_list(), capability):
+            raise UserError(without_kernels(torch.cuda.get_device_name(), capability, f"torch {torch.__version__}"))
 
 
 def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
@@ -228,33 +187,57 @@ def _missing_to_compile() -> str:
     return " ".join(parts)
 
 
-def _attention_problems(name: str) -> list[str]:
-    known = ["auto", "eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
-    if name not in known:
-        return [f"attn_implementation is {name!r}; it must be one of {', '.join(known)}."]
-    if name.startswith("flash_attention") and not torch.cuda.is_available():
-        return [f"attn_implementation is {name}, which needs an NVIDIA GPU; use sdpa."]
-    if name == "flash_attention_2" and not is_flash_attn_2_available():
-        return [
-            "attn_implementation is flash_attention_2, which is not installed: pip install flash-attn, or use sdpa."
-        ]
-    return []
+def _compiles(arguments: DeviceArguments, notes: list[str]) -> bool:
+    """Return whether to compile; a reason why not, where nobody asked, is added to `notes`."""
+    modes, mode = list(torch._inductor.list_mode_options()), arguments.torch_compile_mode
+    if mode is not None and mode not in modes:
+        raise UserError(f"torch_compile_mode is {mode!r}; it must be one of {', '.join(modes)}.")
+    asked = arguments.torch_compile.lower()
+    if asked not in ("auto", "true", "false"):
+        raise UserError(f"torch_compile is {arguments.torch_compile!r}; it must be true, false or auto.")
+    if asked == "auto" and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        asked = "true"
+    missing = _missing_to_compile()
+    if missing and asked == "true":
+        raise UserError(f"torch_compile is true, but it cannot work here: {missing} Or leave torch_compile at auto.")
+    if missing and asked == "auto":
+        notes.append(f"torch.compile is off, which makes steps slower: {missing}")
+    is_proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
+    return asked == "true" or (asked == "auto" and not missing and is_proven)
 
 
-def _best_precision() -> str:
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    if torch.backends.mps.is_available():
-        return "no"
+def _precision(asked: str) -> str:
+    has_gpu = torch.cuda.is_available()
+    has_bf16 = has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    if asked == "auto":  # the launcher exports `no` also where nobody asked it
+        asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "auto")
+    if asked == "fp16" and not has_gpu:
+        raise UserError("mixed_precision is fp16, but there is no GPU here and CPUs train in bf16 or no; use auto.")
+    if asked == "bf16" and has_gpu and not has_bf16:
+        raise UserError(f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has none; use fp16 or auto.")
+    if asked != "auto":
+        return asked
+    if has_gpu:
+        return "bf16" if has_bf16 else "fp16"
     # Without these instructions, bf16 on a CPU is emulated and slower than fp32.
-    return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "no"
+    is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if is_fast and not torch.backends.mps.is_available() else "no"
 
 
-def _best_attention(precision: str, context: int) -> str:
-    """PyTorch's CPU kernel takes longer than matrix products that use bf16, until the square of the context outgrows the
-    caches: docs/log.md has the measurement."""
-    on_cpu = not torch.accelerator.is_available()
-    return "eager" if on_cpu and precision == "bf16" and context <= WRITTEN_OUT else "sdpa"
+def _attention(asked: str, precision: str | None, context: int) -> str:
+    known = ["auto", "eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
+    if asked not in known:
+        raise UserError(f"attn_implementation is {asked!r}; it must be one of {', '.join(known)}.")
+    if asked.startswith("flash_attention") and not torch.cuda.is_available():
+        raise UserError(f"attn_implementation is {asked}, which needs an NVIDIA GPU; use sdpa.")
+    if asked == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError(
+            "attn_implementation is flash_attention_2, which is not installed: pip install flash-attn, or use sdpa."
+        )
+    # PyTorch's CPU kernel takes longer than matrix products that use bf16, until the square of the context outgrows the
+    # caches: docs/log.md has the measurement.
+    is_faster = not torch.accelerator.is_available() and precision == "bf16" and context <= WRITTEN_OUT
+    return asked if asked != "auto" else "eager" if is_faster else "sdpa"
 
 
 def use_deterministic_kernels() -> None:

@@ -37,11 +37,8 @@ distributed.register_rendezvous_handler(MEETING.removesuffix("://"), _meet)
 
 
 def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str, ddp_timeout: int) -> Accelerator:
-    """`ddp_timeout`: seconds that a process waits for the others.
-
-    Raises:
-        UserError: the environment asks for more processes than Accelerate made, or they do not come together.
-    """
+    """Start Accelerate; raise a `UserError` where the environment asks for more processes than it made, or they do not come
+    together. `ddp_timeout`: seconds that a process waits for the others."""
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU multiplies fp32
     if setup.full_determinism:
         use_deterministic_kernels()
@@ -62,7 +59,7 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
             mixed_precision=setup.mixed_precision,
             dynamo_plugin=TorchDynamoPlugin(
                 backend="no"
-            ),  # compiled by step.py, also where the launcher exports a backend
+            ),  # step.py compiles, also where the launcher exports a backend
             log_with=trackers,
             project_dir=output_dir,
             kwargs_handlers=handlers,
@@ -81,13 +78,11 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
 
 
 def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
-    """What the main process finds, on every process: anything that JSON can say.
+    """Return what the main process finds, on every process: anything that JSON can say. On the others, any error of the main
+    one is a `UserError`.
 
-    The others wait for as long as it takes, in a group of its own, where no `ddp_timeout` counts: it may wait for a disk.
+    They wait for as long as it takes, in a group of its own, where no `ddp_timeout` counts: it may wait for a disk.
     Should it die or freeze meanwhile, the watchdog ends all. The group's store would do, but dies with the launcher.
-
-    Raises:
-        UserError: on the other processes, with the text of any error on the main one.
     """
     global _waits  # noqa: PLW0603
     if accelerator.num_processes == 1:

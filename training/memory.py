@@ -1,5 +1,6 @@
 """What a process needs to keep in memory while it trains, part by part."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from modeling_gpt2scratch import GPT2ScratchConfig
@@ -7,6 +8,7 @@ from training.loss import rows_of_chunk
 from training.optim import moment_bytes
 
 USABLE = 0.8  # of what is free: the rest is for workspaces, fragments and what compilation keeps besides
+LARGEST_MICRO_BATCH = 1 << 30  # sequences: the most that --per_device_train_batch_size takes
 BYTES_KEPT_WHOLE = 4  # of each parameter's gradient, on every process of a sharded model, while micro-batches add up
 # Bytes that a block keeps for its backward pass, for each token and unit of width (test_memory.py counts them).
 KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
@@ -65,14 +67,8 @@ class Memory:
     def largest_micro_batch(self, free: int) -> int:
         """Sequences that should fit `free` bytes; 1 at least, which is tried then."""
         left = USABLE * (free - sum(self.fixed().values()))
-        fits, too_many = 1, 2
-        while self._activations(too_many) + self._passing(too_many) <= left:
-            fits, too_many = too_many, 2 * too_many
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            needed = self._activations(middle) + self._passing(middle)
-            fits, too_many = (middle, too_many) if needed <= left else (fits, middle)
-        return fits
+        sizes = range(1, LARGEST_MICRO_BATCH + 1)
+        return max(1, bisect_right(sizes, left, key=lambda size: self._activations(size) + self._passing(size)))
 
     def _activations(self, micro_batch: int) -> int:
         layers, block = self.model.n_layer, self._block(micro_batch)

@@ -8,6 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from errors import UserError
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.device import Setup
@@ -41,23 +42,20 @@ class ModelArguments:
 
 def model_config(
     arguments: ModelArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
-) -> tuple[GPT2ScratchConfig | None, list[str]]:
-    """The configuration, or the problems that forbid it."""
+) -> GPT2ScratchConfig:
+    """Return the model's configuration; raise a `UserError` for values that do not fit together, one problem a line."""
     special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
-        return GPT2ScratchConfig(vocab_size=vocab_size, **asdict(arguments), **special), []
+        return GPT2ScratchConfig(vocab_size=vocab_size, **asdict(arguments), **special)
     except StrictDataclassError as error:
-        return None, [f"{problem}." for problem in str(error.__cause__ or error).split("; ")]
+        raise UserError("\n".join(f"{problem}." for problem in str(error.__cause__ or error).split("; "))) from error
 
 
 def build_model(
     config: GPT2ScratchConfig, setup: Setup, seed: int, weights: Path | None = None
 ) -> GPT2ScratchForCausalLM:
-    """Build the model in fp32: with fresh weights decided by `seed`, or with those of a safetensors file.
-
-    Raises:
-        UserError: the weights do not fit.
-    """
+    """Build the model in fp32: with fresh weights decided by `seed`, or with those of a safetensors file; raise a `UserError`
+    where these do not fit."""
     torch.manual_seed(seed)
     if weights is not None:
         with torch.device("meta"):  # nothing is drawn that would be replaced

@@ -122,11 +122,8 @@ def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill `optimizer`, built for `model`, with the moments of a safetensors file; its hyperparameters stay its own.
-
-    Raises:
-        UserError: the file holds other tensors than the optimizer, or such as no run writes.
-    """
+    """Fill `optimizer`, built for `model`, with the moments of a safetensors file; its hyperparameters stay its own. Raise a
+    `UserError` for a file that holds other tensors than the optimizer, or such as no run writes."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}

@@ -9,8 +9,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from command_line import Problems
-from errors import UserError
+from errors import Problems, UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.corpus import Corpus
 from tokenizer.store import SPLITS, TokenStore
@@ -37,11 +36,8 @@ PROGRAM_GROWS = 120_000_000  # bytes: of code that is loaded, and compiled, from
 
 
 def setup_of(config: TrainConfig) -> Setup:
-    """Device, precision and compilation: those of this machine, or of the device that is planned for.
-
-    Raises:
-        UserError: see `decide`; or the device that is planned for is unknown, or lacks the precision.
-    """
+    """Decide device, precision and compilation: those of this machine, or of the device that is planned for. Raise a
+    `UserError` as `decide` does, or where the device that is planned for is unknown or lacks the precision."""
     if config.cost.plan_device is None:
         return decide(config.device, config.model.n_positions, config.batch.mask_documents)
     if config.cost.plan_device not in RENTALS:
@@ -73,9 +69,8 @@ def check(config: TrainConfig) -> None:
         vocab_size = store.metadata.vocab_size
         problems.sentences += _vocabulary_problems(config, store)
         problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.seed])
-    problems.sentences += model_config(config.model, vocab_size)[1]
-    if context > 0:
-        problems.sentences += plan_batches(config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1)[1]
+    problems.add_of(model_config, [config.model, vocab_size])
+    problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])
     attention = config.device.attn_implementation
     if config.batch.mask_documents and attention.startswith("flash_attention"):
         problems.add(
@@ -96,12 +91,8 @@ def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> list[str]:
 
 
 def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> Run:
-    """Decide everything about a run that `check` accepts. Called by every process; nothing is changed but what is restored
-    from the backup.
-
-    Raises:
-        UserError: what is wrong with data and memory, or with the run in the folder and its checkpoints.
-    """
+    """Decide everything about a run that `check` accepts; raise a `UserError` for what is wrong with data and memory, or with
+    the run in the folder and its checkpoints. Called by every process; only what the backup restores is changed."""
     say, folder = printer(accelerator), config.run.folder
     store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
@@ -150,15 +141,10 @@ def make_plan(
     setup: Setup,
     position: DataPosition = START,
 ) -> Plan:
-    """Plan a run for a configuration that `check` accepts. After a restart, the micro-batch is at most what the process before
-    this one found to fit.
-
-    Raises:
-        UserError: what is wrong with data and memory, one problem a line.
-    """
+    """Plan a run for a configuration that `check` accepts; raise a `UserError` for what is wrong with data and memory, one
+    problem a line. After a restart, the micro-batch is at most what the process before this one found to fit."""
     problems = Problems(_vocabulary_problems(config, store))
-    model, model_problems = model_config(config.model, store.metadata.vocab_size, tokenizer)
-    problems.sentences += model_problems
+    model = problems.add_of(model_config, [config.model, store.metadata.vocab_size, tokenizer])
     batches = order = memory = None
     local, n_bytes = processes_of_this_machine(accelerator), bytes_of(store, *SPLITS)
     placement = problems.add_of(choose_placement, [config.data.data_placement, n_bytes, accelerator.device, local])
@@ -172,8 +158,7 @@ def make_plan(
         if accelerator.num_processes > 1:
             largest = int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
         largest = min(largest, restarted().get("micro_batch", largest))
-        batches, batch_problems = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
-        problems.sentences += batch_problems
+        batches = problems.add_of(plan_batches, [config.batch, model.n_positions, accelerator.num_processes, largest])
         order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.seed])
     if batches is not None and not memory.copies_to_host:  # as on a CPU, where there are no such graphs
         problems.sentences += cuda_graph_problems(setup, batches)

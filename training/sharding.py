@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.loss import NextTokenLoss
 
@@ -40,19 +41,18 @@ class Sharding:
     offload: bool = False  # shares and optimizer live in the memory of the CPU
 
 
-def sharding_asked() -> tuple[Sharding | None, list[str], list[str]]:
-    """What the environment asks for (None: nothing), what is wrong with it, and what of it is not used."""
+def sharding_asked(notes: list[str]) -> Sharding | None:
+    """Return what the environment asks for, if anything; add to `notes` what of it is not used. Raise a `UserError` for FSDP1."""
     if not _is_set(ASKED):
-        return None, [], []
-    problems, notes = [], []
+        return None
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
-        problems.append(f"The launcher's fsdp_version is {version}; set it to 2, as launch/fsdp2.yaml does.")
+        raise UserError(f"The launcher's fsdp_version is {version}; set it to 2, as launch/fsdp2.yaml does.")
     if _is_set("FSDP_ACTIVATION_CHECKPOINTING"):
         notes.append("The launcher's fsdp_activation_checkpointing is not used: gradient_checkpointing decides it.")
     if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
         notes.append("The launcher's fsdp_reshard_after_forward is not used: a block is let go of after its forward.")
-    return Sharding(offload=_is_set("FSDP_OFFLOAD_PARAMS")), problems, notes
+    return Sharding(offload=_is_set("FSDP_OFFLOAD_PARAMS"))
 
 
 def _is_set(name: str) -> bool:

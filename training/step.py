@@ -58,9 +58,7 @@ class TrainStep:
                         norm = self.accelerator.clip_grad_norm_(self.loss.parameters(), self.max_grad_norm or math.inf)
                         norm = whole(norm)
                         if self.accelerator.scaler is None:
-                            skip_if_not_finite(
-                                self.optimizer.optimizer, norm
-                            )  # `norm` is where the optimizer is: perhaps offloaded
+                            skip_if_not_finite(self.optimizer.optimizer, norm)  # both are perhaps offloaded
                         grad_norm = norm.to(total.device)
                     self.optimizer.step()
                     self.optimizer.zero_grad()
@@ -83,10 +81,7 @@ def build_train_step(
     accelerator: Accelerator,
 ) -> TrainStep:
     """Build the model, new or with the weights and moments of a checkpoint; compile it, distribute it, and give it an optimizer.
-
-    Raises:
-        UserError: the checkpoint's tensors do not fit the model, or are such as no run writes.
-    """
+    Raise a `UserError` for a checkpoint's tensors that do not fit the model, or that no run writes."""
     model = build_model(config, setup, batches.order.seed, checkpoint / WEIGHTS if checkpoint is not None else None)
     accelerator.gradient_accumulation_steps = batches.plan.accumulation
     loss = _prepare_loss(NextTokenLoss(model).train(), accelerator, setup)

@@ -89,11 +89,7 @@ class MemoryMap:
                 self._map.madvise(mmap.MADV_WILLNEED, start, size)
 
     def check_size(self) -> None:
-        """A look at the file, 1 us, because reading beyond its end would kill the process without a word.
-
-        Raises:
-            UserError: it was cut.
-        """
+        """Raise a `UserError` where the file was cut: reading beyond its end would kill the process. Takes 1 us."""
         size = self._map.size()  # of the file
         if size < len(self._map):
             raise UserError(
@@ -102,11 +98,8 @@ class MemoryMap:
             )
 
     def check_ids(self, rows: torch.Tensor) -> None:
-        """A look at what was gathered, 4 us for 64 x 513, because looking through a large file would take minutes.
-
-        Raises:
-            UserError: an id that the vocabulary does not have.
-        """
+        """Raise a `UserError` for an id that the vocabulary does not have, in what was gathered: 4 us for 64 x 513, where
+        looking through a large file would take minutes."""
         largest = int(rows.numpy().view(self.dtype).max())
         if largest >= self.vocab_size:
             raise UserError(
@@ -128,10 +121,8 @@ class Tokens:
         return len(self.values)
 
     def batch(self, starts: np.ndarray, context: int) -> Batch:
-        """The windows that begin at `starts`, (B,) int64, and as targets the token after each of theirs.
-
-        Does not wait for the device.
-        """
+        """Return the windows that begin at `starts`, (B,) int64, and as targets the token after each of theirs, without waiting
+        for the device."""
         if self.file is not None:
             self.file.check_size()
         rows = self._gather(starts, context + 1)  # (B, T + 1)
