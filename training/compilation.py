@@ -1,18 +1,70 @@
-"""The compiler's cache on disk: libraries that a killed process left incomplete are removed.
+"""torch.compile: whether to use it on this machine, and its cache on disk.
 
-Inductor lets the linker write straight into its cache. A file that was cut off there ends every later run: with an error
-where it is empty, by SIGBUS without a word where its beginning is there.
+Inductor lets the linker write straight into its cache. A file that was cut off there, as the process was killed, ends every later
+run: with an error where it is empty, by SIGBUS without a word where its beginning is there. Such files are removed.
 """
 
+import importlib.util
+import os
+import shutil
 import struct
+import sysconfig
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+import torch._inductor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from errors import UserError
 
 LINKING = 5.0  # seconds without a write, after which no process is still linking a file
 ELF = struct.Struct("<16s2HI3QI6H")  # header of a 64-bit file
+
+
+def decide_compilation(asked: str, mode: str | None, notes: list[str]) -> bool:
+    """Return whether to compile; a reason why not, where nobody asked, is added to `notes`."""
+    modes = list(torch._inductor.list_mode_options())
+    if mode is not None and mode not in modes:
+        raise UserError(f"torch_compile_mode is {mode!r}; it must be one of {', '.join(modes)}.")
+    if asked.lower() not in ("auto", "true", "false"):
+        raise UserError(f"torch_compile is {asked!r}; it must be true, false or auto.")
+    asked = asked.lower()
+    if asked == "auto" and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        asked = "true"
+    missing = _missing_to_compile()
+    if missing and asked == "true":
+        raise UserError(f"torch_compile is true, but it cannot work here: {missing} Or leave torch_compile at auto.")
+    if missing and asked == "auto":
+        notes.append(f"torch.compile is off, which makes steps slower: {missing}")
+    is_proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
+    return asked == "true" or (asked == "auto" and not missing and is_proven)
+
+
+def _missing_to_compile() -> str:
+    """What Inductor needs and this machine lacks, with the remedy; empty where nothing is missing.
+
+    It compiles C++ for CPUs; for GPUs Triton compiles C; both need Python's headers.
+    """
+
+    def found(variable: str, *names: str) -> bool:
+        return any(shutil.which(name) for name in (os.environ.get(variable, ""), *names))
+
+    missing = []
+    if not found("CXX", "g++", "clang++"):
+        missing.append(("a C++ compiler (g++ or clang++)", "g++"))
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        missing.append(("Python's headers (Python.h)", "python3-dev"))
+    if torch.cuda.is_available() and not found("CC", "gcc", "clang"):
+        missing.append(("a C compiler (gcc or clang)", "gcc"))
+    parts = []
+    if missing:
+        names, packages = (", ".join(column) for column in zip(*missing, strict=True))
+        parts.append(f"{names} not found; on Debian and Ubuntu: apt install {packages.replace(',', '')}.")
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        parts.append("Triton is not installed (pip install triton).")
+    return " ".join(parts)
 
 
 def remove_incomplete_libraries(cache: Path | None = None) -> None:

@@ -1,18 +1,14 @@
 """What the run computes on and with: device, precision, compilation, attention."""
 
 import ctypes
-import importlib.util
 import os
 import re
 import shutil
 import sys
-import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch._inductor
 from accelerate import Accelerator
 from torch.nn.attention import SDPBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,6 +17,7 @@ from transformers.utils import is_flash_attn_2_available
 from errors import Problems, UserError
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
+from training.compilation import decide_compilation
 from training.hardware import name_of, peak_flops
 from training.launcher import is_alone_by_mistake
 from training.sharding import Sharding, sharding_asked
@@ -103,7 +100,7 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
     if arguments.bf16_residual and precision not in ("bf16", None):
         found.add(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave one of the two out.")
     attention = found.add_of(_attention, [arguments.attn_implementation, precision, context])
-    compiled = found.add_of(_compiles, [arguments, notes])
+    compiled = found.add_of(decide_compilation, [arguments.torch_compile, arguments.torch_compile_mode, notes])
     # cuDNN's backward pass with a mask has given NaN at these lengths, and every step would be skipped.
     cudnn_attention = not (mask_documents and context % 128 == 64)
     if torch.cuda.is_available() and not cudnn_attention:
@@ -160,50 +157,6 @@ def without_kernels(name: str, capability: tuple[int, int], build: str) -> str:
     if capability < OLDEST_CAPABILITY:
         remedy = "install a build for CUDA 12.6, which PyTorch publishes up to 2.14 (pytorch.org/get-started)"
     return f"{build} has no kernels for {name}, of compute capability {'.'.join(map(str, capability))}: {remedy}."
-
-
-def _missing_to_compile() -> str:
-    """What Inductor needs and this machine lacks, with the remedy; empty where nothing is missing.
-
-    It compiles C++ for CPUs; for GPUs Triton compiles C; both need Python's headers.
-    """
-
-    def found(variable: str, *names: str) -> bool:
-        return any(shutil.which(name) for name in (os.environ.get(variable, ""), *names))
-
-    missing = []
-    if not found("CXX", "g++", "clang++"):
-        missing.append(("a C++ compiler (g++ or clang++)", "g++"))
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        missing.append(("Python's headers (Python.h)", "python3-dev"))
-    if torch.cuda.is_available() and not found("CC", "gcc", "clang"):
-        missing.append(("a C compiler (gcc or clang)", "gcc"))
-    parts = []
-    if missing:
-        names, packages = (", ".join(column) for column in zip(*missing, strict=True))
-        parts.append(f"{names} not found; on Debian and Ubuntu: apt install {packages.replace(',', '')}.")
-    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
-        parts.append("Triton is not installed (pip install triton).")
-    return " ".join(parts)
-
-
-def _compiles(arguments: DeviceArguments, notes: list[str]) -> bool:
-    """Return whether to compile; a reason why not, where nobody asked, is added to `notes`."""
-    modes, mode = list(torch._inductor.list_mode_options()), arguments.torch_compile_mode
-    if mode is not None and mode not in modes:
-        raise UserError(f"torch_compile_mode is {mode!r}; it must be one of {', '.join(modes)}.")
-    asked = arguments.torch_compile.lower()
-    if asked not in ("auto", "true", "false"):
-        raise UserError(f"torch_compile is {arguments.torch_compile!r}; it must be true, false or auto.")
-    if asked == "auto" and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
-        asked = "true"
-    missing = _missing_to_compile()
-    if missing and asked == "true":
-        raise UserError(f"torch_compile is true, but it cannot work here: {missing} Or leave torch_compile at auto.")
-    if missing and asked == "auto":
-        notes.append(f"torch.compile is off, which makes steps slower: {missing}")
-    is_proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
-    return asked == "true" or (asked == "auto" and not missing and is_proven)
 
 
 def _precision(asked: str) -> str:
