@@ -46,11 +46,11 @@ def main(arguments: list[str]) -> None:
     observed, plain = {}, TrainStep.__call__
     mark = ctypes.CDLL("libcuda.so.1").fake_mark
 
-    def step(self: TrainStep, number: int, learning_rate: float):
+    def step(self: TrainStep, number: int, rate_factor: float):
         mark(f"step {number}".encode())
         torch.cuda.set_sync_debug_mode("error" if number > 0 else "default")
         try:
-            return plain(self, number, learning_rate)
+            return plain(self, number, rate_factor)
         finally:
             torch.cuda.set_sync_debug_mode("default")
             mark(b"after a step")
