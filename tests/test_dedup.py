@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from errors import UserError
-from tokenizer.dedup import BANDS, BLOCK_CHARACTERS, ROWS, MinHasher, key_columns, keys_per_document, repeated
+from tokenizer.dedup import BANDS, BLOCK_CHARACTERS, ROWS, MinHasher, repeated, repeated_keys
 
 FOX = "The quick brown fox jumps over the lazy dog, and the dog sleeps on."
 CHINESE = "春天来了。公园里的花都开了。孩子们在草地上奔跑。老人们坐在长椅上晒太阳。大家都觉得这一天十分美好。" * 2
@@ -30,16 +30,12 @@ def near(hasher: MinHasher, first: str, second: str) -> bool:
     return bool((hasher.bands(first) == hasher.bands(second)).any())
 
 
-def repeats_of(rows: np.ndarray, block: int = 1000, **settings) -> np.ndarray:
-    settings = {"memory": 128 << 20, **settings}
-    return repeated(lambda: (rows[i : i + block] for i in range(0, len(rows), block)), len(rows), **settings)
+def blocks(keys: np.ndarray, block: int):
+    return (keys[i : i + block] for i in range(0, len(keys), block))
 
 
-def test_each_key_has_its_columns():
-    for kind in ("no", "exact", "near"):
-        columns = [i for key in key_columns(kind) for i in range(key.start, key.stop)]
-        assert columns == list(range(keys_per_document(kind)))
-    assert keys_per_document("near") == 2 + BANDS
+def repeats_of(keys: np.ndarray, memory: int = 128 << 20, block: int = 1000) -> np.ndarray:
+    return repeated_keys(lambda: blocks(keys, block), len(keys), memory)
 
 
 def test_bands_are_these_numbers(hasher):
@@ -50,40 +46,44 @@ def test_bands_are_these_numbers(hasher):
 
 @pytest.mark.parametrize("memory", [1, 2_000, 20_000])
 @pytest.mark.parametrize("block", [1, 97, 2000])
-@pytest.mark.parametrize("width", [1, 2])
-def test_repeats_are_those_of_a_dictionary(memory, block, width):
-    rng = np.random.default_rng(width)
-    distinct = rng.integers(0, 1 << 64, (300, 2), dtype=np.uint64)
-    distinct[:100, 0] = distinct[100:200, 0]  # half a key in common is nothing in common
-    keys = np.concatenate([distinct, distinct[rng.integers(0, 300, 250)], np.repeat(distinct[:1], 150, axis=0)])
-    rows = np.column_stack([rng.integers(0, 9, len(keys), np.uint64), rng.permutation(keys)])
-    columns = slice(1, 1 + width)
-    seen: set[tuple] = set()
-    expected = [key in seen or seen.add(key) is not None for key in map(tuple, rows[:, columns].tolist())]
-    assert repeats_of(rows, block, columns=columns, memory=memory).tolist() == expected
+def test_repeats_are_those_of_a_dictionary(memory, block):
+    rng = np.random.default_rng(0)
+    digests = rng.integers(0, 1 << 64, (300, 2), dtype=np.uint64)
+    digests[:100, 0] = digests[100:200, 0]  # half a digest in common is nothing in common
+    rows = np.concatenate([digests, digests[rng.integers(0, 300, 250)], np.repeat(digests[:1], 150, axis=0)])
+    rows = rng.permutation(rows)
+    for kind, keys in (("exact", rows), ("near", np.column_stack([rows, rng.permutation(rows), *[rows] * 6]))):
+        seen, expected = set(), []
+        for row in keys.tolist():
+            named = {("digest", *row[:2]), *enumerate(row[2:])}
+            expected.append(bool(named & seen))
+            seen |= named
+        found = repeated(kind, lambda column, keys=keys: blocks(keys[:, column], block), len(keys), memory)
+        assert found.tolist() == expected
+    assert not repeated("no", lambda column: iter(()), 3, memory).any()
 
 
 def test_keys_that_are_no_hashes_are_told_apart_and_the_first_of_a_chain_alone_stays():
-    rows = np.random.default_rng(0).integers(0, 50, (3000, 1), np.uint64)
-    marked = repeats_of(rows, columns=slice(0, 1), memory=1000)
-    assert np.flatnonzero(~marked).tolist() == sorted(np.unique(rows, return_index=True)[1].tolist())
-    assert repeats_of(rows[:0], columns=slice(0, 1)).tolist() == []
+    keys = np.random.default_rng(0).integers(0, 50, 3000, np.uint64)
+    marked = repeats_of(keys, memory=1000)
+    assert np.flatnonzero(~marked).tolist() == sorted(np.unique(keys, return_index=True)[1].tolist())
+    assert repeats_of(keys[:0]).tolist() == []
     a, b, c = 1 << 62, 2 << 62, 3 << 62
-    rows = np.array([[a, 1], [a, b], [2, b], [c, 3], [4, 5], [c, 5]], np.uint64)
-    marked = repeats_of(rows, columns=slice(0, 1)) | repeats_of(rows, columns=slice(1, 2))
-    assert marked.tolist() == [False, True, True, False, False, True]
+    first, second = np.array([[a, 1], [a, b], [2, b], [c, 3], [4, 5], [c, 5]], np.uint64).T
+    assert (repeats_of(first) | repeats_of(second)).tolist() == [False, True, True, False, False, True]
 
 
 @pytest.mark.parametrize("identical", [False, True])
 def test_repeats_are_found_within_the_memory_allowed(identical):
-    rows = np.random.default_rng(0).integers(0, 1 << 64, (300_000, 2), dtype=np.uint64)
+    keys = np.random.default_rng(0).integers(0, 1 << 64, 300_000, dtype=np.uint64)
     if identical:
-        rows[:] = rows[0]
+        keys[:] = keys[0]
+    repeats_of(keys[:9])  # imports what it needs
     tracemalloc.start()
-    marked = repeats_of(rows, columns=slice(0, 2), memory=4 << 20)
+    marked = repeats_of(keys, memory=4 << 20)
     peak = tracemalloc.get_traced_memory()[1] - marked.nbytes
     tracemalloc.stop()
-    assert marked.sum() == (len(rows) - 1 if identical else 0)
+    assert marked.sum() == (len(keys) - 1 if identical else 0)
     assert peak < (8 << 20 if identical else 4 << 20)
 
 

@@ -337,7 +337,6 @@ def merger_of(builder: StoreBuilder, work: Path) -> Merger:
 
 def merged(builder: StoreBuilder, work: Path) -> dict[str, bytes]:
     merger_of(builder, work).merge()
-    assert not [*work.glob("parts/*.train"), *work.glob("parts/*.val")]
     return {path.name: path.read_bytes() for path in (work / "store").glob("*.bin*")}
 
 
@@ -348,6 +347,7 @@ def test_blocks_and_records_of_any_size_give_the_same_bytes(tmp_path, monkeypatc
     shutil.copytree(builder.work, tmp_path / "copy")
     expected = merged(builder, builder.work)
     assert sum(map(len, expected.values())) > 1000
+    assert not [*builder.work.glob("parts/*.train"), *builder.work.glob("parts/*.val")]
     monkeypatch.setattr(merge, "BLOCK_TOKENS", block)
     monkeypatch.setattr(merge, "BYTES_BETWEEN_RECORDS", between)
     assert merged(builder, tmp_path / "copy") == expected
@@ -405,17 +405,23 @@ def test_killed_at_any_step_and_again_and_again_it_goes_on_to_the_same_bytes(tmp
     assert merged(builder, builder.work) == expected
 
 
-def test_a_merge_that_an_older_version_cut_is_finished_where_all_is_written_and_refused_elsewhere(tmp_path):
-    making = parts_of(tmp_path, "a tail that is cut off")
-    expected, record = merged(making, making.work), making.work / "merged.json"
-    content = json.loads(record.read_text())
-    older = {key: content[key] for key in ("done", "splits", "tails")} | {"cut": content["splits"]["train"]}
-    record.write_text(json.dumps(older))
-    assert merged(making, making.work) == expected
-    for changed in (older | {"done": 1}, older | {"done": 1, "cut": None}):
-        record.write_text(json.dumps(changed))
-        with pytest.raises(UserError, match="was written by an older version in the middle of its work; delete"):
-            merged(making, making.work)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tails": None},
+        {"cut": None},
+        {"end": {"first": [0, 0], "cut": [1, 2], "tokens": 0, "bytes": 0, "last": [3, 4]}},
+    ],
+)
+def test_the_record_of_an_older_version_is_refused(tmp_path, changed):
+    builder = parts_of(tmp_path, "a tail that is cut off")
+    merged(builder, builder.work)
+    record = builder.work / "merged.json"
+    content = json.loads(record.read_text()) | changed
+    del content["sha256"]
+    record.write_text(json.dumps({key: value for key, value in content.items() if key != "tails" or value is not None}))
+    with pytest.raises(UserError, match=r"merged\.json is damaged or was written by an older version \(.*\); delete"):
+        merger_of(builder, builder.work)
 
 
 @pytest.mark.parametrize("name", ["train", "val", "rows", "json"])

@@ -26,7 +26,7 @@ from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
 from tokenizer.store_builder import StoreBuilder, pretokenize
 from tokenizer.vocabulary import VocabularyArguments
-from tokenizer.worker import UnitProcessor, Worker, Workers
+from tokenizer.worker import UnitProcessor, Workers
 
 # The door, with units of 30 kB in place of 16 MiB: a small text is many of them.
 UNIT_BYTES = 30_000
@@ -167,12 +167,12 @@ def test_the_same_command_goes_on_where_it_was_killed_when_a_file_appeared(texts
 
 
 def test_a_worker_that_is_killed_ends_in_one_sentence_also_between_two_units(texts, expected, tmp_path):
-    worker = Worker()
-    worker.process.kill()
-    worker.process.wait()
-    with pytest.raises(UserError, match="A worker process ended with status -9"):
-        worker._ask(tmp_path, 0)
-    worker.close()
+    with Workers() as workers:
+        workers.start(1)
+        workers.processes[0].kill()
+        workers.processes[0].wait()
+        with pytest.raises(UserError, match="A worker process ended with status -9"):
+            workers.do(tmp_path, [0, 1, 2], print)
     with start(command(texts, "--num_proc", 2), tmp_path) as process:
         wait_until(lambda: len(workers_of(process)) == 2)
         workers_of(process)[0].kill()

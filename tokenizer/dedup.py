@@ -23,8 +23,9 @@ from tokenizer.characters import UNSPACED
 BANDS, ROWS = 14, 8
 SHINGLE_WORDS = 5
 
-DIGEST_COLUMNS = slice(0, 2)
-BAND_COLUMNS = [slice(2 + band, 3 + band) for band in range(BANDS)]
+# Columns of a document's row of uint64 keys: the two halves of its digest, then the bands.
+DIGEST_KEYS = 2
+KEYS = {"no": 0, "exact": DIGEST_KEYS, "near": DIGEST_KEYS + BANDS}
 
 ALONE = 1 << 31  # marks a character that is a word
 
@@ -35,6 +36,7 @@ PI = 0x243F6A8885A308D3  # pi's fraction
 # Characters that are cut into words at a time: their arrays stay in the processor's cache. A word across a cut counts as
 # two: one word in some ten thousand.
 BLOCK_CHARACTERS = 1 << 16
+KEY_BYTES = 48  # of memory for a key, its document and its place in the table
 
 
 @dataclass
@@ -44,16 +46,6 @@ class DedupArguments:
         "Leave out documents that repeat an earlier one: `exact`, word for word; `near`, also those that share about "
         "70 percent or more of their 5-word sequences with it.",
     )
-
-
-def keys_per_document(kind: str) -> int:
-    """Return the length of a document's row of uint64 keys: the digest's two halves, then the bands."""
-    return {"no": 0, "exact": 2, "near": 2 + BANDS}[kind]
-
-
-def key_columns(kind: str) -> list[slice]:
-    """Return the columns of each key in a document's row, as `repeated` takes them."""
-    return {"no": [], "exact": [DIGEST_COLUMNS], "near": [DIGEST_COLUMNS, *BAND_COLUMNS]}[kind]
 
 
 class MinHasher:
@@ -129,86 +121,62 @@ def _letters() -> np.ndarray:
     return letters
 
 
-def repeated(read: Callable[[], Iterator[np.ndarray]], documents: int, columns: slice, memory: int) -> np.ndarray:
-    """Return (documents,) bool: True where an earlier document has the same key.
+def repeated(kind: str, read: Callable[[int], Iterator[np.ndarray]], documents: int, memory: int) -> np.ndarray:
+    """Return (documents,) bool: True where an earlier document has the same digest or shares a band.
 
     The first document with a key is kept, even if another of its keys marks it. So a document is dropped if any earlier one
     is near it, even one that is itself dropped: of a chain in which each resembles only the one before, the first alone
     stays. Where two unlike documents come first and a third resembles both, both stay; a search for clusters would keep one.
 
     Args:
-        read: gives all keys in document order, in blocks (any number, columns) uint64, every time it is called.
-        columns: those of the key; hashes, of which the first is spread evenly over 64 bits.
-        memory: bytes to work in, besides the result and one block; up to 1.6 times as many where most keys are the
-            same. Keys that do not fit are looked at in several passes over ranges of their first 64 bits.
+        read: gives a column of keys in document order, in blocks (any number,) uint64, every time it is called.
+        memory: bytes to work in, see `repeated_keys`.
     """
-    width = columns.stop - columns.start
-    # A key takes 36 or 44 bytes (one column or two) while keys are sorted; where all are the same, 60 or 84.
-    capacity = max(4, memory // (16 * width + 24))
+    marked = np.zeros(documents, bool)
+    for column in range(KEYS[kind]):
+        repeats = repeated_keys(lambda column=column: read(column), documents, memory)
+        if 0 < column < DIGEST_KEYS:
+            marked &= repeats  # both halves of a digest repeat
+        else:
+            marked |= repeats
+    return marked
+
+
+def repeated_keys(read: Callable[[], Iterator[np.ndarray]], documents: int, memory: int) -> np.ndarray:
+    """Return (documents,) bool: True where an earlier document has the same key, a hash spread evenly over 64 bits.
+
+    `memory`: bytes to work in, besides the result and two blocks; up to twice as many where most keys are the same. Keys that
+    do not fit are looked at in several passes over ranges.
+    """
+    import pandas  # comes with datasets; training from a store needs neither
+
+    capacity = max(4, memory // KEY_BYTES)
     passes = documents // (capacity - capacity // 4) + 1  # a quarter of the room is for repeats and for chance
     marked = np.zeros(documents, bool)
     for number in range(passes):
         low, end = ((n << 64) // passes for n in (number, number + 1))
-        _mark_range(marked, (block[:, columns] for block in read()), low, end - 1, capacity)
+        distinct = np.zeros(0, np.uint64)
+        for keys, owners in _batches(read(), low, end - 1 - low, capacity):
+            known, held = len(distinct), np.concatenate([distinct, *keys])
+            keys.clear()  # the room is needed for the table
+            repeats = pandas.Series(held, copy=False).duplicated().to_numpy()
+            marked[np.concatenate(owners)[repeats[known:]]] = True
+            distinct = held[~repeats]
     return marked
 
 
-def _mark_range(marked: np.ndarray, blocks: Iterator[np.ndarray], low: int, high: int, capacity: int) -> None:
-    """Mark the repeats among the keys whose first 64 bits are in `low` to `high`."""
-    step = min(capacity, 1 << 16)  # small arrays stay in the processor's cache
-    dtype = np.min_scalar_type(len(marked))
-    held, owners = [], []  # keys in document order, and their documents
-    count, limit, start = 0, capacity, 0
-
-    def mark_held() -> None:
-        """Mark the repeats among the held keys, and let go of them."""
-        keys, documents = np.concatenate(held), np.concatenate(owners)
-        held.clear()  # the room is needed for sorting
-        owners.clear()
-        repeats = _repeats(keys, low, high)
-        marked[documents[repeats]] = True
-        held.append(keys.compress(~repeats, axis=0))
-        owners.append(documents[~repeats])
-
+def _batches(
+    blocks: Iterator[np.ndarray], low: int, span: int, size: int
+) -> Iterator[tuple[list[np.ndarray], list[np.ndarray]]]:
+    """Yield the keys from `low` to `low + span` and the numbers of their documents, just more than `size` at a time."""
+    keys, owners, count, start = [], [], 0, 0
     for block in blocks:
-        for i in range(0, len(block), step):
-            keys = block[i : i + step]
-            inside = (keys[:, 0] - low <= high - low).nonzero()[0]
-            held.append(keys.take(inside, axis=0))
-            owners.append((inside + (start + i)).astype(dtype))
-            count += len(inside)
-            if count > limit:
-                mark_held()
-                count = len(held[0])
-                limit = max(capacity, 2 * count)
-        start += len(block)
-    if held:
-        mark_held()
-
-
-def _repeats(keys: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Return (keys,) bool: True for a row equal to an earlier one; the first column lies in `low` to `high`."""
-    count = len(keys)
-    # The leading bits of a key and, below them, its row: one sort of plain numbers, which keeps equal keys in their
-    # order and is many times faster than a stable argsort.
-    bits = count.bit_length()
-    order = keys[:, 0] - low
-    order <<= 64 - (high - low).bit_length()
-    order >>= bits
-    order <<= bits
-    order |= np.arange(count, dtype=np.uint64)
-    order.sort()
-    follows = np.zeros(count + 1, bool)  # has the leading bits of the row before
-    follows[1:count] = (order[1:] ^ order[:-1]) >> bits == 0
-    together = follows[:-1] | follows[1:]
-    heads = ~follows[:-1][together]
-    rows = (order[together] & ((1 << bits) - 1)).astype(np.intp)
-    repeats = np.zeros(count, bool)
-    while len(rows):
-        group = heads.cumsum() - 1
-        equal = (keys.take(rows, axis=0) == keys.take(rows[heads][group], axis=0)).all(axis=1)
-        repeats[rows[equal & ~heads]] = True
-        # A row may share the leading bits alone with the head of its group; such rows are a group of their own.
-        rows, group = rows[~equal], group[~equal]
-        heads = np.diff(group, prepend=-1) != 0
-    return repeats
+        inside = (block - low <= span).nonzero()[0]
+        keys.append(block[inside])
+        owners.append((inside + start).astype(np.int64))
+        count, start = count + len(inside), start + len(block)
+        if count > size:
+            yield keys, owners
+            keys, owners, count = [], [], 0
+    if keys:
+        yield keys, owners

@@ -4,7 +4,7 @@ The folder of unfinished work holds `plan.json`, `store/` with the tokenizer, an
 
 000012.train, 000012.val   its ids
 000012.rows                a row for each piece of a document, in order
-000012.json                what was counted, written last: without it the part does not exist
+000012.json                what was counted, and the hashes of the others, written last: without it the part does not exist
 
 python -P -m tokenizer.worker     a worker: reads folders and numbers of units, one a line, and answers each with its counts
 """
@@ -16,13 +16,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import xxhash
@@ -33,7 +33,7 @@ from tokenizer import encode, schema
 from tokenizer.chat import ChatTemplate
 from tokenizer.cleaning import Cleaner, RuleStats
 from tokenizer.corpus import Unit
-from tokenizer.dedup import BANDS, MinHasher, keys_per_document
+from tokenizer.dedup import BANDS, KEYS, MinHasher
 from tokenizer.documents import Counts, Piece, Reader
 from tokenizer.store import RESUMES, SPLITS
 
@@ -144,7 +144,11 @@ class UnitProcessor:
 
     def process(self, number: int) -> Part:
         """Do a unit; raise a `UserError` for text that cannot be read or encoded, or a full disk."""
-        with disk_errors(self.folder / "parts", RESUMES), PartWriter(self, number) as writer:
+        with disk_errors(self.folder / "parts", RESUMES), ExitStack() as stack:
+            (self.folder / "parts").mkdir(exist_ok=True)
+            paths = {split: part_file(self.folder, number, split) for split in SPLITS}
+            files = {split: stack.enter_context(path.open("wb")) for split, path in paths.items()}
+            writer = PartWriter(self, number, files)
             for part in self.units[number].ranges:
                 if part.start > 0 and part.kind == "text" and self.settings.sample_by == "document":
                     writer.begin_document(self._first_piece(part.path))
@@ -158,37 +162,22 @@ class UnitProcessor:
         return "" if head is None else Cleaner(self.settings.cleaning)(head.text, whole=False)
 
 
-class PartWriter(AbstractContextManager):
-    """Encodes the documents of one unit and writes its part."""
+class PartWriter:
+    """Encodes the documents of one unit and writes its part to `files`, one for each split."""
 
-    def __init__(self, processor: UnitProcessor, number: int):
-        self.processor, self.settings = processor, processor.settings
+    def __init__(self, processor: UnitProcessor, number: int, files: dict[str, BinaryIO]):
+        self.processor, self.settings, self.files = processor, processor.settings, files
         self.number, self.weight = number, processor.units[number].copies
         self.reader = self.settings.reader()
         self.cleaner = Cleaner(self.settings.cleaning)
-        (processor.folder / "parts").mkdir(exist_ok=True)
-        self.files = {split: self._unfinished(split).open("wb") for split in SPLITS}
         self.hashes = {split: xxhash.xxh3_64() for split in SPLITS}
         self.tokens = dict.fromkeys(SPLITS, 0)
         self.lost_bytes = 0
-        self.row_type = row_type(keys_per_document(self.settings.dedup))
-        self.rows: list[np.ndarray] = []
+        self.rows = [np.zeros(0, row_type(KEYS[self.settings.dedup]))]
         self.batch: list[tuple] = []  # text, id that follows, copies, val, starts, ends, keys
         self.batch_bytes = 0
         self.last_follower = encode.NOTHING
         self.begin_document("")
-
-    def __exit__(self, *_) -> None:
-        for split, file in self.files.items():
-            with suppress(OSError):  # a full disk was reported already
-                file.close()
-            self._unfinished(split).unlink(missing_ok=True)
-
-    def _unfinished(self, name: str) -> Path:
-        return part_file(self.processor.folder, self.number, f"{name}.{os.getpid()}.tmp")
-
-    def _put_in_place(self, name: str) -> None:
-        os.replace(self._unfinished(name), part_file(self.processor.folder, self.number, name))
 
     def begin_document(self, first_piece: str) -> None:
         """Decide on split and copies by the document's own text, so that copies of it are treated alike."""
@@ -214,8 +203,8 @@ class PartWriter(AbstractContextManager):
         encoded = text.encode()
         self.last_follower = self._follower(piece)
         keys = self._keys(piece, text, encoded)
-        described = (self.copies, self.val, piece.starts_document, piece.ends_document, keys)
-        self.batch.append((encoded, self.last_follower, *described))
+        row = (self.copies, self.val, piece.starts_document, piece.ends_document, keys)
+        self.batch.append((encoded, self.last_follower, *row))
         self.batch_bytes += len(encoded)
         if self.batch_bytes >= BATCH_BYTES:
             self.flush()
@@ -245,8 +234,8 @@ class PartWriter(AbstractContextManager):
             return
         texts, followed_by, *columns = map(list, zip(*self.batch, strict=True))
         ids, counts = self.processor.encoder(texts, followed_by)
-        rows = np.zeros(len(texts), dtype=self.row_type)
-        for name, column in zip(self.row_type.names, (counts, list(map(len, texts)), *columns), strict=True):
+        rows = np.zeros(len(texts), self.rows[0].dtype)
+        for name, column in zip(rows.dtype.names, (counts, list(map(len, texts)), *columns), strict=True):
             rows[name] = column
         if self.processor.lengths is not None:
             self.lost_bytes += max(0, self.batch_bytes - int(self.processor.lengths[ids].sum()))
@@ -261,17 +250,14 @@ class PartWriter(AbstractContextManager):
     def finish(self) -> Part:
         """Close the part, which exists from now on."""
         self.flush()
-        for split, file in self.files.items():
+        for file in self.files.values():
             file.close()
-            self._put_in_place(split)
-        rows = np.concatenate([np.zeros(0, dtype=self.row_type), *self.rows]).tobytes()
-        self._unfinished("rows").write_bytes(rows)
-        self._put_in_place("rows")
+        rows = np.concatenate(self.rows).tobytes()
         hashes = {split: digest.hexdigest() for split, digest in self.hashes.items()}
         hashes["rows"] = xxhash.xxh3_64_hexdigest(rows)
         part = Part(self.number, self.tokens, self.reader.counts, self.cleaner.stats, self.lost_bytes, hashes)
-        self._unfinished("json").write_text(schema.sealed(asdict(part)), encoding="utf-8")
-        self._put_in_place("json")
+        part_file(self.processor.folder, self.number, "rows").write_bytes(rows)
+        part_file(self.processor.folder, self.number, "json").write_text(schema.sealed(asdict(part)), encoding="utf-8")
         return part
 
 
@@ -301,81 +287,79 @@ def done_parts(folder: Path, units: list[int]) -> list[Part]:
 
 
 class Workers(AbstractContextManager):
-    """A pool of worker processes, started ahead of the work, because starting takes half a second."""
+    """Worker processes, started ahead of the work, because starting takes half a second. Each ends with its input, so at once
+    when this process is killed."""
 
     def __init__(self):
-        self.workers: list[Worker] = []
+        self.processes: list[subprocess.Popen] = []
 
     def __exit__(self, *_) -> None:
         self.end()
 
     def end(self) -> None:
-        while self.workers:
-            self.workers.pop().close()
+        while self.processes:
+            process = self.processes.pop()
+            with suppress(BrokenPipeError):  # unread by a process that was killed
+                process.stdin.close()
+            process.wait()
+            process.stdout.close()
 
     def start(self, count: int) -> None:
-        """Start workers until there are `count`."""
-        while len(self.workers) < count:
-            self.workers.append(Worker())
+        """Start processes until there are `count`."""
+        while len(self.processes) < count:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tokenizer.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # this process handles Ctrl-C
+                env=os.environ | WORKER_ENVIRONMENT,
+            )
+            self.processes.append(process)
 
     def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None]) -> None:
-        """Do `units`, in this process if there are no workers, and pass each result to `on_part`; raise a `UserError` with
+        """Do `units`, in this process if there are no others, and pass each result to `on_part`; raise a `UserError` with
         the first problem of any of them, or for a process that was killed."""
-        if not self.workers:
+        if not self.processes:
             processor = UnitProcessor(folder)
             for number in units:
                 on_part(processor.process(number))
             return
-        waiting: SimpleQueue[int] = SimpleQueue()
-        for number in units:
-            waiting.put(number)
-        with ThreadPoolExecutor(len(self.workers)) as threads:
-            driven = [threads.submit(worker.run, folder, waiting, on_part) for worker in self.workers]
+        idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
+        for process in self.processes:
+            idle.put(process)
+
+        def do_unit(number: int) -> Part:
+            process = idle.get()
             try:
-                for future in as_completed(driven):
-                    future.result()
+                return _ask(process, folder, number)
+            finally:
+                idle.put(process)
+
+        with ThreadPoolExecutor(len(self.processes)) as threads:
+            try:
+                for future in as_completed([threads.submit(do_unit, number) for number in units]):
+                    on_part(future.result())
             except BaseException:
-                for worker in self.workers:  # which ends the threads that wait for them
-                    worker.process.kill()
+                threads.shutdown(wait=False, cancel_futures=True)
+                for process in self.processes:  # which ends the threads that wait for them
+                    process.kill()
                 raise
 
 
-class Worker:
-    """A process that does units. It ends with its input, so at once when this process is killed."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tokenizer.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # this process handles Ctrl-C
-            env=os.environ | WORKER_ENVIRONMENT,
-        )
-
-    def run(self, folder: Path, waiting: SimpleQueue[int], on_part: Callable[[Part], None]) -> None:
-        with suppress(Empty):
-            while True:
-                answer = self._ask(folder, waiting.get_nowait())
-                if "problem" in answer:
-                    raise UserError(answer["problem"])
-                on_part(schema.build(answer, Part))
-
-    def _ask(self, folder: Path, number: int) -> dict[str, Any]:
-        with suppress(BrokenPipeError):
-            print(json.dumps([str(folder.absolute()), number]), file=self.process.stdin, flush=True)
-            if line := self.process.stdout.readline():
-                return json.loads(line)
-        raise UserError(
-            f"A worker process ended with status {self.process.wait()} (-9: killed, often for want of memory). The same "
-            f"command goes on; with --num_proc 1 it needs the least memory."
-        )
-
-    def close(self) -> None:
-        with suppress(BrokenPipeError):  # unread by a process that was killed
-            self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
+def _ask(process: subprocess.Popen, folder: Path, number: int) -> Part:
+    """Have a worker do a unit."""
+    with suppress(BrokenPipeError):
+        print(json.dumps([str(folder.absolute()), number]), file=process.stdin, flush=True)
+        if line := process.stdout.readline():
+            answer = json.loads(line)
+            if "problem" in answer:
+                raise UserError(answer["problem"])
+            return schema.build(answer, Part)
+    raise UserError(
+        f"A worker process ended with status {process.wait()} (-9: killed, often for want of memory). The same "
+        f"command goes on; with --num_proc 1 it needs the least memory."
+    )
 
 
 def main() -> None:
