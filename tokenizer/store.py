@@ -14,6 +14,7 @@ indexes, no report.md and no inputs.json, and its metadata state neither setting
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -88,28 +89,17 @@ class Metadata:
         return hashlib.sha256((self.train.sha256 + self.val.sha256).encode()).hexdigest()
 
     @property
-    def hashes(self) -> dict[str, str]:
-        """SHA-256 by the name of the file."""
-        hashes = {"tokenizer/tokenizer.json": self.tokenizer_sha256}
+    def files(self) -> dict[str, tuple[str, int | None]]:
+        """SHA-256 and bytes by the name of the file; the bytes of the tokenizer are not stated."""
+        files = {"tokenizer/tokenizer.json": (self.tokenizer_sha256, None)}
         for split in SPLITS:
             info: Split = getattr(self, split)
-            hashes |= {tokens_file(split): info.sha256, self.index_file(split): info.index_sha256}
-        return hashes
+            files[self.index_file(split)] = (info.index_sha256, (info.documents + (self.format_version == 1)) * 8)
+            files[tokens_file(split)] = (info.sha256, info.tokens * np.dtype(self.dtype).itemsize)
+        return files
 
     def index_file(self, split: str) -> str:
         return f"{split}.offsets.bin" if self.format_version == 1 else index_file(split)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes by the name of the file."""
-        sizes = {}
-        for split in SPLITS:
-            info: Split = getattr(self, split)
-            sizes |= {
-                tokens_file(split): info.tokens * np.dtype(self.dtype).itemsize,
-                self.index_file(split): (info.documents + (self.format_version == 1)) * 8,
-            }
-        return sizes
 
 
 class TokenStore:
@@ -120,7 +110,9 @@ class TokenStore:
         self.folder = Path(folder)
         self.metadata = read_metadata(self.folder)
         with disk_errors(self.folder, OTHER_STORE):
-            problems = list(filter(None, map(self._wrong_file, self.metadata.hashes)))
+            problems = list(
+                filter(None, (self._wrong_file(name, size) for name, (_, size) in self.metadata.files.items()))
+            )
             path = self.folder / "tokenizer" / "tokenizer.json"
             if not problems and file_sha256(path) != self.metadata.tokenizer_sha256:
                 problems.append(f"{path.parent} is another tokenizer than the one these tokens were made with.")
@@ -132,31 +124,28 @@ class TokenStore:
         with disk_errors(folder, OTHER_STORE):
             return (Path(folder) / "metadata.json").is_file()
 
-    def _wrong_file(self, name: str) -> str | None:
+    def _wrong_file(self, name: str, size: int | None) -> str | None:
         """Return what is wrong with a file, as far as its size tells; raise an `OSError` where it may not be read."""
         path = self.folder / name
         if not path.is_file():
             return f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}."
         with path.open("rb"):
-            found, expected = path.stat().st_size, self.metadata.sizes.get(name)
-        if expected not in (None, found):
-            return f"{path} is {found:,} bytes long, not {expected:,}: it is truncated or was changed."
+            found = path.stat().st_size
+        if size not in (None, found):
+            return f"{path} is {found:,} bytes long, not {size:,}: it is truncated or was changed."
         return None
 
     def memory_map(self, split: str) -> np.ndarray:
         """(tokens,) read from disk as needed."""
-        return np.memmap(self.folder / f"{split}.bin", dtype=np.dtype(self.metadata.dtype).newbyteorder("<"), mode="r")
+        return np.memmap(self.folder / tokens_file(split), np.dtype(self.metadata.dtype).newbyteorder("<"), mode="r")
 
     def in_memory(self, split: str) -> np.ndarray:
         """(tokens,) in RAM."""
-        return np.fromfile(self.folder / f"{split}.bin", dtype=np.dtype(self.metadata.dtype).newbyteorder("<"))
+        return np.fromfile(self.folder / tokens_file(split), np.dtype(self.metadata.dtype).newbyteorder("<"))
 
     def offsets(self, split: str) -> np.ndarray:
-        """(documents + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]].
-
-        Raises:
-            UserError: the index does not divide the tokens.
-        """
+        """Return (documents + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]]; raise a `UserError` for an index that
+        does not divide the tokens."""
         path, tokens = self.folder / self.metadata.index_file(split), getattr(self.metadata, split).tokens
         index = np.fromfile(path, dtype="<i8")
         offsets = index if self.metadata.format_version == 1 else np.concatenate([[0], index])
@@ -200,21 +189,20 @@ class TokenStore:
                 )
 
     def check_hashes(self, *splits: str) -> None:
-        """Compare the hashes of tokens and index, of all splits where none is named, with those in the metadata.
-
-        Raises:
-            UserError: a file was changed, or cannot be read.
-        """
-        names = [name for split in splits or SPLITS for name in (self.metadata.index_file(split), tokens_file(split))]
-        for name in names:
-            path, stated = self.folder / name, self.metadata.hashes[name]
+        """Compare the hashes of tokens and index, of all splits where none is named, with those in the metadata; raise a
+        `UserError` for files that were changed, or cannot be read."""
+        problems = []
+        for split, name_of in itertools.product(splits or SPLITS, (self.metadata.index_file, tokens_file)):
+            path, (stated, _) = self.folder / name_of(split), self.metadata.files[name_of(split)]
             with disk_errors(path, "check its disk"):
                 found = file_sha256(path)
             if found != stated:
-                raise UserError(
+                problems.append(
                     f"{path} was changed or damaged: its SHA-256 is {found}, and metadata.json states {stated}. Put the "
                     f"original back, or delete {self.folder} and make it again."
                 )
+        if problems:
+            raise UserError("\n".join(problems))
 
 
 def dtype_of(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -272,37 +260,30 @@ def read_metadata(folder: Path) -> Metadata:
 def _check_metadata(metadata: Metadata) -> None:
     """Raise a `ValueError` for what types do not say: values that exclude each other, counts that reports need."""
     size, eos, dtype = metadata.vocab_size, metadata.eos_token_id, metadata.dtype
-    splits = {name: getattr(metadata, name) for name in SPLITS}
-    problems = [
-        (metadata.format_version < 1, f"its format_version is {metadata.format_version}"),
-        (not 1 <= size <= 2**32, f"its vocab_size is {size:,}"),
-        (dtype != dtype_of(size), f"its dtype is {dtype} and its vocab_size {size:,}"),
-        (eos is not None and eos >= size, f"its eos_token_id is {eos or 0:,} and its vocab_size {size:,}"),
-        *(
-            (not SHA256.fullmatch(found), f"its SHA-256 of {name} is {found!r:.80}")
-            for name, found in metadata.hashes.items()
-        ),
-        *(
-            (
-                split.tokens < 1 or split.documents < 1,
-                f"it counts {split.tokens} tokens and {split.documents} documents for {name}",
-            )
-            for name, split in splits.items()
-        ),
-    ]
-    if problem := next((sentence for is_wrong, sentence in problems if is_wrong), None):
-        raise ValueError(problem)
-    if metadata.format_version == 1:
-        return
-    counts = dict(metadata.counts)
-    schema.build(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")
-    for name in ("documents", "bytes", "blank", "empty_records"):
-        if name not in counts:
-            raise ValueError(f"it has no counts.{name}")
-    schema.build(counts, dict[str, int], "counts")
-    for name, kind in SETTINGS.items():
-        if name in metadata.settings:
-            schema.build(metadata.settings[name], kind, f"settings.{name}")
+    problems = {
+        f"its format_version is {metadata.format_version}": metadata.format_version < 1,
+        f"its vocab_size is {size:,}": not 1 <= size <= 2**32,
+        f"its dtype is {dtype} and its vocab_size {size:,}": dtype != dtype_of(size),
+        f"its eos_token_id is {eos} and its vocab_size {size:,}": eos is not None and eos >= size,
+    }
+    for name, (sha256, _) in metadata.files.items():
+        problems[f"its SHA-256 of {name} is {sha256!r:.80}"] = not SHA256.fullmatch(sha256)
+    for name, split in (("train", metadata.train), ("val", metadata.val)):
+        problems[f"it counts {split.tokens} tokens and {split.documents} documents for {name}"] = (
+            split.tokens < 1 or split.documents < 1
+        )
+    if metadata.format_version != 1:
+        counts = dict(metadata.counts)
+        schema.build(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")
+        schema.build(counts, dict[str, int], "counts")
+        for name in ("documents", "bytes", "blank", "empty_records"):
+            problems[f"it has no counts.{name}"] = name not in counts
+        for name, kind in SETTINGS.items():
+            if name in metadata.settings:
+                schema.build(metadata.settings[name], kind, f"settings.{name}")
+    for problem, is_found in problems.items():
+        if is_found:
+            raise ValueError(problem)
 
 
 def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
