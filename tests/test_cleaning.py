@@ -266,10 +266,16 @@ def test_outcomes_show_what_was_done():
             ["xyz"],
             ["Unknown cleaning stage xyz. There are normalize, lenient, balanced, strict, quality; and none, alone."],
         ),
-        (["normalize", "normalize"], ["cleaning names normalize 2 times; name it once."]),
-        (["none", "quality"], ["cleaning is none and quality; give none alone, or leave it out."]),
-        (["lenient", "strict"], ["cleaning names lenient and strict, but strict includes the rest; name one of them."]),
-        ([], ["cleaning is empty; give `none` for no cleaning."]),
+        *(
+            (
+                names,
+                [
+                    f"cleaning is {' '.join(names) or 'empty'}; give none alone, or some of normalize, one of lenient, "
+                    "balanced, strict, and quality, each once."
+                ],
+            )
+            for names in (["normalize", "normalize"], ["none", "quality"], ["lenient", "strict"], [])
+        ),
     ],
 )
 def test_problems_are_sentences(stages, expected):

@@ -42,9 +42,7 @@ def test_it_shows_what_is_in_it(store, original, capsys):
         for number in (split.tokens, split.documents, split.bytes):
             assert f" {number:,} " in shown
     assert original.metadata.train.documents + original.metadata.val.documents == 300
-    assert (
-        "  302 documents found, 300 in the store\n  left out or changed: 2 records without text; examples in" in shown
-    )
+    assert "302 documents found, 300 in the store\nleft out or changed: 2 records without text; examples in" in shown
     assert shown.endswith("Every hash is right, and so are the indexes; every id is in the vocabulary.\n")
 
 

@@ -65,39 +65,31 @@ class RuleStats:
     dropped: bool = False
 
 
-def merged(first: dict[str, RuleStats], second: dict[str, RuleStats]) -> dict[str, RuleStats]:
-    """Return the statistics of two runs as if one had cleaned the documents of both."""
+def merged(*runs: dict[str, RuleStats]) -> dict[str, RuleStats]:
+    """Return the statistics of several runs as if one had cleaned the documents of all, in the order of the rules."""
     total = {}
     for name in (*RULES, *FILTERS):
-        if parts := [stats[name] for stats in (first, second) if name in stats]:
-            total[name] = RuleStats(
-                documents=sum(part.documents for part in parts),
-                characters=sum(part.characters for part in parts),
-                examples=[example for part in parts for example in part.examples][:EXAMPLES],
-                dropped=parts[0].dropped,
-            )
+        if parts := [stats[name] for stats in runs if name in stats]:
+            examples = [example for part in parts for example in part.examples][:EXAMPLES]
+            documents, removed = sum(part.documents for part in parts), sum(part.characters for part in parts)
+            total[name] = RuleStats(documents, removed, examples, parts[0].dropped)
     return total
 
 
 def problems(arguments: CleaningArguments) -> list[str]:
     """Return what is wrong with the stages, a sentence each."""
-    names = arguments.cleaning
-    found = []
+    names, found = arguments.cleaning, []
     for name in dict.fromkeys(names):
         if name not in STAGES and name != "none":
             nearest = difflib.get_close_matches(name, [*STAGES, "none"], n=1)
             hint = f"Did you mean {nearest[0]}?" if nearest else f"There are {', '.join(STAGES)}; and none, alone."
             found.append(f"Unknown cleaning stage {name}. {hint}")
-        if names.count(name) > 1:
-            found.append(f"cleaning names {name} {names.count(name)} times; name it once.")
-    others = [name for name in dict.fromkeys(names) if name != "none"]
-    if "none" in names and others:
-        found.append(f"cleaning is none and {' and '.join(others)}; give none alone, or leave it out.")
-    levels = [level for level in LEVELS if level in names]
-    if len(levels) > 1:
-        found.append(f"cleaning names {' and '.join(levels)}, but {levels[-1]} includes the rest; name one of them.")
-    if not names:
-        found.append("cleaning is empty; give `none` for no cleaning.")
+    kinds = ["level" if name in LEVELS else name for name in names]
+    if len(set(kinds)) < len(kinds) or ("none" in names and len(names) > 1) or not names:
+        found.append(
+            f"cleaning is {' '.join(names) or 'empty'}; give none alone, or some of normalize, one of {', '.join(LEVELS)}, "
+            f"and quality, each once."
+        )
     return found
 
 
@@ -147,7 +139,7 @@ class Cleaner:
     @property
     def stats(self) -> dict[str, RuleStats]:
         """Statistics of the rules that had an effect, in a fixed order."""
-        return {name: self._stats[name] for name in (*RULES, *FILTERS) if name in self._stats}
+        return merged(self._stats)
 
 
 def _difference(before: str, after: str, escape: Callable[[str], str]) -> str:

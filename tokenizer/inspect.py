@@ -47,17 +47,12 @@ def main(arguments: list[str]) -> None:
 def show(store: TokenStore) -> None:
     metadata = store.metadata
     kind = report.tokenizer_kind(metadata)
-    print(f"{store.folder}: {kind} of {metadata.vocab_size:,} tokens, ids as {metadata.dtype}")
-    for split in SPLITS:
-        info = getattr(metadata, split)
-        print(
-            f"  {split:5}  {info.tokens:>15,} tokens  {info.documents:>11,} documents  {info.bytes:>15,} bytes of text  "
-            f"{info.bytes / max(1, info.tokens):.3f} a token"
-        )
-    print(f"  made from {', '.join(metadata.sources)} by: {metadata.command}")
-    print(f"  {report.documents(metadata)}")
+    print(f"{store.folder}: {kind} of {metadata.vocab_size:,} tokens, ids as {metadata.dtype}\n")
+    print(report.render("splits.md.j2", {"metadata": metadata}))
+    print(f"made from {', '.join(metadata.sources)} by: {metadata.command}")
+    print(report.documents(metadata))
     if left_out := report.left_out(metadata):
-        print(f"  left out or changed: {'; '.join(left_out)}; examples in {store.folder / 'report.md'}")
+        print(f"left out or changed: {'; '.join(left_out)}; examples in {store.folder / 'report.md'}")
 
 
 def decode(store: TokenStore, split: str, document: int) -> str:

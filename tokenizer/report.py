@@ -1,6 +1,6 @@
 """The report of a token store: what was read, changed and left out, in `report.md` and in the last line of the command."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def write(store: TokenStore, rust: Tokenizer) -> None:
         "metadata": metadata,
         "tokenizer": tokenizer_kind(metadata),
         "documents": documents(metadata),
-        "left_out": [f"{line}{place}" for line, place in _left_out(metadata)],
+        "left_out": left_out(metadata, with_places=True),
         "tokens": _token_statistics(store, rust),
     }
     write_atomic(store.folder / "report.md", render("report.md.j2", data))
@@ -71,40 +71,29 @@ def tokenizer_kind(metadata: Metadata) -> str:
     return f"{'BPE' if metadata.tokenizer_type == 'bpe' else metadata.tokenizer_type} tokenizer"
 
 
-def left_out(metadata: Metadata) -> list[str]:
-    """Return what was left out or changed, one thing a line."""
-    return [line for line, _ in _left_out(metadata)]
-
-
-def _left_out(metadata: Metadata) -> Iterator[tuple[str, str]]:
-    """Yield a line, and the place of the first occurrence in words."""
-    counts = metadata.counts
-    for name, words in LEFT_OUT.items():
+def left_out(metadata: Metadata, with_places: bool = False) -> list[str]:
+    """Return what was left out or changed, one thing a line; `with_places`: and where its first occurrence stands."""
+    counts, lines = metadata.counts, []
+    for name, words in (LEFT_OUT | {"links": LINK}).items():
         if counts.get(name):
-            yield counted(counts[name], *words), _place(counts["first"].get(name))
-    if counts.get("links"):
-        yield counted(counts["links"], *LINK), ""
+            line = counted(counts[name], *words)
+            if with_places and name in counts["first"]:
+                path, place = counts["first"][name]
+                line += f", the first in {path}" + "".join(f", {unit} {number}" for unit, number in place.items())
+            lines.append(line)
     dropped = {rule: outcome.documents for rule, outcome in metadata.cleaning.items() if outcome.dropped}
-    for rule, number in dropped.items():
-        yield f"{counted(number, 'document')} dropped by {rule}", ""
+    lines += [f"{counted(number, 'document')} dropped by {rule}" for rule, number in dropped.items()]
     if repeated := metadata.repeated_documents:
-        yield counted(repeated, "document that repeats an earlier one", "documents that repeat an earlier one"), ""
-    if not counts:  # a store of format 1
-        return
-    unique = counts["documents"] - sum(dropped.values()) - repeated
-    more = metadata.train.documents + metadata.val.documents - unique
-    if more and metadata.settings.get("weights"):
-        change = "more" if more > 0 else "fewer"
-        yield f"{counted(abs(more), 'document')} {change} after --weights and a split for validation", ""
-    elif more:
-        yield f"{counted(more, 'document')} split in two, the end for validation", ""
-
-
-def _place(first: tuple[str, dict] | None) -> str:
-    if first is None:
-        return ""
-    path, place = first
-    return f", the first in {path}" + "".join(f", {unit} {number}" for unit, number in place.items())
+        lines.append(counted(repeated, "document that repeats an earlier one", "documents that repeat an earlier one"))
+    if counts:  # a store of format 1 has none
+        unique = counts["documents"] - sum(dropped.values()) - repeated
+        more = metadata.train.documents + metadata.val.documents - unique
+        if more and metadata.settings.get("weights"):
+            change = "more" if more > 0 else "fewer"
+            lines.append(f"{counted(abs(more), 'document')} {change} after --weights and a split for validation")
+        elif more:
+            lines.append(f"{counted(more, 'document')} split in two, the end for validation")
+    return lines
 
 
 def _token_statistics(store: TokenStore, rust: Tokenizer) -> dict[str, Any]:
@@ -132,12 +121,10 @@ def _token_statistics(store: TokenStore, rust: Tokenizer) -> dict[str, Any]:
 
 def _gpt2_tokens(sample: bytes) -> int | None:
     """Return how many tokens GPT-2's tokenizer makes of a text; None where it is not on this machine. Nothing is fetched."""
-    folders = [Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" for name in GPT2]
+    names = (f"models--{name.replace('/', '--')}/snapshots/*/tokenizer.json" for name in GPT2)
     try:
-        path = next((path for folder in folders for path in folder.glob("snapshots/*/tokenizer.json")), None)
-        if path is None:
-            return None
-        rust = encode.load_rust(path)
+        path = next((path for name in names for path in Path(HF_HUB_CACHE).glob(name)), None)
+        rust = None if path is None else encode.load_rust(path)
     except Exception:  # another user's, or damaged: no reason to lose a store. The Rust library raises nothing narrower
         return None
-    return len(rust.encode(sample.decode("utf-8", "replace"), add_special_tokens=False).ids)
+    return rust and len(rust.encode(sample.decode("utf-8", "replace"), add_special_tokens=False).ids)
