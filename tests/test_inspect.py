@@ -9,7 +9,7 @@ import pytest
 
 from conftest import prose, tokenized
 from errors import UserError
-from tokenizer import encode, inspect, report, vocabulary
+from tokenizer import inspect
 from tokenizer.store import TokenStore
 
 
@@ -104,14 +104,3 @@ def test_the_report_says_what_was_left_out_and_changed_and_names_tokens_with_exa
     assert tokens[1].startswith("- most frequent: ")
     assert "`' the'`" in tokens[1] or "`'.'`" in tokens[1]
     assert tokens[2].endswith(" of 400")
-
-
-def test_the_report_compares_with_gpt2s_tokens_where_they_are_cached(store, tmp_path, monkeypatch):
-    [theirs] = {len(ids) for ids in [TokenStore(store).memory_map("train")[: report.COMPARED_TOKENS]]}
-    cached = tmp_path / "models--openai-community--gpt2" / "snapshots" / "607a30d"
-    vocabulary.save(vocabulary.train_bpe([""], 258), cached)  # a byte a token
-    monkeypatch.setattr(report, "HF_HUB_CACHE", str(tmp_path))
-    report.write(TokenStore(store), encode.load_rust(store / "tokenizer" / "tokenizer.json"))
-    last = (store / "report.md").read_text(encoding="utf-8").splitlines()[-1]
-    size = TokenStore(store).metadata.train.bytes
-    assert last == f"- the first {size:,} bytes: {size / theirs:.3f} bytes a token, GPT-2's 1.000"

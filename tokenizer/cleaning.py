@@ -56,12 +56,10 @@ class CleaningArguments:
 class RuleStats:
     """What one rule did to the documents of a run."""
 
-    documents: int = 0
-    """Documents changed or dropped; each piece of a longer document counts as one."""
-    characters: int = 0
-    """Characters removed; all of a dropped document."""
+    documents: int = 0  # changed or dropped; each piece of a longer document counts as one
+    characters: int = 0  # removed; all of a dropped document
+    # The first three: the place of the first change, before and after, or the beginning of a dropped document.
     examples: list[str] = field(default_factory=list)
-    """The first three: the place of the first change, before and after, or the beginning of a dropped document."""
     dropped: bool = False
 
 

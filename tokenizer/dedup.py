@@ -5,7 +5,6 @@ signature (Broder 1997). One merge pass then looks at all keys in document order
 key with an earlier one. So the result depends on the documents and their order alone, not on the processes.
 """
 
-import struct
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,8 +76,8 @@ class MinHasher:
         shares them with the same text only."""
         shingles = self._shingles(text)
         [signature] = self._signatures(shingles, [0, len(shingles)], BANDS * ROWS, GOLDEN).to_rows()
-        rows = struct.iter_unpack(f"{4 * ROWS}s", struct.pack(f"<{BANDS * ROWS}I", *signature))
-        return np.array([self._hash(row, seed=band) for band, [row] in enumerate(rows)], np.uint64)
+        rows = np.array(signature, "<u4").reshape(BANDS, ROWS)
+        return np.array([self._hash(row.tobytes(), seed=band) for band, row in enumerate(rows)], np.uint64)
 
     def _shingles(self, text: str) -> np.ndarray:
         """Return (at least one,) uint64: the hash of each shingle."""

@@ -36,7 +36,7 @@ def load_rust(file: Path) -> Tokenizer:
 
 
 def encoder(rust: Tokenizer, dtype: np.dtype) -> Encoder:
-    kind = CharacterEncoder if is_character(rust) else WordEncoder if has_gpt2_words(rust) else RustEncoder
+    kind = CharacterEncoder if is_character(rust) else WordEncoder if is_gpt2_like(rust) else RustEncoder
     return kind(rust, dtype)
 
 
@@ -58,20 +58,19 @@ def is_character(rust: Tokenizer) -> bool:
     return apart and rust.model.unk_token not in tokens and all(len(token) == 1 for token in tokens)
 
 
-def has_gpt2_words(rust: Tokenizer) -> bool:
-    """Return whether a text is encoded word by word with GPT-2's pattern, and a word always to the same ids."""
+def is_gpt2_like(rust: Tokenizer) -> bool:
+    """Return whether a text is encoded word by word with GPT-2's pattern, and a word by nothing but the merges of bytes."""
     words = rust.pre_tokenizer
     pattern = isinstance(words, pre_tokenizers.ByteLevel) and words.use_regex and not words.add_prefix_space
-    deterministic = isinstance(rust.model, models.BPE) and not rust.model.dropout
     added = rust.get_added_tokens_decoder().values()
-    return pattern and deterministic and rust.normalizer is None and all(token.special for token in added)
+    return pattern and rust.normalizer is None and all(token.special for token in added) and is_plain(rust)
 
 
 class WordEncoder:
     """A BPE with GPT-2's words, which encodes each distinct word of some megabytes once.
 
     Exactly what `encode_batch_fast` gives, an order of magnitude faster. Short words are merged all at once in numpy, which
-    takes a round for each merge of the longest; long words one by one in Rust, and all words of a BPE that is not plain.
+    takes a round for each merge of the longest; long words one by one in Rust.
     """
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
@@ -79,7 +78,7 @@ class WordEncoder:
         self.dtype = dtype
         self.splitter = WordSplitter()
         self.stand_ins = {byte: character for character, byte in byte_level_alphabet().items()}
-        self.merges = Merges(rust) if is_plain(rust) else None
+        self.merges = Merges(rust)
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
         words = self.splitter.words(texts).dictionary_encode()
@@ -103,21 +102,15 @@ class WordEncoder:
         bounds = np.frombuffer(bounds, dtype=np.int32, count=len(words) + 1)
         text = np.frombuffer(text, dtype=np.uint8, count=bounds[-1])
         sizes = np.diff(bounds)
-        short = sizes <= (SHORT_WORD if self.merges is not None else 0)
-        length = np.empty(len(words), dtype=np.int32)
-        pool = np.empty(0, dtype=self.dtype)
-        if short.any():
-            of_short = np.cumsum(sizes[short], dtype=np.int32)
-            ids, length[short] = self.merges.encode(text[np.repeat(short, sizes)], np.append(np.int32(0), of_short))
-            pool = ids.astype(self.dtype)
-        one_by_one = [
-            self._encode_long(text[bounds[i] : bounds[i + 1]].tobytes()) for i in np.flatnonzero(~short).tolist()
-        ]
-        length[~short] = list(map(len, one_by_one))
-        first = np.empty(len(words), dtype=np.int32)
-        first[short] = np.cumsum(length[short]) - length[short]
-        first[~short] = len(pool) + np.cumsum(length[~short]) - length[~short]
-        return np.concatenate([pool, *one_by_one]), first, length
+        short = sizes <= SHORT_WORD  # among them the words 0xFF
+        ends = np.append(np.int32(0), np.cumsum(sizes[short], dtype=np.int32))
+        pool, counts = self.merges.encode(text[np.repeat(short, sizes)], ends)
+        long = [self._encode_long(text[bounds[i] : bounds[i + 1]].tobytes()) for i in np.flatnonzero(~short).tolist()]
+        counts = np.append(counts, np.array(list(map(len, long)), dtype=np.int32))
+        first, length = np.empty((2, len(words)), dtype=np.int32)
+        order = np.argsort(~short, kind="stable")
+        first[order], length[order] = np.cumsum(counts) - counts, counts
+        return np.concatenate([pool.astype(self.dtype), *long]), first, length
 
     def _encode_long(self, word: bytes) -> np.ndarray:
         """(n,) ids of a word of any length.
@@ -125,8 +118,6 @@ class WordEncoder:
         Ids are those of a word if every two neighbors are the ids of their own text, because no merge then reaches across. So
         the ids of two windows are joined where the second begins with an id of the first.
         """
-        if self.merges is None:
-            return self._window(word, 0, len(word))
         joined, start, stop = [], 0, WINDOW
         ids = self._window(word, start, stop)
         while stop < len(word):

@@ -4,7 +4,6 @@ import itertools
 import shlex
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +11,16 @@ import numpy as np
 from atomic import unfinished_path
 from errors import UserError
 from tokenizer import report
-from tokenizer.cleaning import CleaningArguments
-from tokenizer.corpus import CorpusArguments
-from tokenizer.dedup import DedupArguments
 from tokenizer.hub import HubDataset
-from tokenizer.recipe import SEED
+from tokenizer.recipe import Recipe
 from tokenizer.store import SPLITS, Metadata, TokenStore, index_file, sequences, tokens_file
-from tokenizer.vocabulary import VocabularyArguments
 
 ROW_TOKENS = 1 << 20  # a longer document continues in the next row
 GROUP_TOKENS = 1 << 22  # of a row group: what a writer and a reader hold in memory
 SHARD_BYTES = 1 << 29  # of ids
 HUB_SPLITS = {"train": "train", "val": "validation"}
 MADE_OF = b"token_store"  # in the files: the identity of the store
+NO_FLAGS = ("input", "tokenizer_json", "chat_template_source")  # settings that the command states otherwise, or not
 SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "n>1B")
 
 
@@ -129,12 +125,10 @@ def _public(source: str) -> str:
 
 def _public_command(metadata: Metadata) -> str:
     """Return the command with the settings that are not defaults."""
-    kinds = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
-    usual = {field.name: getattr(kind(), field.name) for kind in kinds for field in fields(kind)}
-    usual |= {"weights": [], "seed": SEED}
+    usual = Recipe(metadata.sources).settings()
     parts = ["python", "-m", "tokenizer.pretokenize", "--input", *map(_public, metadata.sources)]
     for name, value in metadata.settings.items():
-        if name in usual and value != usual[name]:
+        if name not in NO_FLAGS and value != usual.get(name):
             values = value if isinstance(value, list) else [] if value is True else [value]
             of_this_machine = name in ("tokenizer", "chat_template")
             parts += [f"--{name}", *(_public(item) if of_this_machine else str(item) for item in values)]

@@ -11,25 +11,13 @@ import numpy as np
 
 from tokenizer.characters import UNSPACED_CHARACTER, UNSPACED_CLASS
 
-# Gopher, Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1.
-FEWEST_WORDS = 50
-MOST_HASH_SIGNS = MOST_ELLIPSES = 0.1  # a word
-MOST_BULLETS = 0.9  # of lines
-MOST_ELLIPSIS_LINES = 0.3
-FEWEST_LETTERED = 0.8  # of words
 # Gopher's 3 to 10 are made for English. Pages of translated program messages, 20 messages each, have means of 5.6 to
 # 9.8 in German, 6.1 to 11.2 in Finnish, 7.9 to 10.3 in Malayalam and 2.7 to 6.6 in Korean. Beyond lie lists of URLs
 # and hashes, and tables of digits.
 MEAN_WORD_LENGTH = (2, 15)
-# Gopher, table A1: shares of text that repeats something earlier in the document. For sequences of n words: of the most
-# frequent one, and of all that repeat.
-MOST_REPEATED_PARAGRAPHS = MOST_REPEATED_LINES = 0.3
-MOST_IN_REPEATED_PARAGRAPHS = 0.2
+# Gopher, table A1: largest shares of text in sequences of n words, of the most frequent one and of all that repeat.
 MOST_IN_TOP_SEQUENCE = {2: 0.20, 3: 0.18, 4: 0.16}
 MOST_IN_REPEATED_SEQUENCES = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
-# FineWeb, Penedo et al. 2024 (arXiv:2406.17557), section 3.6. Its 0.1 takes the place of Gopher's 0.2.
-MOST_IN_REPEATED_LINES = 0.1
-FEWEST_ENDED_LINES = 0.12
 # Where characters count as words, a sequence of n words is one of 3 n characters: a word has roughly two in Chinese
 # and four, with their marks, in Thai.
 CHARACTERS_A_WORD = 3
@@ -131,22 +119,21 @@ def _has_odd_words(page: Page) -> bool:
     return page.is_spaced and not shortest <= sum(map(len, words)) / len(words) <= longest
 
 
-# The first filter that holds drops the document; costly ones come last.
+# The first filter that holds drops the document; costly ones come last. Numbers are Gopher's (Rae et al. 2021,
+# arXiv:2112.11446, appendix A.1.1 and table A1), those marked FineWeb's (Penedo et al. 2024, arXiv:2406.17557, section 3.6).
 FILTERS: dict[str, Callable[[Page], bool]] = {
-    "quality.short": lambda page: len(page.words) < FEWEST_WORDS,
+    "quality.short": lambda page: len(page.words) < 50,
     "quality.word_length": _has_odd_words,
-    "quality.hash_signs": lambda page: page.text.count("#") / len(page.words) > MOST_HASH_SIGNS,
-    "quality.ellipses": lambda page: sum(map(page.text.count, ELLIPSES)) / len(page.words) > MOST_ELLIPSES,
-    "quality.bullets": lambda page: _share(page.lines, lambda line: line[0] in BULLETS) > MOST_BULLETS,
-    "quality.ellipsis_lines": lambda page: (
-        _share(page.lines, lambda line: line.endswith(ELLIPSES)) > MOST_ELLIPSIS_LINES
-    ),
-    "quality.unended_lines": lambda page: _share(page.lines, lambda line: line[-1] in ENDS) < FEWEST_ENDED_LINES,
-    "quality.letters": lambda page: _share(page.words, LETTER.search) < FEWEST_LETTERED,
-    "quality.repeated_paragraphs": lambda page: _repeated(page.paragraphs) > MOST_REPEATED_PARAGRAPHS,
-    "quality.in_repeated_paragraphs": lambda page: _in_repeated(page.paragraphs) > MOST_IN_REPEATED_PARAGRAPHS,
-    "quality.repeated_lines": lambda page: _repeated(page.lines) > MOST_REPEATED_LINES,
-    "quality.in_repeated_lines": lambda page: _in_repeated(page.lines) > MOST_IN_REPEATED_LINES,
+    "quality.hash_signs": lambda page: page.text.count("#") / len(page.words) > 0.1,
+    "quality.ellipses": lambda page: sum(map(page.text.count, ELLIPSES)) / len(page.words) > 0.1,
+    "quality.bullets": lambda page: _share(page.lines, lambda line: line[0] in BULLETS) > 0.9,
+    "quality.ellipsis_lines": lambda page: _share(page.lines, lambda line: line.endswith(ELLIPSES)) > 0.3,
+    "quality.unended_lines": lambda page: _share(page.lines, lambda line: line[-1] in ENDS) < 0.12,  # FineWeb's
+    "quality.letters": lambda page: _share(page.words, LETTER.search) < 0.8,
+    "quality.repeated_paragraphs": lambda page: _repeated(page.paragraphs) > 0.3,
+    "quality.in_repeated_paragraphs": lambda page: _in_repeated(page.paragraphs) > 0.2,
+    "quality.repeated_lines": lambda page: _repeated(page.lines) > 0.3,
+    "quality.in_repeated_lines": lambda page: _in_repeated(page.lines) > 0.1,  # FineWeb's, for Gopher's 0.2
     **{
         f"quality.top_{n}_words": lambda page, n=n, most=most: page.share_of_top_sequence(n) > most
         for n, most in MOST_IN_TOP_SEQUENCE.items()

@@ -6,7 +6,6 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from huggingface_hub.constants import HF_HUB_CACHE
 from tokenizers import Tokenizer
 
 from atomic import write_atomic
@@ -16,9 +15,7 @@ from tokenizer.corpus import LEFT_OUT, LINK
 from tokenizer.store import Metadata, TokenStore
 
 COUNTED_TOKENS = 1 << 22  # evenly spread, for the most frequent ones
-COMPARED_TOKENS = 1 << 18  # with GPT-2's
 SHOWN = 12
-GPT2 = ("openai-community/gpt2", "gpt2")  # both of its names on the Hub
 
 
 def summary(store: TokenStore) -> str:
@@ -104,27 +101,10 @@ def _token_statistics(store: TokenStore, rust: Tokenizer) -> dict[str, Any]:
     def shown(ids: Iterable[int]) -> list[str]:
         return [f"`{texts[i].decode('utf-8', 'replace')!r}`" if texts[i] else f"`{rust.id_to_token(i)}`" for i in ids]
 
-    sample = b"".join(texts[i] for i in tokens[:COMPARED_TOKENS].tolist())
-    gpt2_tokens = _gpt2_tokens(sample)
+    is_all = len(tokens) <= COUNTED_TOKENS
     return {
         "longest": shown(sorted(range(len(texts)), key=lambda i: -len(texts[i]))[:SHOWN]),
         "frequent": shown(np.argsort(-counts, kind="stable")[:SHOWN].tolist()),
-        "counted": "training text"
-        if len(tokens) <= COUNTED_TOKENS
-        else f"{counts.sum():,} tokens of the training text",
+        "counted": "training text" if is_all else f"{counts.sum():,} tokens of the training text",
         "unused": int((counts == 0).sum()),
-        "compared_bytes": len(sample),
-        "own_bytes": len(sample) / len(tokens[:COMPARED_TOKENS]),
-        "gpt2_bytes": len(sample) / max(1, gpt2_tokens) if gpt2_tokens is not None else None,
     }
-
-
-def _gpt2_tokens(sample: bytes) -> int | None:
-    """Return how many tokens GPT-2's tokenizer makes of a text; None where it is not on this machine. Nothing is fetched."""
-    names = (f"models--{name.replace('/', '--')}/snapshots/*/tokenizer.json" for name in GPT2)
-    try:
-        path = next((path for name in names for path in Path(HF_HUB_CACHE).glob(name)), None)
-        rust = None if path is None else encode.load_rust(path)
-    except Exception:  # another user's, or damaged: no reason to lose a store. The Rust library raises nothing narrower
-        return None
-    return rust and len(rust.encode(sample.decode("utf-8", "replace"), add_special_tokens=False).ids)

@@ -6,7 +6,7 @@ The folder of unfinished work holds `plan.json`, `store/` with the tokenizer, an
 000012.rows                a row for each piece of a document, in order
 000012.json                what was counted, and the hashes of the others, written last: without it the part does not exist
 
-python -P -m tokenizer.worker     a worker: reads folders and numbers of units, one a line, and answers each with its counts
+python -P -m tokenizer.worker     a worker: reads folders and numbers of units, one a line, and answers each with its problem or ""
 """
 
 import gc
@@ -136,7 +136,7 @@ class UnitProcessor:
         rust = encode.load_rust(folder / "store" / "tokenizer" / "tokenizer.json")
         self.encoder = encode.encoder(rust, np.dtype(self.settings.dtype).newbyteorder("<"))
         self.lengths = encode.text_lengths(rust)
-        self.control = {token: rust.token_to_id(token) for token in self.settings.control_tokens}
+        self.token_to_id = rust.token_to_id
         self.min_hasher = MinHasher() if self.settings.dedup == "near" else None
         self.eos = encode.NOTHING if self.settings.eos is None else self.settings.eos
         ranges = (part for unit in self.units for part in unit.ranges)
@@ -212,7 +212,7 @@ class PartWriter:
     def _follower(self, piece: Piece) -> int:
         """Return the id after the piece: a control token of a chat, or, once, the end of text."""
         if piece.control is not None:
-            return self.processor.control[piece.control]
+            return self.processor.token_to_id(piece.control)
         if not piece.ends_document or (not piece.text and self.last_follower == self.processor.eos):
             return encode.NOTHING
         return self.processor.eos
@@ -239,9 +239,10 @@ class PartWriter:
             rows[name] = column
         if self.processor.lengths is not None:
             self.lost_bytes += max(0, self.batch_bytes - int(self.processor.lengths[ids].sum()))
-        for split, chosen in (("train", ~rows["val"]), ("val", rows["val"])):
+        for split, file in self.files.items():
+            chosen = rows["val"] == (split == "val")
             chosen_ids = ids if chosen.all() else ids[np.repeat(chosen, counts)]
-            self.files[split].write(chosen_ids)  # `tofile` does not say why it fails
+            file.write(chosen_ids)  # `tofile` does not say why it fails
             self.hashes[split].update(chosen_ids)
             self.tokens[split] += len(chosen_ids)
         self.rows.append(rows)
@@ -328,17 +329,9 @@ class Workers(AbstractContextManager):
         idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
         for process in self.processes:
             idle.put(process)
-
-        def do_unit(number: int) -> Part:
-            process = idle.get()
-            try:
-                return _ask(process, folder, number)
-            finally:
-                idle.put(process)
-
         with ThreadPoolExecutor(len(self.processes)) as threads:
             try:
-                for future in as_completed([threads.submit(do_unit, number) for number in units]):
+                for future in as_completed([threads.submit(_ask, idle, folder, number) for number in units]):
                     on_part(future.result())
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -347,19 +340,21 @@ class Workers(AbstractContextManager):
                 raise
 
 
-def _ask(process: subprocess.Popen, folder: Path, number: int) -> Part:
-    """Have a worker do a unit."""
+def _ask(idle: SimpleQueue[subprocess.Popen], folder: Path, number: int) -> Part:
+    """Have an idle process do a unit."""
+    process, line = idle.get(), ""
     with suppress(BrokenPipeError):
         print(json.dumps([str(folder.absolute()), number]), file=process.stdin, flush=True)
-        if line := process.stdout.readline():
-            answer = json.loads(line)
-            if "problem" in answer:
-                raise UserError(answer["problem"])
-            return schema.build(answer, Part)
-    raise UserError(
-        f"A worker process ended with status {process.wait()} (-9: killed, often for want of memory). The same "
-        f"command goes on; with --num_proc 1 it needs the least memory."
-    )
+        line = process.stdout.readline()
+    idle.put(process)
+    if not line:
+        raise UserError(
+            f"A worker process ended with status {process.wait()} (-9: killed, often for want of memory). The same "
+            f"command goes on; with --num_proc 1 it needs the least memory."
+        )
+    if problem := json.loads(line):
+        raise UserError(problem)
+    return Part.read(folder, number)
 
 
 def main() -> None:
@@ -372,11 +367,12 @@ def main() -> None:
     processor_of = cache(UnitProcessor)
     while True:
         folder, number = asked.get()
+        problem = ""
         try:
-            answer = asdict(processor_of(Path(folder)).process(number))
+            processor_of(Path(folder)).process(number)
         except UserError as error:
-            answer = {"problem": str(error)}
-        print(json.dumps(answer), flush=True)
+            problem = str(error)
+        print(json.dumps(problem), flush=True)
 
 
 def _listen(asked: SimpleQueue[tuple[str, int]]) -> None:
