@@ -25,11 +25,7 @@ SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "1
 
 
 def to_parquet(store: TokenStore) -> Path:
-    """Write a store as a dataset for the Hub to `NAME-parquet/` next to it, unless that exists already.
-
-    Raises:
-        UserError: something else has that name; the store is of format 1; the disk is full.
-    """
+    """Write a store as a dataset for the Hub to `NAME-parquet/` next to it, unless that exists already."""
     store.require_indexes()
     folder = store.folder.with_name(f"{store.folder.name}-parquet")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -1,5 +1,6 @@
 """Indexes for Megatron's IndexedDataset, beside the same bytes: `train` and `val` become its prefixes."""
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,10 +36,7 @@ def _index(folder: Path, split: str, dtype: str) -> Iterator[bytes]:
     """
     index, itemsize = folder / index_file(split), np.dtype(dtype).itemsize
     count = sum(len(starts) for _, starts, _ in sequences(index, LONGEST_SEQUENCE))
-    yield MAGIC
-    yield np.array([VERSION], dtype="<u8").tobytes()
-    yield np.array([DTYPES[dtype]], dtype="<u1").tobytes()
-    yield np.array([count, index.stat().st_size // 8 + 1], dtype="<u8").tobytes()
+    yield struct.pack("<9sQBQQ", MAGIC, VERSION, DTYPES[dtype], count, index.stat().st_size // 8 + 1)
     for _, starts, ends in sequences(index, LONGEST_SEQUENCE):
         yield (ends - starts).astype("<i4").tobytes()
     for _, starts, _ in sequences(index, LONGEST_SEQUENCE):
@@ -47,4 +45,4 @@ def _index(folder: Path, split: str, dtype: str) -> Iterator[bytes]:
     for document, starts, _ in sequences(index, LONGEST_SEQUENCE):
         yield (before + np.flatnonzero(np.diff(document, prepend=-1))).astype("<i8").tobytes()
         before += len(starts)
-    yield np.array([count], dtype="<i8").tobytes()
+    yield struct.pack("<q", count)

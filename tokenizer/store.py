@@ -109,13 +109,22 @@ class TokenStore:
         """Raise a `UserError` where it is no store, unfinished, damaged, of a newer format, or has another's tokenizer."""
         self.folder = Path(folder)
         self.metadata = read_metadata(self.folder)
+        problems = []
         with disk_errors(self.folder, OTHER_STORE):
-            problems = list(
-                filter(None, (self._wrong_file(name, size) for name, (_, size) in self.metadata.files.items()))
-            )
-            path = self.folder / "tokenizer" / "tokenizer.json"
-            if not problems and file_sha256(path) != self.metadata.tokenizer_sha256:
-                problems.append(f"{path.parent} is another tokenizer than the one these tokens were made with.")
+            for name, (sha256, size) in self.metadata.files.items():
+                path = self.folder / name
+                if not path.is_file():
+                    problems.append(f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}.")
+                elif size is None:
+                    if file_sha256(path) != sha256:
+                        problems.append(f"{path.parent} is another tokenizer than the one these tokens were made with.")
+                else:
+                    with path.open("rb") as file:  # which may be forbidden
+                        found = file.seek(0, os.SEEK_END)
+                    if found != size:
+                        problems.append(
+                            f"{path} is {found:,} bytes long, not {size:,}: it is truncated or was changed."
+                        )
         if problems:
             raise UserError("\n".join(f"{problem} Delete it and make it again." for problem in problems))
 
@@ -123,17 +132,6 @@ class TokenStore:
     def is_store(folder: str | Path) -> bool:
         with disk_errors(folder, OTHER_STORE):
             return (Path(folder) / "metadata.json").is_file()
-
-    def _wrong_file(self, name: str, size: int | None) -> str | None:
-        """Return what is wrong with a file, as far as its size tells; raise an `OSError` where it may not be read."""
-        path = self.folder / name
-        if not path.is_file():
-            return f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}."
-        with path.open("rb"):
-            found = path.stat().st_size
-        if size not in (None, found):
-            return f"{path} is {found:,} bytes long, not {size:,}: it is truncated or was changed."
-        return None
 
     def memory_map(self, split: str) -> np.ndarray:
         """(tokens,) read from disk as needed."""
@@ -262,7 +260,6 @@ def _check_metadata(metadata: Metadata) -> None:
     size, eos, dtype = metadata.vocab_size, metadata.eos_token_id, metadata.dtype
     problems = {
         f"its format_version is {metadata.format_version}": metadata.format_version < 1,
-        f"its vocab_size is {size:,}": not 1 <= size <= 2**32,
         f"its dtype is {dtype} and its vocab_size {size:,}": dtype != dtype_of(size),
         f"its eos_token_id is {eos} and its vocab_size {size:,}": eos is not None and eos >= size,
     }

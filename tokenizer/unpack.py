@@ -28,7 +28,8 @@ from tokenizer.store import SPLITS, STORE_FILES, TokenStore, index_file, read_me
 
 SUFFIX = ".tar.zst"
 ROOT = "store/"
-TOKENIZER_FILE = re.compile(r"tokenizer/(additional_chat_templates/)?\w[\w.-]*\.(json|jinja|txt|model)", re.ASCII)
+# Names that a header of 512 bytes holds.
+TOKENIZER_FILE = re.compile(r"tokenizer/(additional_chat_templates/)?\w[\w.-]{0,50}\.(json|jinja|txt|model)", re.ASCII)
 # The indexes for Megatron follow from the others.
 FILES = (
     *("metadata.json", "inputs.json", "report.md", "tokenizer/tokenizer.json"),
@@ -41,11 +42,7 @@ ZSTD_LEVEL = 3  # leaves 47% of Shakespeare and of Python sources, at 150-180 MB
 
 
 def pack(store: TokenStore) -> Path:
-    """Pack a store into one file next to it, unless that exists already. The same store gives the same bytes.
-
-    Raises:
-        UserError: another file has that name; a file of the store was changed; the store is of format 1; the disk is full.
-    """
+    """Pack a store into one file next to it, unless that exists already. The same store gives the same bytes."""
     import zstandard
 
     store.require_indexes()

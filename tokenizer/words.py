@@ -68,48 +68,41 @@ class WordSplitter:
         text = np.frombuffer(joined, dtype=np.uint8)  # (n,)
         classes = np.frombuffer(joined.translate(BYTE_CLASSES), dtype=np.uint8)  # (n,)
         lead_bytes = np.flatnonzero(classes == UNKNOWN)  # of code points above ASCII
-        wide_space = None
         if len(lead_bytes):
             classes = classes.copy()
-            wide_space = self._settle_code_points(text, lead_bytes, classes)
+            self._settle_code_points(text, lead_bytes, classes)
         begins = np.empty(len(text), dtype=bool)
         begins[0] = True
         np.not_equal(classes[1:], classes[:-1], out=begins[1:])
         begins |= classes == ENDS
         last_space = classes == SPACE  # of a run that something visible follows
         last_space[:-1] &= classes[1:] < SPACE
-        if wide_space is not None:  # a space of several bytes was marked at its last; the word begins at its first
-            first, last = wide_space
-            last_space[first], last_space[last] = last_space[last], False
+        if len(lead_bytes):  # a space of two or three bytes was marked at its last; the word begins at its first
+            last_bytes = np.flatnonzero(last_space & (text >= 0x80))
+            last_space[last_bytes] = False
+            last_space[last_bytes - np.where(text[last_bytes - 1] < 0xC0, 2, 1)] = True
         begins |= last_space
         joins = last_space & (text == 0x20)  # a blank is one word with what follows it
         np.greater(begins[1:], joins[:-1], out=begins[1:])
         self._split_english_endings(text, classes, begins)
         return np.flatnonzero(begins).astype(np.int32)
 
-    def _settle_code_points(self, text: np.ndarray, first: np.ndarray, classes: np.ndarray) -> tuple | None:
-        """Write the classes of all bytes of the code points that begin at `first`, (m,). Return the first and the last
-        bytes of the spaces among them."""
+    def _settle_code_points(self, text: np.ndarray, first: np.ndarray, classes: np.ndarray) -> None:
+        """Write the classes of all bytes of the code points that begin at `first`, (m,)."""
         lead = text[first].astype(np.uint32)
         length = 2 + (lead >= 0xE0).astype(np.uint8) + (lead >= 0xF0)
         points = np.where(length == 2, lead & 0x1F, np.where(length == 3, lead & 0x0F, lead & 0x07))
         for i in (1, 2, 3):
             has = length > i
             points[has] = (points[has] << 6) | (text[first[has] + i] & 0x3F)
-        kinds = self._classes_of(points)
-        for i in (0, 1, 2, 3):
-            has = length > i
-            classes[first[has] + i] = kinds[has]
-        space = kinds == SPACE
-        return (first[space], first[space] + length[space] - 1) if space.any() else None
-
-    def _classes_of(self, points: np.ndarray) -> np.ndarray:
         kinds = self.classes[points]
         if (kinds == UNKNOWN).any():
             for point in np.unique(points[kinds == UNKNOWN]).tolist():
                 self.classes[point] = self._probed(chr(point))
             kinds = self.classes[points]
-        return kinds
+        for i in (0, 1, 2, 3):
+            has = length > i
+            classes[first[has] + i] = kinds[has]
 
     def _probed(self, character: str) -> int:
         for probe, kind in (("a", LETTER), ("1", NUMBER), ("!", OTHER)):
