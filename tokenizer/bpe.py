@@ -32,6 +32,10 @@ class Merges:
     """The merges of a plain byte-level BPE: `made`, (merges,), is the token of each."""
 
     def __init__(self, rust: Tokenizer):
+        """Raise a `ValueError` where the model is not plain, or merges a token before the last merge that makes it, which
+        training never does: then the pairs of a rank could not all be merged in one round."""
+        if not is_plain(rust):
+            raise ValueError("tokens depend on more than merges of bytes")
         model = json.loads(rust.to_str())["model"]
         vocab = model["vocab"]
         self.of_byte = np.zeros(256, dtype=np.int32)
@@ -44,18 +48,15 @@ class Merges:
         )
         self.lengths = np.zeros(max(vocab.values()) + 1, dtype=np.int64)  # bytes of each token
         self.lengths[list(vocab.values())] = list(map(len, vocab))
-        self.at_once = self._may_go_at_once(left, right, max(vocab.values()) + 1)
+        first_used = np.full(len(self.lengths), NONE, dtype=np.int32)
+        ranks = np.arange(len(named), dtype=np.int32)
+        for part in (left, right):
+            np.minimum.at(first_used, part, ranks)
+        if (first_used[self.made] <= ranks).any():
+            raise ValueError("a token is merged before it is made")
         self.ranks = PairTable(left, right, small=max(vocab.values()) < 0xFFFF)
         pairs = np.arange(1 << 16)
         self.rank_of_bytes = self.ranks(self.of_byte[pairs >> 8], self.of_byte[pairs & 0xFF])
-
-    def _may_go_at_once(self, left: np.ndarray, right: np.ndarray, vocab_size: int) -> np.ndarray:
-        """Return (merges,) bool: whether all pairs of a rank in a word may be merged in one round. Not if the new token is in
-        a pair that the merges name earlier, which would come next; a token that several merges make can be."""
-        first_used = np.full(vocab_size, NONE, dtype=np.int32)
-        for part in (left, right):
-            np.minimum.at(first_used, part, np.arange(len(part), dtype=np.int32))
-        return first_used[self.made] > np.arange(len(self.made))
 
     def encode(self, text: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Encode `text`, (n,) uint8: words on end, none empty, that begin at `bounds`, (words + 1,) with the end.
@@ -82,7 +83,11 @@ class Merges:
             kept = np.flatnonzero(~gone & np.repeat(works, sizes))
             token, place, rank, last = token.take(kept), place.take(kept), rank.take(kept), last.take(kept)
             sizes = np.diff(np.flatnonzero(last), prepend=-1)
-            first = self._chosen(rank, least[works], sizes)  # of each pair that is merged
+            first = np.flatnonzero(rank == np.repeat(least[works], sizes))  # of each pair that is merged
+            follows = np.diff(first, prepend=-2) == 1
+            if follows.any():  # aaaa: every other one of a run
+                nth = np.arange(len(first))
+                first = first[(nth - np.maximum.accumulate(np.where(follows, 0, nth))) % 2 == 0]
             token[first] = tokens[place.take(first)] = self.made.take(rank.take(first))
             begins[place.take(first + 1)] = False
             gone = np.zeros(len(token), dtype=bool)
@@ -94,19 +99,6 @@ class Merges:
             changed = changed[~last.take(changed)]
             after = changed + 1
             rank[changed] = self.ranks(token.take(changed), token.take(after + gone.take(after)))
-
-    def _chosen(self, rank: np.ndarray, least: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return the pairs of the least rank in each word: all that do not overlap from the left on, or the first."""
-        at = np.flatnonzero(rank == np.repeat(least, sizes))
-        follows = np.diff(at, prepend=-2) == 1
-        if follows.any():  # aaaa: every other one of a run
-            nth = np.arange(len(at))
-            at = at[(nth - np.maximum.accumulate(np.where(follows, 0, nth))) % 2 == 0]
-        at_once = self.at_once.take(rank.take(at))
-        if not at_once.all():
-            word = np.repeat(np.arange(len(sizes)), sizes)[at]
-            at = at[at_once | (np.diff(word, prepend=-1) != 0)]
-        return at
 
 
 class PairTable:

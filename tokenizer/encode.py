@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from errors import UserError
-from tokenizer.bpe import Merges, byte_level_alphabet, is_plain
+from tokenizer.bpe import Merges, byte_level_alphabet
 from tokenizer.words import WordSplitter
 
 NOTHING = -1  # no token follows a text
@@ -36,8 +37,12 @@ def load_rust(file: Path) -> Tokenizer:
 
 
 def encoder(rust: Tokenizer, dtype: np.dtype) -> Encoder:
-    kind = CharacterEncoder if is_character(rust) else WordEncoder if is_gpt2_like(rust) else RustEncoder
-    return kind(rust, dtype)
+    if is_character(rust):
+        return CharacterEncoder(rust, dtype)
+    if has_gpt2_words(rust):
+        with suppress(ValueError):  # a word is more than its merges
+            return WordEncoder(rust, dtype)
+    return RustEncoder(rust, dtype)
 
 
 def sha256(rust: Tokenizer) -> str:
@@ -58,19 +63,18 @@ def is_character(rust: Tokenizer) -> bool:
     return apart and rust.model.unk_token not in tokens and all(len(token) == 1 for token in tokens)
 
 
-def is_gpt2_like(rust: Tokenizer) -> bool:
-    """Return whether a text is encoded word by word with GPT-2's pattern, and a word by nothing but the merges of bytes."""
-    words = rust.pre_tokenizer
+def has_gpt2_words(rust: Tokenizer) -> bool:
+    """Return whether a text is encoded word by word with GPT-2's pattern."""
+    words, added = rust.pre_tokenizer, rust.get_added_tokens_decoder().values()
     pattern = isinstance(words, pre_tokenizers.ByteLevel) and words.use_regex and not words.add_prefix_space
-    added = rust.get_added_tokens_decoder().values()
-    return pattern and rust.normalizer is None and all(token.special for token in added) and is_plain(rust)
+    return pattern and rust.normalizer is None and all(token.special for token in added)
 
 
 class WordEncoder:
     """A BPE with GPT-2's words, which encodes each distinct word of some megabytes once.
 
     Exactly what `encode_batch_fast` gives, an order of magnitude faster. Short words are merged all at once in numpy, which
-    takes a round for each merge of the longest; long words one by one in Rust.
+    takes a round for each merge of the longest; long words one by one in Rust. Raises a `ValueError`, as `Merges` does.
     """
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
