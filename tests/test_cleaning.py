@@ -259,25 +259,21 @@ def test_outcomes_show_what_was_done():
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [
-        (["normalize", "balanced", "quality"], []),
-        (["none"], []),
-        (["strickt"], ["Unknown cleaning stage strickt. Did you mean strict?"]),
+        (["strickt"], "Unknown cleaning stage strickt. Did you mean strict?"),
         (
             ["xyz"],
-            ["Unknown cleaning stage xyz. There are normalize, lenient, balanced, strict, quality; and none, alone."],
+            "Unknown cleaning stage xyz. There are normalize, lenient, balanced, strict, quality; and none, alone.",
         ),
-        *(
-            (
-                names,
-                [
-                    f"cleaning is {' '.join(names) or 'empty'}; give none alone, or some of normalize, one of lenient, "
-                    "balanced, strict, and quality, each once."
-                ],
-            )
-            for names in (["normalize", "normalize"], ["none", "quality"], ["lenient", "strict"], [])
-        ),
+        (["normalize", "normalize"], "cleaning is normalize normalize; give none alone, or some of normalize, one of "),
+        (["none", "quality"], "cleaning is none quality; give none alone"),
+        (["lenient", "strict"], "cleaning is lenient strict; give none alone"),
+        ([], "cleaning is empty; give none alone"),
     ],
 )
 def test_problems_are_sentences(stages, expected):
-    assert problems(CleaningArguments(stages)) == expected
+    [sentence] = problems(CleaningArguments(stages))
+    assert sentence.startswith(expected)
     assert CleaningArguments().cleaning == ["normalize"]
+    assert (
+        problems(CleaningArguments(["normalize", "balanced", "quality"])) + problems(CleaningArguments(["none"])) == []
+    )

@@ -231,15 +231,20 @@ def seed_apart(texts: list[str], fraction: float, all_to_validation: bool = Fals
     return next(seed for seed in itertools.count() if all(falls_so(text, seed) for text in texts))
 
 
-@pytest.mark.parametrize("all_to_validation", [False, True])
+def seed_of_long(path: Path, fraction: float, to_validation: bool) -> int:
+    """Write LINES; return a seed by which it falls to one split. The first piece of a long document decides."""
+    path.write_bytes(LINES.encode())
+    start = LINES.encode()[: place_to_cut(str(path), 2000, "document")[0]].decode()
+    return seed_apart([start], fraction, to_validation)
+
+
+@pytest.mark.parametrize("to_validation", [False, True])
 @pytest.mark.parametrize("weight", [1, 2, 3])
 @pytest.mark.parametrize("tokenizer_type", ["bpe", "character"])
 def test_the_tail_of_a_lone_document_is_validated_with_and_never_trained_on(
-    tmp_path, weight, all_to_validation, tokenizer_type
+    tmp_path, weight, to_validation, tokenizer_type
 ):
-    (tmp_path / "a.txt").write_bytes(LINES.encode())
-    start = LINES.encode()[: place_to_cut(str(tmp_path / "a.txt"), 2000, "document")[0]].decode()
-    seed = seed_apart([start], 0.3, all_to_validation)  # the first piece of a long document decides
+    seed = seed_of_long(tmp_path / "a.txt", 0.3, to_validation)
     builder = builder_of([str(tmp_path / "a.txt")], tmp_path / "store", (weight,), "no", 0.3, tokenizer_type, seed)
     assert len(builder.plan.units) == 13
     store = finished(builder)
@@ -285,19 +290,13 @@ def test_the_tail_may_take_whole_inputs_and_a_document_below_the_share_stays_who
     assert sorted(trained_on(store := store_of(tmp_path, texts)) + held_out(store)) == sorted(texts)
 
 
-def with_long_document(folder: Path, seed: int, weights: tuple[float, ...] = ()) -> TokenStore:
+@pytest.mark.parametrize("to_validation", [False, True])
+def test_a_long_document_gives_its_end_wherever_its_hash_would_send_it_and_to_no_further_copy(tmp_path, to_validation):
     """A document of 24,490 bytes in 13 units, and 200 short ones."""
     merge.LONG_BYTES = 5000
-    (folder / "long.txt").write_bytes(LINES.encode())
-    paths = [str(folder / "long.txt"), *written(folder, DOCUMENTS)]
-    return finished(builder_of(paths, folder / f"store{seed}{weights}", weights, seed=seed))
-
-
-@pytest.mark.parametrize("to_validation", [False, True])
-def test_a_long_document_gives_its_end_wherever_its_hash_would_send_it(tmp_path, to_validation):
-    (tmp_path / "long.txt").write_bytes(LINES.encode())
-    start = LINES.encode()[: place_to_cut(str(tmp_path / "long.txt"), 2000, "document")[0]].decode()
-    store = with_long_document(tmp_path, seed_apart([start], 0.1, to_validation))
+    seed = seed_of_long(tmp_path / "long.txt", 0.1, to_validation)
+    paths = [str(tmp_path / "long.txt"), *written(tmp_path, DOCUMENTS)]
+    store = finished(builder_of(paths, tmp_path / "store", seed=seed))
     head, *train = trained_on(store)
     tail, *val = held_out(store)
     assert head + tail == LINES
@@ -308,13 +307,9 @@ def test_a_long_document_gives_its_end_wherever_its_hash_would_send_it(tmp_path,
     assert [ids[-1] for split in SPLITS for ids in ids_of_documents(store, split)] == [0] * 202
     assert json.loads((store.folder / "metadata.json").read_text())["counts"]["tails"] == 1
     assert "1 document split in two, the end for validation" in (store.folder / "report.md").read_text()
-
-
-def test_the_end_of_a_long_document_is_in_no_further_copy(tmp_path):
-    once, thrice = with_long_document(tmp_path, SEED), with_long_document(tmp_path, SEED, (3, 1))
-    head, *others = trained_on(once)
-    assert held_out(thrice) == held_out(once)
-    assert trained_on(thrice) == [head, *others, head, head]
+    thrice = finished(builder_of(paths, tmp_path / "thrice", (3, 1), seed=seed))
+    assert held_out(thrice) == [tail, *val]
+    assert trained_on(thrice) == [head, *train, head, head]
 
 
 INPUTS = {

@@ -16,7 +16,6 @@ from benchmarks.long_words import TEXTS
 from conftest import prose, tokenized
 from errors import UserError
 from tokenizer import encode, vocabulary
-from tokenizer.bpe import byte_level_alphabet
 from tokenizer.chat import CHATML_TOKENS
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
@@ -159,21 +158,6 @@ def test_a_vocabulary_too_small_for_bytes_and_control_tokens_is_refused():
     assert problems(arguments) == []
     with pytest.raises(UserError, match=r"vocab_size 259 is too small .* needs 261 \(256 bytes and 5 special tokens\)"):
         build(arguments, None, lambda: [PROSE], CHATML_TOKENS)
-
-
-def test_ids_beyond_65535_are_whole():
-    """A token for each byte and each pair of bytes, after 30,000 of which nothing is made."""
-    by_byte = sorted(byte_level_alphabet().items(), key=lambda item: item[1])
-    pairs = [(one, other) for one, _ in by_byte for other, _ in by_byte]
-    names = [*(f"unused {i}" for i in range(30_000)), *(name for name, _ in by_byte), *map("".join, pairs)]
-    rust = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, pairs))
-    rust.pre_tokenizer, rust.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust)
-    [snow, ids] = encoded(tokenizer, "雪", "雪é" + PROSE)
-    assert snow.tolist() == [30_000 + 0xE9, 30_256 + 0x9BAA]  # 30233, 70106
-    assert ids.tolist() == rust.encode("雪é" + PROSE).ids
-    assert as_bytes(tokenizer, ids) == ("雪é" + PROSE).encode()
-    assert token_bytes(tokenizer)[7] == b"unused 7"
 
 
 def test_special_tokens_have_the_first_two_ids_and_stay_text_in_text(bpe):

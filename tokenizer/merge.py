@@ -238,27 +238,29 @@ class Merger:
         order = [(unit, nth) for nth in passes for unit, copies in enumerate(self.copies) if nth < math.ceil(copies)]
         last_use = {unit: position for position, (unit, _) in enumerate(order)}
         used = [unit for unit, position in last_use.items() if position < self.progress.done]  # or killed before that
-        unrecorded = 0
+        recorded = sum(size for _, size in self._files())
         for position in range(self.progress.done, len(order)):
             unit, nth = order[position]
-            unrecorded += sum(self._append(unit, split, nth) for split in SPLITS)
+            for split in SPLITS:
+                self._append(unit, split, nth)
             self.progress.done = position + 1
             if last_use[unit] == position:
                 used.append(unit)
-            if unrecorded > BYTES_BETWEEN_RECORDS or self.progress.done == len(order):
+            written = sum(size for _, size in self._files())
+            if written > recorded + BYTES_BETWEEN_RECORDS or self.progress.done == len(order):
                 self._write_record()
                 for part, split in itertools.product(used, SPLITS):
                     part_file(self.work, part, split).unlink(missing_ok=True)
-                used, unrecorded = [], 0
+                used, recorded = [], written
 
-    def _append(self, unit: int, split: str, nth: int) -> int:
-        """Append what a part has in its file for `split`, in blocks; return the bytes written."""
+    def _append(self, unit: int, split: str, nth: int) -> None:
+        """Append what a part has in its file for `split`, in blocks."""
         rows, to = self._destinations(unit, split, nth)
         if nth > 0 and not to.any():
-            return 0
+            return
         block_of_row = np.cumsum(rows["tokens"], dtype=np.int64) // BLOCK_TOKENS
         bounds = [0, *(np.flatnonzero(np.diff(block_of_row)) + 1).tolist(), len(rows)]
-        size, digest = 0, xxhash.xxh3_64()
+        digest = xxhash.xxh3_64()
         with part_file(self.work, unit, split).open("rb") as source:
             for first, stop in itertools.pairwise(bounds):
                 block, places = rows[first:stop], to[first:stop]
@@ -271,9 +273,8 @@ class Merger:
                     use = np.isin(places, TARGETS[target])
                     if use.any():
                         used = ids if use.all() else ids[np.repeat(use, block["tokens"])]
-                        size += self._write(target, block[use], used, places[use] == HEAD)
+                        self._write(target, block[use], used, places[use] == HEAD)
         self._verify(unit, split, digest.hexdigest())
-        return size
 
     def _destinations(self, unit: int, source: str, nth: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of a part that lie in its file `source`, and (rows,) where they go the nth time. A row in which a
@@ -299,8 +300,8 @@ class Merger:
         in_file = rows["val"] == (source == "val")
         return rows[in_file], to[in_file]
 
-    def _write(self, split: str, rows: np.ndarray, ids: np.ndarray, is_head: np.ndarray) -> int:
-        """Append rows and their ids to a split; a head gets an end-of-text of its own. Return the bytes written."""
+    def _write(self, split: str, rows: np.ndarray, ids: np.ndarray, is_head: np.ndarray) -> None:
+        """Append rows and their ids to a split; a head gets an end-of-text of its own."""
         written, tokens = self.progress.splits[split], rows["tokens"].astype(np.int64)
         if self.settings.eos is not None and is_head.any():
             ids, tokens = np.insert(ids, np.cumsum(tokens)[is_head], self.settings.eos), tokens + is_head
@@ -312,7 +313,6 @@ class Merger:
         written.tokens += len(ids)
         written.documents += int(rows["ends"].sum())
         written.bytes += int(rows["bytes"].sum(dtype=np.int64))
-        return ids.nbytes
 
     def _files(self) -> Iterator[tuple[Path, int]]:
         """Yield every file with its recorded size."""

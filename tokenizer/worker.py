@@ -146,8 +146,7 @@ class UnitProcessor:
         """Do a unit; raise a `UserError` for text that cannot be read or encoded, or a full disk."""
         with disk_errors(self.folder / "parts", RESUMES), ExitStack() as stack:
             (self.folder / "parts").mkdir(exist_ok=True)
-            paths = {split: part_file(self.folder, number, split) for split in SPLITS}
-            files = {split: stack.enter_context(path.open("wb")) for split, path in paths.items()}
+            files = {split: stack.enter_context(part_file(self.folder, number, split).open("wb")) for split in SPLITS}
             writer = PartWriter(self, number, files)
             for part in self.units[number].ranges:
                 if part.start > 0 and part.kind == "text" and self.settings.sample_by == "document":
