@@ -15,7 +15,7 @@ from errors import UserError, counted
 from limits import setting
 from publishing.evaluations import harness_results, validation_results
 from publishing.source import Source
-from tokenizer import vocabulary
+from tokenizer import encode, vocabulary
 from training.data import find_store
 from training.report.evaluation import evaluation_of
 from training.report.report import environment, facts_of, sections_of
@@ -130,7 +130,7 @@ def _examples(source: Source) -> dict[str, Any]:
     is_chat = tokenizer.chat_template is not None
     if is_chat:
         prompts = [*prompts, "Hello"]
-    if vocabulary.is_character(tokenizer):
+    if encode.is_character(tokenizer.backend_tokenizer):
         known = tokenizer.get_vocab()
         text = "".join(character for character in text if character in known) or "".join(sorted(known)[:context])
     text = _cut(text, min(80, context))

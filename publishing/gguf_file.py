@@ -30,7 +30,7 @@ from command_line import FlagParser, Problems, run
 from errors import UserError
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from tokenizer import vocabulary
+from tokenizer import encode, vocabulary
 from tokenizer.bpe import PLAIN, byte_level_alphabet
 from training.loading import find_model, load_own_model
 
@@ -168,7 +168,7 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
             f"for Transformers alone."
         )
     rust, found = tokenizer.backend_tokenizer, []
-    if not vocabulary.is_character(tokenizer):
+    if not encode.is_character(tokenizer.backend_tokenizer):
         parts = json.loads(rust.to_str())
         words, bpe = parts["pre_tokenizer"] or {}, parts["model"]
         if words.get("type") != "ByteLevel" or words["add_prefix_space"] or not words["use_regex"]:
@@ -199,7 +199,7 @@ def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
     a text, where the tokenizer has none."""
     kinds, rust = gguf.TokenType, tokenizer.backend_tokenizer
     token_of = {i: token for token, i in rust.get_vocab().items()}
-    if vocabulary.is_character(tokenizer):
+    if encode.is_character(tokenizer.backend_tokenizer):
         token_of = {i: "".join(STAND_INS[byte] for byte in text.encode()) for i, text in token_of.items()}
         # These make one token of a character's bytes, and touch no other: its first byte is none's second.
         merges = [f"{token[:end]} {token[end]}" for token in token_of.values() for end in range(1, len(token))]

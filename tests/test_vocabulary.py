@@ -19,7 +19,7 @@ from tokenizer import encode, vocabulary
 from tokenizer.chat import CHATML_TOKENS
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
-from tokenizer.vocabulary import VocabularyArguments, build, character_tokenizer, problems, token_bytes, train_bpe
+from tokenizer.vocabulary import VocabularyArguments, build, character_tokenizer, problems, train_bpe
 
 PROSE = "The quick brown fox jumps over the lazy dog; it wouldn't stop.\n\n    Indented, 12345 times.\n" * 30
 UNICODE = {
@@ -59,7 +59,7 @@ def encoded(tokenizer, *texts: str) -> list[np.ndarray]:
 
 
 def as_bytes(tokenizer, ids) -> bytes:
-    pieces = token_bytes(tokenizer)
+    pieces = encode.token_bytes(tokenizer.backend_tokenizer)
     return b"".join(pieces[i] for i in ids)
 
 
@@ -129,7 +129,7 @@ def test_of_very_many_pieces_some_stand_for_all_and_of_very_many_words_those_tha
 def test_words_are_trained_on_by_their_frequency_however_many_there_are(monkeypatch):
     text = "abab " * 400 + "cdcd " * 80 + "efef " * 8 + "ghgh"
     monkeypatch.setattr(vocabulary, "TRAINED_WORDS", 10)
-    tokens = token_bytes(train_bpe([text], 1000))
+    tokens = encode.token_bytes(train_bpe([text], 1000).backend_tokenizer)
     # Of 48 occurrences one is kept; words of a text but the first begin with a blank.
     assert {b"abab", b"cdcd"} & set(tokens) == set()
     assert {b" abab", b" cdcd"} <= set(tokens)
@@ -163,7 +163,7 @@ def test_a_vocabulary_too_small_for_bytes_and_control_tokens_is_refused():
 def test_special_tokens_have_the_first_two_ids_and_stay_text_in_text(bpe):
     assert bpe.convert_ids_to_tokens([0, 1]) == ["<|endoftext|>", "<|pad|>"]
     assert (bpe.eos_token_id, bpe.bos_token_id, bpe.pad_token_id) == (0, 0, 1)
-    assert token_bytes(bpe)[:2] == [b"", b""]
+    assert encode.token_bytes(bpe.backend_tokenizer)[:2] == [b"", b""]
     text = UNICODE["a literal special token"]
     assert 0 in bpe(text).input_ids  # what Transformers does on its own
     [ids] = encoded(bpe, text)
@@ -197,7 +197,7 @@ def test_control_tokens_survive_saving_and_autotokenizer_without_a_warning(tmp_p
     assert (len(loaded), loaded.eos_token_id) == (300, 0)
     assert loaded("a<|user|>b<|bot|>").input_ids.count(2) == 1
     assert loaded.decode([2, *loaded("text").input_ids, 3], skip_special_tokens=True) == "text"
-    assert token_bytes(loaded)[:5] == [b""] * 5
+    assert encode.token_bytes(loaded.backend_tokenizer)[:5] == [b""] * 5
     assert loaded.get_vocab() == tokenizer.get_vocab()
 
 
@@ -260,7 +260,7 @@ def test_a_character_tokenizer_holds_exactly_the_characters_and_names_an_unseen_
     assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == sorted(set(CHARACTERS))
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (None, None, None)
     assert tokenizer.all_special_tokens == []
-    assert vocabulary.is_character(tokenizer)
+    assert encode.is_character(tokenizer.backend_tokenizer)
     vocabulary.save(tokenizer, tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     ids = loaded(CHARACTERS).input_ids
@@ -356,7 +356,7 @@ def test_added_tokens_stand_for_their_own_text_and_control_tokens_stay_out_of_it
     assert {300, 301} <= set(ids.tolist())
     assert 302 not in ids
     assert as_bytes(tokenizer, ids) == text.encode()
-    assert token_bytes(tokenizer)[302] == b""
+    assert encode.token_bytes(tokenizer.backend_tokenizer)[302] == b""
 
 
 def test_truncation_and_padding_of_an_existing_tokenizer_are_left_out(tmp_path):

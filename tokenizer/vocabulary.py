@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from errors import UserError, counted
 from limits import setting
-from tokenizer import encode, hub
+from tokenizer import hub
 from tokenizer.bpe import byte_level_alphabet
 from tokenizer.words import END, WordSplitter, blocks
 
@@ -241,14 +241,6 @@ def _tokenizer_class(folder: Path) -> type:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
-
-
-def is_character(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return encode.is_character(tokenizer.backend_tokenizer)
-
-
-def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    return encode.token_bytes(tokenizer.backend_tokenizer)
 
 
 def save(tokenizer: PreTrainedTokenizerBase, folder: Path, context: int | None = None) -> None:

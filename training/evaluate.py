@@ -30,7 +30,7 @@ from errors import UserError
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from progress import track
-from tokenizer import vocabulary
+from tokenizer import encode, vocabulary
 from tokenizer.store import TokenStore
 from training.compare import panel
 from training.compare.memorization import memorization
@@ -85,7 +85,8 @@ def score(
 
 def _bytes_of_units(store: TokenStore, edges: np.ndarray) -> np.ndarray:
     """(units,) int64: bytes of text of the validation split."""
-    lengths = np.array([len(text) for text in vocabulary.token_bytes(store.load_tokenizer())], dtype=np.int64)
+    texts = encode.token_bytes(store.load_tokenizer().backend_tokenizer)
+    lengths = np.array(list(map(len, texts)), dtype=np.int64)
     tokens = store.memory_map("val")
     return np.array([lengths[tokens[a:b]].sum() for a, b in pairwise(edges)])
 

@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 from atomic import write_atomic
 from errors import UserError
 from limits import setting
+from tokenizer import encode
 from tokenizer.store import TokenStore
-from tokenizer.vocabulary import is_character
 
 # In samples.md: its step, or the fence of a sample and the sample.
 SECTION_OR_SAMPLE = re.compile(r"^## step (\d+)$|^(`{3,})text\n(.*?)\n\2$", re.MULTILINE | re.DOTALL)
@@ -142,7 +142,7 @@ def continue_tokens(
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Return the ids of `prompt`; of an empty one, the token that begins a text."""
-    if is_character(tokenizer):
+    if encode.is_character(tokenizer.backend_tokenizer):
         unknown = sorted(set(prompt) - set(tokenizer.get_vocab()))
         if unknown:
             raise UserError(
