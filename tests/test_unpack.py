@@ -86,41 +86,26 @@ def changed(name: str, change):
     return lambda files: [(info, change(text) if info.name.endswith(name) else text) for info, text in files]
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (
-            changed("val.bin", lambda text: text[:-2] + b"\1\0"),
-            "val.bin was changed or damaged: its SHA-256 is",
-        ),
-        (changed("train.bin", lambda text: text + b"\0\0"), "train.bin in it has"),  # before it is written
-        (
-            changed("metadata.json", lambda text: json.dumps(json.loads(text) | {"format_version": 3}).encode()),
-            "was written by a newer version of GPT2Scratch (format 3; this version reads formats up to 2). Update with `git pull`.",
-        ),
-        (lambda files: files[:-1], "lacks val.bin: it is truncated or damaged"),
-        (lambda files: files[::-1], "is not a packed store"),  # metadata come first
-        (changed("metadata.json", lambda text: b"[" * 200_000), "it is nested too deeply"),
-        (
-            lambda files: [(tarfile.TarInfo("store/" + "x" * 100_000), b""), *files],
-            "'././@LongLink' in it is none of a store's files",
-        ),
-        (
-            lambda files: [*files, (tarfile.TarInfo("store/" + "x" * 100_000), b"")],
-            "'././@LongLink' in it is none of a store's files",
-        ),
-    ],
-    ids=[
-        "other tokens",
-        "larger",
-        "newer format",
-        "lacking",
-        "reversed",
-        "brackets",
-        "long header",
-        "long header at the end",
-    ],
-)
+LONG = (tarfile.TarInfo("store/" + "x" * 100_000), b"")
+CHANGES = {
+    "other tokens": (
+        changed("val.bin", lambda text: text[:-2] + b"\1\0"),
+        "val.bin was changed or damaged: its SHA-256 is",
+    ),
+    "larger": (changed("train.bin", lambda text: text + b"\0\0"), "train.bin in it has"),  # before it is written
+    "newer format": (
+        changed("metadata.json", lambda text: json.dumps(json.loads(text) | {"format_version": 3}).encode()),
+        "was written by a newer version of GPT2Scratch (format 3; this version reads formats up to 2). Update with `git pull`.",
+    ),
+    "lacking": (lambda files: files[:-1], "lacks val.bin: it is truncated or damaged"),
+    "reversed": (lambda files: files[::-1], "is not a packed store"),  # metadata come first
+    "brackets": (changed("metadata.json", lambda text: b"[" * 200_000), "it is nested too deeply"),
+    "long name": (lambda files: [LONG, *files], "'././@LongLink' in it is none of a store's files"),
+    "long name at the end": (lambda files: [*files, LONG], "'././@LongLink' in it is none of a store's files"),
+}
+
+
+@pytest.mark.parametrize(("change", "sentence"), CHANGES.values(), ids=CHANGES)
 def test_what_its_metadata_do_not_say_is_refused(packed, tmp_path, change, sentence):
     assert sentence in refused(repacked(packed, change(members(packed))), tmp_path / "out")
 
