@@ -82,14 +82,7 @@ class Merger:
         self.repeated = int(self.repeats.sum())
         self.documents, size, is_split, long = self._survey()
         self.record = work / "merged.json"
-        if self.record.is_file():
-            self.progress = self._recorded()
-            return
-        share = settings.validation_fraction
-        tails = [self._tail(size * share, size, first, last) for size, first, last in long]
-        tails = [tail for tail in tails if tail is not None]
-        end = self._end(size) if self.documents and not is_split and not tails else None
-        self.progress = MergeProgress(0, {split: SplitSize() for split in SPLITS}, tails, end)
+        self.progress = self._recorded() if self.record.is_file() else self._begun(size, is_split, long)
 
     def _recorded(self) -> MergeProgress:
         try:
@@ -98,6 +91,19 @@ class Merger:
             raise UserError(
                 f"{self.record} is damaged or was written by an older version ({error}); delete {self.work} to begin again."
             ) from error
+
+    def _begun(self, size: int, is_split: bool, long: list[tuple[int, int, int]]) -> MergeProgress:
+        """Find the tails, see `_survey`; raise a `UserError` for too little text."""
+        share = self.settings.validation_fraction
+        tails = [self._tail(n_bytes * share, n_bytes, first, last) for n_bytes, first, last in long]
+        progress = MergeProgress(0, {split: SplitSize() for split in SPLITS}, list(filter(None, tails)), None)
+        if self.documents and not is_split and not progress.tails:
+            progress.end = self._tail(size * share, size, 0, self.first_row[-1] - 1, CUT_REACH)
+            if progress.end is None:
+                raise UserError(
+                    f"The text is too short: {size} bytes cannot be split into text to train on and text to validate with."
+                )
+        return progress
 
     def _rows(self, unit: int) -> np.ndarray:
         return np.fromfile(part_file(self.work, unit, "rows"), dtype=self.row_type)
@@ -153,15 +159,6 @@ class Merger:
         least = self.settings.validation_fraction * size
         long = [document for document in long if document[0] > least and documents > 1]
         return documents, size, bool(tokens.all()), long
-
-    def _end(self, size: int) -> Tail:
-        """Return the end of all text, about `validation_fraction` of its bytes; raise a `UserError` for too little text."""
-        tail = self._tail(size * self.settings.validation_fraction, size, 0, self.first_row[-1] - 1, CUT_REACH)
-        if tail is None:
-            raise UserError(
-                f"The text is too short: {size} bytes cannot be split into text to train on and text to validate with."
-            )
-        return tail
 
     def _tail(self, wanted: float, size: int, first: int, last: int, reach: int = 0) -> Tail | None:
         """Return about `wanted` bytes at the end of a text of `size`: from the start of a line or document if there is one
