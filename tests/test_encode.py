@@ -182,20 +182,12 @@ def test_each_text_is_followed_by_its_own_id_or_nothing(rust, fuzz, kind):
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 @pytest.mark.parametrize("kind", [WordEncoder, RustEncoder])
-@pytest.mark.parametrize(
-    ("texts", "followed_by", "ids", "counts"),
-    [
-        ([""], [NOTHING], [], [0]),
-        ([""], [0], [0], [1]),
-        (["", "", ""], [0, NOTHING, 2], [0, 2], [1, 0, 1]),
-        (["!", "", "!"], [NOTHING, 1, 0], [3, 1, 3, 0], [1, 1, 2]),
-    ],
-)
-def test_texts_without_a_character_may_be_followed_too(rust, kind, texts, followed_by, ids, counts, dtype):
-    assert rust.token_to_id("!") == 3
-    found = kind(rust, np.dtype(dtype))([text.encode() for text in texts], followed_by)
-    assert (found[0].tolist(), found[1].tolist()) == (ids, counts)
-    assert (found[0].dtype, found[1].dtype) == (np.dtype(dtype), np.int64)
+def test_texts_without_a_character_may_be_followed_too(rust, kind, dtype):
+    for texts, followed_by in (([""], [NOTHING]), ([""], [0]), (["", "", ""], [0, NOTHING, 2])):
+        ids, counts = kind(rust, np.dtype(dtype))([text.encode() for text in texts], followed_by)
+        assert ids.tolist() == [follower for follower in followed_by if follower != NOTHING]
+        assert counts.tolist() == [follower != NOTHING for follower in followed_by]
+        assert (ids.dtype, counts.dtype) == (np.dtype(dtype), np.int64)
 
 
 NO_PATTERN = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

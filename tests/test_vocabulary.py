@@ -282,9 +282,6 @@ def test_a_tokenizer_in_the_form_of_gpt2_is_loaded_from_its_folder(tmp_path):
     processor = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
     content["post_processor"] = processor
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-    (folder / "vocab.json").write_text(json.dumps(content["model"]["vocab"]), encoding="utf-8")
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
     config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024, "add_prefix_space": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text('{"model_type": "gpt2"}')

@@ -87,9 +87,8 @@ class Plan:
             raise UserError(f"{path} is damaged ({error}); delete {folder} to begin again.") from error
 
     def write(self, folder: Path) -> None:
-        write_atomic(
-            folder / "plan.json", schema.sealed(asdict(self) | {"units": [unit.to_json() for unit in self.units]})
-        )
+        units = [unit.to_json() for unit in self.units]
+        write_atomic(folder / "plan.json", schema.sealed(asdict(self) | {"units": units}))
 
 
 @dataclass
@@ -119,12 +118,8 @@ def part_file(folder: Path, number: int, name: str) -> Path:
 
 def row_type(keys: int) -> np.dtype:
     """Return the type of a row: a piece of a document. The keys of a document are in its last row in a part."""
-    return np.dtype(
-        [
-            *(("tokens", "<u4"), ("bytes", "<u4"), ("copies", "<u2")),
-            *(("val", "?"), ("starts", "?"), ("ends", "?"), ("keys", "<u8", (keys,))),
-        ]
-    )
+    names = ("tokens", "bytes", "copies", "val", "starts", "ends", "keys")
+    return np.dtype([*zip(names, ("<u4", "<u4", "<u2", "?", "?", "?", ("<u8", (keys,))), strict=True)])
 
 
 class UnitProcessor:
@@ -292,11 +287,13 @@ class Workers(AbstractContextManager):
 
     def __init__(self):
         self.processes: list[subprocess.Popen] = []
+        self.idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
 
     def __exit__(self, *_) -> None:
         self.end()
 
     def end(self) -> None:
+        self.idle = SimpleQueue()
         while self.processes:
             process = self.processes.pop()
             with suppress(BrokenPipeError):  # unread by a process that was killed
@@ -316,6 +313,7 @@ class Workers(AbstractContextManager):
                 env=os.environ | WORKER_ENVIRONMENT,
             )
             self.processes.append(process)
+            self.idle.put(process)
 
     def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None]) -> None:
         """Do `units`, in this process if there are no others, and pass each result to `on_part`; raise a `UserError` with
@@ -325,12 +323,9 @@ class Workers(AbstractContextManager):
             for number in units:
                 on_part(processor.process(number))
             return
-        idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
-        for process in self.processes:
-            idle.put(process)
         with ThreadPoolExecutor(len(self.processes)) as threads:
             try:
-                for future in as_completed([threads.submit(_ask, idle, folder, number) for number in units]):
+                for future in as_completed([threads.submit(self._ask, folder, number) for number in units]):
                     on_part(future.result())
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -338,22 +333,21 @@ class Workers(AbstractContextManager):
                     process.kill()
                 raise
 
-
-def _ask(idle: SimpleQueue[subprocess.Popen], folder: Path, number: int) -> Part:
-    """Have an idle process do a unit."""
-    process, line = idle.get(), ""
-    with suppress(BrokenPipeError):
-        print(json.dumps([str(folder.absolute()), number]), file=process.stdin, flush=True)
-        line = process.stdout.readline()
-    idle.put(process)
-    if not line:
-        raise UserError(
-            f"A worker process ended with status {process.wait()} (-9: killed, often for want of memory). The same "
-            f"command goes on; with --num_proc 1 it needs the least memory."
-        )
-    if problem := json.loads(line):
-        raise UserError(problem)
-    return Part.read(folder, number)
+    def _ask(self, folder: Path, number: int) -> Part:
+        """Have an idle process do a unit."""
+        process, line = self.idle.get(), ""
+        with suppress(BrokenPipeError):
+            print(json.dumps([str(folder.absolute()), number]), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        self.idle.put(process)
+        if not line:
+            raise UserError(
+                f"A worker process ended with status {process.wait()} (-9: killed, often for want of memory). The same "
+                f"command goes on; with --num_proc 1 it needs the least memory."
+            )
+        if problem := json.loads(line):
+            raise UserError(problem)
+        return Part.read(folder, number)
 
 
 def main() -> None:
