@@ -172,7 +172,7 @@ def _batches(
     for block in blocks:
         inside = (block - low <= span).nonzero()[0]
         keys.append(block[inside])
-        owners.append((inside + start).astype(np.int64))
+        owners.append(inside + start)
         count, start = count + len(inside), start + len(block)
         if count > size:
             yield keys, owners
