@@ -154,7 +154,7 @@ def test_a_record_that_is_too_long_for_the_memory_and_a_broken_list_are_refused_
     for name, sentence in (
         ("a.jsonl", r"a\.jsonl cannot be read: line 2 is longer than 1 MiB, too long for one record; correct it"),
         ("a.json", "write it as jsonl, a record a line"),
-        ("a.csv", r"a\.csv cannot be read: it is longer than 1 Mi characters, too long for one record, in line 3;"),
+        ("a.csv", r"a\.csv cannot be read: line 3 is longer than 1 MiB, too long for one record; correct it"),
     ):
         assert re.search(sentence, refusal(write_records(tmp_path / name, records)))
     quoted = refusal(write_records(tmp_path / "b.csv", [{"text": "one"}, {"text": "words\n" * 200_000}]))

@@ -187,7 +187,7 @@ def test_configurations_splits_revisions_tables_and_chats_are_read(found, entry,
     ("entry", "sentence"),
     [
         ("user/nothing", r"user/nothing is not a local path, and the Hub has no such dataset\."),
-        ("user/name@v9", r"user/name has no revision v9 on the Hub; leave it out or name another\."),
+        ("user/name@v9", r".*, and the Hub has no revision v9 of it; leave it out or name another\."),
         ("user/name:nothing", rf"user/name:nothing@{NEWEST} cannot be read from the Hub: .*'nothing' not found.*\."),
         (
             "user/name:default:nothing",

@@ -24,7 +24,8 @@ SEPARATORS = {"line": re.compile(rb"\n"), "paragraph": re.compile(rb"\n[ \t\r]*\
 class ByteRange:
     """A file or a part of it, or a shard of a Hub dataset.
 
-    `start` and `stop` are bytes; row groups of a parquet file; `start` alone is the number of a shard.
+    `start` and `stop` are bytes; row groups of a parquet file; `start` alone is the number of a shard. A compressed or csv
+    file is read whole, or, for a sample, the lines in about its first `limit` bytes; of a parquet file, so many rows.
     """
 
     path: str
@@ -33,6 +34,7 @@ class ByteRange:
     stop: int | None = None  # None: to the end
     column: str | None = None  # of a record, which holds its text or its chat
     may_skip: bool = False  # where it cannot be read: it was found in a folder, not named
+    limit: int | None = None
 
     @property
     def n_bytes(self) -> int:

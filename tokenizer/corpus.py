@@ -14,7 +14,7 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal
@@ -41,8 +41,6 @@ NOT_LIBRARY_SOURCE = {
     *("encodings", "pydoc_data", "msilib", "entities.py", "stringprep.py", "locale.py"),
 }
 
-
-UNCLEAN = ("bad_bytes", "empty_records", "binary_files", "tables", "unreadable_files", "cut_words")
 LEFT_OUT = {
     "blank": ("blank document", None),
     "binary_files": ("binary file", None),
@@ -113,41 +111,36 @@ class NoTextColumnError(UserError):
     """A file of records that does not say which column holds the text."""
 
 
-@dataclass
 class Corpus:
-    """The text that `inputs` name."""
+    """The text that `inputs` name.
 
-    inputs: list[str]
-    arguments: CorpusArguments
-    weights: list[float] = field(default_factory=list)
-    left_out: Path | None = None  # a store among its own text is not read
-    files: list[list[TextFile]] = field(init=False)  # of each input
-    links: int = field(init=False, default=0)  # in folders, not followed
-    has_chats: bool = field(init=False, default=False)  # known once there are units
-    skipped: Counts = field(init=False, default_factory=Counts)  # files; known once there are units
+    `files`: of each input. `links`: in folders, not followed. `has_chats`, and `skipped` files, are known once there are units.
+    A store among its own text, `left_out`, is not read.
+    """
 
-    def __post_init__(self):
-        self.weights = self.weights or [1.0] * len(self.inputs)
-        self.hub = [HubDataset.parse(entry) for entry in self.inputs]
-        own = os.path.join(os.path.abspath(self.left_out), "") if self.left_out is not None else None
-        self.files = [
-            [file for file in self._find(entry) if own is None or not os.path.abspath(file.path).startswith(own)]
-            if hub is None
-            else []
-            for entry, hub in zip(self.inputs, self.hub, strict=True)
-        ]
-        self._refuse_repeated()
-
-    def _refuse_repeated(self) -> None:
+    def __init__(
+        self, inputs: list[str], arguments: CorpusArguments, weights: Iterable[float] = (), left_out: Path | None = None
+    ):
+        self.inputs, self.arguments = inputs, arguments
+        self.weights = list(weights) or [1.0] * len(inputs)
+        self.hub = [HubDataset.parse(entry) for entry in inputs]
+        self.files: list[list[TextFile]] = []
+        self.links, self.has_chats, self.skipped = 0, False, Counts()
+        own = os.path.join(os.path.abspath(left_out), "") if left_out is not None else None
         seen: dict[str, str] = {}
-        for entry, of_entry in zip(self.inputs, self.files, strict=True):
-            for file in of_entry:
-                if (path := os.path.abspath(file.path)) in seen:
+        for entry, hub in zip(inputs, self.hub, strict=True):
+            self.files.append([])
+            for file in self._find(entry) if hub is None else ():
+                path = os.path.abspath(file.path)
+                if own is not None and path.startswith(own):
+                    continue
+                if path in seen:
                     raise UserError(
                         f"{file.path} is named twice, by {seen[path]} and by {entry}; name it once, with --weights 2 if it "
                         f"is to count twice."
                     )
                 seen[path] = entry
+                self.files[-1].append(file)
 
     @property
     def all_files(self) -> list[TextFile]:
@@ -170,37 +163,38 @@ class Corpus:
     def text_size(self) -> int:
         return sum(self.text_sizes)
 
-    def describe(self) -> str:
-        return f"{', '.join(self.inputs)} ({counted(len(self.all_files), 'file')}, {self.size / 1e6:.1f} MB)"
+    @property
+    def most_bytes(self) -> float:
+        """Bytes that the text has at most, as far as that is known before all of it was read."""
+        is_known = not any(self.hub) and not any(files.is_packed(file.path) for file in self.all_files)
+        return self.text_size if is_known else math.inf
 
-    def check(self, counts: Counts, at_least: int = 0) -> None:
-        """Raise a `UserError` if too much of the text is unclean, even if it has `at_least` so many bytes."""
-        where = ", ".join(self.inputs)
-        left_out = self.left_out_words(counts)
-        if counts.documents == 0 and not at_least:
+    def check(self, counts: Counts, is_all: bool = True) -> None:
+        """Raise a `UserError` if too much of the text is unclean; where not all was read, too much for all of it."""
+        where, left_out = ", ".join(self.inputs), self.left_out_words(counts)
+        if counts.documents == 0 and is_all:
             raise UserError(f"{where} holds no text: {left_out or 'nothing was found'}.")
-        unclean = {name: getattr(counts, name) for name in UNCLEAN if getattr(counts, name)}
+        unclean = [name for name in LEFT_OUT if name in counts.first]  # blank documents have no place
         if self.arguments.strict and (unclean or self.links):
             raise UserError(
-                f"{where} is not clean ({left_out}), and --strict allows nothing else{_first(counts, unclean)}."
+                f"{where} is not clean ({left_out}), and --strict allows nothing else{_first(counts, *unclean)}."
             )
-        size = max(counts.bytes - 2 * counts.bad_bytes, at_least)  # U+FFFD takes three bytes
+        size = max(counts.bytes - 2 * counts.bad_bytes, 0 if is_all else self.most_bytes)  # U+FFFD takes three bytes
         if counts.bad_bytes > TOLERATED_SHARE * size:
             raise UserError(
-                f"{where} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid{_first(counts, ['bad_bytes'])}; "
+                f"{where} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid{_first(counts, 'bad_bytes')}; "
                 f"convert it."
             )
         if counts.unreadable_bytes > TOLERATED_SHARE * self.size:
             raise UserError(
                 f"{where}: {counts.unreadable_files:,} files of {counts.unreadable_bytes / 1e6:,.1f} MB cannot be read, more "
-                f"than 1% of {self.size / 1e6:,.1f} MB{_first(counts, ['unreadable_files'])}. Correct them, or leave them out "
+                f"than 1% of {self.size / 1e6:,.1f} MB{_first(counts, 'unreadable_files')}. Correct them, or leave them out "
                 f"with --exclude."
             )
-        records = counts.documents + counts.empty_records
-        if not at_least and counts.empty_records > TOLERATED_SHARE * records:
+        if is_all and counts.empty_records > TOLERATED_SHARE * (counts.documents + counts.empty_records):
             raise UserError(
                 f"{where}: {counts.empty_records:,} records hold no text against {counts.documents:,} that do"
-                f"{_first(counts, ['empty_records'])}; name the right column with --text_column."
+                f"{_first(counts, 'empty_records')}; name the right column with --text_column."
             )
 
     def left_out_words(self, counts: Counts) -> str:
@@ -215,7 +209,7 @@ class Corpus:
                 with files.readable(file.path), open(file.path, "rb") as content:
                     while block := content.read(files.BLOCK_BYTES):
                         digest.update(block)
-                kind = kind_of(file.path)
+                    kind = kind_of(file.path)
             except UnreadableError:
                 if file.is_named:
                     raise
@@ -247,26 +241,20 @@ class Corpus:
                     self.skipped.note_unreadable(file.path, file.size, error)
             if hub is not None:
                 pinned = hub.pinned()
-                column = self._column(str(hub), pinned.head(SAMPLED_RECORDS))
-                shards = range(pinned.stream.num_shards)
-                ranges += [(UNIT_BYTES, ByteRange(str(pinned), "hub", shard, column=column)) for shard in shards]
+                column, shards = self._column(str(hub), pinned.records()), range(pinned.stream.num_shards)
+                ranges = [(UNIT_BYTES, ByteRange(str(pinned), "hub", shard, column=column)) for shard in shards]
             units += [Unit(copies, group) for group in _grouped(ranges)]
         if not problems and not units:  # nothing but tables
             problems = tables
         if problems:
             raise UserError("\n".join(problems[:20]))
-        self.check(self.skipped, at_least=math.inf)
+        self.check(self.skipped, is_all=False)
         return units
 
     def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
         """Return the parts of a file that are read on their own, with their sizes."""
-        name, size, may_skip = file.path, file.size, not file.is_named
-        if may_skip and not os.access(name, os.R_OK):
-            raise UnreadableError(f"{name} cannot be read: Permission denied.")
-        kind, compressed = kind_of(name, self.arguments.text_column), files.is_compressed(name)
-        if kind == "text" and (compressed or size <= UNIT_BYTES):
-            return [(size, ByteRange(name, kind, may_skip=may_skip))]
-        column = None
+        name, size = file.path, file.size
+        kind, column = kind_of(name, self.arguments.text_column), None
         if kind != "text":
             column = self._column(name, (record for record, _ in records(ByteRange(name, kind))))
             if column is None:
@@ -274,26 +262,26 @@ class Corpus:
         parts = [(size, 0, None)]
         if kind == "parquet":
             parts = _row_groups(name)
-        elif kind in ("text", "jsonl") and not compressed:
-            starts = range(0, size or 1, UNIT_BYTES)
-            ends = [*starts[1:], None]
-            parts = [(min(UNIT_BYTES, size), start, stop) for start, stop in zip(starts, ends, strict=True)]
-        return [(n_bytes, ByteRange(name, kind, start, stop, column, may_skip)) for n_bytes, start, stop in parts]
+        elif kind in ("text", "jsonl") and not files.is_compressed(name):
+            bounds = [*range(0, size or 1, UNIT_BYTES), None]
+            parts = [(min(UNIT_BYTES, size), start, stop) for start, stop in itertools.pairwise(bounds)]
+        return [
+            (n_bytes, ByteRange(name, kind, start, stop, column, not file.is_named)) for n_bytes, start, stop in parts
+        ]
 
     def _column(self, label: str, records: Iterable[dict[str, Any] | None]) -> str | None:
         """Return the column of the text; None where there are no records."""
         head = list(itertools.islice(records, SAMPLED_RECORDS))
-        for record in filter(None, head):
-            if column := text_column(record, self.arguments.text_column):
-                self.has_chats |= any(chat.normalised(record.get(column)) for record in filter(None, head))
+        known, wanted = list(filter(None, head)), self.arguments.text_column
+        for record in known:
+            if column := text_column(record, wanted):
+                self.has_chats |= any(chat.normalised(each.get(column)) for each in known)
                 return column
-        known = next(filter(None, head), None)
-        if known is None:
+        if not known:
             return TEXT_COLUMNS[0] if head else None
-        wanted = self.arguments.text_column
         missing = f"has no column {wanted!r}" if wanted else "does not say which column holds the text"
         # csv has None for what a row has more than the header.
-        names = ", ".join(" ".join(str(name).split()) for name in known if name is not None)
+        names = ", ".join(" ".join(str(name).split()) for name in known[0] if name is not None)
         raise NoTextColumnError(
             f"{label} {missing}; its columns are {names[:300] or 'none'}: give one as --text_column."
         )
@@ -307,12 +295,11 @@ class Corpus:
         named = [str(path)] if is_one else sorted(glob.glob(str(path), recursive=True), key=lambda p: Path(p).parts)
         if "**" in entry:  # which matches folders as well as all that is in them
             named = [match for match in named if os.path.isfile(match)]
-        if not is_one:
-            root = os.path.dirname(entry[: re.search(r"[*?[]|$", entry).start()])
-            root = os.path.join(Path(root).expanduser(), "") if root else ""
-            named = [match for match in named if not self._is_excluded(match.removeprefix(root), and_parents=True)]
-        links, found = self.links, []
+        root = os.path.dirname(re.split(r"[*?[]", str(path))[0])
+        found = []
         for match in named:
+            if not is_one and self._is_excluded(os.path.relpath(match, root or ".")):
+                continue
             if os.path.isdir(match):
                 found += self._walk(match)
             elif is_one or os.path.isfile(match):
@@ -320,18 +307,14 @@ class Corpus:
             elif os.path.islink(match):
                 self.skipped.note_unreadable(match, 0, UserError("it is a broken link"))
         if not found:
-            what = "an empty folder" if path.is_dir() else "no file, folder, glob or Hub dataset"
-            if self.arguments.exclude and (path.is_dir() or not is_one):
-                what += f", or holds nothing but what --exclude {' '.join(self.arguments.exclude)} leaves out"
-            if self.links > links:
-                what = "a folder of links, which are not followed unless a glob names them"
-            raise UserError(f"{entry} is {what}; nothing to read there.")
+            left_out = "holds no files but hidden ones, links and what --exclude leaves out"
+            what = left_out if named else "is no file, folder, glob or Hub dataset"
+            raise UserError(f"{entry} {what}; nothing to read there.")
         return found
 
-    def _is_excluded(self, path: str, and_parents: bool = False) -> bool:
-        """Return whether the end of `path`, below an input, matches a pattern of --exclude."""
-        below = PurePath(path)
-        paths = [below, *below.parents] if and_parents else [below]
+    def _is_excluded(self, path: str) -> bool:
+        """Return whether the end of `path`, below an input, or of a folder above it matches a pattern of --exclude."""
+        paths = [PurePath(path), *PurePath(path).parents]
         return any(each.match(pattern) for pattern in self.arguments.exclude for each in paths)
 
     def _walk(self, folder: str, below: str = "") -> Iterator[TextFile]:
@@ -416,17 +399,15 @@ def _grouped(ranges: Iterable[tuple[int, ByteRange]]) -> Iterator[tuple[ByteRang
         yield tuple(group)
 
 
-def _first(counts: Counts, names: Iterable[str]) -> str:
+def _first(counts: Counts, *names: str) -> str:
     """Return the first place where one of `names` was counted, as the end of a sentence."""
     name = next((name for name in names if name in counts.first), None)
     if name is None:
         return ""
     path, place = counts.first[name]
-    unit = next((unit for unit in ("line", "record") if unit in place), "line")
-    number = place.get(unit)
     if "byte" in place:
-        number = files.line_number(path, place["byte"])
-    elif number is None and name == "bad_bytes":
-        number = files.first_bad_line(path)
-    where = "" if number is None else f", {unit} {number:,}"
+        place = place | {"line": files.line_number(path, place["byte"])}
+    elif name == "bad_bytes" and not place:
+        place = {"line": files.first_bad_line(path)}
+    where = "".join(f", {unit} {place[unit]:,}" for unit in ("line", "record") if unit in place)
     return f"; the first in {path}{where}" + (f" ({place['why']})" if "why" in place else "")

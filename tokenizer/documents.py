@@ -74,32 +74,26 @@ class Reader:
     def pieces(self, part: ByteRange) -> Iterator[Piece]:
         """Yield every document that is not blank; raise a `UserError` for a file that cannot be read to its end, unless
         it may be skipped: then its documents end there."""
-        ended = True
+        held: list[Piece] = []  # the blank head of a document, until something visible follows
+        blank, ended = False, True  # what continues a document from an earlier part is not blank
         try:
-            for piece in self._not_blank(self._of_text(part) if part.kind == "text" else self._of_records(part)):
-                ended = piece.ends_document
-                yield piece
+            for piece in self._of_text(part) if part.kind == "text" else self._of_records(part):
+                text, starts, ends, control = piece
+                blank = (blank or starts) and control is None and (not text or text.isspace())
+                held.append(piece)
+                if not blank:
+                    yield from self._counted(held)
+                    held, ended = [], ends
+                elif ends:
+                    self.counts.blank += 1
+                    held = []
+            yield from self._counted(held)  # the next part continues it
         except UnreadableError as error:
             if not part.may_skip:
                 raise
             self.counts.note_unreadable(part.path, part.n_bytes, error)
             if not ended:
                 yield Piece("", False, True)
-
-    def _not_blank(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        held: list[Piece] = []  # the blank head of a document, until something visible follows
-        blank = False  # so far; what continues a document from an earlier part is not
-        for piece in pieces:
-            text, starts, ends, control = piece
-            blank = (blank or starts) and control is None and (not text or text.isspace())
-            held.append(piece)
-            if not blank:
-                yield from self._counted(held)
-                held = []
-            elif ends:
-                self.counts.blank += 1
-                held = []
-        yield from self._counted(held)  # the next part continues it
 
     def _counted(self, pieces: list[Piece]) -> list[Piece]:
         for text, starts, _, _ in pieces:
@@ -128,8 +122,8 @@ class Reader:
             for i, (text, control) in enumerate(segments):
                 text = self._valid(text, path, **place)
                 if len(text) > PIECE_BYTES:
-                    stops = range(PIECE_BYTES, len(text) + PIECE_BYTES, PIECE_BYTES)
-                    blocks = ((text[stop - PIECE_BYTES : stop], stop >= len(text)) for stop in stops)
+                    places = range(0, len(text), PIECE_BYTES)
+                    blocks = ((text[at : at + PIECE_BYTES], at == places[-1]) for at in places)
                     *long, end = self._in_pieces(blocks, path, i == 0)
                     yield from long
                     yield end._replace(ends_document=i == last, control=control)
@@ -168,7 +162,7 @@ class Reader:
             start, stop, is_between_words = bounds(part, self.sample_by)
             self.counts.note("cut_words", not is_between_words, path)
             decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")(errors="surrogateescape")
-            with files.opened(path) as file:
+            with files.opened(path, part.limit) as file:
                 position, size = file.seek(start) if start else 0, PIECE_BYTES // 4
                 while block := file.read(size if stop is None else min(size, stop - position)):
                     if position == 0 and files.is_binary(block[: files.HEAD_BYTES], path):
@@ -191,10 +185,6 @@ class Reader:
 
 
 # ---- what is a document in a plain text: blocks -> (text, whether a document ends with it) ----------------------------
-
-
-def _whole(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    return ((block, False) for block in blocks)
 
 
 def _lines(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -229,4 +219,4 @@ def _paragraphs(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
         yield "", True
 
 
-SPLITTERS = {"document": _whole, "line": _lines, "paragraph": _paragraphs}
+SPLITTERS = {"document": lambda blocks: ((block, False) for block in blocks), "line": _lines, "paragraph": _paragraphs}

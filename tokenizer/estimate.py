@@ -1,22 +1,17 @@
 """Estimate of a large text's token store: a sample of the text becomes a store with the same settings, scaled by bytes."""
 
 import copy
-import itertools
 import json
 import math
-import os
-import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import UserError, disk_errors
-from tokenizer import files, records
-from tokenizer.byte_range import ByteRange, bounds
-from tokenizer.corpus import UNIT_BYTES, Corpus, TextFile, kind_of
-from tokenizer.files import UnreadableError
+from tokenizer import files
+from tokenizer.byte_range import ByteRange
+from tokenizer.corpus import Corpus, TextFile, Unit
 from tokenizer.hub import HubDataset
 from tokenizer.recipe import Recipe
 from tokenizer.store import RESUMES, TokenStore
@@ -34,22 +29,59 @@ HEAD_BYTES = 4 << 20  # at least, of a file of another kind
 @dataclass(frozen=True)
 class Estimate:
     sample: TokenStore
-    factor: float  # how many times larger the whole text is
+    whole: TokenStore  # the sample's store with the number of tokens of the whole; the tokens are still those of the sample
     read: str  # 32 of 9,800 MB
     seconds: float  # that tokenizing the whole should take
 
-    @property
-    def whole(self) -> TokenStore:
-        """The sample's store with the number of tokens of the whole; the tokens are still those of the sample."""
-        store, metadata = copy.copy(self.sample), self.sample.metadata
-        tokens = self.factor * (metadata.train.tokens + metadata.val.tokens)
-        for_validation = round(tokens * metadata.settings["validation_fraction"])
-        store.metadata = replace(
-            metadata,
-            train=replace(metadata.train, tokens=round(tokens) - for_validation),
-            val=replace(metadata.val, tokens=max(1, for_validation)),
-        )
-        return store
+
+class SampledCorpus(Corpus):
+    """Parts of the files of one input, evenly spread. `size` is of all text, `text_sizes` are of the parts once there are units."""
+
+    owed = taken = 0.0  # bytes of files so far
+
+    def units(self) -> list[Unit]:
+        parts = [part for unit in super().units() for part in unit.ranges]
+        self.text_sizes = [self.text_size * self.taken / self.size]
+        of_each = math.ceil(len(parts) / cores())  # so that all processes are busy, as with the whole
+        return [Unit(1.0, tuple(parts[i : i + of_each])) for i in range(0, len(parts), of_each)]
+
+    def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
+        """Return about what is owed: places in plain text and jsonl, its beginning and its end among them; rows of some row
+        groups of a parquet file; of others the head."""
+        self.owed += file.size * SAMPLE_BYTES / self.text_size
+        parts = [part for _, part in super()._ranges(file)] if self.owed > 0 else []
+        if not parts:
+            return []
+        part = parts[0]
+        is_plain = part.kind in ("text", "jsonl") and not files.is_compressed(part.path)
+        taken = max(self.owed, 2 * CHUNK_BYTES if is_plain else HEAD_BYTES)
+        if taken >= file.size or part.kind == "json":  # one list, which has no parts
+            taken = file.size
+        elif part.kind == "parquet":
+            taken, parts = _rows(part, taken, file.size)
+        elif is_plain:
+            count = math.ceil(taken / CHUNK_BYTES)
+            taken, last = count * CHUNK_BYTES, file.size - CHUNK_BYTES
+            starts = [last * i // (count - 1) for i in range(count)]
+            parts = [replace(part, start=at, stop=at + CHUNK_BYTES if at < last else None) for at in starts]
+        else:
+            parts = [replace(part, limit=int(taken))]
+        self.owed, self.taken = self.owed - taken, self.taken + taken
+        return [(0, part) for part in parts]
+
+
+def _rows(part: ByteRange, n_bytes: float, size: int) -> tuple[float, list[ByteRange]]:
+    """Return the first rows of some row groups, about `n_bytes` of a parquet file of `size`, and how many bytes that is."""
+    from pyarrow import parquet
+
+    metadata = parquet.read_metadata(part.path)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    wanted = len(groups) * n_bytes / size
+    count = math.ceil(wanted)
+    chosen, share = [len(groups) * i // count for i in range(count)], wanted / count
+    chosen_bytes = sum(groups[i].total_byte_size for i in chosen) / sum(group.total_byte_size for group in groups)
+    parts = [replace(part, start=i, stop=i + 1, limit=math.ceil(share * groups[i].num_rows)) for i in chosen]
+    return size * share * chosen_bytes, parts
 
 
 def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estimate | None:
@@ -59,120 +91,56 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
         UserError: there is no text, it is bad, or a Hub dataset does not state its size.
     """
     [data] = recipe.inputs
-    corpus, text = Corpus([data], recipe.corpus), folder / "text"
-    if not any(corpus.hub) and corpus.text_size <= LARGE_BYTES:
+    corpus: Corpus = SampledCorpus([data], recipe.corpus)
+    dataset, records = corpus.hub[0], folder / "records.jsonl"
+    if dataset is None and corpus.text_size <= LARGE_BYTES:
         return None
     say(f"Reading a sample of {data} ...")
-    with disk_errors(folder, RESUMES):
-        text.mkdir()
-        sampled = _sample_files(corpus, text) if corpus.all_files else _sample_hub(corpus.hub[0], text)
-        if sampled is None:
-            return None
-        factor, read = sampled
-        try:
-            store, seconds = _build(replace(recipe, inputs=[str(text)]), folder / "store", factor)
-        except UserError as error:
-            message = str(error).replace(os.path.join(text, ""), "").replace(str(text), "it")
-            raise UserError(f"In a sample of {data}: {message}") from error
-    return Estimate(store, factor, read, seconds)
-
-
-def _build(recipe: Recipe, folder: Path, factor: float) -> tuple[TokenStore, float]:
-    """Return the store, and the seconds that `factor` times as much text would take on this machine."""
-    with Workers() as workers:
-        builder = StoreBuilder(recipe, folder, lambda line: None, workers, cores())
-        workers.start(min(cores(), 1 + builder.corpus.text_size // UNIT_BYTES))  # which takes time, but once
+    with disk_errors(folder, RESUMES), Workers() as workers:
+        if dataset is not None:
+            if (scale := _copy_records(dataset, records)) is None:
+                return None
+            recipe = replace(recipe, inputs=[str(records)])
+            corpus = Corpus(recipe.inputs, recipe.corpus)
+        builder = StoreBuilder(recipe, folder / "store", lambda line: None, workers, cores())
+        builder.corpus, builder.inputs = corpus, []
+        workers.start(cores())  # which takes time, but once
         times = [time.perf_counter()]
-        units = list(range(len(builder.plan.units)))
-        times.append(time.perf_counter())
-        builder.do_units(units)
-        times.append(time.perf_counter())
-        store = builder.finish(merge_only=True)
-        times.append(time.perf_counter())
-    planning, encoding, merging = (after - before for before, after in itertools.pairwise(times))
-    busy = len(units) / math.ceil(len(units) / cores())  # processes at a time
-    busy_with_whole = max(busy, min(cores(), builder.corpus.text_size * factor / UNIT_BYTES))
-    return store, planning + factor * (encoding * busy / busy_with_whole + merging)
-
-
-def _sample_files(corpus: Corpus, folder: Path) -> tuple[float, str]:
-    """Copy parts of the files, evenly spread, to `folder`; return how many times larger the whole is, and what was read."""
-    owed = read = 0
-    for number, file in enumerate(corpus.all_files):
-        owed += file.size * SAMPLE_BYTES / corpus.text_size
-        if owed <= 0:
-            continue
         try:
-            taken = _copy_part(file, int(owed), corpus, folder / f"{number:08}-{Path(file.path).name[-40:]}")
-        except UnreadableError as error:  # of a file in a folder: skipped and counted when all is read
-            if file.is_named:
-                raise
-            skipped = error
-            continue
-        owed -= taken
-        read += taken
-    if not read:
-        raise skipped
-    return corpus.size / read, f"{read / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
+            units = len(builder.plan.units)
+            times.append(time.perf_counter())
+            builder.do_units(list(range(units)))
+            store = builder.finish(merge_only=True)
+        except UserError as error:
+            raise UserError(f"In a sample of {data}: {str(error).replace(recipe.inputs[0], 'it', 1)}") from error
+        planning, working = times[1] - times[0], time.perf_counter() - times[1]
+    if dataset is None:
+        scale = corpus.size / corpus.taken, f"{corpus.taken / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
+    factor, read = scale
+    metadata = store.metadata
+    tokens = factor * (metadata.train.tokens + metadata.val.tokens)
+    held_out = round(tokens * recipe.corpus.validation_fraction)
+    whole = copy.copy(store)
+    whole.metadata = replace(
+        metadata,
+        train=replace(metadata.train, tokens=round(tokens) - held_out),
+        val=replace(metadata.val, tokens=max(1, held_out)),
+    )
+    return Estimate(store, whole, read, planning + factor * working)
 
 
-def _copy_part(file: TextFile, n_bytes: int, corpus: Corpus, to: Path) -> int:
-    """Copy about `n_bytes` of a file: places in plain text and jsonl, otherwise its head. Return the bytes that were read."""
-    kind, compressed = kind_of(file.path, corpus.arguments.text_column), files.is_compressed(file.path)
-    is_plain = kind in ("text", "jsonl") and not compressed
-    n_bytes = max(n_bytes, CHUNK_BYTES if is_plain else HEAD_BYTES)
-    if n_bytes >= file.size or kind == "json":  # one list, which has no parts
-        shutil.copyfile(file.path, to)
-        return file.size
-    with files.readable(file.path):
-        if kind == "parquet":
-            return _copy_rows(file, n_bytes, to.with_suffix(".jsonl"))
-        if is_plain:
-            count = math.ceil(n_bytes / CHUNK_BYTES)
-            starts = (file.size * i // count for i in range(count))
-            return to.write_bytes(b"".join(_chunk(file, kind, start, corpus.arguments.sample_by) for start in starts))
-        head = b"".join(files.inflated_head(file.path, n_bytes))
-        (to.with_suffix("") if compressed else to).write_bytes(head[: head.rfind(b"\n") + 1] or head)
-    return n_bytes
-
-
-def _chunk(file: TextFile, kind: str, start: int, sample_by: str) -> bytes:
-    stop = start + CHUNK_BYTES
-    start, stop, _ = bounds(ByteRange(file.path, kind, start, stop if stop < file.size else None), sample_by)
-    with open(file.path, "rb") as whole:
-        whole.seek(start)
-        return whole.read(-1 if stop is None else stop - start)
-
-
-def _copy_rows(file: TextFile, n_bytes: int, to: Path) -> int:
-    """Copy the first rows of some row groups of a parquet file."""
-    from pyarrow import parquet
-
-    metadata = parquet.read_metadata(file.path)
-    if not metadata.num_rows:
-        return n_bytes
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    wanted = len(groups) * n_bytes / file.size
-    count = math.ceil(wanted)
-    chosen, share = [len(groups) * i // count for i in range(count)], wanted / count
-    for i in chosen:
-        rows = (record for record, _ in records.records(ByteRange(file.path, "parquet", i, i + 1)))
-        _copy_records(itertools.islice(rows, math.ceil(share * groups[i].num_rows)), math.inf, to)
-    size = sum(groups[i].total_byte_size for i in chosen) / sum(group.total_byte_size for group in groups)
-    return math.ceil(file.size * share * size)
-
-
-def _sample_hub(dataset: HubDataset, folder: Path) -> tuple[float, str] | None:
-    """Copy the first records to `folder`; return what `_sample_files` does, or None where these are all records.
-
-    Raises:
-        UserError: the dataset does not state how many records it has.
-    """
-    pinned = dataset.pinned()
-    rows = pinned.head(sys.maxsize)
-    copied = _copy_records(rows, SAMPLE_BYTES, folder / "records.jsonl")
-    if next(rows, None) is None:
-        return None
+def _copy_records(dataset: HubDataset, to: Path) -> tuple[float, str] | None:
+    """Copy the first records as jsonl; return how many times larger the whole is and what was read, or None where these are
+    all; raise a `UserError` where the dataset does not state how many it has."""
+    pinned, size, count = dataset.pinned(), 0, 0
+    with to.open("w", encoding="utf-8") as file:
+        for record in pinned.records():
+            if size >= SAMPLE_BYTES:
+                break
+            size += file.write(json.dumps(record, default=str) + "\n")
+            count += 1
+        else:
+            return None
     split = (pinned.stream.info.splits or {}).get(pinned.split or "train")
     if split is None or not split.num_examples:
         raise UserError(
@@ -180,14 +148,4 @@ def _sample_hub(dataset: HubDataset, folder: Path) -> tuple[float, str] | None:
             f"(python -m tokenizer.pretokenize --input {dataset} --output data/{dataset.name.split('/')[1]}), and plan with "
             f"that as --data."
         )
-    return split.num_examples / copied, f"{copied:,} of {split.num_examples:,} records"
-
-
-def _copy_records(rows: Iterator[dict], n_bytes: float, to: Path) -> int:
-    """Write the first records as jsonl, about `n_bytes`; return their number."""
-    size = count = 0
-    with to.open("a", encoding="utf-8") as file:
-        while size < n_bytes and (record := next(rows, None)) is not None:
-            size += file.write(json.dumps(record, default=str) + "\n")
-            count += 1
-    return count
+    return split.num_examples / count, f"{count:,} of {split.num_examples:,} records"

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 from errors import UserError
 from tokenizer.byte_range import SHORTER
@@ -36,7 +36,7 @@ def readable(path: str) -> Iterator[None]:
     """Turn errors of reading `path` into a `UserError`; an `UnreadableError` unless the file was changed meanwhile."""
     try:
         yield
-    except (ValueError, OSError, RecursionError, csv.Error) as error:
+    except (ValueError, OSError, EOFError, RecursionError, csv.Error, zlib.error) as error:
         reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())[:300]
         kind = UserError if isinstance(error, FileNotFoundError) or reason == SHORTER else UnreadableError
         raise kind(f"{path} cannot be read: {reason}; correct it or leave it out.") from error
@@ -45,7 +45,7 @@ def readable(path: str) -> Iterator[None]:
 # ---- compressed files -------------------------------------------------------------------------------------------------
 
 
-def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
     return iter(partial(file.read, INFLATED_BLOCK), b"")
 
 
@@ -65,12 +65,12 @@ def _zst(file: BinaryIO) -> Iterator[bytes]:
     except zstandard.ZstdError as error:
         raise ValueError(error) from error
     if not frame.eof:
-        raise EOFError("it ends too early")
+        raise EOFError("it is truncated")
 
 
 DECOMPRESSORS: dict[str, Callable[[BinaryIO], Iterator[bytes]]] = {
-    ".gz": lambda file: _read_blocks(gzip.GzipFile(fileobj=file)),
-    ".bz2": lambda file: _read_blocks(bz2.BZ2File(file)),
+    ".gz": lambda file: _blocks(gzip.GzipFile(fileobj=file)),
+    ".bz2": lambda file: _blocks(bz2.BZ2File(file)),
     ".zst": _zst,
 }
 
@@ -90,63 +90,48 @@ def suffix(path: str) -> str:
     return os.path.splitext(root)[1] if last in DECOMPRESSORS else last
 
 
-def opened(path: str) -> BinaryIO:
-    """Open a file, decompressed if its name says so. Reading raises an `UnreadableError` for a truncated or damaged
-    archive, and for one that inflates without end."""
-    if not is_compressed(path):
-        return open(path, "rb")
-    return io.BufferedReader(_BlockStream(inflated(path)), INFLATED_BLOCK)
+def opened(path: str, limit: int | None = None) -> BinaryIO:
+    """Open a file, decompressed if its name says so; with `limit`, the lines in about its first `limit` bytes.
 
-
-def open_text(path: str) -> TextIO:
-    return io.TextIOWrapper(opened(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-
-def inflated_head(path: str, n_bytes: int) -> Iterator[bytes]:
-    """Return about what the first `n_bytes` of a file hold, decompressed if its name says so; raise as `opened`."""
-    if is_compressed(path):
-        return inflated(path, n_bytes)
-    with open(path, "rb") as file:
-        return iter([file.read(n_bytes)])
+    Of an archive that is truncated, damaged, or inflates without end, reading raises what `readable` catches.
+    """
+    if limit is not None:
+        with open(path, "rb") as file:
+            head = b"".join(inflated(path, limit)) if is_compressed(path) else file.read(limit)
+        return io.BytesIO(head[: head.rfind(b"\n") + 1] or head)
+    return io.BufferedReader(_BlockStream(inflated(path)), INFLATED_BLOCK) if is_compressed(path) else open(path, "rb")
 
 
 def inflated(path: str, limit: float = math.inf) -> Iterator[bytes]:
     """Yield the content of a compressed file up to the block for which more than `limit` bytes had to be read."""
     size = 0
     with open(path, "rb") as file:
-        try:
-            if not os.fstat(file.fileno()).st_size:
-                raise EOFError("it is empty")
-            for block in DECOMPRESSORS[os.path.splitext(path.lower())[1]](file):
-                size += len(block)
-                if size > max(BOMB_BYTES, BOMB_RATIO * file.tell()):
-                    raise UnreadableError(
-                        f"{path} inflates to more than {BOMB_RATIO} times its size, which text does not; if it is text all "
-                        f"the same, decompress it first."
-                    )
-                yield block
-                if file.tell() > limit:
-                    return
-        except (EOFError, OSError, ValueError, zlib.error) as error:
-            raise UnreadableError(
-                f"{path} is truncated or damaged ({error}); fetch it again or leave it out."
-            ) from error
+        if not os.fstat(file.fileno()).st_size:
+            raise EOFError("it is empty")
+        for block in DECOMPRESSORS[os.path.splitext(path.lower())[1]](file):
+            size += len(block)
+            if size > max(BOMB_BYTES, BOMB_RATIO * file.tell()):
+                raise ValueError(
+                    f"it inflates to more than {BOMB_RATIO} times its size, which text does not; if it is text all the same, "
+                    f"decompress it first"
+                )
+            yield block
+            if file.tell() > limit:
+                return
 
 
 class _BlockStream(io.RawIOBase):
     """Blocks of bytes as a file."""
 
     def __init__(self, blocks: Iterator[bytes]):
-        self.blocks = blocks
-        self.rest = memoryview(b"")
+        self.blocks, self.rest = blocks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         while not self.rest:
-            block = next(self.blocks, None)
-            if block is None:
+            if (block := next(self.blocks, None)) is None:
                 return 0
             self.rest = memoryview(block)
         count = min(len(buffer), len(self.rest))
@@ -192,7 +177,7 @@ def line_number(path: str, byte: int) -> int:
 def first_bad_line(path: str) -> int:
     """Return the number of the first line that is not UTF-8; of the last line where all are."""
     number = 1
-    with open_text(path) as file:
+    with io.TextIOWrapper(opened(path), encoding="utf-8", errors="surrogateescape", newline="") as file:
         while (line := file.readline(BLOCK_BYTES)) and not re.search("[\ud800-\udfff]", line):
             number += line.endswith("\n")
     return number

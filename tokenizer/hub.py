@@ -97,15 +97,14 @@ class HubDataset:
 
         if (why := unreachable()) is not None:
             raise UserError(f"{self.name} is not a local path, and the Hub cannot be reached ({why}).")
+        reasons = {
+            RepositoryNotFoundError: "has no such dataset",
+            RevisionNotFoundError: f"has no revision {self.revision} of it; leave it out or name another",
+        }
         try:
             commit = HfApi().dataset_info(self.name, revision=self.revision).sha
         except Exception as error:  # the HTTP library behind the Hub, and its exceptions, differ by version
-            if isinstance(error, RevisionNotFoundError):
-                raise UserError(
-                    f"{self.name} has no revision {self.revision} on the Hub; leave it out or name another."
-                ) from error
-            is_missing = isinstance(error, RepositoryNotFoundError)
-            reason = "has no such dataset" if is_missing else f"cannot be asked for it ({shortened(error)})"
+            reason = reasons.get(type(error), f"cannot be asked for it ({shortened(error)})")
             raise UserError(f"{self.name} is not a local path, and the Hub {reason}.") from error
         return type(self)(self.name, self.config, self.split, commit)
 
@@ -121,16 +120,10 @@ class HubDataset:
         except Exception as error:  # by version, and by what is behind the Hub
             raise UserError(f"{self} cannot be read from the Hub: {shortened(error)}.") from error
 
-    def head(self, count: int) -> Iterator[dict[str, Any]]:
-        """Yield the first records."""
-        return self._records(self.stream.take(count))
-
-    def shard(self, number: int) -> Iterator[dict[str, Any]]:
-        """Yield the records of one of `stream.num_shards` shards."""
-        return self._records(self.stream.shard(num_shards=self.stream.num_shards, index=number))
-
-    def _records(self, stream: Any) -> Iterator[dict[str, Any]]:
-        """Raise a `UserError` where the connection is lost or the data are broken."""
+    def records(self, shard: int | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the records, or those of one of `stream.num_shards` shards; raise a `UserError` where the connection is lost or
+        the data are broken."""
+        stream = self.stream if shard is None else self.stream.shard(self.stream.num_shards, shard)
         try:
             yield from stream
         except Exception as error:

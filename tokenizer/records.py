@@ -6,11 +6,12 @@ through it. Each record comes with its place in the file; a broken one is None.
 
 import codecs
 import csv
+import io
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO, TextIO
 
 from tokenizer import files, hub
 from tokenizer.byte_range import SHORTER, ByteRange, bounds
@@ -27,17 +28,26 @@ def records(part: ByteRange) -> Records:
     with files.readable(part.path):
         if part.kind in ("jsonl", "json", "csv") and part.start == 0:
             files.refuse_utf16(files.head(part.path), part.path)
-        yield from READERS[part.kind](part)
+        yield from itertools.islice(READERS[part.kind](part), part.limit if part.kind == "parquet" else None)
+
+
+def _lines(file: BinaryIO | TextIO, part: ByteRange, start: int = 0) -> Iterator[bytes | str]:
+    """Yield the lines from byte `start` on, each short enough for a record."""
+    for number in itertools.count():
+        if not (line := file.readline(LONGEST_RECORD)):
+            return
+        if len(line) == LONGEST_RECORD:
+            number += files.line_number(part.path, start)
+            raise ValueError(f"line {number:,} is longer than {LONGEST_RECORD >> 20} MiB, too long for one record")
+        yield line
 
 
 def _jsonl(part: ByteRange) -> Records:
     start, stop, _ = bounds(part, "line")
-    with files.opened(part.path) as file:
+    with files.opened(part.path, part.limit) as file:
         position = file.seek(start) if start else 0
-        while (stop is None or position < stop) and (line := file.readline(LONGEST_RECORD)):
-            if len(line) == LONGEST_RECORD:
-                number = files.line_number(part.path, position)
-                raise ValueError(f"line {number:,} is longer than {LONGEST_RECORD >> 20} MiB, too long for one record")
+        lines = _lines(file, part, start)
+        while (stop is None or position < stop) and (line := next(lines, b"")):
             record = line if position else line.removeprefix(codecs.BOM_UTF8)
             if record and not record.isspace():
                 yield parsed(record), {"byte": position}
@@ -67,23 +77,16 @@ def _json(part: ByteRange) -> Records:
 
 def _csv(part: ByteRange) -> Records:
     csv.field_size_limit(LONGEST_RECORD)
-    with files.open_text(part.path) as file:
-        lines = iter(lambda: file.readline(LONGEST_RECORD), "")
+    with io.TextIOWrapper(files.opened(part.path, part.limit), "utf-8-sig", "surrogateescape", newline="") as file:
+        lines = _lines(file, part)
         header = next(lines, "")
         delimiter = next((mark for mark in "\t,;" if mark in header), ",")
-        reader = csv.DictReader(_checked(itertools.chain([header], lines)), delimiter=delimiter)
+        reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter)
         try:
             for record in reader:
                 yield record, {"line": reader.line_num}
         except csv.Error as error:
             raise ValueError(f"{error}, in line {reader.line_num + 1:,}") from error
-
-
-def _checked(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        if len(line) == LONGEST_RECORD:
-            raise csv.Error(f"it is longer than {LONGEST_RECORD >> 20} Mi characters, too long for one record")
-        yield line
 
 
 def _parquet(part: ByteRange) -> Records:
@@ -93,18 +96,14 @@ def _parquet(part: ByteRange) -> Records:
         with parquet.ParquetFile(part.path) as file:
             if max(part.start, part.stop or 0) > file.num_row_groups:
                 raise ValueError(SHORTER)
-            groups = range(part.start, file.num_row_groups if part.stop is None else part.stop)
             row = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
-            n_bytes, rows = (
-                sum(getattr(file.metadata.row_group(i), name) for i in groups)
-                for name in ("total_byte_size", "num_rows")
-            )
-            rows_at_once = max(1, min(1024, BATCH_BYTES * rows // max(1, n_bytes)))
-            columns = part.column and [part.column]
-            for batch in file.iter_batches(rows_at_once, row_groups=list(groups), columns=columns):
-                for record in _rows(batch):
-                    row += 1
-                    yield record, {"record": row}
+            for i in range(part.start, file.num_row_groups if part.stop is None else part.stop):
+                group = file.metadata.row_group(i)
+                rows_at_once = max(1, min(1024, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
+                for batch in file.iter_batches(rows_at_once, row_groups=[i], columns=part.column and [part.column]):
+                    for record in _rows(batch):
+                        row += 1
+                        yield record, {"record": row}
     except ArrowException as error:  # of which only some are ValueErrors
         raise ValueError(error) from error
 
@@ -122,7 +121,7 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
 
 
 def _hub(part: ByteRange) -> Records:
-    for i, record in enumerate(hub.opened(part.path).shard(part.start)):
+    for i, record in enumerate(hub.opened(part.path).records(part.start)):
         yield record, {"record": i + 1}
 
 

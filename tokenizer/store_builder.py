@@ -31,7 +31,6 @@ from tokenizer.cleaning import Cleaner, RuleStats
 from tokenizer.corpus import TOLERATED_SHARE, UNIT_BYTES, Corpus, TextFile, Unit
 from tokenizer.dedup import MinHasher
 from tokenizer.documents import Counts
-from tokenizer.files import is_packed
 from tokenizer.merge import Merger
 from tokenizer.recipe import Recipe
 from tokenizer.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish
@@ -215,7 +214,8 @@ class StoreBuilder:
         recipe, corpus = self.recipe, self.corpus
         if recipe.dedup.dedup == "near":
             MinHasher()  # or the sentence that it is not installed, before any work
-        self.say(f"Reading {corpus.describe()} ...")
+        files = f"{counted(len(corpus.all_files), 'file')}, {corpus.size / 1e6:.1f} MB"
+        self.say(f"Reading {', '.join(recipe.inputs)} ({files}) ...")
         self.workers.start(min(self.processes, corpus.text_size // UNIT_BYTES))
         units = corpus.units()
         template, control, variables = self._chat_template()
@@ -229,18 +229,18 @@ class StoreBuilder:
             control_tokens=control,
             template_variables=variables,
         )
-        sample = Sample(units, settings, recipe.vocabulary, corpus.text_size, self._most_text)
+        sample = Sample(units, settings, recipe.vocabulary, corpus)
         tokenizer = vocabulary.build(
             recipe.vocabulary, recipe.existing_tokenizer, sample.texts, control, recipe.vocab_size_must_fit, self.say
         )
         if recipe.vocabulary.tokenizer is None:
-            corpus.check(sample.counts, at_least=0 if sample.is_all else self._most_text)
+            corpus.check(sample.counts, sample.is_all)
         if template is not None:
             tokenizer.chat_template = template
         self._say_vocabulary(len(tokenizer))
         vocabulary.save(tokenizer, self.store / "tokenizer")
         settings = replace(settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id)
-        self._require_room(np.dtype(settings.dtype).itemsize * sample.ids_per_byte(self.rust))
+        self._require_room(sample, np.dtype(settings.dtype).itemsize)
         return Plan(recipe.settings(), self.inputs, settings, units, corpus.skipped)
 
     def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
@@ -277,19 +277,22 @@ class StoreBuilder:
         kind = {"bpe": f"byte-level BPE, {size:,} tokens{short}", "character": f"{size:,} characters"}
         self.say(f"Tokenizer: {kind[arguments.tokenizer_type]}.")
 
-    def _require_room(self, bytes_per_byte: float) -> None:
-        """Raise a `UserError` where the store, `bytes_per_byte` of text, will not fit on its disk."""
+    def _require_room(self, sample: "Sample", itemsize: int) -> None:
+        """Raise a `UserError` where the store will not fit on its disk."""
+        texts, head = sample.texts(), ""
+        while len(head) < ESTIMATED_FROM and (text := next(texts, "")):
+            head += text[:ESTIMATED_FROM]
+        kind = (
+            encode.CharacterEncoder if encode.is_character(self.rust) else encode.RustEncoder
+        )  # which is ready at once
+        ids, _ = kind(self.rust, np.dtype("<u4"))([head.encode()], [encode.NOTHING])
         # The ids of a part are there until its last copy is written.
         copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
-        needed = sum(map(operator.mul, copies, self.corpus.text_sizes)) * bytes_per_byte
+        needed = (
+            sum(map(operator.mul, copies, self.corpus.text_sizes)) * itemsize * len(ids) / max(1, len(head.encode()))
+        )
         where, remedy = self.folder.parent.absolute(), "make room or name an --output on another disk"
         require_room(where, needed, "The tokens will take about", remedy)
-
-    @property
-    def _most_text(self) -> float:
-        """Bytes that the text has at most, as far as that is known before all of it was read."""
-        is_known = not any(self.corpus.hub) and not any(is_packed(file.path) for file in self.corpus.all_files)
-        return self.corpus.size if is_known else math.inf
 
     # ---- the work -------------------------------------------------------------------------------------------------------
 
@@ -310,7 +313,7 @@ class StoreBuilder:
                 with one_at_a_time:
                     parts[part.unit] = part
                     counts.add(part.counts)
-                    self.corpus.check(counts, at_least=self._most_text)
+                    self.corpus.check(counts, is_all=False)
                     new_bytes += part.counts.bytes
                     new_tokens += sum(part.tokens.values())
                     megabytes = new_bytes / 1e6
@@ -396,15 +399,12 @@ class StoreBuilder:
 class Sample:
     """Text from everywhere, evenly, to make a tokenizer from."""
 
-    def __init__(
-        self, units: list[Unit], settings: Settings, arguments: VocabularyArguments, text_size: int, most_text: float
-    ):
-        """The text has about `text_size` bytes, and `most_text` at most."""
+    def __init__(self, units: list[Unit], settings: Settings, arguments: VocabularyArguments, corpus: Corpus):
         self.settings = settings
-        self.is_all = arguments.tokenizer_type == "character" or most_text <= arguments.sample_bytes
-        step = max(1, text_size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)
+        self.is_all = arguments.tokenizer_type == "character" or corpus.most_bytes <= arguments.sample_bytes
+        step = max(1, corpus.text_size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)
         self.units = units if self.is_all else units[::step]
-        self.bytes_of_unit = arguments.sample_bytes // max(1, len(self.units)) + 1
+        self.bytes_of_unit = math.inf if self.is_all else arguments.sample_bytes // max(1, len(self.units)) + 1
         self.counts = Counts()
 
     def texts(self) -> Iterator[str]:
@@ -412,19 +412,8 @@ class Sample:
         for unit in self.units:
             reader = self.settings.reader()
             for piece in itertools.chain.from_iterable(map(reader.pieces, unit.ranges)):
-                text = cleaner(piece.text, whole=piece.starts_document and piece.ends_document)
-                if text:
+                if text := cleaner(piece.text, whole=piece.starts_document and piece.ends_document):
                     yield text
-                if reader.counts.bytes > self.bytes_of_unit and not self.is_all:
+                if reader.counts.bytes > self.bytes_of_unit:
                     break
             self.counts.add(reader.counts)
-
-    def ids_per_byte(self, rust: Tokenizer) -> float:
-        head = ""
-        for text in self.texts():
-            head += text[:ESTIMATED_FROM]
-            if len(head) > ESTIMATED_FROM:
-                break
-        kind = encode.CharacterEncoder if encode.is_character(rust) else encode.RustEncoder  # which is ready at once
-        ids, _ = kind(rust, np.dtype("<u4"))([head.encode()], [encode.NOTHING])
-        return len(ids) / max(1, len(head.encode()))
