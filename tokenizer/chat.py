@@ -35,12 +35,14 @@ class ChatTemplate:
         if name == "chatml":
             return CHATML
         path = Path(name).expanduser()
-        if not path.is_file():
-            raise UserError(f"There is no chat template {name}; give a file of Jinja source, or chatml.")
         try:
+            if not path.is_file():
+                raise ValueError("it is not a file")
             source = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise UserError(f"{name} cannot be read: {error}; give a file of Jinja source, or chatml.") from error
+            raise UserError(
+                f"The chat template {name} cannot be read ({error}); give a file of Jinja source, or chatml."
+            ) from error
         try:
             ChatTemplate(source, ()).segments([{"role": "user", "content": ""}])
         except ValueError as error:  # only its syntax matters, not that it refuses this chat

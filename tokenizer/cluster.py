@@ -21,11 +21,8 @@ class Pretokenize:
     flags: list[str]
 
     def __call__(self, data: Any, rank: int, world_size: int) -> None:
-        """
-        Raises:
-            ValueError: steps before it give documents, which it would not read.
-            UserError: as the command does; the executor counts the task as failed, and does it again when run again.
-        """
+        """Do the shard; raise a `ValueError` where steps before it give documents, which it would not read, and a `UserError`
+        as the command does: the executor counts the task as failed, and does it again when run again."""
         if data is not None:
             raise ValueError("Pretokenize reads its own --input; it has to be the first step of the pipeline.")
         shard = ["--shard", f"{rank}/{world_size}"] if world_size > 1 else []

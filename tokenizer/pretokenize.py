@@ -65,23 +65,22 @@ class PretokenizeArguments:
 
     def problems(self) -> list[str]:
         found = [f"--{name} is needed. See --help." for name in ("input", "output") if not getattr(self, name)]
+        others = [name for name in ("merge", "export", "compress") if getattr(self, name)]
         if self.shard is None:
             return found
         if not re.fullmatch(r"\d{1,9}/\d{1,9}", self.shard) or not self.share[0] < self.share[1]:
             found.append(f"shard is {self.shard}; it must be i/n with i from 0 to n - 1, as 0/4, 1/4, 2/4, 3/4.")
-        others = [name for name in ("merge", "export", "compress") if getattr(self, name)]
         if others:
             found.append(f"shard and {' and '.join(others)} are given together; run all shards first, then --merge.")
         return found
 
-
-def _recipe(options: PretokenizeArguments, *parts) -> Recipe:
-    return Recipe(options.input, *parts, options.seed, options.weights)
+    def recipe(self, *parts) -> Recipe:
+        return Recipe(self.input, *parts, self.seed, self.weights)
 
 
 def check(options: PretokenizeArguments, *parts) -> None:
     """Raise a `UserError` with all that can be known to be wrong before the text is read, one problem a line."""
-    problems = options.problems() + _recipe(options, *parts).problems()
+    problems = options.problems() + options.recipe(*parts).problems()
     if problems:  # otherwise the text is looked for once
         try:
             Corpus(options.input, parts[0])
@@ -95,9 +94,8 @@ def main(arguments: list[str]) -> None:
     parser = FlagParser(kinds, __doc__.splitlines()[0], main=MAIN)
     (options, *parts), _ = parser.parse(arguments, check=check)
     say = (lambda text: None) if options.quiet else print
-    recipe = _recipe(options, *parts)
     folder = Path(options.output).expanduser()
-    store = pretokenize(recipe, folder, say, options.num_proc, options.share, options.merge)
+    store = pretokenize(options.recipe(*parts), folder, say, options.num_proc, options.share, options.merge)
     if store is not None and options.compress:
         say(f"{unpack.pack(store)} is the packed store; `python -m tokenizer.unpack` takes it out and verifies it.")
     if store is not None and options.export:

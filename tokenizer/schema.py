@@ -11,17 +11,13 @@ from pathlib import Path
 from typing import Any, Literal, NewType, NoReturn, Union, get_args, get_origin, get_type_hints
 
 LARGEST = 2**63 - 1
+_hints = functools.cache(get_type_hints)
 Signed = NewType("Signed", int)  # of any size
 SEAL = "sha256"  # a key of files that carry their own hash; older versions ignore it and wrote none
 
 
 def read(path: Path, kind: Any = Any) -> Any:
-    """Return the content of a JSON file as a `kind`, see `build`.
-
-    Raises:
-        ValueError: it is no JSON, or of another type; in one line.
-        OSError: it cannot be read.
-    """
+    """Return the content of a JSON file as a `kind`, see `build`; raise a `ValueError` of one line where it is not."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except RecursionError:
@@ -46,12 +42,7 @@ def _refuse(constant: str) -> NoReturn:
 
 def build(value: Any, kind: Any, name: str = "it") -> Any:
     """Return a value of JSON as a `kind`: a type, what `typing` makes of types, or a dataclass, made of an object with its
-    fields or a list of them.
-
-    An integer is at least 0, unless it is `Signed`.
-
-    Raises:
-        ValueError: it is of another type; with its name.
+    fields or a list of them. An integer is at least 0, unless it is `Signed`. Raise a `ValueError` that names another type.
     """
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -86,7 +77,7 @@ def build(value: Any, kind: Any, name: str = "it") -> Any:
 
 
 def _build_dataclass(value: Any, kind: type, name: str) -> Any:
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields, hints = {field.name: field for field in dataclasses.fields(kind)}, _hints(kind)
     if isinstance(value, list) and len(value) <= len(fields):
         value = dict(zip(fields, value, strict=False))
     _require(isinstance(value, dict), value, name, "an object")
@@ -96,13 +87,7 @@ def _build_dataclass(value: Any, kind: type, name: str) -> Any:
     for key, field in fields.items():
         if key not in value and field.default is field.default_factory:  # both are missing
             raise ValueError(f"it has no {prefix}{key}")
-    hints = _hints(kind)
     return kind(**{key: build(item, hints[key], prefix + key) for key, item in value.items()})
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _require(condition: bool, value: Any, name: str, wanted: str) -> None:

@@ -139,22 +139,20 @@ class StoreBuilder:
     # ---- existing work --------------------------------------------------------------------------------------------------
 
     def open_finished(self) -> TokenStore:
-        store = TokenStore(self.folder)
+        store, path = TokenStore(self.folder), self.folder / "inputs.json"
         if store.metadata.format_version == 1:
             self.say(
                 f"{self.folder} is a store of format 1, which does not record its text and settings: it is used as it is. "
                 f"Name another --output to make it again."
             )
             return store
-        path = self.folder / "inputs.json"
         try:
-            inputs = schema.read(path, list[tuple[str, int, int]])
+            changed = self._changed(store.metadata.settings, schema.read(path, list[tuple[str, int, int]]))
         except (FileNotFoundError, ValueError) as error:
             raise UserError(
                 f"{path} is missing or damaged ({error}). Delete {self.folder} and make it again."
             ) from error
-        # A cache is named by the content of its text.
-        if not self.is_cache and (changed := self._changed(store.metadata.settings, inputs)):
+        if changed and not self.is_cache:  # a cache is named by the content of its text
             raise UserError(
                 f"{self.folder} is a store of other text or other settings ({changed}); name another --output or delete it."
             )
@@ -173,34 +171,33 @@ class StoreBuilder:
         ]
         before, after = ({name: rest for name, *rest in files} for files in (inputs, self.inputs))
         named += [f"{name} is gone" for name in before if name not in after]
-        named += [f"{name} is new" for name in after if name not in before]
-        named += [f"{name} was changed" for name in after if name in before and before[name] != after[name]]
+        named += [
+            f"{name} {'was changed' if name in before else 'is new'}"
+            for name in after
+            if before.get(name) != after[name]
+        ]
         return "; ".join(named[:3]) + (f"; and {len(named) - 3} more" if len(named) > 3 else "")
 
     @cached_property
     def plan(self) -> Plan:
         """Units, settings and tokenizer, decided now or by the interrupted command that this one resumes."""
         self._check_writable()
-        if (plan := self._unfinished_plan()) is None:
-            renew(self.work, "unfinished", UNFINISHED)
-            plan = self._new_plan()
-            plan.write(self.work)
+        if (self.work / "plan.json").is_file():
+            plan = Plan.read(self.work)
+            mark(self.work, "unfinished")  # of a version that marked nothing
+            if not (changed := self._changed(plan.settings_of_user, plan.inputs)):
+                done = len(done_parts(self.work, range(len(plan.units))))
+                self.say(f"Going on with {self.folder}: {done:,} of {len(plan.units):,} units of work are done.")
+                return plan
+            if not self.is_cache:
+                raise UserError(
+                    f"{self.folder} was begun with other text or settings ({changed}); undo that, or delete {self.work} to begin "
+                    f"anew."
+                )
+        renew(self.work, "unfinished", UNFINISHED)
+        plan = self._new_plan()
+        plan.write(self.work)
         return plan
-
-    def _unfinished_plan(self) -> Plan | None:
-        if not (self.work / "plan.json").is_file():
-            return None
-        plan = Plan.read(self.work)
-        mark(self.work, "unfinished")  # of a version that marked nothing
-        if not (changed := self._changed(plan.settings_of_user, plan.inputs)):
-            done = len(done_parts(self.work, range(len(plan.units))))
-            self.say(f"Going on with {self.folder}: {done:,} of {len(plan.units):,} units of work are done.")
-            return plan
-        if self.is_cache:
-            return None
-        raise UserError(
-            f"{self.folder} was begun with other text or settings ({changed}); undo that, or delete {self.work} to begin anew."
-        )
 
     def _check_writable(self) -> None:
         if self.folder.is_symlink() or (
@@ -218,25 +215,22 @@ class StoreBuilder:
         self.say(f"Reading {', '.join(recipe.inputs)} ({files}) ...")
         self.workers.start(min(self.processes, corpus.text_size // UNIT_BYTES))
         units = corpus.units()
-        template, control, variables = self._chat_template()
         settings = Settings(
-            sample_by=recipe.corpus.sample_by,
-            cleaning=recipe.cleaning.cleaning,
-            dedup=recipe.dedup.dedup,
-            validation_fraction=recipe.corpus.validation_fraction,
-            seed=recipe.seed,
-            chat_template=template,
-            control_tokens=control,
-            template_variables=variables,
+            recipe.corpus.sample_by,
+            recipe.cleaning.cleaning,
+            recipe.dedup.dedup,
+            recipe.corpus.validation_fraction,
+            recipe.seed,
+            *self._chat_template(),
         )
-        sample = Sample(units, settings, recipe.vocabulary, corpus)
+        control, sample = settings.control_tokens, Sample(units, settings, recipe.vocabulary, corpus)
         tokenizer = vocabulary.build(
             recipe.vocabulary, recipe.existing_tokenizer, sample.texts, control, recipe.vocab_size_must_fit, self.say
         )
         if recipe.vocabulary.tokenizer is None:
             corpus.check(sample.counts, sample.is_all)
-        if template is not None:
-            tokenizer.chat_template = template
+        if settings.chat_template is not None:
+            tokenizer.chat_template = settings.chat_template
         self._say_vocabulary(len(tokenizer))
         vocabulary.save(tokenizer, self.store / "tokenizer")
         settings = replace(settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id)
@@ -269,56 +263,46 @@ class StoreBuilder:
 
     def _say_vocabulary(self, size: int) -> None:
         arguments = self.recipe.vocabulary
-        if arguments.tokenizer is not None:
-            self.say(f"Tokenizer: {arguments.tokenizer}, {size:,} tokens.")
-            return
         wanted = arguments.vocab_size or vocabulary.DEFAULT_VOCAB_SIZE
         short = f" (of {wanted:,} asked for: the text holds no more pairs to merge)" if size < wanted else ""
         kind = {"bpe": f"byte-level BPE, {size:,} tokens{short}", "character": f"{size:,} characters"}
-        self.say(f"Tokenizer: {kind[arguments.tokenizer_type]}.")
+        of_user = arguments.tokenizer and f"{arguments.tokenizer}, {size:,} tokens"
+        self.say(f"Tokenizer: {of_user or kind[arguments.tokenizer_type]}.")
 
     def _require_room(self, sample: "Sample", itemsize: int) -> None:
         """Raise a `UserError` where the store will not fit on its disk."""
         texts, head = sample.texts(), ""
         while len(head) < ESTIMATED_FROM and (text := next(texts, "")):
             head += text[:ESTIMATED_FROM]
-        kind = (
-            encode.CharacterEncoder if encode.is_character(self.rust) else encode.RustEncoder
-        )  # which is ready at once
+        # `encode.encoder` would take longer to be ready.
+        kind = encode.CharacterEncoder if encode.is_character(self.rust) else encode.RustEncoder
         ids, _ = kind(self.rust, np.dtype("<u4"))([head.encode()], [encode.NOTHING])
+        per_byte = itemsize * len(ids) / max(1, len(head.encode()))
         # The ids of a part are there until its last copy is written.
         copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
-        needed = (
-            sum(map(operator.mul, copies, self.corpus.text_sizes)) * itemsize * len(ids) / max(1, len(head.encode()))
-        )
-        where, remedy = self.folder.parent.absolute(), "make room or name an --output on another disk"
-        require_room(where, needed, "The tokens will take about", remedy)
+        needed = per_byte * sum(map(operator.mul, copies, self.corpus.text_sizes))
+        remedy = "make room or name an --output on another disk"
+        require_room(self.folder.parent.absolute(), needed, "The tokens will take about", remedy)
 
     # ---- the work -------------------------------------------------------------------------------------------------------
 
     def do_units(self, units: list[int]) -> list[Part]:
         """Do those of `units` that are not done yet; return the parts of all in order."""
         parts = {part.unit: part for part in done_parts(self.work, units)}
-        counts, new_bytes, new_tokens = replace(self.plan.skipped), 0, 0
+        missing = [unit for unit in units if unit not in parts]
+        counts = replace(self.plan.skipped)
         for part in parts.values():
             counts.add(part.counts)
-        missing = [unit for unit in units if unit not in parts]
-        is_shown = self.say is print and len(missing) > 1
-        with Progress("Encoding", len(missing), is_shown, self.say) as progress:
-            one_at_a_time = threading.Lock()
-            started = time.monotonic()
+        one_at_a_time, started, bytes_before = threading.Lock(), time.monotonic(), counts.bytes
+        with Progress("Encoding", len(missing), self.say is print and len(missing) > 1, self.say) as progress:
 
             def on_part(part: Part) -> None:
-                nonlocal new_bytes, new_tokens
                 with one_at_a_time:
                     parts[part.unit] = part
                     counts.add(part.counts)
                     self.corpus.check(counts, is_all=False)
-                    new_bytes += part.counts.bytes
-                    new_tokens += sum(part.tokens.values())
-                    megabytes = new_bytes / 1e6
-                    speed = megabytes / (time.monotonic() - started)
-                    progress.advance(f"{megabytes:,.0f} MB, {speed:.1f} MB/s, {new_tokens / 1e6:,.1f}M tokens")
+                    megabytes = (counts.bytes - bytes_before) / 1e6
+                    progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - started):.1f} MB/s")
 
             if len(missing) > 1:  # one is not worth a process of its own
                 self.workers.start(min(self.processes, len(missing)))
