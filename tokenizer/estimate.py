@@ -42,7 +42,7 @@ class SampledCorpus(Corpus):
     def units(self) -> list[Unit]:
         parts = [part for unit in super().units() for part in unit.ranges]
         self.text_sizes = [self.text_size * self.taken / self.size]
-        of_each = math.ceil(len(parts) / cores())  # so that all processes are busy, as with the whole
+        of_each = math.ceil(len(parts) / cores()) or 1  # so that all processes are busy, as with the whole
         return [Unit(1.0, tuple(parts[i : i + of_each])) for i in range(0, len(parts), of_each)]
 
     def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
