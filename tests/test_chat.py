@@ -37,20 +37,16 @@ def read(path, template: ChatTemplate) -> tuple[list[list[Piece]], Counts]:
 
 
 @pytest.mark.parametrize(
-    "chat",
+    ("role", "content", "first", "second", "said"),
     [
-        CHAT,
-        [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello 雪\n"}],
-        [{"from": "user", "value": "Hi"}, {"from": "chatgpt", "value": "Hello 雪\n"}],
-        [{"role": "human", "content": "Hi", "id": 5}, {"role": "bot", "content": "Hello 雪\n", "liked": True}],
-        [
-            {"role": "user", "content": PARTS},
-            {"role": "assistant", "content": [{"type": "text", "text": "Hello 雪\n"}]},
-        ],
+        ("role", "content", "user", "assistant", "Hi"),
+        *(("from", "value", "human", "gpt", "Hi"), ("from", "value", "user", "chatgpt", "Hi")),
+        *(("role", "content", "human", "bot", "Hi"), ("role", "content", "user", "assistant", PARTS)),
     ],
     ids=["OpenAI", "ShareGPT", "chatgpt", "mixed", "parts"],
 )
-def test_messages_have_the_same_names_whoever_named_them(chat):
+def test_messages_have_the_same_names_whoever_named_them(role, content, first, second, said):
+    chat = [{role: first, content: said, "id": 5}, {role: second, content: CHAT[1]["content"]}]
     assert normalised(chat) == CHAT
     assert CHATML_TEMPLATE.segments(chat) == SEGMENTS
     assert ChatTemplate(CHATML, ()).segments(chat) == [(rendered(CHATML_TEMPLATE, CHAT), None)]  # no control tokens

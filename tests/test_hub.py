@@ -41,29 +41,13 @@ def test_an_id_has_a_configuration_a_split_and_a_revision_as_needed(tmp_path, mo
     assert opened(entry) == expected
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        *"name a/b/c /user/name ./name ../name ~/name user/ user/*.txt user/**".split(),
-        *(
-            "my user/name",
-            "user/name:",
-            "user/name@",
-            "user/name:a:b:c",
-            "a.txt",
-            "C:\\texts",
-            "https://hub.co/user/name",
-        ),
-        "",
-    ],
-)
-def test_other_paths_are_no_ids(tmp_path, monkeypatch, entry):
+def test_other_paths_and_what_begins_with_a_folder_that_is_here_are_no_ids(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert HubDataset.parse(entry) is None
-
-
-def test_what_begins_with_a_folder_that_is_here_is_no_id(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    paths = (
+        "name a/b/c /user/name ./name ../name ~/name user/ user/*.txt user/** a.txt C:\\texts https://hub.co/user/name"
+    )
+    for entry in (*paths.split(), "my user/name", "user/name:", "user/name@", "user/name:a:b:c", ""):
+        assert HubDataset.parse(entry) is None
     (tmp_path / "user").mkdir()
     assert HubDataset.parse("user/name") is None
     as_planned = HubDataset("user/name", revision="main")  # an id when the work was planned
