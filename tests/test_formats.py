@@ -119,7 +119,7 @@ def test_the_cached_store_of_a_run_and_those_that_an_update_may_have_left_over_a
 
 
 def test_the_names_of_cached_stores_stay_the_same():
-    """A change here would make every cached store of every user again: put a new setting into ADDED_SETTINGS."""
+    """A change here would make every cached store of every user again: leave a new setting out of `Recipe.settings` at its default."""
     corpus = {"text_column": None, "sample_by": "document", "chat_template": None, "strict": False}
     tokens = {"vocab_size": None, "tokenizer_type": "bpe", "tokenizer": None, "sample_bytes": 200000000}
     rest = {"pad_token": "<|pad|>", "special_tokens": [], "cleaning": ["normalize"], "dedup": "no", "input": ["x"]}

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from errors import UserError, counted
 from limits import setting
@@ -33,6 +33,7 @@ UNIT_BYTES = 16 << 20
 TOLERATED_SHARE = 0.01
 SAMPLED_RECORDS = 100  # records at the head of a file, to find the column of its text
 INFLATION = 4.0  # of compressed text, for estimates
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
 # The text every Python machine has: the standard library's sources, without tests and without tables of data.
 STANDARD_LIBRARY = "python-standard-library"
@@ -307,7 +308,7 @@ class Corpus:
             elif os.path.islink(match):
                 self.skipped.note_unreadable(match, 0, UserError("it is a broken link"))
         if not found:
-            left_out = "holds no files but hidden ones, links and what --exclude leaves out"
+            left_out = "holds no files but hidden ones, links (which a glob follows) and what --exclude leaves out"
             what = left_out if named else "is no file, folder, glob or Hub dataset"
             raise UserError(f"{entry} {what}; nothing to read there.")
         return found
@@ -353,17 +354,11 @@ def _library_sources(folder: Path) -> Iterator[Path]:
 def kind_of(path: str, text_column: str | None = None) -> str:
     """Return how a file is read. A .json file without records or a list of them, such as a configuration, is text."""
     suffix = files.suffix(path)
-    if suffix == ".json":
-        with files.readable(path), files.opened(path) as file:
-            return _kind_of_json(file, text_column)
-    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}.get(
-        suffix, "text"
-    )
-
-
-def _kind_of_json(file: BinaryIO, text_column: str | None) -> str:
-    lines = (file.readline(files.BLOCK_BYTES) for _ in range(SAMPLED_RECORDS))
-    head = b"".join(itertools.takewhile(bool, lines)).removeprefix(codecs.BOM_UTF8).strip()
+    if suffix != ".json":
+        return KINDS.get(suffix, "text")
+    with files.readable(path), files.opened(path) as file:
+        head = b"".join(file.readline(files.BLOCK_BYTES) for _ in range(SAMPLED_RECORDS))
+    head = head.removeprefix(codecs.BOM_UTF8).strip()
     if re.match(rb'\[\s*["{\]]', head):
         return "json"
     first, *more = head.split(b"\n")

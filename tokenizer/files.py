@@ -153,15 +153,11 @@ def head(path: str) -> bytes:
 
 def is_binary(head: bytes, path: str) -> bool:
     """Return whether a file with this head is not text; raise an `UnreadableError` for UTF-16."""
-    refuse_utf16(head, path)
-    return head.count(0) > NUL_SHARE * len(head)
-
-
-def refuse_utf16(head: bytes, path: str) -> None:
     has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     even, odd = head[::2], head[1::2]
     if has_mark or any(not nul.strip(b"\0") and ASCII_TEXT.fullmatch(text) for text, nul in ((even, odd), (odd, even))):
         raise UnreadableError(f"{path} is UTF-16 text; save it as UTF-8.")
+    return head.count(0) > NUL_SHARE * len(head)
 
 
 def line_number(path: str, byte: int) -> int:

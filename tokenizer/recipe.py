@@ -14,9 +14,6 @@ from tokenizer.dedup import DedupArguments
 from tokenizer.vocabulary import VocabularyArguments
 
 SEED = 1337
-# Stores record their settings, and the names of cached stores are made from them. What was added since is left out of both at
-# its default, so that older stores are still recognized.
-ADDED_SETTINGS = {"exclude"}
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,8 @@ class Recipe:
         """Every setting under its flag's name, and the content of what some of them name."""
         parts = (self.corpus, self.vocabulary, self.cleaning, self.dedup)
         settings = {name: value for part in parts for name, value in asdict(part).items()}
-        defaults = {name: value for part in parts for name, value in asdict(type(part)()).items()}
-        for name in ADDED_SETTINGS:
-            if settings[name] == defaults[name]:
-                del settings[name]
+        if not settings["exclude"]:  # added later: stores and names of cached stores without it are still recognized
+            del settings["exclude"]
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
         if self.existing_tokenizer is not None:
             settings["tokenizer_json"] = encode.sha256(self.existing_tokenizer.backend_tokenizer)

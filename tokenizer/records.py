@@ -27,7 +27,7 @@ def records(part: ByteRange) -> Records:
     """Yield records; raise a `UserError` for a file that cannot be read to its end, or a record that is too large."""
     with files.readable(part.path):
         if part.kind in ("jsonl", "json", "csv") and part.start == 0:
-            files.refuse_utf16(files.head(part.path), part.path)
+            files.is_binary(files.head(part.path), part.path)  # which refuses UTF-16
         yield from itertools.islice(READERS[part.kind](part), part.limit if part.kind == "parquet" else None)
 
 
