@@ -190,19 +190,13 @@ def test_records_are_known_by_the_suffix_and_json_may_be_a_list_or_a_record_a_li
     assert documents(write(tmp_path / name, content)) == ["one", "two"]
 
 
-@pytest.mark.parametrize(
-    "content",
-    ['{"name": "GPT", "layers": 12}', '{\n  "text": "all on its own lines"\n}\n', "[1, 2, 3]", "5", '{"broken": '],
-)
-def test_a_json_file_that_holds_no_records_is_text(tmp_path, content):
-    assert documents(write(tmp_path / "config.json", content)) == [content]
-
-
-def test_a_json_file_of_one_record_is_known_by_its_column(tmp_path):
-    assert documents(write(tmp_path / "a.json", '{"id": 1, "content": "one"}\n')) == ["one"]
-    path = write(tmp_path / "b.json", '{"id": 1, "prose": "one"}\n')
-    assert documents(path) == ['{"id": 1, "prose": "one"}\n']
-    assert documents(path, text_column="prose") == ["one"]
+def test_a_json_file_is_text_unless_it_holds_records_or_one_with_a_known_column(tmp_path):
+    one = '{"id": 1, "prose": "one"}\n'
+    lines = '{\n  "text": "all on its own lines"\n}\n'
+    for content in ('{"name": "GPT", "layers": 12}', lines, "[1, 2, 3]", "5", '{"broken": ', one):
+        assert documents(write(tmp_path / "config.json", content)) == [content]
+    assert documents(tmp_path / "config.json", text_column="prose") == ["one"]
+    assert documents(write(tmp_path / "a.json", one.replace("prose", "content"))) == ["one"]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
@@ -309,15 +303,10 @@ def test_identity_is_name_size_and_time_and_the_fingerprint_follows_content_kind
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("a.txt", "", "1 blank document"),
-        ("a.txt", " \n", "1 blank document"),
-        ("a.bin", b"\0\1", "1 binary file"),
-        ("a.jsonl", "", "nothing was found"),
-        ("a.jsonl", "\n\n", "nothing was found"),
-        ("a.jsonl", '{"text": " "}\n', "1 blank document"),
-        ("a.jsonl", "broken\n", "1 record without text"),
-        ("a.csv", "", "nothing was found"),
-        ("a.csv", "text,id\n", "nothing was found"),
+        *(("a.txt", "", "1 blank document"), ("a.txt", " \n", "1 blank document"), ("a.bin", b"\0\1", "1 binary file")),
+        *(("a.jsonl", '{"text": " "}\n', "1 blank document"), ("a.jsonl", "broken\n", "1 record without text")),
+        *((name, "", "nothing was found") for name in ("a.jsonl", "a.csv")),
+        *(("a.jsonl", "\n\n", "nothing was found"), ("a.csv", "text,id\n", "nothing was found")),
         ("a.json", "[]\n", "nothing was found"),
     ],
 )

@@ -95,13 +95,9 @@ def test_a_plain_archive_is_not_taken_for_a_tar(tmp_path):
 @pytest.mark.parametrize(
     ("name", "kind", "is_compressed", "is_packed"),
     [
-        ("a.txt", ".txt", False, False),
-        ("a", "", False, False),
-        ("a.gz", "", True, True),
-        ("A.Jsonl.ZST", ".jsonl", True, True),
-        ("b.gz/a.csv", ".csv", False, False),
+        *(("a.txt", ".txt", False, False), ("a", "", False, False), ("b.gz/a.csv", ".csv", False, False)),
+        *(("a.gz", "", True, True), ("A.Jsonl.ZST", ".jsonl", True, True), ("a.jsonl.bz2.gz", ".bz2", True, True)),
         ("a.Parquet", ".parquet", False, True),
-        ("a.jsonl.bz2.gz", ".bz2", True, True),
     ],
 )
 def test_the_name_tells_what_a_file_is(name, kind, is_compressed, is_packed):
