@@ -47,15 +47,12 @@ def require(name: str, what: str, *files: str) -> None:
     names are not checked. `what` is a noun with its article."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
     try:
-        validate_repo_id(name)
+        is_cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
     except HFValidationError:
         return
-    if (why := unreachable()) is not None and not any(
-        isinstance(try_to_load_from_cache(name, file), str) for file in files
-    ):
+    if (why := unreachable()) is not None and not is_cached:
         raise UserError(
             f"{name} is not a local path, the local cache of the Hub does not hold {what} of this name, and the Hub cannot be "
             f"reached ({why})."
