@@ -20,8 +20,9 @@ from transformers.utils import logging as transformers_logging
 from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
+from modeling_gpt2scratch.loading import arrange_weights
 from training.loading import find_model, load_with_tokenizer
-from training.sampling import arrange_weights, compiled, continue_texts, encode_prompt, generation_config
+from training.sampling import compiled, continue_texts, encode_prompt, generation_config
 
 AT_ONCE = 32  # continuations; each of GPT-2's takes 75 MB for keys and values at its full context in fp32
 

@@ -21,7 +21,6 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # gradio would tell 
 import gradio
 import torch
 from jinja2 import Template
-from torch import nn
 from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
@@ -32,7 +31,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from modeling_gpt2scratch.loading import check_tokenizer, load_model, load_tokenizer
+from modeling_gpt2scratch.loading import arrange_weights, load_with_tokenizer
 
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")
 REFRESH = 0.08  # seconds between two looks at what was written
@@ -109,13 +108,9 @@ class InputError(gradio.Error):
 
 def load(source: str, name: str, facts: list[str]) -> DemoModel:
     """Load `source`, a model folder or a Hub id; raise a `ModelError` where it cannot be."""
-    tokenizer, model = load_tokenizer(source), load_model(source)
-    check_tokenizer(source, model, tokenizer)
+    model, tokenizer = load_with_tokenizer(source)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    if model.device.type == "cpu" and model.dtype == torch.float32:
-        for module in model.modules():  # column by column, a single row is multiplied up to twice as fast
-            if isinstance(module, nn.Linear):
-                module.weight.data = module.weight.data.t().contiguous().t()
+    arrange_weights(model)
     return DemoModel(name, [f"{short(model.num_parameters())} parameters", *facts], model, tokenizer)
 
 

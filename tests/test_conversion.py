@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from hub_server import File, Repository, serving
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from modeling_gpt2scratch.conversion_gpt2scratch import ConversionError, from_gpt2, main, to_gpt2
+from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2, main, to_gpt2
+from modeling_gpt2scratch.loading import ModelError
 
 TINY = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
 DOOR = ("-m", "modeling_gpt2scratch.conversion_gpt2scratch")
@@ -95,7 +96,7 @@ FOREIGN |= {"reorder_and_upcast_attn": True, "add_cross_attention": True}
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_an_option_that_we_do_not_have_is_refused_by_name(name):
-    with pytest.raises(ConversionError, match=rf"no equivalent of {name}={FOREIGN[name]};"):
+    with pytest.raises(ModelError, match=rf"no equivalent of {name}={FOREIGN[name]};"):
         from_gpt2(tiny_gpt2(**{name: FOREIGN[name]}))
 
 
@@ -437,13 +438,13 @@ SWIN = b'{"model_type": "swin", "embed_dim": 96}'
 
 WRONG_SOURCES = {
     "no such source": (lambda folder: folder / "nowhere", "nowhere is neither a folder here nor a model on the Hub"),
-    "no config.json": (lambda folder: folder.mkdir() or folder, "holds no config.json"),
-    "a file": (lambda folder: write_seed(folder)[0] / BIN, "holds no config.json"),
+    "no config.json": (lambda folder: folder.mkdir() or folder, "config.json is missing"),
+    "a file": (lambda folder: write_seed(folder)[0] / BIN, "config.json is missing"),
     "broken config.json": (with_file("config.json", lambda content: b'{"embed_dim": 16,'), "config.json"),
     "config.json is a list": (with_file("config.json", lambda content: b"[]"), "config.json"),
     "of another family": (saved(LlamaConfig), "'llama'; expected gpt2, gpt2scratch, or a seed checkpoint"),
     "gpt2scratch already": (saved(tiny_ours), "is a gpt2scratch model already"),
-    "missing bin": (with_file(BIN, lambda content: None), "no pytorch_model.bin beside it"),
+    "missing bin": (with_file(BIN, lambda content: None), "pytorch_model.bin is missing"),
     "empty bin": (with_file(BIN, lambda content: b""), "pytorch_model.bin is not a plain state dict"),
     "truncated bin": (with_file(BIN, lambda content: content[:-2000]), "pytorch_model.bin is not a plain state dict"),
     "a tensor in place of a state dict": (with_state(lambda state: torch.zeros(3)), "pytorch_model.bin"),

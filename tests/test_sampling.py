@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from modeling_gpt2scratch.loading import arrange_weights
 from tokenizer.vocabulary import character_tokenizer
-from training.sampling import arrange_weights, continue_texts, generation_config
+from training.sampling import continue_texts, generation_config
 
 CONTEXT, HALF, END = 8, 4, 7
 

@@ -11,18 +11,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from atomic import file_sha256
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM, loading
-from tokenizer import hub, vocabulary
+from tokenizer import hub
 from tokenizer.store import TokenStore
 from training import checkpoint as checkpoints
 from training.run_folder import RunFolder
 
 
 def find_model(name: str) -> str:
-    """A loadable model for a run folder, a checkpoint, a model folder or a Hub id.
-
-    Raises:
-        UserError: the folder holds no model; there is no such folder and it is no Hub id; or the Hub cannot be reached.
-    """
+    """Return what to load for a run folder, a checkpoint, a model folder or a Hub id; raise a `UserError` where it holds no
+    model, or the Hub cannot be reached."""
     path = Path(name)
     for candidate in (path / "model", path, *reversed(checkpoints.complete_checkpoints(path / "checkpoints"))):
         if (candidate / "config.json").is_file():
@@ -36,12 +33,6 @@ def find_model(name: str) -> str:
     return name
 
 
-def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """`modeling_gpt2scratch.loading.load_model`, for commands: its errors are `UserError`s."""
-    with model_errors():
-        return loading.load_model(source, dtype)
-
-
 @contextmanager
 def model_errors(sentence: str = "{}") -> Iterator[None]:
     """Raise a `UserError` for a `ModelError`, with its text in `sentence`."""
@@ -52,8 +43,9 @@ def model_errors(sentence: str = "{}") -> Iterator[None]:
 
 
 def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT2ScratchForCausalLM:
-    """Load a model; raise a `UserError` where it is of another architecture."""
-    model = load_model(source, dtype)
+    """Load a model for evaluation; raise a `UserError` where it cannot be loaded or is of another architecture."""
+    with model_errors():
+        model = loading.load_model(source, dtype)
     if not isinstance(model, GPT2ScratchForCausalLM):
         raise UserError(
             f"{source} is a {type(model).__name__}; convert it first: "
@@ -65,15 +57,9 @@ def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT
 def load_with_tokenizer(
     source: str | Path, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and the fast tokenizer that is with it.
-
-    Raises:
-        UserError: one of them cannot be loaded, or they do not fit together.
-    """
-    tokenizer, model = vocabulary.load(source), load_model(source, dtype)
+    """`modeling_gpt2scratch.loading.load_with_tokenizer`, for commands: its errors are `UserError`s."""
     with model_errors():
-        loading.check_tokenizer(source, model, tokenizer)
-    return model, tokenizer
+        return loading.load_with_tokenizer(source, dtype)
 
 
 def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: TokenStore) -> None:

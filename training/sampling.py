@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -49,17 +48,6 @@ def compiled(config: GenerationConfig) -> GenerationConfig:
     config.cache_implementation, config.compile_config = "static", CompileConfig()
     config.compile_config._compile_all_devices = True  # of its own accord, Transformers compiles on accelerators only
     return config
-
-
-def arrange_weights(model: PreTrainedModel) -> None:
-    """Lay matrices out column by column, as GPT-2's `Conv1D` has them; their shapes and values stay.
-
-    MKL then multiplies a single row of fp32 by them up to twice as fast (AMD EPYC). In bf16 this would be slower.
-    """
-    if model.device.type == "cpu" and model.dtype == torch.float32:
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.data = module.weight.data.t().contiguous().t()
 
 
 class TextStream(BaseStreamer):
