@@ -10,19 +10,18 @@ import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 # isort: split
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from huggingface_hub.utils import enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
-from command_line import FlagParser, Problems, run
+from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
-from publishing.card import Edition, FolderArguments, is_kept
+from publishing.card import FolderArguments
 from publishing.hub_folder import TWIN, assemble, check_code
 from publishing.source import Source, all_sources, find_source
 from publishing.upload import Repository, check_access, check_repo_id, download, published_files, upload
@@ -48,17 +47,9 @@ class PushArguments:
     dry_run: bool = setting(False, "Assemble and verify, but do not upload.")
 
 
-def check(push: PushArguments, options: FolderArguments) -> None:
-    """Raise a `UserError` with all that is wrong with repository and model."""
-    found = Problems()
-    found.add_of(check_repo_id, [push.repo_id])
-    found.add_of(find_source, [Path(push.run), push.checkpoint])
-    found.refuse()
-
-
 def main(arguments: list[str]) -> None:
     parser = FlagParser((PushArguments, FolderArguments), __doc__.splitlines()[0], positional="run")
-    (push, options), _ = parser.parse(arguments, check=check)
+    (push, options), _ = parser.parse(arguments, check=lambda push, options: check_repo_id(push.repo_id))
     source = find_source(Path(push.run), push.checkpoint)
     if push.revisions and source.run is None:
         raise UserError(f"{source.model} is a model without a run, so there are no checkpoints for --revisions.")
@@ -67,86 +58,63 @@ def main(arguments: list[str]) -> None:
     if options.has_code and not options.trust_folder_code:
         for each in (source, *checkpoints):
             check_code(each)
+    repository = Repository(push.repo_id, private=push.private)
     if not push.dry_run:
-        check_access(Repository(push.repo_id, private=push.private))
-
-    with _disk_errors(source), _publishing_alone(source):
-        url = publish(source, push, Edition(push.repo_id, options=options))
-        for checkpoint in checkpoints:
-            publish(checkpoint, push, Edition(push.repo_id, checkpoint.branch, options))
-    if url is not None:
-        print(f"Published: {url}")
-
-
-@contextmanager
-def _publishing_alone(source: Source) -> Iterator[None]:
-    """Refuse a second process: it would verify one folder and upload another."""
+        check_access(repository)
     try:
         with FileLock(source.hub.with_name(f".{source.hub.name}.lock"), timeout=0):
-            yield
-    except Timeout as error:
+            url = publish(source, repository, options, push.dry_run)
+            for checkpoint in checkpoints:
+                publish(checkpoint, replace(repository, branch=checkpoint.branch), options, push.dry_run)
+    except Timeout as error:  # another process would have verified one folder and uploaded another
         raise UserError(f"{source.model} is being published by another process; wait for its end.") from error
-
-
-@contextmanager
-def _disk_errors(source: Source) -> Iterator[None]:
-    """Turn a full disk, a folder that cannot be written, a checkpoint that the run deletes meanwhile into one sentence."""
-    try:
-        yield
     except BrokenPipeError:  # nobody reads what we print
         raise
-    except Exception as error:
+    except (
+        Exception
+    ) as error:  # a full disk, a folder that cannot be written, a checkpoint that the run deletes meanwhile
         of_the_disk = as_os_error(error)
         if not isinstance(of_the_disk, OSError):
             raise
         sentence = f"Could not publish {source.model}: {of_the_disk}; correct that, then run this again."
         raise UserError(sentence) from error
+    if url is not None:
+        print(f"Published: {url}")
 
 
-def publish(source: Source, push: PushArguments, edition: Edition) -> str | None:
-    """Assemble the folder, verify it, upload it, verify what is there then; return the address."""
-    folder, branch, options = source.hub, edition.branch, edition.options
-    if branch is not None:
-        folder = folder.with_name(f"{folder.name}-{branch}")
-    as_branch = f" as {branch}" if branch is not None else ""
+def publish(source: Source, repository: Repository, options: FolderArguments, dry_run: bool) -> str | None:
+    """Assemble the folder, verify it, upload it, and verify what is there then; return the address."""
+    folder, as_branch = source.hub, ""
+    if repository.branch is not None:
+        folder, as_branch = folder.with_name(f"{folder.name}-{repository.branch}"), f" as {repository.branch}"
     expected = expect(source)
-    assemble(source, edition, folder, expected.text)
+    assemble(source, repository, options, folder, expected.text)
     print(f"{source.model}{as_branch}:")
-    check_published(Published(str(folder.resolve()), has_code=options.has_code), expected, options)
+    verify_formats(Published(str(folder.resolve()), options.has_code), expected, options)
     sizes = {name: path.stat().st_size for name, path in published_files(folder).items()}
     for name, size in [*sizes.items(), ("total", sum(sizes.values()))]:
         print(f"  {size:>15,} bytes  {name}", flush=True)
-    if push.dry_run:
-        print(f"Not uploaded (--dry_run): {folder} is what would go to {push.repo_id}{as_branch}.")
+    if dry_run:
+        print(f"Not uploaded (--dry_run): {folder} is what would go to {repository.id}{as_branch}.")
         return None
-    repository = Repository(push.repo_id, private=push.private, branch=branch)
-    uploaded = upload(folder, repository, ours=HUB_FILES, keep=is_kept)
+    uploaded = upload(folder, repository)
     with tempfile.TemporaryDirectory() as cache:
-        download(push.repo_id, uploaded.commit, Path(cache), folder)
-        there = Published(push.repo_id, uploaded.commit, has_code=options.has_code, cache=Path(cache))
-        check_published(there, expected, options)
-    if branch is not None:
+        download(repository.id, uploaded.oid, Path(cache), folder)
+        there = Published(repository.id, options.has_code, uploaded.oid, Path(cache))
+        verify_formats(there, expected, options)
+    if repository.branch is not None:
         discard(folder, HUB_FILES)
-    return uploaded.url
+    return str(uploaded.repo_url)
 
 
-def check_published(published: Published, expected: Expected, options: FolderArguments) -> None:
-    """Verify a folder or repository and print the result; raise a `UserError` where it does not work for others."""
-    verified = verify(published, expected)
-    loss, where = verified["loss"], "the Hub" if published.cache is not None else "the folder"
-    compared = f"validation loss not compared: {expected.no_loss_because}"
-    if loss is not None:
-        compared = f"validation loss {loss:.4f} (the run: {expected.run_loss:.4f})"
-    print(
-        f"Verified in a fresh process (from {where}): no missing or unexpected weights, logits differ by "
-        f"{verified['difference']:.1e}, {compared}. It writes:\n  {verified['prompt']!r} -> {verified['text']!r}"
-    )
+def verify_formats(published: Published, expected: Expected, options: FolderArguments) -> None:
+    """Verify a folder or repository, and its native twin, of which the loss follows from the logits."""
+    verify(published, expected)
     if options.has_twin:
-        twin = replace(published, subfolder=TWIN, has_code=False)
-        differs_by = verify(twin, replace(expected, windows={}, run_loss=None))["difference"]
-        print(f"The native twin, without remote code: logits differ by {differs_by:.1e}.")
+        verify(replace(published, subfolder=TWIN, has_code=False), replace(expected, windows={}, run_loss=None))
 
 
 if __name__ == "__main__":
     transformers_logging.disable_progress_bar()
+    enable_progress_bars()  # the Hub's own
     run(main)

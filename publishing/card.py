@@ -1,21 +1,28 @@
-"""The model card: the run's report under the Hub's metadata, with the model named as others will load it."""
+"""The model card: the run's report under the Hub's metadata, with the model named as others will load it.
 
+    python -m lm_eval --model hf --model_args pretrained=runs/x/model,trust_remote_code=True --tasks ... --output_path runs/x/lm_eval
+
+puts its results where they are found here.
+"""
+
+import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
-from errors import UserError, counted
+from errors import NONSENSE, UserError
 from limits import setting
-from publishing.evaluations import harness_results, validation_results
 from publishing.source import Source
+from publishing.upload import WRITTEN, Repository
 from tokenizer import encode, vocabulary
+from training.checkpoint import MANIFEST
 from training.data import find_store
 from training.report.evaluation import evaluation_of
 from training.report.report import environment, facts_of, sections_of
@@ -24,9 +31,9 @@ from training.sampling import read_samples
 TEMPLATES = Path(__file__).parent / "templates"
 # Metadata of a model folder's own card that its new one keeps, unless the command says otherwise.
 KEPT = ("base_model", "datasets", "language", "license")
-# In the card; the one on the Hub is kept as it is once this line is taken out of it.
-WRITTEN = "<!-- Written by push_to_hub.py, which writes it anew each time. Take out this line to keep your changes. -->"
 NO_LICENCE = "None was given: ask the author before you use the weights for more than looking."
+HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
+VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
 
 
 @dataclass
@@ -54,86 +61,65 @@ class FolderArguments:
         return self.format == "both"
 
 
-@dataclass(frozen=True)
-class Edition:
-    """What a repository, or a branch of it, holds of a model."""
-
-    repo_id: str
-    branch: str | None = None  # where it is not the main one
-    options: FolderArguments = field(default_factory=FolderArguments)
-
-
-def model_card(source: Source, edition: Edition, gguf: Iterable[dict[str, Any]] = ()) -> str:
+def model_card(
+    source: Source, repository: Repository, options: FolderArguments, gguf: Iterable[dict[str, Any]] = ()
+) -> str:
     """Return the card: of a run, its report; of a folder that has a README.md, that. `gguf`: the files that go with it."""
-    metadata, run = _metadata(source, edition), source.run
+    run, measured = source.run, harness_results(source)
     facts = facts_of(run) if run is not None else None
+    brought, sections = _page(source) if facts is None else ({}, {})
+    metadata = _metadata(source, repository, options, brought if run is None else {}, measured)
+    config = AutoConfig.from_pretrained(source.model, trust_remote_code=False)
     shown = {
+        "base": "report.md.j2" if facts is not None else "page.md.j2",
+        "sections": sections,
         "written": WRITTEN,
         "source": source,
-        "edition": edition,
+        "repository": repository,
+        "options": options,
+        "config": config,
         "gguf": gguf,
-        "own_evaluation": "",
         # The report may be about other weights than those that are published.
         "evaluation": evaluation_of(run, source.model) if run is not None else None,
-        "measured": harness_results(source),
-        "citation_key": re.sub(r"\W+", "", edition.repo_id).lower(),
+        "own_evaluation": sections.get("Evaluation", "") if run is None else "",
+        "measured": measured,
+        "licence": options.license or sections.get("Licence") or metadata.license or NO_LICENCE,
+        "citation_key": re.sub(r"\W+", "", repository.id).lower(),
         "year": datetime.now(UTC).year,
-        **_examples(source),
+        **_examples(source, config.n_positions),
     }
-    licence = edition.options.license or metadata.license
-    if facts is not None:
-        shown = facts | shown | {"base": "report.md.j2"}
-    else:  # what someone wrote is the source
-        sections = _sections(source)
-        licence = edition.options.license or sections.get("Licence") or metadata.license
-        shown |= {"base": "page.md.j2", "sections": sections}
-        if run is None:
-            shown["own_evaluation"] = sections.get("Evaluation", "")
-    template = environment(TEMPLATES).get_template("card.md.j2")
-    body = template.render(shown, licence=licence or NO_LICENCE).strip() + "\n"
+    body = environment(TEMPLATES).get_template("card.md.j2").render((facts or {}) | shown).strip() + "\n"
     return str(ModelCard.from_template(metadata, template_str="---\n{{ card_data }}\n---\n\n{{ body }}", body=body))
 
 
-def is_kept(card: str) -> bool:
-    """Whether someone made a card on the Hub their own."""
-    return WRITTEN not in card
-
-
-def _sections(source: Source) -> dict[str, str]:
-    """Return the sections of the page about the model that is already there."""
+def _page(source: Source) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return metadata and sections of the page about the model that someone wrote."""
     path = source.model / "README.md" if source.run is None else source.run.report
-    page = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _shape(source.model)
-    page = re.sub(r"\A---\n.*?\n---\n", "", page, flags=re.DOTALL)  # metadata that it brings is made again
-    sections = sections_of(page.replace(WRITTEN, "").strip())
-    return sections | {"": re.sub(r"\A# .*\n*", "", sections[""]).strip()}
+    page = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    block = re.match(r"---\n(.*?)\n---\n", page, flags=re.DOTALL)
+    try:
+        metadata = yaml.safe_load(block[1]) if block else None
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"The metadata of {path} is not YAML: {' '.join(str(error).split())}; correct it.") from error
+    sections = sections_of(page[block.end() if block else 0 :].replace(WRITTEN, "").strip())
+    sections[""] = re.sub(r"\A# .*\n*", "", sections[""]).strip()
+    return metadata if isinstance(metadata, dict) else {}, sections
 
 
-def _shape(model: Path) -> str:
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    return (
-        f"A GPT-2-class language model: {counted(config.n_layer, 'layer')}, {counted(config.n_head, 'head')}, width "
-        f"{config.n_embd}, a context of {config.n_positions} tokens, a vocabulary of {config.vocab_size:,}."
-    )
-
-
-def _examples(source: Source) -> dict[str, Any]:
+def _examples(source: Source, context: int) -> dict[str, Any]:
     """Return a prompt that leaves room for its answer, and a text that fits the context; the tokenizer can read both."""
-    text = "The quick brown fox jumps over the lazy dog."
-    prompts: list[str] = []
+    written, prompts = ["The quick brown fox jumps over the lazy dog."], []
     if source.run is not None:
-        samples = read_samples(source.run.samples)
-        text = next((text for texts in reversed(samples.values()) for text in texts if text), text)
+        written += [text for texts in read_samples(source.run.samples).values() for text in texts if text]
         prompts = [prompt for prompt in source.config.sampling.sample_prompts if prompt]
+    text = written[-1]
     tokenizer = vocabulary.load(source.model)
-    context = AutoConfig.from_pretrained(source.model, trust_remote_code=False).n_positions
-    new_tokens = min(30, context // 2)
-    is_chat = tokenizer.chat_template is not None
-    if is_chat:
-        prompts = [*prompts, "Hello"]
+    if is_chat := tokenizer.chat_template is not None:
+        prompts.append("Hello")
     if encode.is_character(tokenizer.backend_tokenizer):
         known = tokenizer.get_vocab()
         text = "".join(character for character in text if character in known) or "".join(sorted(known)[:context])
-    text = _cut(text, min(80, context))
+    text, new_tokens = _cut(text, min(80, context)), min(30, context // 2)
     prompt = _cut((prompts or [text[: max(1, len(text) // 2)]])[0], context - new_tokens)
     return {"prompt": prompt, "text": text, "is_chat": is_chat, "new_tokens": new_tokens}
 
@@ -143,30 +129,85 @@ def _cut(text: str, tokens: int) -> str:
     return text.encode()[:tokens].decode(errors="ignore") or text[:1]
 
 
-def _metadata(source: Source, edition: Edition) -> ModelCardData:
-    own = ["gpt2scratch" if edition.options.has_code else "gpt2"] + ["from-scratch"] * (source.run is not None)
-    brought = {} if source.run is not None else _brought(source.model / "README.md")
-    further = [tag for tag in brought.get("tags") or [] if tag not in ("gpt2scratch", "gpt2")]
-    kept = {name: brought[name] for name in KEPT if name in brought}
+def _metadata(
+    source: Source,
+    repository: Repository,
+    options: FolderArguments,
+    brought: dict[str, Any],
+    measured: list[EvalResult],
+) -> ModelCardData:
+    own = ["gpt2scratch" if options.has_code else "gpt2"] + ["from-scratch"] * (source.run is not None)
+    tags = brought["tags"] if isinstance(brought.get("tags"), list) else []
     store = find_store(source.config.recipe) if source.run is not None else None
-    datasets = sorted(set(store.metadata.hub_datasets)) if store is not None else []
-    given = {"license": edition.options.license, "language": edition.options.language, "datasets": datasets}
-    results = validation_results(source) + harness_results(source)
+    given = {"license": options.license, "language": options.language}
+    given["datasets"] = sorted(set(store.metadata.hub_datasets)) if store is not None else []
+    results = validation_results(source) + measured
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=own + further,
-        **kept | {name: value for name, value in given.items() if value},
-        **({"model_name": edition.repo_id.split("/")[1], "eval_results": results} if results else {}),
+        tags=own + [tag for tag in tags if tag not in ("gpt2scratch", "gpt2")],
+        **{name: given.get(name) or brought[name] for name in KEPT if given.get(name) or name in brought},
+        **({"model_name": repository.id.split("/")[1], "eval_results": results} if results else {}),
     )
 
 
-def _brought(readme: Path) -> dict[str, Any]:
-    """Return the metadata of a card that a folder has."""
-    if not readme.is_file():
-        return {}
-    try:
-        text = readme.read_text(encoding="utf-8", errors="replace")
-        return ModelCard(text, ignore_metadata_errors=True).data.to_dict()
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"The metadata of {readme} is not YAML: {' '.join(str(error).split())}; correct it.") from error
+# ---- evaluation results ----------------------------------------------------------------------------------------------
+
+
+def validation_results(source: Source) -> list[EvalResult]:
+    """Return the run's validation of the checkpoint, as the Hub's `model-index` has it."""
+    record = source.validation or {}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Language modeling",
+            dataset_type="text",
+            dataset_name="held-out text of the training sources",
+            dataset_split="validation",
+            metric_type=name.removeprefix("eval_"),
+            metric_name=title,
+            metric_value=round(record[name], 4),
+            verified=False,
+        )
+        for name, title in VALIDATION.items()
+        if name in record
+    ]
+
+
+def harness_results(source: Source) -> list[EvalResult]:
+    """Return what lm-eval measured of these weights, oldest first."""
+    if source.run is None:
+        return []
+    found: list[EvalResult] = []
+    for path in sorted(source.run.evaluations.glob("**/results_*.json"), key=lambda path: path.stat().st_mtime):
+        try:
+            measured = json.loads(path.read_text(encoding="utf-8"))
+            model, results = Path(measured["model_name"]).resolve(), list(_entries(measured))
+            {result.unique_identifier for result in results}  # a card groups them by it
+        except NONSENSE as error:
+            raise UserError(f"{path} is not whole; delete it, or measure again.") from error
+        is_newest = model == source.run.model.resolve() and source.step == source.run.newest_step()
+        is_later = path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime  # than what `model/` was then
+        if model == source.model.resolve() or (is_newest and is_later):
+            found += results
+    return found
+
+
+def _entries(measured: dict[str, Any]) -> Iterator[EvalResult]:
+    for name, task in measured["configs"].items():
+        # No id on the Hub: tasks of one's own would count as one, and a folder of this machine would be published.
+        local = task["dataset_path"] in (None, "json") or Path(task["dataset_path"]).is_absolute()
+        for key, value in measured["results"][name].items():
+            metric, _, filtered = key.partition(",")
+            if filtered and not metric.endswith("_stderr") and isinstance(value, float):
+                yield EvalResult(
+                    task_type="text-generation",
+                    dataset_type=name if local else task["dataset_path"],
+                    dataset_name=name,
+                    dataset_config=task.get("dataset_name"),
+                    dataset_split=task.get("test_split") or task.get("validation_split"),
+                    metric_type=metric,
+                    metric_value=value,
+                    source_name=f"lm-eval {measured['lm_eval_version']}, {measured['n-shot'][name]}-shot",
+                    source_url=HARNESS,
+                )

@@ -89,18 +89,11 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
         raise UserError(f"{destination} cannot be written: {error.strerror or error}.") from error
 
 
-@dataclass(frozen=True)
-class Difference:
-    """What a file computes, minus what its model does."""
-
-    logits: float  # the largest, of either sign
-    loss: float  # of the mean over all targets, in nats a token
-
-
 @torch.no_grad()
-def difference(model: Path, file: Path, ids: torch.Tensor) -> Difference:
-    """How far llama.cpp will be from the model on `ids`, (B, T) int64: the file's weights and the activation that llama.cpp
-    has, in float32. What llama.cpp itself rounds on the way comes on top.
+def difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float]:
+    """Return how far llama.cpp will be from the model on `ids`, (B, T) int64: by the largest difference of a logit, and by that
+    of the loss in nats per token, with the file's weights and the activation that llama.cpp has, in float32. What llama.cpp
+    itself rounds on the way comes on top.
     """
     ours = load_own_model(model, torch.float32)
     theirs = copy.deepcopy(ours)
@@ -114,8 +107,8 @@ def difference(model: Path, file: Path, ids: torch.Tensor) -> Difference:
         logits = [each(row[None]).logits[0] for each in (ours, theirs)]  # 2 x (T, V)
         largest = max(largest, (logits[1] - logits[0]).abs().max().item())
         losses.append([nn.functional.cross_entropy(each[:-1], row[1:]).item() for each in logits])
-    mean = np.mean(losses, axis=0)
-    return Difference(largest, float(mean[1] - mean[0]))
+    ours_mean, theirs_mean = np.mean(losses, axis=0)
+    return largest, float(theirs_mean - ours_mean)
 
 
 def _tensors(model: GPT2ScratchForCausalLM) -> dict[str, torch.Tensor]:

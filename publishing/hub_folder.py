@@ -1,50 +1,44 @@
 """The folder that goes to the Hub: an allow-list of files, further formats where they are asked for, and the model card."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from atomic import write_atomic
+from atomic import file_sha256, write_atomic
 from errors import UserError
 from modeling_gpt2scratch import configuration_gpt2scratch
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
-from modeling_gpt2scratch.loading import read_json
-from publishing.card import Edition, model_card
+from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TOKENIZER, WEIGHTS, read_json
+from publishing.card import FolderArguments, model_card
 from publishing.gguf_file import difference, write_gguf
 from publishing.source import Source
+from publishing.upload import Repository
 from removal import renew
 from training.loading import model_errors
 from training.run_folder import HUB_FILES
 
 # Nothing else is ever copied: no optimizer state, no logs with paths, no file that merely lies there.
-WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 CODE = ("configuration_gpt2scratch.py", "modeling_gpt2scratch.py")
-ALLOWED = (*WEIGHTS, "config.json", "generation_config.json", *TOKENIZER, *CODE)
-NEEDED = ("config.json", "tokenizer.json")
+ALLOWED = (WEIGHTS, SHARDS, INDEX, CONFIG, GENERATION, *TOKENIZER, *CODE)
 OUR_CODE = Path(configuration_gpt2scratch.__file__).parent
 RELEASED_CODE = Path(__file__).with_name("released_code.txt")  # SHA-256 and name of each version of CODE
 TWIN = "native"  # the subfolder of the native twin
 
 
-def assemble(source: Source, edition: Edition, destination: Path, ids: torch.Tensor) -> None:
-    """Write the folder `destination` again: the model, its card, and what else the edition has.
+def assemble(
+    source: Source, repository: Repository, options: FolderArguments, destination: Path, ids: torch.Tensor
+) -> None:
+    """Write the folder `destination` again: the model, its card, and what else `options` ask for. Raise a `UserError` where the
+    model lacks a file or cannot have the format, or `destination` holds files that were not written here.
 
     Args:
         ids: (B, T), text on which the card says how far GGUF is from the model.
-
-    Raises:
-        UserError: the model lacks a file, or cannot have the format; `destination` holds files that were not written here.
     """
-    options = edition.options
-    missing = [name for name in NEEDED if not (source.model / name).is_file()]
-    if missing:
+    if missing := [name for name in (CONFIG, TOKENIZER[0]) if not (source.model / name).is_file()]:
         raise UserError(f"{source.model} cannot be published: it lacks {', '.join(missing)}.")
-    source.check_card()
+    source.check_pages()
     renew(destination, "hub", HUB_FILES)
     if options.has_code:
         for path in source.files(ALLOWED):
@@ -56,20 +50,21 @@ def assemble(source: Source, edition: Edition, destination: Path, ids: torch.Ten
     for plot in source.run.plots.values() if source.run is not None else ():
         if plot.is_file():
             shutil.copy(plot, destination / plot.name)
-    gguf = [_write_gguf(source, edition, kind, destination, ids) for kind in options.gguf]
-    write_atomic(destination / "README.md", model_card(source, edition, gguf))
+    gguf, name = [], repository.id.split("/")[1]
+    for kind in options.gguf:
+        file = destination / f"{name}-{kind.upper()}.gguf"
+        write_gguf(source.model, file, kind, name, options.license)
+        logits, loss = difference(source.model, file, ids)
+        gguf.append({"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": ids.numel()})
+    write_atomic(destination / "README.md", model_card(source, repository, options, gguf))
 
 
 def check_code(source: Source) -> None:
-    """Refuse code that came with a model: it would run wherever the published model is loaded.
-
-    Raises:
-        UserError: a Python file of the model is of no version of this project, or its tokenizer names code.
-    """
+    """Refuse code that came with a model, a Python file of no version of this project or what its tokenizer names: it would
+    run wherever the published model is loaded."""
     known = set(RELEASED_CODE.read_text(encoding="utf-8").split())
     for path in source.files(CODE):
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() not in known and content != (OUR_CODE / path.name).read_bytes():
+        if file_sha256(path) not in {*known, file_sha256(OUR_CODE / path.name)}:
             raise UserError(
                 f"{path} is of no version of this project; read it, then add --trust_folder_code to publish it, or delete it "
                 f"to publish the current version."
@@ -82,11 +77,8 @@ def check_code(source: Source) -> None:
 
 
 def write_native(model: Path, destination: Path) -> None:
-    """Write the native twin: the model as Transformers' `GPT2LMHeadModel`, for programs that run no remote code.
-
-    Raises:
-        UserError: `model` is damaged or of another architecture, or `destination` holds files already.
-    """
+    """Write the native twin: the model as Transformers' `GPT2LMHeadModel`, for programs that run no remote code. Raise a
+    `UserError` where `model` is damaged or of another architecture, or `destination` holds files already."""
     with model_errors():
         convert(str(model), destination, to="gpt2")
     # 4.57 and 5 read this alike; 5 alone would name a class and a field that 4.57 does not know.
@@ -109,12 +101,3 @@ def _write_code(destination: Path) -> None:
     if config.get("auto_map") != configuration_gpt2scratch.AUTO_MAP:
         config["auto_map"] = configuration_gpt2scratch.AUTO_MAP
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_gguf(source: Source, edition: Edition, kind: str, destination: Path, ids: torch.Tensor) -> dict[str, Any]:
-    """Return what the card shows of the file."""
-    name = edition.repo_id.split("/")[1]
-    file = destination / f"{name}-{kind.upper()}.gguf"
-    write_gguf(source.model, file, kind, name, edition.options.license)
-    gap = difference(source.model, file, ids)
-    return {"name": file.name, "kind": kind.upper(), "logits": gap.logits, "loss": gap.loss, "tokens": ids.numel()}

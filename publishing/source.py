@@ -31,22 +31,16 @@ class Source:
         return self.run.hub if self.run is not None else self.model.resolve().with_name(f"{self.name}-hub")
 
     def files(self, allowed: tuple[str, ...]) -> list[Path]:
-        """Those of the model that match a pattern: of a checkpoint, what was written with it; of a folder, what lies there.
-
-        Raises:
-            UserError: a link that leads out of the folder, to anything on this machine.
-        """
+        """Return those of the model that match a pattern: of a checkpoint, what was written with it; of a folder, what lies
+        there. Raise a `UserError` for a link that leads out of the folder, to anything on this machine."""
         names = [path.name for path in self.model.iterdir() if path.is_file()]
         if self.run is not None:
             names = [name for name in checkpoints.listed_files(self.model) if "/" not in name]
         return [self._own(self.model / name) for name in names if any(fnmatch(name, pattern) for pattern in allowed)]
 
-    def check_card(self) -> None:
+    def check_pages(self) -> None:
         """Refuse a link that leads out of the folder among the files that the card is made of."""
-        shown = [self.model / "README.md"]
-        if self.run is not None:
-            shown = [self.run.facts, self.run.report, self.run.samples, *self.run.plots.values()]
-        for path in shown:
+        for path in self.run.files if self.run is not None else [self.model / "README.md"]:
             self._own(path)
 
     def _own(self, path: Path) -> Path | None:
@@ -76,11 +70,8 @@ class Source:
 
 
 def find_source(path: Path, wanted: str | None) -> Source:
-    """`wanted`: `last`, `best` or a step, of a run; None is `last`.
-
-    Raises:
-        UserError: there is no such model, or it is damaged.
-    """
+    """Return the model at `path`, of a run the one `wanted`: `last`, `best` or a step; None is `last`. Raise a `UserError`
+    where it does not exist or is damaged."""
     if (path / "config.json").is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
         with model_errors(f"{path} cannot be published: {{}}."):
             kind = read_model_config(path)["model_type"]

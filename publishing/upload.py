@@ -7,28 +7,30 @@ not sent again. (`upload_folder` would make several commits where Xet is install
 import filecmp
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard, get_token
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
     LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, validate_repo_id
+from huggingface_hub.utils import validate_repo_id
 
 from errors import UserError
 from removal import MARK
+from training.run_folder import HUB_FILES
 
 TOKENS = "https://huggingface.co/settings/tokens"
+# In a model's card; the one on the Hub is kept as it is once this line is taken out of it.
+WRITTEN = "<!-- Written by push_to_hub.py, which writes it anew each time. Take out this line to keep your changes. -->"
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,12 @@ class Repository:
     branch: str | None = None  # where it is not the main one
 
 
-@dataclass(frozen=True)
-class Uploaded:
-    url: str
-    commit: str  # its hash
-
-
 def check_repo_id(repo_id: str) -> None:
     """Raise a `UserError` where it is not `user/name` as the Hub spells it."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise UserError(f"repo_id {repo_id!r} is not a name the Hub accepts: {_first_line(error)}.") from error
+        raise UserError(f"repo_id {repo_id!r} is not a name the Hub accepts: {_on_one_line(error)}.") from error
     if repo_id.count("/") != 1:
         raise UserError(f"repo_id is {repo_id!r}; it must be user/name.")
 
@@ -99,27 +95,21 @@ def published_files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in files}
 
 
-def upload(
-    folder: Path, repository: Repository, ours: tuple[str, ...] = (), keep: Callable[[str], bool] = lambda card: False
-) -> Uploaded:
+def upload(folder: Path, repository: Repository) -> CommitInfo:
     """Create the repository and the branch, if they do not exist, and make the folder its newest commit.
 
-    Files of the repository that match a pattern of `ours` and are not in the folder are removed; all others stay. `keep` is
-    given the README.md that the repository has, and returns whether to leave it.
-
-    Raises:
-        UserError: the Hub refuses, or cannot be reached; nothing of the repository is changed then.
-        KeyboardInterrupt: with the same sentence.
+    Of a model's repository, files that this project writes and the folder lacks are removed, all others stay, and so does
+    a README.md that someone made their own. Where the Hub refuses or cannot be reached, a `UserError` is raised and nothing
+    of the repository is changed; a KeyboardInterrupt says the same.
     """
-    hub, repo_id = HfApi(), repository.id
+    hub, repo_id, is_model = HfApi(), repository.id, repository.type == "model"
     there = {"repo_id": repo_id, "repo_type": repository.type}
     on_branch = there | {"revision": repository.branch}
-    with _hub_errors(f"upload to {repo_id}"), _progress_bars():
+    with _hub_errors(f"upload to {repo_id}"):
         _refuse_bad_metadata(folder / "README.md", repository.type)  # before anything is created
         if not hub.repo_exists(**there):
-            sdk = "gradio" if repository.type == "space" else None
             try:
-                hub.create_repo(**there, private=repository.private, space_sdk=sdk)
+                hub.create_repo(**there, private=repository.private, space_sdk=None if is_model else "gradio")
             except HfHubHTTPError as error:
                 if error.response.status_code != 409:
                     raise
@@ -128,25 +118,25 @@ def upload(
         if repository.branch is not None:
             hub.create_branch(**there, branch=repository.branch, exist_ok=True)
         paths, names = published_files(folder), hub.list_repo_files(**on_branch)
+        ours = HUB_FILES if is_model else ()
         stale = [name for name in names if name not in paths and any(fnmatch(name, pattern) for pattern in ours)]
-        if "README.md" in names:
+        if is_model and "README.md" in names:
             with tempfile.TemporaryDirectory() as cache:
                 card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))
-                is_kept = keep(card.read_text(encoding="utf-8", errors="replace"))
-            if is_kept:
+                is_written_here = WRITTEN in card.read_text(encoding="utf-8", errors="replace")
+            if not is_written_here:
                 del paths["README.md"]
                 print(
                     f"The README.md of {repo_id} is someone's own and stays; delete it there for the card of {folder}."
                 )
         operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
         operations += [CommitOperationDelete(name) for name in stale]
-        commit = hub.create_commit(operations=operations, commit_message="Upload with GPT2Scratch", **on_branch)
-        return Uploaded(str(commit.repo_url), commit.oid)
+        return hub.create_commit(operations=operations, commit_message="Upload with GPT2Scratch", **on_branch)
 
 
 def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:
     """Fetch what other people would get into a cache of its own; refuse what is not, byte for byte, what was uploaded."""
-    with _hub_errors(f"read {repo_id} back"), _progress_bars():
+    with _hub_errors(f"read {repo_id} back"):
         there = Path(HfApi().snapshot_download(repo_id, revision=commit, cache_dir=cache))
     names = [name for name in published_files(compare_with) if name != "README.md"]  # which may have been kept
     _, different, missing = filecmp.cmpfiles(compare_with, there, names, shallow=False)
@@ -162,48 +152,29 @@ def _refuse_bad_metadata(card: Path, repo_type: str) -> None:
         try:
             reasons = "; ".join(problem["message"] for problem in json.loads(str(error))["errors"])
         except (ValueError, KeyError, TypeError):
-            reasons = " ".join(str(error).split())[:300]
+            reasons = _on_one_line(error)
         raise UserError(f"The Hub does not take the metadata of {card}: {reasons}; correct what is named.") from error
-
-
-@contextmanager
-def _progress_bars() -> Iterator[None]:
-    """Show the client's own bars, which the commands switch off with Transformers'."""
-    enable_progress_bars()
-    try:
-        yield
-    finally:
-        disable_progress_bars()
 
 
 @contextmanager
 def _hub_errors(action: str) -> Iterator[None]:
     """Turn whatever the Hub, or the way to it, refuses into one sentence."""
+    again = "run this again: what has arrived is not sent twice"
     try:
         yield
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(
-            f"Interrupted, could not {action}; run this again: what has arrived is not sent twice."
-        ) from error
-    except LocalTokenNotFoundError as error:
-        raise UserError("You are not logged in to the Hub: run `hf auth login`, then this command again.") from error
-    except OfflineModeIsEnabled as error:
-        raise UserError(f"Could not {action}: HF_HUB_OFFLINE is set; unset it, or look with --dry_run.") from error
+        raise KeyboardInterrupt(f"Interrupted, could not {action}; {again}.") from error
+    except (LocalTokenNotFoundError, UnicodeEncodeError) as error:
+        problem = "You are not logged in to the Hub, or by a token with characters that no token has"
+        raise UserError(f"{problem}: run `hf auth login`, then this command again.") from error
     except HfHubHTTPError as error:
-        raise UserError(f"Could not {action}: the Hub refused: {_first_line(error)}.") from error
-    except UnicodeEncodeError as error:
-        raise UserError("The token has characters that no token has: run `hf auth login`, then this again.") from error
-    except ValueError as error:  # metadata of the card that the Hub does not know, or an answer that is none of its own
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(f"Could not {action}: {reason}; correct what is named, then run this again.") from error
-    except (HTTPError, OSError, RuntimeError) as error:  # RuntimeError: from Xet
-        raise UserError(
-            f"Could not {action}: the Hub cannot be reached ({_first_line(error)}); run this again: what has arrived is not "
-            f"sent twice."
-        ) from error
+        raise UserError(f"Could not {action}: the Hub refused: {_on_one_line(error)}; {again}.") from error
+    # RuntimeError: from Xet. ValueError: an answer that is none of the Hub's own.
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"Could not {action}: the Hub cannot be reached ({_on_one_line(error)}); {again}.") from error
 
 
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    token = get_token()
-    return line.replace(token, "(token)") if token else line
+def _on_one_line(error: Exception) -> str:
+    """Return the message without the token."""
+    line, token = " ".join(str(error).split()) or type(error).__name__, get_token()
+    return (line.replace(token, "(token)") if token else line)[:300].rstrip(".")

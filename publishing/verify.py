@@ -61,10 +61,10 @@ class Published:
     """Where other people find the model: a folder, or a repository in a cache."""
 
     name: str
+    has_code: bool
     revision: str | None = None
-    subfolder: str = ""
-    has_code: bool = True
     cache: Path | None = None
+    subfolder: str = ""
 
     def __str__(self) -> str:
         revision = f" at {self.revision[:12]}" if self.revision else ""
@@ -91,37 +91,40 @@ def expect(source: Source) -> Expected:
     return replace(expected, windows=windows, is_sample=affordable < scored, run_loss=record["eval_loss"])
 
 
-def verify(published: Published, expected: Expected) -> dict[str, Any]:
-    """Return the largest `difference` of the logits, the `loss` (None where none is expected), a `prompt` and the `text` after it.
-
-    Raises:
-        UserError: it does not load, weights are missing or left over, or it computes something else than the model here.
-    """
+def verify(published: Published, expected: Expected) -> None:
+    """Load and run the model as others will, and print the result; raise a `UserError` where it does not load, weights are
+    missing or left over, or it computes something else than the model here."""
     answer, logits = _run_isolated(published, expected)
     difference = (logits - expected.logits).abs().max().item() if logits.shape == expected.logits.shape else math.inf
-    found, loss, vocab_size = Problems(), None, expected.logits.shape[-1]
+    found, vocab_size = Problems(), expected.logits.shape[-1]
     if answer["wrong_keys"]:
         found.add(f"{published} has missing or unexpected weights: {', '.join(answer['wrong_keys'][:5])}.")
     if not difference <= LOGITS_TOLERANCE * max(1.0, expected.logits.abs().max().item()):
         found.add(f"{published} computes logits that differ by {difference:.1e} in a fresh process.")
     if answer["vocabulary"] != vocab_size:
         found.add(f"{published} has a tokenizer of {answer['vocabulary']} tokens for {vocab_size} embeddings.")
-    if answer["targets"]:
-        loss = sum(answer["nats"]) / sum(answer["targets"])
-        tolerance = LOSS_TOLERANCE + (STANDARD_ERRORS * _standard_error(answer) if expected.is_sample else 0)
+    compared = f"validation loss not compared: {expected.no_loss_because}"
+    if counts := answer["targets"]:
+        loss, tolerance = sum(answer["nats"]) / sum(counts), LOSS_TOLERANCE
+        if expected.is_sample:  # the standard error of the mean, by how much the loss differs between windows
+            means = [nats / count for nats, count in zip(answer["nats"], counts, strict=True) if count]
+            error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
+            tolerance += STANDARD_ERRORS * error
         if not abs(loss - expected.run_loss) <= tolerance:
             found.add(
                 f"{published} has a validation loss of {loss:.4f} in a fresh process, the run said "
                 f"{expected.run_loss:.4f}; was the token store exchanged?"
             )
+        compared = f"validation loss {loss:.4f} (the run: {expected.run_loss:.4f})"
     found.refuse()
-    return {"difference": difference, "loss": loss, "prompt": answer["prompt"], "text": answer["text"]}
-
-
-def _standard_error(answer: dict[str, Any]) -> float:
-    """Of the mean loss, by how much it differs between windows."""
-    means = [nats / count for nats, count in zip(answer["nats"], answer["targets"], strict=True) if count]
-    return stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
+    if published.subfolder:
+        print(f"The native twin, without remote code: logits differ by {difference:.1e}.")
+        return
+    where = "the Hub" if published.cache is not None else "the folder"
+    print(
+        f"Verified in a fresh process (from {where}): no missing or unexpected weights, logits differ by "
+        f"{difference:.1e}, {compared}. It writes:\n  {answer['prompt']!r} -> {answer['text']!r}"
+    )
 
 
 def _run_isolated(published: Published, expected: Expected) -> tuple[dict[str, Any], torch.Tensor]:

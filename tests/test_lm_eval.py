@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import REPOSITORY, prose, tokenized, trained
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
-from publishing.card import Edition, model_card
-from publishing.evaluations import harness_results
+from publishing.card import FolderArguments, harness_results, model_card
 from publishing.source import find_source
+from publishing.upload import Repository
 
 lm_eval = pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'lm_eval[hf]'")
 from lm_eval.tasks import TaskManager  # noqa: E402
@@ -141,7 +141,7 @@ def test_results_stand_in_the_card_of_the_weights_that_they_are_of(results, mode
     source = find_source(checkpoint, None)
     shutil.copytree(tasks / "checkpoint", source.run.evaluations)
     result, _ = results["checkpoint"]
-    card = ModelCard(model_card(source, Edition("me/tiny")))
+    card = ModelCard(model_card(source, Repository("me/tiny"), FolderArguments()))
     listed = {(entry.dataset_name, entry.metric_type): entry for entry in card.data.eval_results}
     assert set(listed) == {
         *(("held-out text of the training sources", metric) for metric in ("loss", "perplexity", "bits_per_byte")),

@@ -11,8 +11,9 @@ import pytest
 
 from conftest import trained
 from errors import UserError
-from publishing.card import Edition, model_card
+from publishing.card import FolderArguments, model_card
 from publishing.source import find_source
+from publishing.upload import Repository
 from tokenizer.store import TokenStore
 from training import checkpoint as checkpoints
 from training import evaluate
@@ -78,7 +79,7 @@ def read_logs(run: Path, store: TokenStore) -> None:
     starts_in_force(events)
     hours(events, datetime.now(UTC))
     best_step(run / "metrics.jsonl")
-    model_card(find_source(run, None), Edition("me/x"))
+    model_card(find_source(run, None), Repository("me/x"), FolderArguments())
     report.write_report(RunFolder(run))
     forget_after(run / "metrics.jsonl", 3)
 

@@ -26,17 +26,16 @@ from conftest import REPOSITORY, trained
 from errors import UserError
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from publishing.card import WRITTEN, Edition, FolderArguments, is_kept, model_card
+from publishing.card import FolderArguments, model_card
 from publishing.hub_folder import ALLOWED, CODE, OUR_CODE, RELEASED_CODE, write_native
 from publishing.source import find_source, in_short
-from publishing.upload import Repository, published_files, upload
+from publishing.upload import WRITTEN, Repository, published_files, upload
 from tokenizer import schema
 from tokenizer.vocabulary import VocabularyArguments, build
 from training import evaluate
 from training.checkpoint import WEIGHTS
 from training.report.facts import evenly
 from training.report.report import sections_of
-from training.run_folder import HUB_FILES
 from training.sampling import fenced, read_samples, write_samples
 
 MINE = Repository("me/tiny")
@@ -370,25 +369,25 @@ def test_the_card_tells_the_run(run, monkeypatch):
 def test_the_card_tells_what_was_evaluated_of_just_these_weights(run, tmp_path, capsys):
     mine = shutil.copytree(run, tmp_path / "run")
     evaluate.main([str(mine), "--compare_with", str(mine / "checkpoints" / "step_00000004")])
-    sections = sections_of(model_card(find_source(mine, "last"), Edition("me/tiny")))
+    sections = sections_of(model_card(find_source(mine, "last"), Repository("me/tiny"), FolderArguments()))
     found = sections["Evaluation"]
     assert re.search(r"\n\| run \| \d\.\d{4} ± ", found)
     assert "\n| step_00000004 | " in found
     assert "\n| trigram | " in found
     assert str(tmp_path) not in found
     assert list(sections)[1:4] == ["Use", "Results", "Evaluation"]
-    assert "## Evaluation" not in model_card(find_source(mine, "4"), Edition("me/tiny"))
+    assert "## Evaluation" not in model_card(find_source(mine, "4"), Repository("me/tiny"), FolderArguments())
 
 
 GGUF = {"name": "tiny-F16.gguf", "kind": "F16", "logits": 1e-3, "loss": 1e-6, "tokens": 256}
 
 
 def test_a_report_that_someone_edited_or_an_older_version_wrote_is_the_source_of_the_card(a_copy):
-    before = model_card(find_source(a_copy, None), Edition("me/tiny"))
+    before = model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
     report = a_copy / "report.md"
     page = report.read_text()
     report.write_text(page.replace("## Data", "## Notes\n\nMy words.\n\n## Data"))
-    card = model_card(find_source(a_copy, None), Edition("me/tiny"))
+    card = model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
     assert card == before.replace("## Data", "## Notes\n\nMy words.\n\n## Data")
     evaluate.main([str(a_copy), "--compare"])
     assert {"Evaluation", "Notes"} < sections_of(report.read_text()).keys()
@@ -396,15 +395,15 @@ def test_a_report_that_someone_edited_or_an_older_version_wrote_is_the_source_of
     facts = schema.read(a_copy / "report.json")
     (a_copy / "report.json").write_text(schema.sealed(facts | {"format_version": 9}))
     with pytest.raises(UserError, match=r"report\.json was written by a newer version of GPT2Scratch \(format 9; "):
-        model_card(find_source(a_copy, None), Edition("me/tiny"))
+        model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
     (a_copy / "report.json").unlink()
     shutil.rmtree(a_copy / "evaluation")
-    assert model_card(find_source(a_copy, None), Edition("me/tiny")) == before
+    assert model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments()) == before
 
 
 def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
     card = model_card(
-        find_source(run, "2"), Edition("me/tiny", "step0000002-tokens128", FolderArguments("both")), [GGUF]
+        find_source(run, "2"), Repository("me/tiny", branch="step0000002-tokens128"), FolderArguments("both"), [GGUF]
     )
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
     assert '("me/tiny", subfolder="native")' in card
@@ -417,17 +416,19 @@ def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
 def test_the_prompt_of_a_card_leaves_room_for_its_answer(a_copy, prompt, expected):
     config = a_copy / "config.yaml"
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [prompt]}))
-    card = model_card(find_source(a_copy, None), Edition("me/tiny"))
+    card = model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
     assert card.count(f"({json.dumps(expected, ensure_ascii=False)}, max_new_tokens=8") == 1
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [""]}))
-    assert 'tokenizer("",' not in model_card(find_source(a_copy, None), Edition("me/tiny"))  # nothing is no prompt
+    assert 'tokenizer("",' not in model_card(
+        find_source(a_copy, None), Repository("me/tiny"), FolderArguments()
+    )  # nothing is no prompt
 
 
 def test_a_card_made_from_a_card_loses_nothing_and_says_once_that_it_is_ours(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "again")
     theirs = "## Example\n\nOne.\n\n## Example\n\nTwo.\n\n## Licence\n\nMIT, by me."
     (folder / "README.md").write_text(f"---\ntags: [a]\n---\n\n{WRITTEN}\n\n# old\n\n{theirs}\n")
-    card = model_card(find_source(folder, None), Edition("me/tiny"))
+    card = model_card(find_source(folder, None), Repository("me/tiny"), FolderArguments())
     assert card.count(WRITTEN) == 1
     assert "# old" not in card
     assert "## Example\n\nOne.\n\nTwo." in card
@@ -437,7 +438,7 @@ def test_a_card_made_from_a_card_loses_nothing_and_says_once_that_it_is_ours(run
 def test_a_card_speaks_in_the_characters_of_its_model(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "characters")
     build(VocabularyArguments(tokenizer_type="character"), None, lambda: iter(["日本語"])).save_pretrained(folder)
-    card = model_card(find_source(folder, None), Edition("me/tiny"))
+    card = model_card(find_source(folder, None), Repository("me/tiny"), FolderArguments())
     assert 'text = "日本語"' in card
 
 
@@ -447,12 +448,12 @@ def test_what_the_harness_measured_on_files_of_this_machine_does_not_name_them(a
     task = {"dataset_path": "/home/me/secret", "test_split": "test"}
     measured = {"model_name": str(a_copy / "model"), "configs": {"mine": task}, "results": {"mine": {"acc,none": 0.5}}}
     results.write_text(json.dumps(measured | {"n-shot": {"mine": 0}, "lm_eval_version": "0.4"}))
-    card = model_card(find_source(a_copy, None), Edition("me/tiny"))
+    card = model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
     assert "| mine | acc | 0.5000 |" in card
     assert "secret" not in card
     results.write_text('{"model_name')
     with pytest.raises(UserError, match=r"results_1\.json is not whole; delete it"):
-        model_card(find_source(a_copy, None), Edition("me/tiny"))
+        model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
 
 
 def test_what_a_model_writes_cannot_break_out_of_the_report(tmp_path):
@@ -536,28 +537,28 @@ def test_a_second_time_nothing_is_sent(folder, hub):
     first = upload(folder, MINE)
     commits, uploads = len(hub["me/tiny"].commits), hub.uploads()
     assert uploads == 3  # the weights and the plots
-    assert upload(folder, MINE).commit == first.commit
+    assert upload(folder, MINE).oid == first.oid
     assert (len(hub["me/tiny"].commits), hub.uploads()) == (commits, uploads)
 
 
 def test_what_is_stale_goes_and_what_is_not_ours_stays(folder, hub):
-    upload(folder, MINE, ours=HUB_FILES)
+    upload(folder, MINE)
     repository = hub["me/tiny"]
     theirs = {"notes.md", "tiny-Q4_K_M.gguf"}
     more = dict.fromkeys((*theirs, "native/config.json", "tiny-F16.gguf"), File(b"x", False))
     repository.commit("main", repository.commits[repository.branches["main"]] | more)
-    upload(folder, MINE, ours=HUB_FILES)
+    upload(folder, MINE)
     assert repository.files().keys() == ALWAYS | {".gitattributes"} | theirs
 
 
 def test_a_card_that_someone_made_their_own_stays(folder, hub, capsys):
-    upload(folder, MINE, keep=is_kept)
+    upload(folder, MINE)
     repository = hub["me/tiny"]
     ours = repository.files()["README.md"]
     for card, expected in ((b"My words. \xff", b"My words. \xff"), (ours + b"old", ours)):
         files = repository.commits[repository.branches["main"]]
         repository.commit("main", files | {"README.md": File(card, False)})
-        upload(folder, MINE, keep=is_kept)
+        upload(folder, MINE)
         assert repository.files()["README.md"] == expected
     assert capsys.readouterr().out.count("The README.md of me/tiny is someone's own and stays; delete it there") == 1
 
@@ -608,12 +609,15 @@ def switched_off(hub, patch):
 @pytest.mark.parametrize(
     ("trouble", "expected"),
     [
-        (lambda hub, patch: patch.delenv("HF_TOKEN"), "You are not logged in to the Hub: run `hf auth login`"),
+        (lambda hub, patch: patch.delenv("HF_TOKEN"), "You are not logged in to the Hub, or by a token with"),
         (
             lambda hub, patch: patch.setenv("HF_TOKEN", "hf_" + "w" * 34),
             "Could not look at me/tiny: the Hub refused: Invalid user token. The token from HF_TOKEN",
         ),
-        (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_é"), "The token has characters that no token has"),
+        (
+            lambda hub, patch: patch.setenv("HF_TOKEN", "hf_é"),
+            "by a token with characters that no token has: run `hf auth login`",
+        ),
         (
             lambda hub, patch: hub.user["auth"]["accessToken"].update(role="read"),
             "The token of me is for reading only",
@@ -626,7 +630,7 @@ def switched_off(hub, patch):
             lambda hub, patch: patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9"),
             "Could not look at me/tiny: the Hub cannot be reached",
         ),
-        (switched_off, "Could not look at me/tiny: HF_HUB_OFFLINE is set"),
+        (switched_off, "Could not look at me/tiny: the Hub cannot be reached (Cannot reach http"),
         (
             lambda hub, patch: HfApi().create_repo("me/tiny"),
             "me/tiny exists and is public, so --private cannot hide",

@@ -39,8 +39,9 @@ from conftest import (
 )
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
-from publishing.card import Edition, model_card
+from publishing.card import FolderArguments, model_card
 from publishing.source import find_source
+from publishing.upload import Repository
 from removal import mark
 from training.checkpoint import _seal, complete_checkpoints, damage, load_state
 from training.compatibility import Settings, compare
@@ -700,7 +701,7 @@ def test_the_report_and_the_card_name_every_change_with_its_step(run, train, tmp
     once = twice[:3] + ["step 9: learning_rate changed from 0.03 to 0.05"]
     assert changes_of((branch / "report.md").read_text()) == once
     for folder, changes in ((run, twice), (branch, once)):
-        assert changes_of(model_card(find_source(folder, None), Edition("me/tiny"))) == changes
+        assert changes_of(model_card(find_source(folder, None), Repository("me/tiny"), FolderArguments())) == changes
 
 
 def test_a_run_killed_before_its_config_was_written_may_begin(train, tmp_path):
