@@ -16,31 +16,11 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from modeling_gpt2scratch.loading import (
-    CONFIG,
-    OLD_TOKENIZER,
-    TOKENIZER,
-    ModelError,
-    check_tokenizer,
-    fetch,
-    has_tokenizer,
-    load_model,
-    load_tokenizer,
-    misfits,
-    one_sentence,
-    read_json,
-)
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM, loading
+from modeling_gpt2scratch.loading import CONFIG, OLD_TOKENIZER, TOKENIZER, ModelError
 
 # Fields that GPT2Config and GPT2ScratchConfig share, name for name.
 SHARED_FIELDS = (
@@ -58,7 +38,15 @@ GPT2_ONLY = {
 # GPT-2's Conv1D stores its weight (in, out), nn.Linear (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
-SEED_CONFIG_KEYS = {"vocab_size", "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len"}
+# Fields of GPT2ScratchConfig and of a seed checkpoint's config.json.
+SEED_FIELDS = {
+    "vocab_size": "vocab_size",
+    "n_positions": "max_seq_len",
+    "n_embd": "embed_dim",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_inner": "ff_dim",
+}
 # Any two of these identify a seed checkpoint: its model_type is missing or "TransformerLanguageModel".
 SEED_ONLY_KEYS = {"embed_dim", "ff_dim", "max_seq_len"}
 SEED_WEIGHTS = "pytorch_model.bin"
@@ -102,27 +90,15 @@ def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
 def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
     """Return the model of a checkpoint of the seed author's trainer, `pytorch_model.bin` and `config.json`; raise a `ModelError`
     where a file is missing or the weights are not those that config.json describes."""
-    seed = read_json(folder, CONFIG)
-    if missing := SEED_CONFIG_KEYS - seed.keys():
+    seed = loading.read_json(folder, CONFIG)
+    if missing := set(SEED_FIELDS.values()) - seed.keys():
         raise ModelError(f"{CONFIG} lacks {', '.join(sorted(missing))}")
-    dropout = seed.get("dropout", 0.0)
+    config = {ours: seed[theirs] for ours, theirs in SEED_FIELDS.items()}
+    config |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), seed.get("dropout", 0.0))
     special = {}
-    if seed.get("tokenizer_type", "character") == "bpe":
+    if seed.get("tokenizer_type") == "bpe":
         special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
-    config = GPT2ScratchConfig(
-        vocab_size=seed["vocab_size"],
-        n_positions=seed["max_seq_len"],
-        n_embd=seed["embed_dim"],
-        n_layer=seed["num_layers"],
-        n_head=seed["num_heads"],
-        n_inner=seed["ff_dim"],
-        activation_function="gelu",
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        resid_pdrop=dropout,
-        tie_word_embeddings=False,
-        **special,
-    )
+    config = GPT2ScratchConfig(**config, **special, activation_function="gelu", tie_word_embeddings=False)
     if not (folder / SEED_WEIGHTS).is_file():
         raise ModelError(f"{SEED_WEIGHTS} is missing")
     state = None
@@ -133,8 +109,7 @@ def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
             f"{SEED_WEIGHTS} is not a plain state dict of tensors (or is damaged), and nothing else is unpickled"
         )
     named = {_seed_parameter_name(name): tensor for name, tensor in state.items() if "causal_mask" not in name}
-    dtype = next((tensor.dtype for tensor in named.values()), torch.float32)
-    model = _filled(GPT2ScratchForCausalLM, config, named, dtype)
+    model = _filled(GPT2ScratchForCausalLM, config, named, next(iter(named.values()), torch.empty(0)).dtype)
     model.generation_config = GenerationConfig(**special)
     return model
 
@@ -143,7 +118,7 @@ def seed_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     """Return the tokenizer of a seed checkpoint, of either kind; None where there is none."""
     if not (folder / TOKENIZER[0]).is_file():
         return None
-    content, context = read_json(folder, TOKENIZER[0]), read_json(folder, CONFIG)["max_seq_len"]
+    content, context = loading.read_json(folder, TOKENIZER[0]), loading.read_json(folder, CONFIG)["max_seq_len"]
     if isinstance(content.get("char_to_idx"), dict):  # the library would take a string for the name of a file
         characters = Tokenizer(models.WordLevel(content["char_to_idx"]))
         characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -179,11 +154,11 @@ def _filled(model_class: type, config: PreTrainedConfig, state: dict[str, torch.
     if config.n_layer > len(state):  # before they are built, which takes time even without weights
         raise ModelError(f"its weights do not fit its configuration: {len(state)} tensors for {config.n_layer} layers")
     with torch.device("meta"):
-        model: PreTrainedModel = model_class(config)
+        model = model_class(config)
     expected, found = (
         {name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (model.state_dict(), state)
     )
-    if problems := misfits(expected, found):
+    if problems := loading.misfits(expected, found):
         raise ModelError(f"its weights do not fit its configuration: {problems}")
     model = model.to_empty(device="cpu").to(dtype)
     model.load_state_dict({name: tensor.contiguous() for name, tensor in state.items()})
@@ -199,9 +174,9 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
         raise ModelError(f"{destination} is a file; name a new folder.")
     if destination.exists() and any(not path.name.startswith(".") for path in destination.iterdir()):
         raise ModelError(f"{destination} is not empty; name a new folder.")
-    folder = fetch(source, *TOKENIZER, *OLD_TOKENIZER)
-    with one_sentence(source, "cannot be converted"):
-        config = read_json(folder, CONFIG)
+    folder = loading.fetch(source, *TOKENIZER, *OLD_TOKENIZER)
+    with loading.one_sentence(source, "cannot be converted"):
+        config = loading.read_json(folder, CONFIG)
         kind = "seed" if len(SEED_ONLY_KEYS & config.keys()) > 1 else config.get("model_type")
         if kind == to:
             raise ModelError(f"it is a {kind} model already")
@@ -210,19 +185,19 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
                 f"its {CONFIG} names model_type {kind!r}; expected gpt2, gpt2scratch, or a seed checkpoint with "
                 f"embed_dim, ff_dim, max_seq_len"
             )
-        has_fast = has_tokenizer(folder)
+        has_fast = loading.has_tokenizer(folder)
     if kind == "seed":
-        fetch(source, SEED_WEIGHTS)
-        with one_sentence(source, "cannot be converted"):
+        loading.fetch(source, SEED_WEIGHTS)
+        with loading.one_sentence(source, "cannot be converted"):
             model, tokenizer = from_seed(folder), seed_tokenizer(folder)
             model = to_gpt2(model) if to == "gpt2" else model
     else:
-        loaded = load_model(source)
-        tokenizer = load_tokenizer(source) if has_fast else None
-        with one_sentence(source, "cannot be converted"):
+        loaded = loading.load_model(source)
+        tokenizer = loading.load_tokenizer(source) if has_fast else None
+        with loading.one_sentence(source, "cannot be converted"):
             model = from_gpt2(loaded) if kind == "gpt2" else to_gpt2(loaded)
     if tokenizer is not None:
-        check_tokenizer(source, model, tokenizer)
+        loading.check_tokenizer(source, model, tokenizer)
     try:
         destination.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -32,6 +32,7 @@ WEIGHTS, SHARDS, INDEX = "model.safetensors", "model-*-of-*.safetensors", "model
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 OLD_TOKENIZER = ("vocab.json", "merges.txt", "added_tokens.json")
 MISFIT = "its weights do not fit its config.json"
+LOWEST_TEMPERATURE = 1e-6  # logits divided by less may be infinite in float32
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
 # Settings of a config.json by which Transformers reads other weights, or other than as numbers.
 MAX_LABELS = 1_000_000
@@ -128,6 +129,33 @@ def arrange_weights(model: PreTrainedModel) -> None:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 module.weight.data = module.weight.data.t().contiguous().t()
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """Return the tokens that end a text, of a chat model that of a turn too."""
+    ends = model.generation_config.eos_token_id
+    ends = model.config.eos_token_id if ends is None else ends
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Return the ids of `prompt`, of an empty one the token that begins a text; raise a `ModelError` where there is none, or for
+    a character that the tokenizer does not know."""
+    try:
+        prompt.encode()
+        ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
+    except UnicodeEncodeError as error:
+        raise ModelError("The prompt is not UTF-8 text.") from error
+    except Exception as error:  # the Rust library raises nothing narrower
+        unknown = ", ".join(map(repr, sorted(set(prompt) - set(tokenizer.get_vocab()))[:10]))
+        raise ModelError(
+            f"The prompt has {unknown}, which this model of {len(tokenizer)} characters has never seen; leave it out."
+        ) from error
+    if not ids and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id]
+    if not ids:
+        raise ModelError("The prompt is empty, and this model's tokenizer has no token that begins a text; give one.")
+    return ids
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -8,24 +8,37 @@ python -m publishing.demo user/a user/b --space user/demo          # as a Space 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 # isort: split
+import json
+import shutil
+from configparser import ConfigParser
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
+from huggingface_hub import SpaceCard, SpaceCardData
+from huggingface_hub.utils import enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
-from publishing.space import assemble_space
+from publishing.source import Source
 from publishing.upload import Repository, check_access, check_models, check_repo_id, upload
+from removal import renew
 from settings_file import read_yaml
 from training.checkpoint import step_of
 from training.loading import find_model, model_errors
-from training.metrics import read_metrics
 from training.run_folder import RunFolder, is_checkpoint, run_of
 
 MAX_MODELS = 4  # cards that fit side by side
 MAX_EXAMPLES = 6  # prompts to click
+REPOSITORY = Path(__file__).parent.parent
+MODEL_PACKAGE = REPOSITORY / "modeling_gpt2scratch"
+PACKAGED = ("__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py")
+PAGE = {f"app{suffix}": f"demo_page{suffix}" for suffix in (".py", ".css", ".html.j2")}
+FILES = (*PAGE, "models.json", "requirements.txt", "README.md", f"{MODEL_PACKAGE.name}/*.py", "**/*.pyc")
+NEEDED = ("torch", "transformers", "safetensors")  # a Space installs gradio by its sdk_version, and Jinja2 with it
 
 
 @dataclass
@@ -63,6 +76,8 @@ class DemoArguments:
 def main(arguments: list[str]) -> None:
     parser = FlagParser((DemoArguments,), __doc__.splitlines()[0], positional="models")
     (options,), _ = parser.parse(arguments, check=DemoArguments.check)
+    if find_spec("gradio") is None:
+        raise UserError("The demo needs gradio, which is not installed: pip install -e '.[demo]' installs it.")
     if options.space is None:
         show(options.models, options.port, options.share)
     else:
@@ -70,23 +85,11 @@ def main(arguments: list[str]) -> None:
 
 
 def show(names: list[str], port: int | None, share: bool) -> None:
-    """Serve the page until it is interrupted.
+    """Serve the page until it is interrupted; raise a `UserError` where a model cannot be loaded or the port is taken."""
+    from publishing import demo_page  # needs an extra
 
-    Raises:
-        UserError: gradio is not installed, a model cannot be loaded, or the port is taken.
-    """
-    try:
-        from publishing import demo_page  # needs an extra
-    except ModuleNotFoundError as error:
-        if error.name != "gradio":
-            raise
-        raise UserError(
-            "The demo needs gradio, which is not installed: pip install -e '.[demo]' installs it."
-        ) from error
-
-    sources = [find_model(name) for name in names]
     models, examples = [], []
-    for source in sources:
+    for source in list(map(find_model, names)):  # what does not exist is said before others are loaded
         name, facts, prompts = describe(source)
         with model_errors():
             models.append(demo_page.load(source, name, facts))
@@ -108,12 +111,10 @@ def describe(source: str) -> tuple[str, list[str], list[str]]:
     except UserError:
         return (path.name if path.exists() else source), [], []
     step = step_of(path) if is_checkpoint(path) else run.newest_step()
-    prompts = read_yaml(run.config).get("sample_prompts") or []
     facts = [f"step {step:,}"] if step else []  # without its checkpoints: nothing
-    evaluated = [entry for entry in read_metrics(run.metrics) if entry["step"] == step and "eval_loss" in entry]
-    for entry in evaluated[-1:] if step else []:
-        facts += [f"validation loss {entry['eval_loss']:.2f}", f"{entry['eval_bits_per_byte']:.2f} bits per byte"]
-    return run.path.resolve().name, facts, prompts
+    if step and (scored := Source(path, run, step).validation) is not None:
+        facts += [f"validation loss {scored['eval_loss']:.2f}", f"{scored['eval_bits_per_byte']:.2f} bits per byte"]
+    return run.path.resolve().name, facts, read_yaml(run.config).get("sample_prompts") or []
 
 
 def publish(options: DemoArguments) -> None:
@@ -128,9 +129,39 @@ def publish(options: DemoArguments) -> None:
     if options.dry_run:
         print(f"Not uploaded (--dry_run): {folder} is what would go to {space.id}.")
     else:
-        print(f"Published: {upload(folder, space).url}")
+        print(f"Published: {upload(folder, space).repo_url}")
+
+
+def assemble_space(models: list[str], destination: Path, title: str) -> Path:
+    """Write the folder of a Space that shows `models` (Hub ids) to `destination` again, and return it: the page, and what it
+    needs to run without this repository."""
+    renew(destination, "space", FILES)
+    for name, source in PAGE.items():
+        shutil.copy(Path(__file__).with_name(source), destination / name)
+    package = destination / MODEL_PACKAGE.name
+    package.mkdir()
+    for name in PACKAGED:  # so that no code of a repository runs there either
+        shutil.copy(MODEL_PACKAGE / name, package / name)
+    (destination / "models.json").write_text(json.dumps({"title": title, "models": models}, indent=2) + "\n")
+    setup = ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg", encoding="utf-8")
+    needed = [line for line in setup["options"]["install_requires"].split() if line.startswith(NEEDED)]
+    (destination / "requirements.txt").write_text("\n".join(needed) + "\n")
+    data = SpaceCardData(
+        title=title,
+        sdk="gradio",
+        sdk_version=version("gradio"),
+        python_version="3.11",
+        app_file="app.py",
+        models=models,
+        short_description="Language models side by side on one prompt",
+    )
+    card = SpaceCard.from_template(data, template_path=str(Path(__file__).parent / "templates" / "space.md.j2"))
+    card.save(destination / "README.md")
+    return destination
 
 
 if __name__ == "__main__":
     transformers_logging.disable_progress_bar()
+    enable_progress_bars()  # the Hub's own
     run(main)

@@ -10,7 +10,6 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -31,15 +30,21 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from modeling_gpt2scratch.loading import arrange_weights, load_with_tokenizer
+from modeling_gpt2scratch.loading import (
+    LOWEST_TEMPERATURE,
+    ModelError,
+    arrange_weights,
+    encode_prompt,
+    end_tokens,
+    load_with_tokenizer,
+)
 
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")
 REFRESH = 0.08  # seconds between two looks at what was written
 VISITORS = 4  # served at once; others wait for their turn
 LONGEST_PROMPT = 20_000  # characters
-LONGEST_SEED = 15  # digits
+LARGEST_SEED = 10**15
 ALL_TOKENS = 10**9
-LOWEST_TEMPERATURE = 1e-6  # as in training/sampling.py: logits divided by less may be infinite
 STYLE, CARDS = Path(__file__).with_suffix(".css"), Path(__file__).with_suffix(".html.j2")
 
 
@@ -64,43 +69,28 @@ class Settings:
     repetition_penalty: float
     seed: int
 
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> "Settings":
-        """Return the settings of the page's controls; the seed is text, and empty for a new one."""
-        seed = values["seed"]
-        if seed and not (seed.isdecimal() and len(seed) <= LONGEST_SEED):
-            raise InputError("It is a whole number, or empty for a new one each time.", "Seed")
-        whole = {name: int(values[name]) for name in ("max_new_tokens", "top_k")}
-        parts = {name: float(values[name]) for name in ("temperature", "top_p", "repetition_penalty")}
-        if parts["temperature"] < LOWEST_TEMPERATURE:
-            parts["temperature"] = 0.0
-        return cls(**whole, **parts, seed=int(seed) if seed else secrets.randbelow(10_000))
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < LOWEST_TEMPERATURE
 
     def processors(self) -> LogitsProcessorList:
         """Return what happens to the logits before a token is chosen, in the order of Transformers' `generate`."""
-        chain = [RepetitionPenaltyLogitsProcessor(self.repetition_penalty)]
-        if self.temperature > 0:
-            top_k = TopKLogitsWarper(self.top_k or ALL_TOKENS)
-            chain += [TemperatureLogitsWarper(self.temperature), top_k, TopPLogitsWarper(self.top_p)]
+        chain = [RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))]
+        if not self.is_greedy:
+            top_k = TopKLogitsWarper(int(self.top_k) or ALL_TOKENS)
+            chain += [TemperatureLogitsWarper(float(self.temperature)), top_k, TopPLogitsWarper(float(self.top_p))]
         return LogitsProcessorList(chain)
 
 
 @dataclass
 class Continuation:
-    """What one model has written; a thread of its own fills it while the page shows it."""
+    """What one model has written so far."""
 
     text: str = ""
     tokens: int = 0
     seconds: float = 0.0  # from the first token on: what comes before is reading
-    state: str = "writing"  # then one of: complete, ended (by the model), stopped, refused, failed
+    state: str = "writing"  # then one of: complete, ended (by the model), stopped, refused
     problem: str = ""
-
-
-class InputError(gradio.Error):
-    """What a visitor gave cannot be used; the page shows why."""
-
-    def __init__(self, message: str, title: str = "Prompt"):
-        super().__init__(message, title=title, print_exception=False)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -111,68 +101,32 @@ def load(source: str, name: str, facts: list[str]) -> DemoModel:
     model, tokenizer = load_with_tokenizer(source)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     arrange_weights(model)
-    return DemoModel(name, [f"{short(model.num_parameters())} parameters", *facts], model, tokenizer)
-
-
-def short(number: int) -> str:
-    """1_740_480 -> 1.7M"""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f}{unit}" if number < 100 * size else f"{number / size:.0f}{unit}"
-    return str(number)
-
-
-def check_prompt(prompt: str) -> None:
-    """Refuse, by a `InputError`, what the page itself prevents and other programs do not."""
-    if len(prompt) > LONGEST_PROMPT:
-        raise InputError(f"It has {len(prompt):,} characters; at most {LONGEST_PROMPT:,} are read.")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise InputError("It is not UTF-8 text.") from error
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the ids; raise a `InputError` at a character that the tokenizer does not know, and at nothing to continue."""
-    try:
-        ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
-    except Exception as error:  # the Rust library raises nothing narrower
-        unknown = " ".join(sorted(set(prompt) - set(tokenizer.get_vocab())))
-        raise InputError(
-            f"This model reads {len(tokenizer)} characters, and these are not among them: {unknown}"
-        ) from error
-    if not ids and tokenizer.bos_token_id is not None:
-        ids = [tokenizer.bos_token_id]
-    if not ids:
-        raise InputError("This model needs a beginning: write a few words.")
-    return ids
+    return DemoModel(name, [f"{model.num_parameters():,} parameters", *facts], model, tokenizer)
 
 
 @torch.no_grad()
 def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> Iterator[int]:
-    """Continues `ids` token by token until the model ends its text, also beyond its context: when that is full, its second
+    """Continue `ids` token by token until the model ends its text, also beyond its context: when that is full, its second
     half becomes the new prompt.
 
     At temperature 0 these are the tokens of generate.py. `generate` draws from the one generator that all share; here each
     text has its own, so that a seed gives the same text whoever else is writing.
     """
-    context, ends = model.config.max_position_embeddings, model.generation_config.eos_token_id
-    ends = model.config.eos_token_id if ends is None else ends
-    ends = set(ends if isinstance(ends, list) else [ends])
+    context, ends = model.config.max_position_embeddings, end_tokens(model)
     generator = torch.Generator(model.device).manual_seed(settings.seed)
     process = settings.processors()
     window = ids[-context + 1 :]
     unread, cache = window, None
-    for _ in range(settings.max_new_tokens):
+    for _ in range(int(settings.max_new_tokens)):
         if len(window) == context:
             window = window[-max(1, context // 2) :]
             unread, cache = window, None
         output = model(torch.tensor([unread], device=model.device), past_key_values=cache, use_cache=True)
         logits = process(torch.tensor([window], device=model.device), output.logits[:, -1].float())  # (1, V)
-        if settings.temperature > 0:
-            chosen = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
-        else:
+        if settings.is_greedy:
             chosen = int(logits.argmax())
+        else:
+            chosen = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
         if chosen in ends:
             return
         yield chosen
@@ -180,49 +134,42 @@ def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> It
         unread, cache = [chosen], output.past_key_values
 
 
-def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation, stop: threading.Event) -> None:
-    """Fills `into` until the text is complete or `stop` is set."""
+def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation) -> Iterator[None]:
+    """Fill `into`, a token at each step."""
     try:
-        ids = encode(shown.tokenizer, prompt)
-    except InputError as problem:
-        into.problem, into.state = problem.message, "refused"
+        ids = encode_prompt(shown.tokenizer, prompt)
+    except ModelError as problem:
+        into.problem, into.state = str(problem), "refused"
         return
-    written: list[int] = []
-    started = time.perf_counter()
-    for token in new_tokens(shown.model, ids, settings):
+    tokens, written, begun = new_tokens(shown.model, ids, settings), [], time.perf_counter()
+    for token in tokens:
         written.append(token)
+        if len(written) > 1:
+            into.seconds += time.perf_counter() - begun
         text = shown.tokenizer.decode(written, skip_special_tokens=True)
-        if len(written) == 1:
-            started = time.perf_counter()
-        into.seconds = time.perf_counter() - started  # before the tokens: the page may look at any moment
         into.text, into.tokens = text.rstrip("\ufffd"), len(written)  # perhaps the first bytes of a character
-        if stop.is_set():
-            into.state = "stopped"
-            return
+        yield  # the other models write
+        begun = time.perf_counter()
     into.state = "complete" if len(written) == settings.max_new_tokens else "ended"
 
 
 def side_by_side(
     models: list[DemoModel], prompt: str, settings: Settings, stop: threading.Event
 ) -> Iterator[list[Continuation]]:
-    """What all have written so far, again and again, until all are done. Nothing writes on when this is closed."""
+    """Yield what all have written so far, again and again, until all are done or `stop` is set. They write a token each in
+    turn: threads gained nothing."""
     continuations = [Continuation() for _ in models]
-    with ThreadPoolExecutor(len(models)) as threads:
-        try:
-            tasks = [
-                threads.submit(write, shown, prompt, settings, into, stop)
-                for shown, into in zip(models, continuations, strict=True)
-            ]
-            while wait(tasks, timeout=REFRESH).not_done:
-                yield continuations
-        finally:
-            stop.set()
-    for task, into in zip(tasks, continuations, strict=True):
-        if task.exception():
-            into.state = "failed"
+    writing = [write(shown, prompt, settings, into) for shown, into in zip(models, continuations, strict=True)]
+    seen, done = time.monotonic(), object()
+    while writing and not stop.is_set():
+        writing = [writer for writer in writing if next(writer, done) is not done]
+        if time.monotonic() - seen > REFRESH:
+            yield continuations
+            seen = time.monotonic()
+    for into in continuations:
+        if into.state == "writing":
+            into.state = "stopped"
     yield continuations
-    for task in tasks:
-        task.result()  # raises what its thread has raised
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -239,13 +186,15 @@ def build(models: list[DemoModel], title: str, examples: list[str]) -> gradio.Bl
     stops: dict[str, threading.Event] = {}  # of the visitors who are being served
 
     def answer(values: dict[gradio.components.Component, Any], request: gradio.Request) -> Iterator[str]:
-        text = values[prompt] or ""
-        check_prompt(text)
-        settings = Settings.of({name: values[control] for name, control in controls.items()})
+        text = (values[prompt] or "")[-LONGEST_PROMPT:]  # the page itself sends no more
+        given = {name: values[control] for name, control in controls.items()}
+        if given["seed"] is None:
+            given["seed"] = secrets.randbelow(10_000)
+        settings = Settings(**given)
         stop = stops[request.session_hash] = threading.Event()
         try:
             for continuations in side_by_side(models, text, settings, stop):
-                yield cards(models, text, continuations, settings.seed if settings.temperature > 0 else None)
+                yield cards(models, text, continuations, None if settings.is_greedy else settings.seed)
         finally:
             stops.pop(request.session_hash, None)
 
@@ -277,9 +226,9 @@ def build(models: list[DemoModel], title: str, examples: list[str]) -> gradio.Bl
                     "repetition_penalty": slider(
                         "Repetition penalty", (1, 2, 0.05), 1, "above 1, what was used gets less likely"
                     ),
-                    "seed": gradio.Textbox(
-                        label="Seed", info="the same one writes the same text", placeholder="new each time",
-                        max_length=LONGEST_SEED, elem_id="seed",
+                    "seed": gradio.Number(
+                        None, label="Seed", info="the same one writes the same text", placeholder="new each time",
+                        precision=0, minimum=0, maximum=LARGEST_SEED, elem_id="seed",
                     ),
                 }  # fmt: skip
         nothing = [Continuation(state="empty") for _ in models]

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from errors import UserError
-from modeling_gpt2scratch.loading import own_file, read_model_config
+from modeling_gpt2scratch.loading import own_file
 from training import checkpoint as checkpoints
 from training.checkpoint import complete_checkpoints, step_of
 from training.config import TrainConfig, read_config
@@ -73,13 +73,6 @@ def find_source(path: Path, wanted: str | None) -> Source:
     """Return the model at `path`, of a run the one `wanted`: `last`, `best` or a step; None is `last`. Raise a `UserError`
     where it does not exist or is damaged."""
     if (path / "config.json").is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
-        with model_errors(f"{path} cannot be published: {{}}."):
-            kind = read_model_config(path)["model_type"]
-        if kind != "gpt2scratch":
-            raise UserError(
-                f"{path} is a {kind} model; convert it first: "
-                f"python -m modeling_gpt2scratch.conversion_gpt2scratch {path} DST"
-            )
         if wanted is not None:
             raise UserError(
                 f"{path} is a model without a run, so it has no checkpoint {wanted}; leave --checkpoint out."

@@ -316,7 +316,9 @@ def test_the_native_format_brings_no_code_and_needs_none(run, launch):
 def test_a_model_that_is_not_ours_says_how_to_make_it_so(run, tmp_path):
     folder = tmp_path / "twin"
     write_native(run / "model", folder)
-    with pytest.raises(UserError, match=r"is a gpt2 model; convert it first: python -m modeling_gpt2scratch\.conv"):
+    with pytest.raises(
+        UserError, match=r"is a GPT2LMHeadModel; convert it first: python -m modeling_gpt2scratch\.conv"
+    ):
         push(folder, "--dry_run")
 
 

@@ -9,7 +9,7 @@ import push_to_hub
 from atomic import unfinished_path
 from conftest import REPOSITORY
 from errors import UserError
-from publishing.space import assemble_space
+from publishing.demo import assemble_space
 from removal import MARK, discard, is_marked, mark, renew
 from tokenizer.corpus import CorpusArguments
 from tokenizer.recipe import Recipe

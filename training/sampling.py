@@ -12,12 +12,11 @@ from transformers.generation.streamers import BaseStreamer
 from atomic import write_atomic
 from errors import UserError
 from limits import setting
-from tokenizer import encode
+from modeling_gpt2scratch import loading
 from tokenizer.store import TokenStore
 
 # In samples.md: its step, or the fence of a sample and the sample.
 SECTION_OR_SAMPLE = re.compile(r"^## step (\d+)$|^(`{3,})text\n(.*?)\n\2$", re.MULTILINE | re.DOTALL)
-LOWEST_TEMPERATURE = 1e-6
 OPENING_TOKENS = 16  # of a validation document, where no prompts are given
 
 
@@ -37,8 +36,8 @@ class SamplingArguments:
 
 
 def generation_config(temperature: float, top_k: int = 0, top_p: float = 1.0, **others) -> GenerationConfig:
-    """Translate the usual flags. Temperature 0 is greedy, and one so low that logits divided by it are infinite in float32."""
-    if temperature < LOWEST_TEMPERATURE:
+    """Translate the usual flags. Temperature 0 is greedy, and so is one near it."""
+    if temperature < loading.LOWEST_TEMPERATURE:
         return GenerationConfig(do_sample=False, **others)
     return GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, **others)
 
@@ -82,13 +81,8 @@ def continue_texts(
     config: GenerationConfig,
     write: Callable[[str], object] | None = None,
 ) -> list[str]:
-    """Continue `prompt` in `number` ways at once. `write` receives the text of a single one as it comes.
-
-    Raises:
-        UserError: the prompt has a character that the tokenizer does not know, or is empty where it cannot be.
-    """
-    eos = model.generation_config.eos_token_id  # with the end of a chat's turn
-    config.eos_token_id = model.config.eos_token_id if eos is None else eos
+    """Continue `prompt` in `number` ways at once. `write` receives the text of a single one as it comes."""
+    config.eos_token_id = loading.end_tokens(model) or None
     config.pad_token_id = model.config.pad_token_id
     room = model.config.max_position_embeddings - 1  # a prompt that fills the context leaves none for new tokens
     tokens = torch.tensor([encode_prompt(tokenizer, prompt)[-room:]] * number, device=model.device)  # (B, T)
@@ -129,34 +123,18 @@ def continue_tokens(
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the ids of `prompt`; of an empty one, the token that begins a text."""
-    if encode.is_character(tokenizer.backend_tokenizer):
-        unknown = sorted(set(prompt) - set(tokenizer.get_vocab()))
-        if unknown:
-            raise UserError(
-                f"The prompt has {', '.join(map(repr, unknown[:10]))}, which this model of {len(tokenizer)} characters has "
-                f"never seen; leave it out."
-            )
+    """`modeling_gpt2scratch.loading.encode_prompt`, for commands: its errors are `UserError`s."""
     try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UserError("The prompt is not UTF-8 text.") from error
-    ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
-    if not ids and tokenizer.bos_token_id is not None:
-        ids = [tokenizer.bos_token_id]
-    if not ids:
-        raise UserError("The prompt is empty, and this model's tokenizer has no token that begins a text; give one.")
-    return ids
+        return loading.encode_prompt(tokenizer, prompt)
+    except loading.ModelError as error:
+        raise UserError(str(error)) from error
 
 
 def with_prompts(
     arguments: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
 ) -> SamplingArguments:
-    """Return the arguments with the prompts given, or with the openings of the first three validation documents.
-
-    Raises:
-        UserError: a prompt that the tokenizer cannot read.
-    """
+    """Return the arguments with the prompts given, which the tokenizer must be able to read, or with the openings of the first
+    three validation documents."""
     if arguments.sample_prompts:
         for prompt in arguments.sample_prompts:
             encode_prompt(tokenizer, prompt)
