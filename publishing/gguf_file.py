@@ -26,12 +26,13 @@ try:
 except ImportError:
     gguf = None
 
+from atomic import unfinished_path
 from command_line import FlagParser, Problems, run
 from errors import UserError
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import encode, vocabulary
-from tokenizer.bpe import PLAIN, byte_level_alphabet
+from tokenizer.bpe import byte_level_alphabet, is_plain
 from training.loading import find_model, load_own_model
 
 LLAMA_CPP_GELU = "gelu_new"  # the only activation of its GPT-2
@@ -42,51 +43,47 @@ SILENT_LOGIT = -1000.0
 
 
 def write_gguf(model: Path, destination: Path, kind: str, name: str, license: str | None = None) -> None:
-    """Write the model folder `model` as GPT-2 in GGUF v3: whole, or not at all.
+    """Write the model folder `model` as GPT-2 in GGUF v3, whole or not at all; raise a `UserError` where llama.cpp's GPT-2 cannot
+    compute this model or read its tokenizer, or the file cannot be written.
 
     Args:
         kind: `f16` or `q8_0`, what matrices are stored as; vectors and positions stay float32, and so do rows that
             blocks of 32 do not divide, as f16.
         name, license: as programs show them to whoever runs the file.
-
-    Raises:
-        UserError: llama.cpp's GPT-2 cannot compute this model or read its tokenizer, or the file cannot be written.
     """
     if gguf is None:
         raise UserError("Writing GGUF needs gguf, which is not installed: pip install -e '.[gguf]' installs it.")
     loaded, tokenizer = load_own_model(model, torch.float32), vocabulary.load(model)
-    config = loaded.config
+    config, tensors, kinds = loaded.config, _tensors(loaded), gguf.GGMLQuantizationType
     Problems(f"{model} cannot become GGUF: {problem}" for problem in _problems(loaded, tokenizer)).refuse()
-    partial_file = destination.with_name(f"{destination.name}.tmp")
-    writer = gguf.GGUFWriter(partial_file, "gpt2")
-    writer.add_name(name)
-    if license is not None:
-        writer.add_license(license)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if kind == "f16" else gguf.LlamaFileType.MOSTLY_Q8_0)
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_context_length(config.n_positions)
-    writer.add_embedding_length(config.n_embd)
-    writer.add_block_count(config.n_layer)
-    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
-    writer.add_head_count(config.n_head)
-    writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    has_silent_row = _add_vocabulary(writer, tokenizer, config.vocab_size)
-    tensors = _tensors(loaded)
-    if has_silent_row:
-        tensors |= _with_silent_row(model, tensors)
-    for tensor_name, tensor in tensors.items():
-        stored = _stored_as(tensor_name, tensor, kind, has_silent_row)
-        writer.add_tensor(tensor_name, gguf.quantize(tensor.numpy(), stored), raw_dtype=stored)
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished_path(destination, ".tmp") as unfinished:
+        writer = gguf.GGUFWriter(unfinished, "gpt2")
+        writer.add_name(name)
+        if license is not None:
+            writer.add_license(license)
+        writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if kind == "f16" else gguf.LlamaFileType.MOSTLY_Q8_0)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        writer.add_context_length(config.n_positions)
+        writer.add_embedding_length(config.n_embd)
+        writer.add_block_count(config.n_layer)
+        writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+        writer.add_head_count(config.n_head)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        exact = {"position_embd.weight"}
+        if _add_vocabulary(writer, tokenizer, config.vocab_size):
+            longer = _with_silent_row(model, tensors)
+            tensors, exact = tensors | longer, exact | longer.keys()  # few rows, and the last one's sum must come out
+        for tensor_name, tensor in tensors.items():
+            if tensor.ndim == 1 or tensor_name in exact:
+                stored = kinds.F32
+            else:
+                stored = kinds.Q8_0 if kind == "q8_0" and tensor.shape[1] % 32 == 0 else kinds.F16
+            writer.add_tensor(tensor_name, gguf.quantize(tensor.numpy(), stored), raw_dtype=stored)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        partial_file.replace(destination)
-    except OSError as error:
-        partial_file.unlink(missing_ok=True)
-        raise UserError(f"{destination} cannot be written: {error.strerror or error}.") from error
 
 
 @torch.no_grad()
@@ -120,23 +117,12 @@ def _tensors(model: GPT2ScratchForCausalLM) -> dict[str, torch.Tensor]:
     }
 
 
-def _stored_as(name: str, tensor: torch.Tensor, kind: str, has_silent_row: bool) -> "gguf.GGMLQuantizationType":
-    kinds = gguf.GGMLQuantizationType
-    if tensor.ndim == 1 or name == "position_embd.weight":
-        return kinds.F32
-    if has_silent_row and name in ("token_embd.weight", "output.weight"):
-        return kinds.F32  # few rows, and the last one's sum must come out
-    return kinds.Q8_0 if kind == "q8_0" and tensor.shape[1] % 32 == 0 else kinds.F16
-
-
 def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Embedding and head with a token more, which is never written: its logit is SILENT_LOGIT, whatever was read.
 
     llama.cpp ends a text at token 11 where a file names no other: a character model at its twelfth character. What
-    the head sees is weight * z + bias of the last LayerNorm, and z adds up to 0: a row of 1 / weight sees the bias alone.
-
-    Raises:
-        UserError: the bias is zero, as in a model that was never trained.
+    the head sees is weight * z + bias of the last LayerNorm, and z adds up to 0: a row of 1 / weight sees the bias alone, which
+    is zero in a model that was never trained.
     """
     weight, bias = tensors["output_norm.weight"], tensors["output_norm.bias"]
     constant = (bias / weight).sum()
@@ -162,17 +148,13 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
         )
     rust, found = tokenizer.backend_tokenizer, []
     if not encode.is_character(tokenizer.backend_tokenizer):
-        parts = json.loads(rust.to_str())
-        words, bpe = parts["pre_tokenizer"] or {}, parts["model"]
+        words = json.loads(rust.to_str())["pre_tokenizer"] or {}
         if words.get("type") != "ByteLevel" or words["add_prefix_space"] or not words["use_regex"]:
             found.append(f"pre_tokenizer {rust.pre_tokenizer}")
         if rust.normalizer is not None:
             found.append(f"normalizer {rust.normalizer}")
-        if bpe["type"] != "BPE":
-            found.append(f"model {bpe['type']}")
-        else:
-            options = {**PLAIN, "byte_fallback": False}
-            found += [f"{name} {bpe[name]}" for name, plain in options.items() if (bpe.get(name) or plain) != plain]
+        if not is_plain(rust):
+            found.append(f"a model {type(rust.model).__name__} that is no plain BPE over bytes")
     found += [
         f"a token {token.content!r} that takes blanks or whole words"
         for token in rust.get_added_tokens_decoder().values()

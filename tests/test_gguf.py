@@ -312,7 +312,7 @@ def test_a_model_or_a_file_that_cannot_be_used_is_a_sentence(tmp_path):
         write_gguf(tmp_path / "characters", tmp_path / "model.gguf", "f16", "Tiny")
     with pytest.raises(UserError, match="is a GPT2LMHeadModel; convert it first"):
         write_gguf(tmp_path / "native", tmp_path / "model.gguf", "f16", "Tiny")
-    with pytest.raises(UserError, match=r"folder\.gguf cannot be written: Is a directory"):
+    with pytest.raises(UserError, match=r"folder\.gguf.* cannot be read or written \(Is a directory\)"):
         write_gguf(tmp_path / "model", tmp_path / "folder.gguf", "f16", "Tiny")
     with pytest.raises(UserError, match="Name a model and a file"):
         main([str(tmp_path)])
