@@ -11,6 +11,7 @@ import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 # isort: split
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -54,11 +55,6 @@ class GenerateArguments:
     )
 
 
-def write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
 def main(arguments: list[str]) -> None:
     parser = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model")
     (options,), _ = parser.parse(arguments)
@@ -85,6 +81,7 @@ def main(arguments: list[str]) -> None:
     n_prompt, context = len(ids), model.config.max_position_embeddings
     if n_prompt >= context:
         print(f"Of the prompt's {n_prompt} tokens, only the last {context - 1} are read.", file=sys.stderr)
+    write = partial(print, end="", flush=True)
     if options.num_return_sequences == 1:
         write(options.prompt)
         continue_texts(model, tokenizer, options.prompt, 1, options.max_new_tokens, config, write)

@@ -20,7 +20,7 @@ from huggingface_hub import SpaceCard, SpaceCardData
 from huggingface_hub.utils import enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
-from command_line import FlagParser, run
+from command_line import FlagParser, Problems, run
 from errors import UserError
 from limits import setting
 from publishing.source import Source
@@ -55,22 +55,21 @@ class DemoArguments:
     dry_run: bool = setting(False, "Assemble the Space's folder, but do not upload it.")
 
     def check(self) -> None:
-        problems = []
+        found = Problems()
         if len(self.models) > MAX_MODELS:
-            problems.append(f"{len(self.models)} models are given; at most {MAX_MODELS} fit side by side.")
+            found.add(f"{len(self.models)} models are given; at most {MAX_MODELS} fit side by side.")
         if self.space is None:
             of_the_other, words = ("private", "dry_run"), "is for a Space; add --space user/name."
         else:
+            found.add_of(check_repo_id, [self.space])
             of_the_other, words = ("port", "share"), "is for the page here; leave it out with --space."
-            problems += [
-                f"{name} is not on the Hub, from where a Space loads its models: push it with push_to_hub.py and give "
-                f"its user/name."
-                for name in self.models
-                if Path(name).exists() or name.count("/") != 1 or name.startswith("runs/")
-            ]
-        problems += [f"--{name} {words}" for name in of_the_other if getattr(self, name)]
-        if problems:
-            raise UserError("\n".join(problems))
+            for name in self.models:
+                if Path(name).exists() or name.count("/") != 1 or name.startswith("runs/"):
+                    found.add(f"{name} is not on the Hub; push it with push_to_hub.py and give its user/name.")
+        for name in of_the_other:
+            if getattr(self, name):
+                found.add(f"--{name} {words}")
+        found.refuse()
 
 
 def main(arguments: list[str]) -> None:
@@ -119,7 +118,6 @@ def describe(source: str) -> tuple[str, list[str], list[str]]:
 
 def publish(options: DemoArguments) -> None:
     """Assemble the Space under runs/ and upload it, unless this is a dry run."""
-    check_repo_id(options.space)
     space = Repository(options.space, "space", options.private)
     if not options.dry_run:
         check_access(space)

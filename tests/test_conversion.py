@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
@@ -303,35 +302,33 @@ def test_a_seed_tokenizer_keeps_its_ids_and_special_tokens(converted):
         assert tokenizer.eos_token_id is None
 
 
-# The three config.json that the seed author published, by their fields.
-SMALL = {"embed_dim": 256, "num_heads": 4, "num_layers": 4, "ff_dim": 1024, "max_seq_len": 256, "dropout": 0.1}
-LARGE = {"embed_dim": 768, "num_heads": 12, "num_layers": 12, "ff_dim": 3072, "max_seq_len": 512, "dropout": 0.1}
-NAMED = {"model_type": "TransformerLanguageModel"}
-PUBLISHED_SEEDS = {
-    "tiny": SMALL
-    | {"vocab_size": 65, "total_parameters": 3258368, "tokenizer_type": "character"}
-    | {"model_name": "tiny_shakespeare", "description": "Phase 1 model"},
-    "medium": (SMALL | NAMED | {"architecture": "small"})
-    | {"vocab_size": 190, "total_parameters": 3322368, "tokenizer_type": "character"},
-    "gpt2_small": (LARGE | NAMED | {"architecture": "gpt2_small"})
-    | {"vocab_size": 32000, "total_parameters": 134601216, "tokenizer_type": "bpe"},
-}
-NARROW = {"vocab_size": 300, "embed_dim": 48, "ff_dim": 192, "max_seq_len": 32}  # 134,601,216 parameters fill 0.5 GB
+# Two of the three config.json that the seed author published; 134,601,216 parameters of the third fill 0.5 GB.
+PUBLISHED = {"embed_dim": 256, "num_heads": 4, "num_layers": 4, "ff_dim": 1024, "max_seq_len": 256, "dropout": 0.1}
 
 
-@pytest.mark.parametrize(("name", "narrower"), [("tiny", {}), ("medium", {}), ("gpt2_small", NARROW)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"vocab_size": 65, "total_parameters": 3258368, "tokenizer_type": "character", "model_name": "tiny"},
+        {
+            "vocab_size": 190,
+            "total_parameters": 3322368,
+            "tokenizer_type": "character",
+            "model_type": "TransformerLanguageModel",
+        },
+    ],
+)
 @torch.no_grad()
-def test_the_published_seed_checkpoints_convert_whatever_model_type_they_name(name, narrower, tmp_path):
-    body = PUBLISHED_SEEDS[name] | narrower
+def test_the_published_seed_checkpoints_convert_whatever_model_type_they_name(more, tmp_path):
     torch.manual_seed(0)
-    seed = SeedModel(**body).eval()
-    (tmp_path / "config.json").write_text(json.dumps(body))
+    seed = SeedModel(**PUBLISHED, **more).eval()
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | more))
     weights = {f"_orig_mod.{name}": weight for name, weight in seed.state_dict().items()}
     torch.save(weights, tmp_path / "pytorch_model.bin")
     assert main([str(tmp_path), str(tmp_path / "ours")]) == 0
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert (ours.num_parameters() == body["total_parameters"]) == (not narrower)
-    assert ours.config.eos_token_id == (0 if name == "gpt2_small" else None)
+    assert ours.num_parameters() == more["total_parameters"]
+    assert ours.config.eos_token_id is None
     ids = tokens(1, 32, vocab_size=65)
     torch.testing.assert_close(ours(ids).logits, seed(ids), rtol=0, atol=1e-5)
 
@@ -422,16 +419,6 @@ def saved(model):
     return lambda folder: model().save_pretrained(folder) or folder
 
 
-def without_a_tensor(model):
-    def build(folder):
-        weights = load_file(saved(model)(folder) / SAFE)
-        del weights["transformer.h.1.ln_2.weight"]
-        save_file(weights, folder / SAFE, metadata={"format": "pt"})
-        return folder
-
-    return build
-
-
 BIN, SAFE = "pytorch_model.bin", "model.safetensors"
 SWIN = b'{"model_type": "swin", "embed_dim": 96}'
 
@@ -441,15 +428,11 @@ WRONG_SOURCES = {
     "no config.json": (lambda folder: folder.mkdir() or folder, "config.json is missing"),
     "a file": (lambda folder: write_seed(folder)[0] / BIN, "config.json is missing"),
     "broken config.json": (with_file("config.json", lambda content: b'{"embed_dim": 16,'), "config.json"),
-    "config.json is a list": (with_file("config.json", lambda content: b"[]"), "config.json"),
     "of another family": (saved(LlamaConfig), "'llama'; expected gpt2, gpt2scratch, or a seed checkpoint"),
     "gpt2scratch already": (saved(tiny_ours), "is a gpt2scratch model already"),
     "missing bin": (with_file(BIN, lambda content: None), "pytorch_model.bin is missing"),
-    "empty bin": (with_file(BIN, lambda content: b""), "pytorch_model.bin is not a plain state dict"),
     "truncated bin": (with_file(BIN, lambda content: content[:-2000]), "pytorch_model.bin is not a plain state dict"),
-    "a tensor in place of a state dict": (with_state(lambda state: torch.zeros(3)), "pytorch_model.bin"),
     "a whole trainer state": (with_state(lambda state: {"model": state, "step": 3}), "pytorch_model.bin"),
-    "an empty state dict": (with_state(lambda state: {}), "pytorch_model.bin"),
     "a missing tensor": (
         with_state(lambda state: {name: tensor for name, tensor in state.items() if name != "ln_f.bias"}),
         "transformer.ln_f.bias is missing",
@@ -471,19 +454,15 @@ WRONG_SOURCES = {
     "an odd tokenizer.json": (with_file("tokenizer.json", lambda content: b'{"model": 5}'), "tokenizer.json"),
     "a foreign tokenizer.json": (with_file("tokenizer.json", lambda content: b"{}"), "tokenizer.json is neither"),
     "a GPT-2 without weights": (with_file(SAFE, lambda content: None, saved(tiny_gpt2)), "model.safetensors"),
-    "a truncated GPT-2": (with_file(SAFE, lambda content: content[:-2000], saved(tiny_gpt2)), "source"),
-    "a GPT-2 with a missing tensor": (without_a_tensor(tiny_gpt2), "transformer.h.1.ln_2.weight is missing"),
-    "gpt2 already": (saved(tiny_gpt2), "is a gpt2 model already", "--to", "gpt2"),
-    "ours with a missing tensor": (without_a_tensor(tiny_ours), "ln_2.weight is missing", "--to", "gpt2"),
 }
 
 
 @pytest.mark.parametrize("mistake", WRONG_SOURCES)
 def test_a_wrong_source_is_one_sentence_and_writes_nothing(mistake, tmp_path, capfd):
-    build, words, *flags = WRONG_SOURCES[mistake]
+    build, words = WRONG_SOURCES[mistake]
     source = build(tmp_path / "source")
     capfd.readouterr()
-    assert main([str(source), str(tmp_path / "ours"), *flags]) == 1
+    assert main([str(source), str(tmp_path / "ours")]) == 1
     captured = capfd.readouterr()
     assert_one_sentence(captured.err, words)
     assert captured.out == ""
