@@ -5,7 +5,6 @@ Transformers knows by Transformers', and all others are refused. This file is no
 """
 
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,31 +54,40 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
             raise ModelError(f"{ADAPTER} names a base that is elsewhere; merge the adapter into its base first")
         if own_file(folder, GENERATION) is not None:
             read_json(folder, GENERATION)
-        stored = _stored(fetch(source, WEIGHTS, SHARDS, INDEX))
+        types = _stored_types(fetch(source, WEIGHTS, SHARDS, INDEX))
         for name in LAYERS:  # before so many are built, which takes time even without their weights
-            if isinstance(number := described.get(name), int) and number > len(stored):
-                raise ModelError(f"{MISFIT}: {name} is {number}, and there are {len(stored)} tensors")
+            if isinstance(number := described.get(name), int) and number > len(types):
+                raise ModelError(f"{MISFIT}: {name} is {number}, and there are {len(types)} tensors")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         config._attn_implementation = config._experts_implementation = None  # either may name a kernel, code of the Hub
-        _refuse_random_weights(config, stored)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,  # a pickle is never opened
-            trust_remote_code=False,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # they are reported
-            output_loading_info=True,
-        )
-        expected, found = dict.fromkeys(report["missing_keys"], ()), dict.fromkeys(report["unexpected_keys"], ())
-        for name, stored_shape, shape in report["mismatched_keys"]:
-            expected[name], found[name] = tuple(shape), tuple(stored_shape)
-        if problems := misfits(expected, found):
-            raise ModelError(f"{MISFIT}: {problems}")
+        empty = _load_weights(folder, config, device_map="meta")  # before memory is taken for weights that no file has
+        for name, _ in empty.named_parameters():
+            if not types.get(name, "F").startswith(("F", "BF")):
+                raise ModelError(f"{name} is of type {types[name]}, which is not a weight's")
+        model = _load_weights(folder, config, dtype=dtype)
         _check_special_tokens(model)
         model.name_or_path = model.config.name_or_path = str(source)
     return model.eval()
+
+
+def _load_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Load a model; raise a `ModelError` where a weight is missing, left over or of another shape."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        use_safetensors=True,  # a pickle is never opened
+        trust_remote_code=False,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,  # they are reported
+        output_loading_info=True,
+        **options,
+    )
+    expected, found = dict.fromkeys(report["missing_keys"], ()), dict.fromkeys(report["unexpected_keys"], ())
+    for name, stored, shape in report["mismatched_keys"]:
+        expected[name], found[name] = tuple(shape), tuple(stored)
+    if problems := misfits(expected, found):
+        raise ModelError(f"{MISFIT}: {problems}")
+    return model
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
@@ -242,15 +250,13 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _stored(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and type (as safetensors spells it: F32, BF16, I64 ...) of each tensor, from the headers of the files."""
-    stored = {}
+def _stored_types(folder: Path) -> dict[str, str]:
+    """Return the type of each tensor, as safetensors spells it (F32, BF16, I64 ...), from the headers of the files."""
+    types = {}
     for path in _weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  it cannot be iterated over
-                tensor = file.get_slice(name)
-                stored[name] = tuple(tensor.get_shape()), tensor.get_dtype()
-    return stored
+            types |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  no mapping
+    return types
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -258,35 +264,14 @@ def _stored(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 def misfits(expected: Shapes, found: Shapes) -> str:
     """Return which tensors are missing, unknown or of another shape, the first three by name; "" where all fit."""
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is unknown" for name in found if name not in expected]
+    problems = [f"{name} is missing" for name in sorted(expected) if name not in found]
+    problems += [f"{name} is unknown" for name in sorted(found) if name not in expected]
     problems += [
         f"{name} is {found[name]} instead of {shape}"
-        for name, shape in expected.items()
+        for name, shape in sorted(expected.items())
         if found.get(name, shape) != shape
     ]
     return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
-
-
-def _refuse_random_weights(config: PreTrainedConfig, stored: dict[str, tuple[tuple[int, ...], str]]) -> None:
-    """Before memory is taken for weights that no file has.
-
-    The number of parameters is compared, for names and shapes of other architectures change while they are loaded; what
-    `from_pretrained` reports is exact, and comes after their allocation.
-    """
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    # Shared weights are named once. The names in files of a model without its head lack a prefix.
-    expected = {name: tuple(weight.shape) for name, weight in empty.named_parameters()}
-    prefixed = {f"{empty.base_model_prefix}.{name}": tensor for name, tensor in stored.items()} | stored
-    found = {name: prefixed[name] for name in expected if name in prefixed}
-    count, held = sum(map(math.prod, expected.values())), sum(math.prod(shape) for shape, _ in stored.values())
-    if count > held:
-        problems = misfits(expected, {name: shape for name, (shape, _) in found.items()})
-        raise ModelError(f"{MISFIT}: of {count:,} parameters, the files hold {held:,}; {problems}")
-    for name, (_, dtype) in found.items():
-        if not dtype.startswith(("F", "BF")):
-            raise ModelError(f"{name} is of type {dtype}, which is not a weight's")
 
 
 def _check_special_tokens(model: PreTrainedModel) -> None:

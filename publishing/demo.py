@@ -38,7 +38,12 @@ MODEL_PACKAGE = REPOSITORY / "modeling_gpt2scratch"
 PACKAGED = ("__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py")
 PAGE = {f"app{suffix}": f"demo_page{suffix}" for suffix in (".py", ".css", ".html.j2")}
 FILES = (*PAGE, "models.json", "requirements.txt", "README.md", f"{MODEL_PACKAGE.name}/*.py", "**/*.pyc")
-NEEDED = ("torch", "transformers", "safetensors")  # a Space installs gradio by its sdk_version, and Jinja2 with it
+NEEDED = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "safetensors",
+)  # a Space installs gradio by its sdk_version, and Jinja2 with it
 
 
 @dataclass
