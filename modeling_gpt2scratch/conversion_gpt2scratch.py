@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM, loading
@@ -72,7 +72,7 @@ def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
         values = ", ".join(f"{name}={getattr(gpt2.config, name)}" for name in foreign)
         raise ModelError(f"GPT2Scratch has no equivalent of {values}; only the plain GPT-2 architecture converts")
     config = GPT2ScratchConfig(**{name: getattr(gpt2.config, name) for name in SHARED_FIELDS})
-    model = _filled(GPT2ScratchForCausalLM, config, _transposed(gpt2.state_dict()), gpt2.dtype)
+    model = loading.load_weights(GPT2ScratchForCausalLM, None, config, gpt2.dtype, state_dict=_transposed(gpt2))
     model.generation_config = gpt2.generation_config
     return model
 
@@ -82,7 +82,7 @@ def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
     shared = {name: getattr(model.config, name) for name in SHARED_FIELDS}
     # n_ctx: llama.cpp's converter asks for it.
     config = GPT2Config(**shared, **GPT2_ONLY, n_ctx=model.config.n_positions)
-    twin = _filled(GPT2LMHeadModel, config, _transposed(model.state_dict()), model.dtype)
+    twin = loading.load_weights(GPT2LMHeadModel, None, config, model.dtype, state_dict=_transposed(model))
     twin.generation_config = model.generation_config
     return twin
 
@@ -109,7 +109,11 @@ def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
             f"{SEED_WEIGHTS} is not a plain state dict of tensors (or is damaged), and nothing else is unpickled"
         )
     named = {_seed_parameter_name(name): tensor for name, tensor in state.items() if "causal_mask" not in name}
-    model = _filled(GPT2ScratchForCausalLM, config, named, next(iter(named.values()), torch.empty(0)).dtype)
+    if config.n_layer > len(named):  # before they are built, which takes time even without weights
+        raise ModelError(f"there are {len(named)} tensors for {config.n_layer} layers")
+    model = loading.load_weights(
+        GPT2ScratchForCausalLM, None, config, next(iter(named.values())).dtype, state_dict=named
+    )
     model.generation_config = GenerationConfig(**special)
     return model
 
@@ -135,8 +139,12 @@ def seed_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=context, **special)
 
 
-def _transposed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.t() if name.endswith(TRANSPOSED) else tensor for name, tensor in state.items()}
+def _transposed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return copies of the model's weights, as the other layout has them."""
+    return {
+        name: (tensor.t() if name.endswith(TRANSPOSED) else tensor).clone(memory_format=torch.contiguous_format)
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def _seed_parameter_name(name: str) -> str:
@@ -147,23 +155,6 @@ def _seed_parameter_name(name: str) -> str:
         _, layer, *inner = module.split(".", 2)
         return ".".join(["transformer.h", layer, *(SEED_PARAMETERS.get(part, part) for part in inner), kind])
     return f"{SEED_PARAMETERS.get(module, module)}.{kind}"
-
-
-def _filled(model_class: type, config: PreTrainedConfig, state: dict[str, torch.Tensor], dtype: torch.dtype):
-    """Return a model of `model_class` with exactly the weights of `state`, of which it has copies."""
-    if config.n_layer > len(state):  # before they are built, which takes time even without weights
-        raise ModelError(f"its weights do not fit its configuration: {len(state)} tensors for {config.n_layer} layers")
-    with torch.device("meta"):
-        model = model_class(config)
-    expected, found = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (model.state_dict(), state)
-    )
-    if problems := loading.misfits(expected, found):
-        raise ModelError(f"its weights do not fit its configuration: {problems}")
-    model = model.to_empty(device="cpu").to(dtype)
-    model.load_state_dict({name: tensor.contiguous() for name, tensor in state.items()})
-    model.tie_weights()
-    return model.eval()
 
 
 def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> None:

@@ -37,8 +37,6 @@ LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
 MAX_LABELS = 1_000_000
 REFUSED = ("quantization_config", "transformers_weights")
 
-Shapes = dict[str, tuple[int, ...]]
-
 
 class ModelError(ValueError):
     """The model cannot be loaded; the text is one sentence for the user."""
@@ -60,34 +58,42 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
                 raise ModelError(f"{MISFIT}: {name} is {number}, and there are {len(types)} tensors")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         config._attn_implementation = config._experts_implementation = None  # either may name a kernel, code of the Hub
-        empty = _load_weights(folder, config, device_map="meta")  # before memory is taken for weights that no file has
-        for name, _ in empty.named_parameters():
+        model = load_weights(AutoModelForCausalLM, folder, config, dtype)
+        for name, _ in model.named_parameters():
             if not types.get(name, "F").startswith(("F", "BF")):
                 raise ModelError(f"{name} is of type {types[name]}, which is not a weight's")
-        model = _load_weights(folder, config, dtype=dtype)
         _check_special_tokens(model)
         model.name_or_path = model.config.name_or_path = str(source)
-    return model.eval()
-
-
-def _load_weights(folder: Path, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Load a model; raise a `ModelError` where a weight is missing, left over or of another shape."""
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        use_safetensors=True,  # a pickle is never opened
-        trust_remote_code=False,
-        local_files_only=True,
-        ignore_mismatched_sizes=True,  # they are reported
-        output_loading_info=True,
-        **options,
-    )
-    expected, found = dict.fromkeys(report["missing_keys"], ()), dict.fromkeys(report["unexpected_keys"], ())
-    for name, stored, shape in report["mismatched_keys"]:
-        expected[name], found[name] = tuple(shape), tuple(stored)
-    if problems := misfits(expected, found):
-        raise ModelError(f"{MISFIT}: {problems}")
     return model
+
+
+def load_weights(
+    kind: type, folder: Path | None, config: PreTrainedConfig, dtype: str | torch.dtype, **options: Any
+) -> PreTrainedModel:
+    """Load a model of a class, or by an auto class; raise a `ModelError` where a weight is missing, left over or of another
+    shape."""
+    for to in ({"device_map": "meta"}, {"dtype": dtype}):  # first without taking memory for weights that no file has
+        model, report = kind.from_pretrained(
+            folder,
+            config=config,
+            use_safetensors=True,  # a pickle is never opened
+            trust_remote_code=False,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are reported
+            output_loading_info=True,
+            **options,
+            **to,
+        )
+        problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+        problems += [f"{name} is unknown" for name in sorted(report["unexpected_keys"])]
+        problems += [
+            f"{name} is {tuple(found)} instead of {tuple(shape)}"
+            for name, found, shape in sorted(report["mismatched_keys"])
+        ]
+        if problems:
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise ModelError(f"{MISFIT}: {'; '.join(problems[:3])}{more}")
+    return model.eval()
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
@@ -260,18 +266,6 @@ def _stored_types(folder: Path) -> dict[str, str]:
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def misfits(expected: Shapes, found: Shapes) -> str:
-    """Return which tensors are missing, unknown or of another shape, the first three by name; "" where all fit."""
-    problems = [f"{name} is missing" for name in sorted(expected) if name not in found]
-    problems += [f"{name} is unknown" for name in sorted(found) if name not in expected]
-    problems += [
-        f"{name} is {found[name]} instead of {shape}"
-        for name, shape in sorted(expected.items())
-        if found.get(name, shape) != shape
-    ]
-    return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
 
 
 def _check_special_tokens(model: PreTrainedModel) -> None:

@@ -439,7 +439,7 @@ WRONG_SOURCES = {
     ),
     "an unknown tensor": (with_state(lambda state: state | {"blocks.1.weight": torch.zeros(1)}), "is unknown"),
     "wrong shapes": (with_config(max_seq_len=64), "transformer.wpe.weight is (32, 16) instead of (64, 16)"),
-    "fewer layers in config.json": (with_config(num_layers=1), "transformer.h.1.ln_1.weight is unknown"),
+    "fewer layers in config.json": (with_config(num_layers=1), "transformer.h.1.attn.c_attn.bias is unknown"),
     "config.json lacks a key": (
         with_file("config.json", lambda content: content.replace(b"ff_dim", b"x")),
         "lacks ff_dim",
