@@ -321,6 +321,10 @@ def test_bad_requests_end_in_a_sentence(run, arguments, expected):
 # ---- the card
 
 
+def card_of(folder: Path, wanted: str | None = None) -> str:
+    return model_card(find_source(folder, wanted), MINE, FolderArguments())
+
+
 def test_the_card_tells_the_run(run, monkeypatch):
     push(run, "--dry_run", "--license", "mit", "--language", "en", "--checkpoint", "4")
     card = ModelCard.load(run / "hub" / "README.md")
@@ -350,25 +354,25 @@ def test_the_card_tells_the_run(run, monkeypatch):
 def test_the_card_tells_what_was_evaluated_of_just_these_weights(run, tmp_path, capsys):
     mine = shutil.copytree(run, tmp_path / "run")
     evaluate.main([str(mine), "--compare_with", str(mine / "checkpoints" / "step_00000004")])
-    sections = sections_of(model_card(find_source(mine, "last"), Repository("me/tiny"), FolderArguments()))
+    sections = sections_of(card_of(mine, "last"))
     found = sections["Evaluation"]
     assert re.search(r"\n\| run \| \d\.\d{4} ± ", found)
     assert "\n| step_00000004 | " in found
     assert "\n| trigram | " in found
     assert str(tmp_path) not in found
     assert list(sections)[1:4] == ["Use", "Results", "Evaluation"]
-    assert "## Evaluation" not in model_card(find_source(mine, "4"), Repository("me/tiny"), FolderArguments())
+    assert "## Evaluation" not in card_of(mine, "4")
 
 
 GGUF = {"name": "tiny-F16.gguf", "kind": "F16", "logits": 1e-3, "loss": 1e-6, "tokens": 256}
 
 
 def test_a_report_that_someone_edited_or_an_older_version_wrote_is_the_source_of_the_card(a_copy):
-    before = model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
+    before = card_of(a_copy)
     report = a_copy / "report.md"
     page = report.read_text()
     report.write_text(page.replace("## Data", "## Notes\n\nMy words.\n\n## Data"))
-    card = model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
+    card = card_of(a_copy)
     assert card == before.replace("## Data", "## Notes\n\nMy words.\n\n## Data")
     evaluate.main([str(a_copy), "--compare"])
     assert {"Evaluation", "Notes"} < sections_of(report.read_text()).keys()
@@ -376,10 +380,10 @@ def test_a_report_that_someone_edited_or_an_older_version_wrote_is_the_source_of
     facts = schema.read(a_copy / "report.json")
     (a_copy / "report.json").write_text(schema.sealed(facts | {"format_version": 9}))
     with pytest.raises(UserError, match=r"report\.json was written by a newer version of GPT2Scratch \(format 9; "):
-        model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
+        card_of(a_copy)
     (a_copy / "report.json").unlink()
     shutil.rmtree(a_copy / "evaluation")
-    assert model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments()) == before
+    assert card_of(a_copy) == before
 
 
 def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
@@ -397,19 +401,17 @@ def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
 def test_the_prompt_of_a_card_leaves_room_for_its_answer(a_copy, prompt, expected):
     config = a_copy / "config.yaml"
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [prompt]}))
-    card = model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
+    card = card_of(a_copy)
     assert card.count(f"({json.dumps(expected, ensure_ascii=False)}, max_new_tokens=8") == 1
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [""]}))
-    assert 'tokenizer("",' not in model_card(
-        find_source(a_copy, None), Repository("me/tiny"), FolderArguments()
-    )  # nothing is no prompt
+    assert 'tokenizer("",' not in card_of(a_copy)  # nothing is no prompt
 
 
 def test_a_card_made_from_a_card_loses_nothing_and_says_once_that_it_is_ours(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "again")
     theirs = "## Example\n\nOne.\n\n## Example\n\nTwo.\n\n## Licence\n\nMIT, by me."
     (folder / "README.md").write_text(f"---\ntags: [a]\n---\n\n{WRITTEN}\n\n# old\n\n{theirs}\n")
-    card = model_card(find_source(folder, None), Repository("me/tiny"), FolderArguments())
+    card = card_of(folder)
     assert card.count(WRITTEN) == 1
     assert "# old" not in card
     assert "## Example\n\nOne.\n\nTwo." in card
@@ -419,8 +421,9 @@ def test_a_card_made_from_a_card_loses_nothing_and_says_once_that_it_is_ours(run
 def test_a_card_speaks_in_the_characters_of_its_model(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "characters")
     build(VocabularyArguments(tokenizer_type="character"), None, lambda: iter(["日本語"])).save_pretrained(folder)
-    card = model_card(find_source(folder, None), Repository("me/tiny"), FolderArguments())
+    card = card_of(folder)
     assert 'text = "日本語"' in card
+    assert "A GPT-2-class language model: 2 layers, 2 heads, width 16, a context of 16 tokens" in card
 
 
 def test_what_the_harness_measured_on_files_of_this_machine_does_not_name_them(a_copy):
@@ -429,12 +432,12 @@ def test_what_the_harness_measured_on_files_of_this_machine_does_not_name_them(a
     task = {"dataset_path": "/home/me/secret", "test_split": "test"}
     measured = {"model_name": str(a_copy / "model"), "configs": {"mine": task}, "results": {"mine": {"acc,none": 0.5}}}
     results.write_text(json.dumps(measured | {"n-shot": {"mine": 0}, "lm_eval_version": "0.4"}))
-    card = model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
+    card = card_of(a_copy)
     assert "| mine | acc | 0.5000 |" in card
     assert "secret" not in card
     results.write_text('{"model_name')
     with pytest.raises(UserError, match=r"results_1\.json is not whole; delete it"):
-        model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
+        card_of(a_copy)
 
 
 def test_what_a_model_writes_cannot_break_out_of_the_report(tmp_path):
