@@ -4,12 +4,11 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from errors import disk_errors
-from removal import MARK, discard, renew
+from removal import discard
 
 # What drives answer that cannot be told to write now; what they were given is with them all the same.
 CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EISDIR}
@@ -75,26 +74,22 @@ def copy_file(source: Path, target: Path) -> str:
 
 
 @contextmanager
-def unfinished_path(path: Path, suffix: str, known: Iterable[str] = ()) -> Iterator[Path]:
-    """Yield a name next to `path` for unfinished work, which becomes `path`, or is deleted.
+def unfinished_path(path: Path, suffix: str = ".unfinished", known: Iterable[str] = ()) -> Iterator[Path]:
+    """Yield a name next to `path` for unfinished work, which replaces `path` by a rename, or is deleted where something fails.
 
-    Args:
-        known: of a folder, the names of its files, see `discard`; the folder is made and marked.
-
-    Raises:
-        UserError: it cannot be written, or what has its name was not written here.
+    `known`: of a folder, the names of its files, see `discard`; the folder is made.
     """
-    path = path.resolve() if path.is_symlink() else path
     unfinished = path.with_name(f".{path.name}{suffix}")
-    with disk_errors(path, "correct that and try again"):
+    discard(unfinished, known)
+    try:
         if known:
-            renew(unfinished, suffix, known)
-        else:
-            discard(unfinished, ())
-        try:
-            yield unfinished
-            if known:
-                (unfinished / MARK).unlink()
-            os.replace(unfinished, path)
-        finally:
-            discard(unfinished, (*known, MARK))
+            unfinished.mkdir()  # without parents: the way to a drive that is gone must not be built on the disk below it
+        yield unfinished
+        for part in (*unfinished.glob("*/"), unfinished):
+            fsync_path(part)
+        discard(path, known, replacement=unfinished)
+        fsync_path(path.parent)
+    except BaseException:
+        with suppress(OSError):  # what failed above is the reason
+            discard(unfinished, known)
+        raise

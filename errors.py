@@ -47,7 +47,7 @@ class Problems:
 
 
 @contextmanager
-def disk_errors(path: object, remedy: str) -> Iterator[None]:
+def disk_errors(path: object, remedy: str = "correct that and try again") -> Iterator[None]:
     """Turn what the disk refuses (no permission, no room, no such file) into a sentence that ends with `remedy`.
 
     Raises:

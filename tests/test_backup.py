@@ -5,6 +5,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -197,13 +198,13 @@ def test_kill_9_at_any_moment_leaves_no_half_checkpoint(drive, tmp_path):
     before = write_checkpoint(drive, 1)
     versions = [write_checkpoint(tmp_path / str(i), 2, size=300_000, content=i) for i in range(2)]
     began = time.monotonic()
-    copy(versions[0], drive)
+    copy(versions[0], drive / versions[0].name)
     takes = time.monotonic() - began  # whatever the disk under the tests is like
 
     def copy_forever() -> None:
         while True:  # each replaces the other
             for version in versions:
-                copy(version, drive)
+                copy(version, drive / version.name)
 
     randomness = random.Random(1)
     for _ in range(10):
@@ -229,14 +230,18 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_copied(make, tmp_pa
     assert names(copies.there) == ["step_00000001"]
 
 
-def test_checkpoints_that_the_run_takes_back_are_removed_and_not_copied_again(make, tmp_path):
+def test_checkpoints_that_the_run_takes_back_are_removed(make, tmp_path):
     run = write_run(tmp_path / "x", 1, 2)
     copies, _ = make(run)
     submit(copies, run.checkpoints / "step_00000002")
-    copies.forget_from(2)
-    assert names(copies.there) == []
-    copies.finish()
+    shutil.rmtree(run.checkpoints / "step_00000002")
+    copies.update()
     assert names(copies.there) == ["step_00000001"]
+    write_checkpoint(copies.there.checkpoints, 2)  # by another machine
+    write_checkpoint(copies.there.checkpoints, 3)
+    copies.update()
+    assert "it holds step_00000003, which this run did not go on from" in copies.problem
+    assert names(copies.there) == ["step_00000001", "step_00000002", "step_00000003"]
 
 
 def test_work_that_the_run_did_not_go_on_from_is_left_alone(make, tmp_path):
@@ -260,6 +265,10 @@ def test_work_that_the_run_did_not_go_on_from_is_left_alone(make, tmp_path):
         assert BackupArguments(folder).problems(tmp_path / "x") == []
 
 
+def restore(copies: Backup, after: int = -1) -> Path | None:
+    return copies.restore(after, lambda settings: None)
+
+
 @pytest.fixture
 def backed_up(make, tmp_path) -> RunFolder:
     """A run with steps 1 and 2 on the drive, whose own folder is lost."""
@@ -275,14 +284,14 @@ def backed_up(make, tmp_path) -> RunFolder:
 
 def test_a_lost_run_comes_back(make, backed_up, tmp_path):
     copies, said = make(backed_up)
-    assert copies.settings() == {"learning_rate": 0.01}
-    assert copies.newest(None) == copies.there.checkpoints / "step_00000002"
-    restored = copies.restore(None)
+    settings = []
+    restored = copies.restore(-1, settings.append)
+    assert settings == [{"learning_rate": 0.01}]
     assert restored == backed_up.checkpoints / "step_00000002"
     assert damage(restored) is None
     assert names(backed_up) == ["step_00000002"]
     assert (backed_up.metrics).read_text() == (tmp_path / "lost" / "metrics.jsonl").read_text()
-    assert said == []
+    assert said == [f"Backup:  step_00000002 is brought back from {copies.there.path}"]
     copies.begin(2, may_replace=False)
     write_checkpoint(backed_up.checkpoints, 3)
     copies.submit()
@@ -293,14 +302,13 @@ def test_a_lost_run_comes_back(make, backed_up, tmp_path):
 def test_what_is_newer_here_stays_unless_it_is_damaged(make, backed_up, tmp_path):
     (tmp_path / "lost").rename(backed_up.path)
     copies, _ = make(backed_up)
-    assert copies.newest(2) is None
-    assert copies.restore(2) is None
+    assert restore(copies, 2) is None
     log(backed_up, 9)
     before = backed_up.metrics.read_text()
     backed_up.config.write_text("learning_rate: 0.02\n")
     damaged = backed_up.checkpoints / "step_00000002"
     (damaged / "tokenizer.json").write_bytes(b"x" * 1000)  # the size is right
-    assert copies.restore(1) == damaged
+    assert restore(copies, 1) == damaged
     assert damage(damaged) is None
     assert names(backed_up) == ["step_00000001", "step_00000002"]
     assert backed_up.metrics.read_text() == before
@@ -311,14 +319,13 @@ def test_a_damaged_checkpoint_there_is_passed_over(make, backed_up):
     newest = backed_up.path.parent / "drive" / "x" / "checkpoints" / "step_00000002"
     (newest / "tokenizer.json").write_bytes(b"x" * 1000)  # the size is right
     copies, said = make(backed_up)
-    assert copies.restore(None).name == "step_00000001"
+    assert restore(copies).name == "step_00000001"
     assert names(backed_up) == ["step_00000001"]
-    assert len(said) == 1
+    assert len(said) == 2
     assert "tokenizer.json was changed or damaged" in said[0]
     (newest / "tokenizer.json").write_bytes(b"x")
     copies, said = make(backed_up)
-    assert copies.newest(1) is None
-    assert copies.restore(1) is None
+    assert restore(copies, 1) is None
     assert len(said) == 1
     assert "tokenizer.json has 1 bytes instead of 1,000" in said[0]
 
@@ -334,7 +341,7 @@ def test_nothing_outside_of_a_checkpoint_is_followed(make, backed_up, tmp_path, 
     manifest["files"][name] = {"size": 6, "sha256": sha256(b"secret").hexdigest()}
     (newest / "manifest.json").write_text(json.dumps(manifest))
     copies, said = make(backed_up)
-    assert copies.restore(None).name == "step_00000001"
+    assert restore(copies).name == "step_00000001"
     assert "lies outside of it" in said[0]
 
 
@@ -350,9 +357,8 @@ def test_links_out_of_the_backup_are_not_followed(make, backed_up, tmp_path):
         path.unlink()
         path.symlink_to(tmp_path / "secret")
     copies, said = make(backed_up)
-    assert copies.settings() == {}
-    assert copies.restore(None).name == "step_00000002"
-    assert ["is a link out of" in line for line in said] == [True, True]
+    assert restore(copies).name == "step_00000002"
+    assert ["is a link out of" in line for line in said] == [True, True, False]
     assert not backed_up.config.exists()
     assert not backed_up.samples.exists()
 
@@ -363,17 +369,16 @@ def test_links_out_of_the_backup_are_not_followed(make, backed_up, tmp_path):
 def test_a_manifest_that_cannot_be_understood_counts_for_nothing(make, backed_up, tmp_path, manifest):
     (tmp_path / "drive" / "x" / "checkpoints" / "step_00000002" / "manifest.json").write_text(manifest)
     copies, said = make(backed_up)
-    assert copies.newest(None).name == "step_00000001"
-    assert len(said) == 1
+    assert restore(copies).name == "step_00000001"
+    assert len(said) == 2
 
 
 def test_a_drive_that_is_not_there_is_a_warning_and_a_failing_restore_is_an_error(make, backed_up, tmp_path):
     copies, said = make(backed_up, backup_dir=tmp_path / "nowhere")
-    assert copies.settings() == {}
-    assert copies.newest(None) is None
+    assert restore(copies) is None
     assert len(said) == 1
     assert said[0].endswith("(--backup_dir): is its drive mounted? Nothing is backed up until it is there.")
     backed_up.path.write_text("a file")
     copies, _ = make(backed_up)
     with pytest.raises(UserError, match="could not be restored from"):
-        copies.restore(None)
+        restore(copies)

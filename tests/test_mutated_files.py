@@ -94,7 +94,6 @@ def read_status(run: Path, store: TokenStore) -> None:
 
 def read_checkpoint(run: Path, store: TokenStore) -> None:
     checkpoints.damage(run / NEWEST)
-    checkpoints.is_ours(run / NEWEST)
     RunFolder(run).newest_checkpoint(lambda text: None)
     checkpoints.load_state(run / NEWEST)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from atomic import unfinished_path
-from errors import UserError
+from errors import UserError, disk_errors
 from tokenizer import report
 from tokenizer.hub import HubDataset
 from tokenizer.recipe import Recipe
@@ -33,8 +33,9 @@ def to_parquet(store: TokenStore) -> Path:
             return folder
         raise UserError(f"{folder} exists and is not {store.folder} as parquet; move it away or delete it.")
     store.check_hashes()
-    with unfinished_path(folder, ".exporting", ("data/*.parquet", "tokenizer/*", "README.md")) as unfinished:
-        (unfinished / "data").mkdir(parents=True)
+    files = ("data/*.parquet", "tokenizer/*", "README.md")
+    with disk_errors(folder), unfinished_path(folder.resolve(), ".exporting", files) as unfinished:
+        (unfinished / "data").mkdir()
         rows = sum(_write_shards(store, split, unfinished / "data") for split in SPLITS)
         shutil.copytree(store.folder / "tokenizer", unfinished / "tokenizer")
         (unfinished / "README.md").write_text(_card(store, rows), encoding="utf-8")

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from atomic import fsync, unfinished_path
 from command_line import FlagParser, run
-from errors import UserError, require_room
+from errors import UserError, disk_errors, require_room
 from limits import setting
 from tokenizer import megatron
 from tokenizer.store import SPLITS, STORE_FILES, TokenStore, index_file, read_metadata, tokens_file
@@ -55,7 +55,7 @@ def pack(store: TokenStore) -> Path:
     tokenizer_files = (file.relative_to(store.folder).as_posix() for file in store.folder.glob("tokenizer/**/*"))
     others = sorted(name for name in tokenizer_files if TOKENIZER_FILE.fullmatch(name) and name not in FILES)
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, threads=-1, write_checksum=True)
-    with unfinished_path(path, ".packing") as unfinished, unfinished.open("wb") as file:
+    with disk_errors(path), unfinished_path(path, ".packing") as unfinished, unfinished.open("wb") as file:
         with (
             compressor.stream_writer(file, closefd=False) as packed,
             tarfile.open(fileobj=packed, mode="w|", format=tarfile.GNU_FORMAT, copybufsize=COPIED_BYTES) as tar,
@@ -75,17 +75,19 @@ def unpack(archive: Path, folder: Path) -> TokenStore:
         raise UserError(f"There is no file {archive}.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name another after {archive}.")
-    with unfinished_path(folder, ".unpacking", STORE_FILES) as unfinished:
-        try:
-            with _opened(archive) as packed:
-                _write_members(packed, archive, unfinished)
-            if missing := [name for name in FILES if not (unfinished / name).is_file()]:
-                raise UserError(f"{archive} lacks {' and '.join(missing)}: it is truncated or damaged; get it again.")
-            store = TokenStore(unfinished)
-            store.check_hashes()
-        except UserError as error:
-            raise UserError(str(error).replace(str(unfinished), str(archive))) from error
-        megatron.write_indexes(unfinished, store.metadata.dtype)
+    with disk_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished_path(folder.resolve(), ".unpacking", STORE_FILES) as unfinished:
+            try:
+                with _opened(archive) as packed:
+                    _write_members(packed, archive, unfinished)
+                if missing := [name for name in FILES if not (unfinished / name).is_file()]:
+                    raise UserError(f"{archive} lacks {' and '.join(missing)}: it is truncated or damaged; get it again.")
+                store = TokenStore(unfinished)
+                store.check_hashes()
+            except UserError as error:
+                raise UserError(str(error).replace(str(unfinished), str(archive))) from error
+            megatron.write_indexes(unfinished, store.metadata.dtype)
     return TokenStore(folder)
 
 

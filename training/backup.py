@@ -8,13 +8,12 @@ back what the drive has and the run folder has not. What is copied is checked ag
 size once it is written: reading it again would take a slow drive as long as writing it. Loading hashes it again.
 """
 
-import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from atomic import copy_file
@@ -23,7 +22,7 @@ from errors import UserError
 from limits import setting
 from removal import discard, mark
 from training import checkpoint as checkpoints
-from training.checkpoint import FILES, MANIFEST, DamageError, is_linked, listed_files, step_of
+from training.checkpoint import FILES, MANIFEST, DamageError, complete_checkpoints, is_linked, listed_files, step_of
 from training.console import clock
 from training.metrics import best_step, read_metrics
 from training.run_folder import RunFolder, may_hold_run
@@ -55,8 +54,8 @@ class BackupArguments:
 
 
 class Backup:
-    """Mirror of a run's newest checkpoint and its logs. Used by the main process alone: `newest` and `restore` before the run
-    begins, the rest while it trains."""
+    """Mirror of a run's newest checkpoint and its logs. Used by the main process alone: `restore` before the run begins, the
+    rest while it trains."""
 
     def __init__(
         self, backup_dir: str | Path, run: RunFolder, save_total_limit: int | None, say: Callable[[str], None]
@@ -68,89 +67,64 @@ class Backup:
         self.may_replace = False
         self.is_made = False  # the folder there
         self.submitted: set[str] = set()  # names of checkpoints that this process copied or began to copy
-        self.damaged: set[Path] = set()  # reported
-        self.taken_back: float = math.inf  # the first step that the run does not have any more
+        self.damaged: set[Path] = set()  # checkpoints of the run
         self.copying: Path | None = None  # must not be removed
         self.copied: str | None = None  # the newest checkpoint of this run that is there
         self.problem: str | None = None  # the last error of the drive, until an attempt succeeds
-        self._wake = Event()
+        self._updating, self._wake = Lock(), Event()
         self._is_closing = False
         self._thread: Thread | None = None
 
-    # ---- at the start of a run ---------------------------------------------------------------------------------------
+    def restore(self, after: int, check: Callable[[dict[str, Any]], None]) -> Path | None:
+        """Copy the newest sound checkpoint that the drive has beyond step `after` into the run folder, with the logs and
+        settings of the run there; return the copy. A damaged one is reported and passed over for the one before.
 
-    def settings(self) -> dict[str, Any]:
-        """The config.yaml of the run that the drive holds under this name; empty where it holds none or cannot be read.
+        `check` is called with the settings first. A drive that cannot be read is reported, and has nothing.
 
         Raises:
-            UserError: it is not a YAML file of settings.
+            UserError: the drive or the run's own disk failed while they were copied.
         """
+        there = self.there
         try:
-            if self.there.config.is_file() and not is_linked(self.there.config, self.there.path):
-                return read_yaml(self.there.config)
+            os.stat(there.path.parent)
+            later = [path for path in complete_checkpoints(there.checkpoints) if step_of(path) > after]
+            has_settings = there.config.is_file() and not is_linked(there.config, there.path)
+            settings = read_yaml(there.config) if later and has_settings else {}
         except OSError as error:
-            self._say_unreadable(error)
-        return {}
-
-    def newest(self, after: int | None) -> Path | None:
-        """The newest checkpoint of the drive beyond step `after` (None: any), as far as names and sizes tell.
-
-        A drive that cannot be read is reported, and has none.
-        """
-        try:
-            return next(self._beyond(after), None)
-        except OSError as error:
-            self._say_unreadable(error)
+            if there.path.parent.exists():
+                problem = (
+                    f"the backup {there.path} cannot be read ({_reason(error)}), so nothing is brought back from it"
+                )
+            else:
+                problem = (
+                    f"there is no {there.path.parent} (--backup_dir): is its drive mounted? Nothing is backed up until it "
+                    f"is there"
+                )
+            self.say(f"WARNING: {problem}.")
             return None
-
-    def restore(self, after: int | None) -> Path | None:
-        """Copies that checkpoint and what else the run has there into the run folder; returns the copy.
-
-        One that turns out to be damaged is reported and passed over for the one before. Callers have made sure that it is
-        the same run: checkpoints of later steps there may be replaced from now on.
-
-        Raises:
-            UserError: the drive or the run's own disk failed in between.
-        """
-        restored = None
+        if not later:
+            return None
+        check(settings)
+        self.may_replace = True
         try:
-            for checkpoint in self._beyond(after):
-                self._bring_files(step_of(checkpoint))
-                self.run.checkpoints.mkdir(exist_ok=True)
+            for checkpoint in reversed(later):
                 try:
-                    restored = checkpoints.copy(checkpoint, self.run.checkpoints)
-                    break
+                    if is_linked(checkpoint / MANIFEST, there.path):
+                        raise DamageError(f"it is a link out of {there.path}")
+                    listed_files(checkpoint)
+                    self._bring_files(step_of(checkpoint))
+                    self.run.checkpoints.mkdir(exist_ok=True)
+                    checkpoints.copy(checkpoint, self.run.checkpoints / checkpoint.name)
+                    self.say(f"Backup:  {checkpoint.name} is brought back from {there.path}")
+                    return self.run.checkpoints / checkpoint.name
                 except DamageError as damage:
-                    self._pass_over(checkpoint, f"{damage}. Falling back to the one before.")
+                    self.say(f"WARNING: {checkpoint} is damaged: {damage}. Falling back to the one before.")
         except OSError as error:
             raise UserError(
-                f"{self.run.path} could not be restored from {self.there.path} ({_reason(error)}). Correct that, and the same "
+                f"{self.run.path} could not be restored from {there.path} ({_reason(error)}). Correct that, and the same "
                 f"command restores it; without --backup_dir it resumes from what is in {self.run.path}."
             ) from error
-        self.may_replace = True
-        return restored
-
-    def _checkpoints(self) -> list[Path]:
-        """Complete checkpoints of the drive, oldest first; raise an OSError where the drive is gone."""
-        os.stat(self.there.path.parent)
-        return checkpoints.complete_checkpoints(self.there.checkpoints)
-
-    def _beyond(self, after: int | None) -> Iterator[Path]:
-        for checkpoint in reversed(self._checkpoints()):
-            if after is not None and step_of(checkpoint) <= after:
-                return
-            try:
-                if is_linked(checkpoint / MANIFEST, self.there.path):
-                    raise DamageError(f"it is a link out of {self.there.path}")
-                listed_files(checkpoint)
-                yield checkpoint
-            except DamageError as damage:
-                self._pass_over(checkpoint, f"{damage}. Falling back to the one before.")
-
-    def _pass_over(self, checkpoint: Path, problem: str) -> None:
-        if checkpoint not in self.damaged:
-            self.damaged.add(checkpoint)
-            self._report(f"WARNING: {checkpoint} is damaged: {problem}")
+        return None
 
     def _bring_files(self, step: int) -> None:
         """Copy the logs and settings of the backup. A log that reaches `step` is not replaced."""
@@ -162,25 +136,11 @@ class Backup:
             if is_wanted and theirs.is_file() and not is_linked(theirs, self.there.path):
                 _replace(ours, theirs)
 
-    def _say_unreadable(self, error: OSError) -> None:
-        home, problem = (
-            self.there.path.parent,
-            f"cannot be read ({_reason(error)}), so nothing is brought back from it.",
-        )
-        if home.exists():
-            self.say(f"WARNING: the backup {self.there.path} {problem}")
-        else:
-            self.say(
-                f"WARNING: there is no {home} (--backup_dir): is its drive mounted? Nothing is backed up until it is there."
-            )
-
-    # ---- while the run trains ----------------------------------------------------------------------------------------
-
     def begin(self, first_step: int, may_replace: bool) -> None:
         """The run starts after `first_step`. `may_replace`: the user said that what the drive holds of later steps may go.
 
-        Otherwise later steps that are neither the run's own nor known since `restore` are left alone, and nothing is
-        copied until they are gone: the drive may have been away when the run began, and come back with days of work.
+        Otherwise, unless `restore` has seen them, later steps are left alone, and nothing is copied until they are gone: the
+        drive may have been away when the run began, and come back with days of work.
         """
         self.first_step = first_step
         self.may_replace |= may_replace
@@ -192,18 +152,14 @@ class Backup:
             self._thread = Thread(target=self._work, name="backup", daemon=True)
             self._thread.start()
 
-    def forget_from(self, step: int) -> None:
-        """Remove the checkpoints of `step` and more steps, which the run has taken back. They are not copied any more."""
-        self.taken_back = step
-        try:
-            kept = [] if self.may_replace else self._unknown()
-            for checkpoint in self._checkpoints():
-                if step_of(checkpoint) >= step and checkpoint not in kept:
-                    discard(checkpoint, FILES)
-        except OSError as error:
-            self._report(
-                f"WARNING: checkpoints of step {step:,} and more stay in {self.there.path} ({_reason(error)}); delete them."
-            )
+    def _work(self) -> None:
+        is_last, pause = False, None
+        while not is_last:
+            self._wake.wait(pause)
+            self._wake.clear()
+            is_last = self._is_closing
+            self.update()
+            pause = None if self.problem is None else min(2 * (pause or FIRST_PAUSE / 2), LONGEST_PAUSE)
 
     def finish(self, timeout: float = 600.0) -> None:
         """Waits at most `timeout` seconds for what is not yet copied; a drive that is gone is tried once more."""
@@ -222,53 +178,46 @@ class Backup:
         elif self.copied:
             self._report(f"Backup:  {self.copied} is in {self.there.path}")
 
-    # ---- the thread --------------------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        is_last, pause = False, FIRST_PAUSE
-        while not is_last:
-            self._wake.wait(None if self.problem is None else pause)
-            self._wake.clear()
-            is_last, was_tried = self._is_closing, self.problem is not None
-            self._attempt()
-            pause = min(2 * pause, LONGEST_PAUSE) if was_tried else FIRST_PAUSE
-
-    def _attempt(self) -> None:
-        """Copy the newest checkpoint that is not damaged, and report a drive that fails or is back."""
-        own = checkpoints.complete_checkpoints(self.run.checkpoints)
-        sound = (path for path in reversed(own) if path not in self.damaged and step_of(path) < self.taken_back)
-        checkpoint = self.copying = next(sound, None)
-        if checkpoint is None:
-            return
-        try:
-            self._copy(checkpoint)
-        except (OSError, DamageError) as error:
-            if not (checkpoint / MANIFEST).is_file():
-                self._wake.set()  # removed before it was protected: a newer one is there
-            elif isinstance(error, DamageError):
-                self._pass_over(checkpoint, f"{error}. It is not backed up.")
-                self._wake.set()
-            else:
-                if self.problem is None:
-                    self._report(
-                        f"WARNING: {checkpoint.name} could not be copied to {self.there.path} ({_reason(error)}). Training "
-                        f"goes on, and so do the attempts."
-                    )
-                self.problem = _reason(error)
-            return
-        if self.problem is not None:
-            self._report(f"Backup:  {self.there.path} is back, and {checkpoint.name} is in it")
-        self.problem, self.copying, self.copied = None, None, checkpoint.name
+    def update(self) -> None:
+        """Make the drive hold the run's logs, its newest checkpoint that is not damaged, and none of later steps. Report a
+        drive that fails or is back."""
+        with self._updating:
+            own = (path for path in complete_checkpoints(self.run.checkpoints) if path not in self.damaged)
+            checkpoint = self.copying = max(own, key=step_of, default=None)
+            if checkpoint is None:
+                return
+            try:
+                self._copy(checkpoint)
+            except OSError as error:
+                if not (checkpoint / MANIFEST).is_file():
+                    self._wake.set()  # removed before it was protected: a newer one is there
+                elif isinstance(error, DamageError):
+                    self.damaged.add(checkpoint)
+                    self._report(f"WARNING: {checkpoint} is damaged: {error}. It is not backed up.")
+                    self._wake.set()
+                else:
+                    if self.problem is None:
+                        self._report(
+                            f"WARNING: {checkpoint.name} could not be copied to {self.there.path} ({_reason(error)}). Training "
+                            f"goes on, and so do the attempts."
+                        )
+                    self.problem = _reason(error)
+                return
+            if self.problem is not None:
+                self._report(f"Backup:  {self.there.path} is back, and {checkpoint.name} is in it")
+            self.problem, self.copying, self.copied = None, None, checkpoint.name
 
     def _copy(self, checkpoint: Path) -> None:
+        there = self.there.checkpoints
         if not self.is_made:  # made once; missing later, the drive is gone, and its mount point is not filled instead
             if not may_hold_run(self.there):
                 raise OSError("it is not a backup of a run; name another --backup_dir")
             self.there.path.mkdir(exist_ok=True)
             mark(self.there.path, "run")
             self.is_made = True
-        self.there.checkpoints.mkdir(exist_ok=True)
-        unknown = self._unknown()
+        there.mkdir(exist_ok=True)
+        later = [path for path in complete_checkpoints(there) if step_of(path) > self.first_step]
+        unknown = [path for path in later if path.name not in self.submitted]
         if unknown and not self.may_replace:
             raise OSError(
                 f"it holds {unknown[-1].name}, which this run did not go on from, and which is left alone; start again to "
@@ -276,22 +225,15 @@ class Backup:
             )
         self.submitted.add(checkpoint.name)
         self._copy_files()  # before the checkpoint counts, so that the log always reaches it
-        if not _is_copy(self.there.checkpoints / checkpoint.name, checkpoint):
-            copied = checkpoints.copy(checkpoint, self.there.checkpoints)
-            if step_of(checkpoint) >= self.taken_back:
-                discard(copied, FILES)
-                return
+        if not _is_copy(there / checkpoint.name, checkpoint):
+            checkpoints.copy(checkpoint, there / checkpoint.name)
         self._copy_files()  # again: copying takes long, and the validation of this step may be there by now
-        for path in unknown:
-            if path.name != checkpoint.name:
+        for path in later:
+            if path.name != checkpoint.name and (path in unknown or step_of(path) > step_of(checkpoint)):  # taken back
                 discard(path, FILES)
-        checkpoints.sweep(self.there.checkpoints)
-        checkpoints.prune(self.there.checkpoints, self.limit, best_step(self.run.metrics))
-
-    def _unknown(self) -> list[Path]:
-        """Checkpoints there of steps that this run had not reached when it began, and has not copied."""
-        later = (path for path in self._checkpoints() if step_of(path) > self.first_step)
-        return [path for path in later if path.name not in self.submitted]
+        self.may_replace = False
+        checkpoints.sweep(there)
+        checkpoints.prune(there, self.limit, best_step(self.run.metrics))
 
     def _copy_files(self) -> None:
         for ours, theirs in zip(self.run.files, self.there.files, strict=True):
@@ -305,10 +247,9 @@ class Backup:
 
 def _is_copy(copy: Path, checkpoint: Path) -> bool:
     """As far as manifest and sizes tell."""
-    try:
+    with suppress(FileNotFoundError, DamageError):
         return (copy / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes() and listed_files(copy) != {}
-    except (FileNotFoundError, DamageError):
-        return False
+    return False
 
 
 def _replace(target: Path, source: Path) -> None:

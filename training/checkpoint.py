@@ -11,21 +11,17 @@ reads these files by these names alone: no index, no link, no code that lies in 
 Format 1 is read as well: its state.json holds step, seed, tokens per step and two hashes.
 """
 
-import errno
 import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from atomic import copy_file, file_sha256, fsync, fsync_path
+from atomic import copy_file, file_sha256, fsync, fsync_path, unfinished_path
 from errors import NONSENSE, UserError, check_format
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
@@ -125,7 +121,7 @@ def write(
         OSError: the disk is full or the folder cannot be written; safetensors says so in its own way (`as_os_error`).
     """
     final = folder / folder_name(state.position.step)  # there if a run that went back had reached this step
-    with _appearing(final, FILES) as unfinished:
+    with unfinished_path(final, known=FILES) as unfinished:
         (unfinished / STATE_FOLDER).mkdir()
         shell.save_pretrained(unfinished, state_dict=dict(snapshot.weights), max_shard_size=snapshot.n_bytes + 1)
         vocabulary.save(tokenizer, unfinished, context=shell.config.n_positions)
@@ -135,31 +131,8 @@ def write(
     return final
 
 
-@contextmanager
-def _appearing(final: Path, known: Iterable[str]) -> Iterator[Path]:
-    """Yield an empty folder that replaces `final` by a rename at the end, or is deleted where something fails.
-
-    `known`: names of the files in it, see `discard`.
-    """
-    unfinished = final.with_name(f".{final.name}.unfinished")
-    discard(unfinished, known)
-    try:
-        unfinished.mkdir()  # without parents: the way to a drive that is gone must not be built on the disk below it
-        yield unfinished
-        for folder in (*unfinished.glob("*/"), unfinished):
-            fsync_path(folder)
-        discard(final, known, replacement=unfinished)
-        fsync_path(final.parent)
-    except BaseException:
-        with suppress(OSError):  # what failed above is the reason
-            discard(unfinished, known)
-        raise
-
-
 def as_os_error(error: Exception) -> Exception:
-    """safetensors and tokenizers say `... (os error 28)` where Python says OSError; shutil says all at once."""
-    if isinstance(error, shutil.Error):
-        return OSError(errno.EIO, str(error.args[0][0][-1]))
+    """safetensors and tokenizers say `... (os error 28)` where Python says OSError."""
     text = str(error)
     if isinstance(error, OSError) or "(os error " not in text:
         return error
@@ -184,40 +157,33 @@ def _seal(folder: Path, step: int) -> None:
     fsync_path(manifest)
 
 
-def copy(source: Path, folder: Path) -> Path:
-    """Make `folder/step_N` a copy of a checkpoint. Until the last rename nothing of that name exists.
+def copy(checkpoint: Path, final: Path, model_only: bool = False) -> None:
+    """Replace `final` by a copy of a checkpoint, or of its model without the training state. It is there whole or not at all.
 
     Raises:
-        DamageError: `source` is not as its manifest says.
+        DamageError: the checkpoint is not as its manifest says.
         OSError: it cannot be read, or the copy cannot be written.
     """
-    manifest = (source / MANIFEST).read_bytes()
-    files = listed_files(source)
-    with _appearing(folder / source.name, FILES) as unfinished:
-        for inside in sorted({unfinished / parent for name in files for parent in PurePosixPath(name).parents}):
-            inside.mkdir(exist_ok=True)
+    manifest, files = (checkpoint / MANIFEST).read_bytes(), listed_files(checkpoint)
+    with unfinished_path(final, known=MODEL_FILES if model_only else FILES) as unfinished:
         for name, (_, sha256) in files.items():
-            if copy_file(source / name, unfinished / name) != sha256:
+            if model_only and name in (OPTIMIZER, STATE):
+                continue
+            (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+            if copy_file(checkpoint / name, unfinished / name) != sha256:
                 raise DamageError(f"{name} was changed or damaged (its hash differs)")
-        with (unfinished / MANIFEST).open("wb") as file:
-            file.write(manifest)
-            fsync(file)
-    return folder / source.name
-
-
-def copy_model(checkpoint: Path, destination: Path) -> None:
-    """Makes `destination` the model of `checkpoint`, without the training state."""
-    with _appearing(destination, MODEL_FILES) as fresh:
-        shutil.copytree(checkpoint, fresh, ignore=shutil.ignore_patterns(STATE_FOLDER, MANIFEST), dirs_exist_ok=True)
+        if not model_only:
+            with (unfinished / MANIFEST).open("wb") as file:
+                file.write(manifest)
+                fsync(file)
 
 
 def renew_model(checkpoint: Path, destination: Path) -> None:
-    """`copy_model`, where `destination` is not that model already: a run may have been killed before it was copied."""
-    files = listed_files(checkpoint)
-    size, sha256 = files[WEIGHTS]
+    """Copy the model of a checkpoint, where `destination` does not hold it: a run may have been killed before."""
+    size, sha256 = listed_files(checkpoint)[WEIGHTS]
     weights = destination / WEIGHTS
     if not weights.is_file() or weights.stat().st_size != size or file_sha256(weights) != sha256:
-        copy_model(checkpoint, destination)
+        copy(checkpoint, destination, model_only=True)
 
 
 # ---- removing --------------------------------------------------------------------------------------------------------
@@ -242,7 +208,7 @@ def prune(folder: Path, limit: int | None, best_step: int | None, in_use: Path |
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-class DamageError(Exception):
+class DamageError(OSError):
     """A checkpoint is not as it was written. The text goes on from 'it is damaged: '."""
 
 
@@ -290,14 +256,6 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
         if path.stat().st_size != size:
             raise DamageError(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
     return files
-
-
-def is_ours(checkpoint: Path) -> bool:
-    """Whether a folder has a manifest of this project, of any format, be the checkpoint damaged or not."""
-    with suppress(OSError, *NONSENSE):
-        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
-        return type(manifest["format_version"]) is int and {WEIGHTS, STATE} <= set(manifest["files"])
-    return False
 
 
 def is_linked(path: Path, folder: Path) -> bool:

@@ -28,7 +28,7 @@ from training.metrics import has_evaluation
 from training.model import model_config
 from training.plan import Plan, cuda_graph_problems, host_memory_problems, steps_of
 from training.restart import restarted
-from training.resume import ResumePoint, choose_checkpoint, refuse_lost_checkpoints, resume_position
+from training.resume import ResumePoint, choose_checkpoint, resume_position
 from training.run import Run
 from training.sampling import with_prompts
 
@@ -124,9 +124,7 @@ def _find_checkpoint(config: TrainConfig, backup: Backup | None, accelerator: Ac
     """The main process decides."""
 
     def choose() -> str | None:
-        say = printer(accelerator)
-        chosen = choose_checkpoint(config.run, config.settings, backup, bool(restarted()), say)
-        refuse_lost_checkpoints(config.run, chosen)
+        chosen = choose_checkpoint(config.run, config.settings, backup, bool(restarted()), printer(accelerator))
         return str(chosen) if chosen is not None else None
 
     found = on_main(accelerator, choose)

@@ -12,7 +12,7 @@ from training.backup import Backup
 from training.batches import START, DataPosition
 from training.checkpoint import TrainState
 from training.compatibility import Settings
-from training.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, may_hold_run, run_of
+from training.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, run_of
 from training.status import check_run_format
 
 
@@ -46,11 +46,7 @@ def resume_position(state: TrainState | None, data: str, passed_over: Iterable[S
 
 
 def choose_checkpoint(
-    arguments: RunArguments,
-    settings: Settings,
-    backup: Backup | None,
-    is_restart: bool,
-    say: Callable[[str], None],
+    arguments: RunArguments, settings: Settings, backup: Backup | None, is_restart: bool, say: Callable[[str], None]
 ) -> Path | None:
     """Decides what this command means for the folder; returns the checkpoint to go on from, None for a new run.
 
@@ -58,74 +54,60 @@ def choose_checkpoint(
     the folder has not is written.
 
     Raises:
-        UserError: the folder holds another run or something else; the checkpoint is missing or damaged.
+        UserError: the folder holds another run, something else, or a model without its checkpoints; the checkpoint is missing or
+            damaged.
     """
-    folder = RunFolder(arguments.output_dir)
-    if not may_hold_run(folder):
-        raise UserError(f"{folder.path} exists and is not a run folder; name another --output_dir.")
+    folder, overwrites = arguments.folder, arguments.overwrite_output_dir
+    if problems := arguments.problems():
+        raise UserError(problems[0])
     check_run_format(folder.status)
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
     if is_restart:  # what the backup has beyond the folder was taken back
         backup = None
         if has_begun:
             return folder.newest_checkpoint(say)
-    if arguments.resume_from_checkpoint is not None:
-        source = Path(arguments.resume_from_checkpoint)
-        branch = run_of(source).resolve() != folder.path.resolve()
-        if branch and has_begun and not arguments.overwrite_output_dir:  # the same command again, or another
-            _refuse_another(folder.path, read_yaml(folder.config), settings)
-            return _newest(folder, backup, settings, say)
-        return _named_checkpoint(source, folder, None if branch else backup, say)
-    if arguments.overwrite_output_dir:
-        return None
-    if has_begun:
-        _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
-    return _newest(folder, backup, settings, say)
-
-
-def refuse_lost_checkpoints(arguments: RunArguments, checkpoint: Path | None) -> None:
-    """Keep the model of a run whose checkpoints were deleted: a command that does not resume it would replace it.
-
-    Raises:
-        UserError: the run folder holds such a model, and the command does not overwrite it.
-    """
-    folder = RunFolder(arguments.output_dir)
-    is_new = checkpoint is None or run_of(checkpoint).resolve() != folder.path.resolve()
-    if is_new and (folder.model / checkpoints.WEIGHTS).exists() and not arguments.overwrite_output_dir:
+    source = Path(named) if (named := arguments.resume_from_checkpoint) is not None else None
+    is_branch = source is not None and run_of(source).resolve() != folder.path.resolve()
+    if source is not None and not (is_branch and has_begun and not overwrites):
+        checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, say)
+    elif overwrites:
+        checkpoint = None
+    else:  # also the command that branched off, given again
+        if has_begun:
+            _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
+        checkpoint = _newest(folder, backup, settings, say)
+    is_own = checkpoint is not None and checkpoint.parent.resolve() == folder.checkpoints.resolve()
+    if not (is_own or overwrites) and (folder.model / checkpoints.WEIGHTS).exists():
         raise UserError(
             f"{folder.path} holds a model and no checkpoint that this command can resume from; name another --output_dir, or "
             f"delete the model by --overwrite_output_dir."
         )
+    return checkpoint
 
 
 def _newest(
-    folder: RunFolder,
-    backup: Backup | None,
-    settings: Settings | None,
-    say: Callable[[str], None],
+    folder: RunFolder, backup: Backup | None, settings: Settings | None, say: Callable[[str], None]
 ) -> Path | None:
     """The newest checkpoint of the folder and its backup, which is copied here. `settings` (None: the run's own) must be
     those of the run in the backup."""
+    checkpoint = failure = None
     try:
-        here = folder.newest_checkpoint(say)
-    except UserError:
-        if backup is None or backup.newest(None) is None:
-            raise
-        here = None
-    after = checkpoints.step_of(here) if here is not None else None
-    if backup is None or backup.newest(after) is None:
-        return here
-    if settings is not None:
-        _refuse_another(backup.there.path, backup.settings(), settings)
-    restored = backup.restore(after)
-    if restored is not None:
-        say(f"Backup:  {restored.name} is brought back from {backup.there.path}")
-    return restored or here
+        checkpoint = folder.newest_checkpoint(say)
+    except UserError as error:
+        failure = error
+    if backup is not None:
+        step = checkpoints.step_of(checkpoint) if checkpoint is not None else -1
+        checkpoint = (
+            backup.restore(step, lambda found: _refuse_another(backup.there.path, found, settings)) or checkpoint
+        )
+    if checkpoint is None and failure is not None:
+        raise failure
+    return checkpoint
 
 
-def _refuse_another(folder: Path, before: dict[str, Any], settings: Settings) -> None:
+def _refuse_another(folder: Path, before: dict[str, Any], settings: Settings | None) -> None:
     """Raise a `UserError` that names the settings in which the run in the folder differs."""
-    if changed := settings.differences(before):
+    if settings is not None and (changed := settings.differences(before)):
         raise UserError(
             f"{folder} holds another run ({', '.join(changed)}); name another --output_dir, go on with it by "
             f"--resume_from_checkpoint {folder}, or delete it by --overwrite_output_dir."

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from atomic import write_atomic
-from errors import UserError, disk_errors
+from errors import counted, disk_errors
 from training import checkpoint as checkpoints
 from training.backup import Backup
 from training.console import printer, say
@@ -61,8 +61,13 @@ def _write_beginning(
     run: Run, arguments: RunArguments, config: str, planned: dict[str, float | None], hardware: str
 ) -> None:
     folder, start = run.folder, run.start
+    own = start.checkpoint if start.is_own(folder) else None
+    earlier = []  # the starts of the run that this one branches off from
+    if start.checkpoint is not None and own is None:
+        events = read_events(RunFolder(run_of(start.checkpoint)).events)
+        earlier = [before for before in starts_in_force(events) if before["step"] < start.step]
     with disk_errors(folder.path, "name another --output_dir"):
-        for kept in begin(folder, start.step, start.checkpoint):
+        for kept in begin(folder, own):
             say(f"{kept} keeps files that were in {folder.path} and that no run wrote.")
         write_atomic(folder.config, config)
         folder.checkpoints.mkdir(exist_ok=True)
@@ -70,7 +75,7 @@ def _write_beginning(
         named = arguments.resume_from_checkpoint
         goes_back = arguments.overwrite_output_dir or (named is not None and is_checkpoint(Path(named)))
         run.backup.begin(start.step, may_replace=goes_back)
-        if start.is_own(folder):
+        if own is not None:
             run.backup.submit()
     write_status(folder.status, "running", start.step)
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
@@ -78,20 +83,11 @@ def _write_beginning(
     details["environment"] = f"{hardware}; {versions}"
     if start.checkpoint is not None:
         details |= {"checkpoint": start.checkpoint.name, "changes": start.changes}
-    if earlier := _earlier_starts(run):
+    if earlier:
         details["earlier"] = earlier
     if known := restarted():
         details["because"] = known["because"]
     record(folder.events, "begun" if start.checkpoint is None else "resumed", start.step, **details)
-
-
-def _earlier_starts(run: Run) -> list[dict[str, Any]]:
-    """Return the starts before this one of the run that this one branches off from."""
-    checkpoint = run.start.checkpoint
-    if checkpoint is None or run.start.is_own(run.folder):
-        return []
-    starts = starts_in_force(read_events(RunFolder(run_of(checkpoint)).events))
-    return [start for start in starts if start["step"] < run.start.step]
 
 
 def describe_run(run: Run, outlook: str) -> str:
@@ -104,19 +100,14 @@ def describe_run(run: Run, outlook: str) -> str:
 
 def print_end(run: Run, step: int, reason: str | None) -> None:
     """Print what comes next. `reason`: why the run stopped after `step` steps; None at its end."""
-    printer(run.accelerator)(_describe_end(run, step, reason))
-
-
-def _describe_end(run: Run, step: int, reason: str | None) -> str:
-    folder, prompt = run.folder, run.sampling.sample_prompts[0]
+    say, folder, path = printer(run.accelerator), run.folder, quote(str(run.folder.path))
     if reason is not None:
-        stopped = f"\nStopped after step {step:,} of {run.plan.max_steps:,} ({reason}); {folder.last_good()}."
-        if folder.newest_step() == 0:
-            return f"{stopped} The same command starts again."
-        resume = f"{launch_command()} --resume_from_checkpoint {quote(str(folder.path))}"
-        return f"{stopped} To resume, give the same command, or:\n  {resume}"
-    opening, path = prompt.splitlines()[0] if prompt.strip() else "", quote(str(folder.path))
-    return (
+        how = f"give the same command, or:\n  {launch_command()} --resume_from_checkpoint {path}"
+        resume = f"To resume, {how}" if folder.newest_step() else "The same command starts again."
+        say(f"\nStopped after step {step:,} of {run.plan.max_steps:,} ({reason}); {folder.last_good()}. {resume}")
+        return
+    opening = next(iter(run.sampling.sample_prompts[0].strip().splitlines()), "")
+    say(
         f"\nDone: {folder.model} is the model, {folder.report} describes the run. Next:\n"
         f"  python generate.py {path} --prompt {quote(opening)}\n"
         f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{quote(folder.path.resolve().name)}"
@@ -124,25 +115,23 @@ def _describe_end(run: Run, step: int, reason: str | None) -> str:
 
 
 def finish_again(run: Run) -> None:
-    """Complete a finished run that was killed at its very end, and say how to go on.
+    """Complete a finished run that was killed at its very end, and say how to go on; raise a `UserError` where its folder cannot
+    be written."""
+    on_main(run.accelerator, lambda: _complete(run))
+    printer(run.accelerator)(
+        f"{run.folder.path} is finished ({counted(run.start.step, 'step')}). To train it again, add --overwrite_output_dir; to "
+        f"train it longer, --resume_from_checkpoint {run.folder.path} --max_steps N."
+    )
 
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    printer(run.accelerator)(on_main(run.accelerator, lambda: _complete(run)))
 
-
-def _complete(run: Run) -> str:
+def _complete(run: Run) -> None:
     folder, start = run.folder, run.start
-    if start.is_own(folder):
-        try:
-            checkpoints.renew_model(start.checkpoint, folder.model)
-        except OSError as error:
-            problem = checkpoints.as_os_error(error)
-            raise UserError(f"{folder.path} cannot be written ({problem.strerror or problem}).") from error
-        write_status(folder.status, "finished", start.step)
-        if run.backup is not None:
-            run.backup.begin(start.step, may_replace=False)
-            run.backup.submit()
-            run.backup.finish()
-    return folder.finished_message(start.step)
+    if not start.is_own(folder):
+        return
+    with disk_errors(folder.path):
+        checkpoints.renew_model(start.checkpoint, folder.model)
+    write_status(folder.status, "finished", start.step)
+    if run.backup is not None:
+        run.backup.begin(start.step, may_replace=False)
+        run.backup.submit()
+        run.backup.finish()

@@ -16,26 +16,22 @@ runs/x/
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from errors import UserError, counted
+from errors import UserError
 from limits import setting
-from removal import LITTER, MARK, discard, is_marked, mark
+from removal import LITTER, MARK, UNFINISHED_MARK, discard, is_marked, mark
 from training import checkpoint as checkpoints
-from training.metrics import comparable_loss, forget_after, read_events, read_metrics
+from training.metrics import best_evaluation, forget_after, read_events, read_metrics
 from training.sampling import forget_samples_after
 from training.status import check_run_format, is_status
 
 CONFIG_FILE = "config.yaml"
-EMPTY = (
-    *LITTER,
-    ".gitignore",
-    ".gitkeep",
-    ".ipynb_checkpoints",
-    "lost+found",
-)  # names in a folder that counts as empty
+# Names in a folder that counts as empty.
+EMPTY = (*LITTER, UNFINISHED_MARK, ".gitignore", ".gitkeep", ".ipynb_checkpoints", "lost+found")
 PLOTS = ("loss", "course")
 _STEP = f"step_{'[0-9]' * 8}"
 _STEPS = (_STEP, f"damaged_{_STEP}", f".{_STEP}.unfinished", f".{_STEP}.removed", f".damaged_{_STEP}.removed")
@@ -104,20 +100,12 @@ class RunFolder:
     def is_run(self) -> bool:
         """Whether this project trained in the folder: it carries the mark, or, from before there was one, a checkpoint, or
         status and events in our format. A config.yaml is not enough: any project may have one."""
-        if is_marked(self.path, "run"):
+        if is_marked(self.path, "run") or (is_status(self.status) and read_events(self.events)):
             return True
-        return any(map(checkpoints.is_ours, checkpoints.complete_checkpoints(self.checkpoints))) or (
-            is_status(self.status) and bool(read_events(self.events))
-        )
-
-    def clear(self) -> list[Path]:
-        """Delete what an earlier run wrote. Return the folders that other files were kept in."""
-        kept = [discard(self.path / name, files) for name, files in FOLDERS.items()]
-        if is_marked(self.hub, "hub"):
-            kept.append(discard(self.hub, HUB_FILES))
-        for path in reversed(self.files):  # config.yaml last: a command that is killed here leaves a run that is read
-            discard(path, ())
-        return [path for path in kept if path is not None]
+        for checkpoint in checkpoints.complete_checkpoints(self.checkpoints):
+            with suppress(OSError):
+                return bool(checkpoints.listed_files(checkpoint))
+        return False
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
         """The newest complete checkpoint that is as it was written; damaged ones are named and passed over.
@@ -135,11 +123,6 @@ class RunFolder:
             raise UserError(f"Every checkpoint in {self.checkpoints} is damaged; --overwrite_output_dir starts again.")
         return None
 
-    def is_empty(self) -> bool:
-        """Whether nothing is there but a lock, and what systems and version control put into empty folders."""
-        names = (*EMPTY, f".{self.path.resolve().name}.lock*")
-        return all(any(fnmatchcase(path.name, name) for name in names) for path in self.path.iterdir())
-
     def last_good(self) -> str:
         """What to go on from, in words."""
         complete = checkpoints.complete_checkpoints(self.checkpoints)
@@ -150,16 +133,14 @@ class RunFolder:
         complete = checkpoints.complete_checkpoints(self.checkpoints)
         return checkpoints.step_of(complete[-1]) if complete else 0
 
-    def finished_message(self, step: int) -> str:
-        return (
-            f"{self.path} is finished ({counted(step, 'step')}). To train it again, add --overwrite_output_dir; to train it longer, "
-            f"--resume_from_checkpoint {self.path} --max_steps N."
-        )
-
 
 def may_hold_run(folder: RunFolder) -> bool:
-    """Whether a run may be written to a folder without touching the files of others."""
-    return not folder.path.exists() or (folder.path.is_dir() and (folder.is_empty() or folder.is_run()))
+    """Whether a run may be written to a folder without touching the files of others: there is none, or it holds a run, or
+    nothing but a lock and what systems and version control put into empty folders."""
+    if not folder.path.is_dir():
+        return not folder.path.exists()
+    names = (*EMPTY, f".{folder.path.resolve().name}.lock*")
+    return folder.is_run() or all(any(fnmatchcase(path.name, name) for name in names) for path in folder.path.iterdir())
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -202,29 +183,34 @@ def find_checkpoint(path: Path, wanted: str) -> Path:
     if wanted == "last" and kept:
         return kept[max(kept)]
     if wanted == "best":
-        scored = [entry for entry in read_metrics(run.metrics) if "eval_loss" in entry and entry["step"] in kept]
-        if not scored:
+        best = best_evaluation([entry for entry in read_metrics(run.metrics) if entry["step"] in kept])
+        if best is None:
             raise UserError(f"{there}, and no validation at any of them; choose one with --checkpoint STEP.")
-        return kept[min(scored, key=comparable_loss)["step"]]
+        return kept[best["step"]]
     if not wanted.isdecimal() or int(wanted) not in kept:
         raise UserError(f"checkpoint is {wanted}, but {there}; name one of them, last or best.")
     return kept[int(wanted)]
 
 
-def begin(folder: RunFolder, first_step: int, resume_from: Path | None) -> list[Path]:
-    """Make the folder ready: a new run finds nothing of an old one, a resumed run nothing of later steps. Return the folders
-    in which files that no run wrote were kept."""
-    own = resume_from is not None and run_of(resume_from).resolve() == folder.path.resolve()
+def begin(folder: RunFolder, checkpoint: Path | None) -> list[Path]:
+    """Make the folder ready: a new run finds nothing of an old one, a run that resumes from its own `checkpoint` nothing of later
+    steps. Return the folders in which files that no run wrote were kept."""
     mark(folder.path, "run")
     checkpoints.sweep(folder.checkpoints)
-    if not own:
-        return folder.clear()
+    if checkpoint is None:
+        kept = [discard(folder.path / name, files) for name, files in FOLDERS.items()]
+        if is_marked(folder.hub, "hub"):
+            kept.append(discard(folder.hub, HUB_FILES))
+        for path in reversed(folder.files):  # config.yaml last: a command that is killed here leaves a run that is read
+            discard(path, ())
+        return [path for path in kept if path is not None]
+    step = checkpoints.step_of(checkpoint)
     for later in checkpoints.all_checkpoints(folder.checkpoints):
-        if checkpoints.step_of(later) > first_step:  # damaged, or the run would resume from it: never the newest again
+        if checkpoints.step_of(later) > step:  # damaged, or the run would resume from it: never the newest again
             aside = later.with_name(f"damaged_{later.name}")
             discard(aside, checkpoints.FILES)
             later.rename(aside)
-    checkpoints.renew_model(resume_from, folder.model)
-    forget_after(folder.metrics, first_step)
-    forget_samples_after(folder.samples, first_step)
+    checkpoints.renew_model(checkpoint, folder.model)
+    forget_after(folder.metrics, step)
+    forget_samples_after(folder.samples, step)
     return []

@@ -60,11 +60,11 @@ def remove_checkpoints_from(step: int, run: Run) -> None:
     kept = [checkpoint for checkpoint in complete if checkpoints.step_of(checkpoint) < step] or complete[:1]
     if kept == complete:
         return
-    checkpoints.copy_model(kept[-1], run.folder.model)
-    if run.backup is not None:
-        run.backup.forget_from(checkpoints.step_of(kept[-1]) + 1)
+    checkpoints.copy(kept[-1], run.folder.model, model_only=True)
     for checkpoint in complete[len(kept) :]:
         discard(checkpoint, checkpoints.FILES)
+    if run.backup is not None:
+        run.backup.update()
 
 
 def _sample_of(checkpoint: Path | None) -> int:
