@@ -19,13 +19,13 @@ MAY_IMPORT = {
 OURS = {*PACKAGES, "command_line", "train_accelerate", "push_to_hub", "generate", "benchmarks", "tests"}
 # The rings of training/, from the inside out. A file imports lower rings, and files left of it in its own.
 RINGS = {
-    "ground": "launcher threads background console restart hardware flops tensors optim status metrics compilation",
+    "ground": "launcher threads console restart hardware flops tensors optim status metrics compilation",
     "data and step": "tokens data batches loss sharding embedding device model distributed step sampling scoring",
     "on disk": "checkpoint run_folder trackers backup saver loading",
     "decisions": "memory plan compatibility resume run",
     "while it runs": "health speed screen diagnosis log profile report.plots report.facts report.report"
     " report.evaluation validation guard.lock guard.stopping"
-    " guard.watchdog guard.faults guard.rollback guard.guard guard.job",
+    " guard.watchdog guard.faults guard.rollback guard.guard",
     "configuration": "config preflight",
     "leaves": "compare.ratio compare.baselines compare.panel compare.memorization evaluate"
     " forecast.forecast forecast.advice forecast.show",

@@ -103,14 +103,14 @@ def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor
         optimizer.zero_grad()
 
 
-def moment_keys() -> list[str]:
-    """Return the keys of the moments that have the shape of their parameter."""
-    return [moment.key for moment in OPTIMIZER.moments if not moment.is_scalar]
+def moment_shapes(shape: torch.Size) -> dict[str, torch.Size]:
+    """Return the shapes of the moments of a parameter by their keys."""
+    return {moment.key: torch.Size() if moment.is_scalar else shape for moment in OPTIMIZER.moments}
 
 
 def moment_bytes(parameters: int) -> int:
     """Return the bytes of the moments of so many parameters; the scalars of each tensor are not counted."""
-    return 4 * parameters * len(moment_keys())
+    return 4 * parameters * sum(not moment.is_scalar for moment in OPTIMIZER.moments)
 
 
 def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

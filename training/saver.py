@@ -3,32 +3,30 @@
 Training waits for the copy alone. The next save, and the end of the run, wait for the thread.
 """
 
+import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from errors import UserError, require_room
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.store import TokenStore
 from training import checkpoint
-from training.background import BackgroundTask
 from training.backup import Backup
 from training.checkpoint import Snapshot, TrainState
 from training.distributed import on_main
 from training.loss import DivergenceError
 from training.metrics import best_step
-from training.optim import moment_bytes, moment_keys, named_moments
+from training.optim import moment_bytes, moment_shapes, named_moments
 from training.run_folder import RunFolder
 from training.status import record, write_status
 from training.step import TrainStep
@@ -47,6 +45,35 @@ def wait_for_writing(seconds: float) -> None:
     for thread in threading.enumerate():
         if thread.name == THREAD:
             thread.join(seconds)
+
+
+class BackgroundTask(threading.Thread):
+    """A thread of low priority that keeps what its work raises for those that wait for it."""
+
+    def __init__(self, work: Callable[[], None], name: str, niceness: int, daemon: bool = False):
+        super().__init__(target=work, name=name, daemon=daemon)
+        self.niceness = niceness
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            if sys.platform == "linux":  # where a thread has a priority of its own, which may not rise
+                niceness = max(self.niceness, os.getpriority(os.PRIO_PROCESS, 0))
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            super().run()
+        except Exception as error:
+            self.failure = error
+
+    def wait(self) -> None:
+        """Wait until the work is done, if it was started; raise what it raised."""
+        if self.is_alive():
+            self.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what the work has raised by now."""
+        if self.failure is not None:
+            raise self.failure
 
 
 class Saver:
@@ -127,34 +154,46 @@ class Saver:
         self.verification.check()
 
     def _make_room(self) -> None:
-        """Touches the memory of the snapshot, so that the first save does not wait for the system to find it.
+        """Find the memory of the snapshot and touch it, so that the first save does not wait for the system to do so.
 
-        For a GPU it is one page-locked block: `pin_memory` rounds each tensor up to a power of two, 1.5 to 1.7 times as much.
+        It is one block, for a GPU page-locked: `pin_memory` rounds each tensor up to a power of two, 1.5 to 1.7 times as much.
+
+        Raises:
+            UserError: the machine has no memory left.
         """
         room = []
         for name, parameter in self.model.named_parameters():
-            room.append((self.snapshot.weights, name, parameter))
-            room += [(self.snapshot.moments, f"{name}/{key}", parameter) for key in moment_keys()]
-        if self.accelerator.device.type == "cuda":
-            parts = _page_locked([parameter.numel() for _, _, parameter in room], self.snapshot)
-            for (kept, name, parameter), part in zip(room, parts, strict=True):
-                kept[name] = part.view(parameter.shape)
-        for kept, name, parameter in room:
-            _room(kept, name, parameter).zero_()
+            room.append((self.snapshot.weights, name, parameter.shape))
+            for key, shape in moment_shapes(parameter.shape).items():
+                room.append((self.snapshot.moments, f"{name}/{key}", shape))
+        try:
+            block = torch.empty(sum(shape.numel() for _, _, shape in room), dtype=torch.float32)
+            if self.accelerator.device.type == "cuda":
+                cuda = torch.cuda.cudart()
+                torch.cuda.check_error(cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+                weakref.finalize(self.snapshot, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
+        except (RuntimeError, MemoryError) as error:
+            raise UserError(
+                "There is not enough memory in the machine (not on its GPU) for the copy of weights and moments that is saved, "
+                "12 bytes per parameter; free some, or use a machine with more."
+            ) from error
+        buffer, start = block.zero_().numpy(), 0
+        for kept, name, shape in room:  # not views of one storage: save_pretrained takes them for tied, and copies them
+            kept[name] = torch.frombuffer(buffer, dtype=torch.float32, count=shape.numel(), offset=4 * start).view(
+                shape
+            )
+            start += shape.numel()
 
     def _copy_off_the_device(self) -> None:
-        for name, parameter in self.model.named_parameters():  # a tied head comes once
-            self._keep(self.snapshot.weights, name, parameter)
-        for name, moment in named_moments(self.model, self.optimizer):
-            self._keep(self.snapshot.moments, name, moment)
+        snapshot = self.snapshot
+        tensors = [(snapshot.weights, name, weight) for name, weight in self.model.named_parameters()]  # tied ones once
+        tensors += [(snapshot.moments, name, moment) for name, moment in named_moments(self.model, self.optimizer)]
+        for kept, name, tensor in tensors:
+            full = whole(tensor.detach())
+            if self.accelerator.is_main_process:
+                kept[name].copy_(full, non_blocking=True)
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize()
-
-    def _keep(self, kept: dict[str, torch.Tensor], name: str, value: nn.Parameter | torch.Tensor) -> None:
-        full = whole(value.detach())
-        if not self.accelerator.is_main_process:
-            return
-        _room(kept, name, full).copy_(full, non_blocking=True)
 
     def _write(self, state: TrainState) -> None:
         step, begin = state.position.step, time.perf_counter()
@@ -167,7 +206,7 @@ class Saver:
             refuse_full_disk(self.folder.checkpoints, self.snapshot.n_bytes)
             saved = checkpoint.write(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
             seconds = round(time.perf_counter() - begin, 4)
-            checkpoint.copy_model(saved, self.folder.model)
+            checkpoint.copy(saved, self.folder.model, model_only=True)
             in_use = self.backup.copying if self.backup is not None else None
             checkpoint.prune(self.folder.checkpoints, self.save_total_limit, best_step(self.folder.metrics), in_use)
         except Exception as error:
@@ -182,48 +221,6 @@ class Saver:
             self.backup.submit()
         record(self.folder.events, "saved", step, seconds=seconds)
         write_status(self.folder.status, "running", step)
-
-
-def _room(kept: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return the tensor kept under `name`, of the shape of `like`.
-
-    Raises:
-        UserError: the machine has no memory left.
-    """
-    if name not in kept:
-        with _short_memory():
-            kept[name] = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
-    return kept[name]
-
-
-def _page_locked(sizes: list[int], owner: Snapshot) -> list[torch.Tensor]:
-    """Return fp32 tensors of these sizes that a GPU can copy to without waiting, for as long as `owner` lives.
-
-    Raises:
-        UserError: the machine has no memory left.
-    """
-    cuda, starts = torch.cuda.cudart(), np.cumsum([0, *sizes])
-    with _short_memory():
-        block = torch.empty(starts[-1], dtype=torch.float32)
-        torch.cuda.check_error(cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
-    weakref.finalize(owner, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
-    buffer = block.numpy()  # views of one storage would be copied by save_pretrained, which takes them for tied
-    return [
-        torch.frombuffer(buffer, dtype=torch.float32, count=size, offset=4 * start)
-        for size, start in zip(sizes, starts[:-1].tolist(), strict=True)
-    ]
-
-
-@contextmanager
-def _short_memory() -> Iterator[None]:
-    """Raise a `UserError` where what happens inside finds no memory."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        raise UserError(
-            "There is not enough memory in the machine (not on its GPU) for the copy of weights and moments that is saved, "
-            "12 bytes per parameter; free some, or use a machine with more."
-        ) from error
 
 
 def _shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:
