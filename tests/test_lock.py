@@ -1,43 +1,29 @@
 """One run a folder: real processes that hold the lock, die with it, and come back."""
 
-import json
-import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
 from conftest import REPOSITORY
 from errors import UserError
-from training.guard.lock import Holder, RunLock
+from training.guard.lock import RunLock
 
 WITHOUT_FLOCK = """
-import errno, fcntl, training.guard.lock
-training.guard.lock.SOFT_LOCK_SECONDS = 0.1
+import errno, fcntl
 def flock(*_):
     raise OSError(errno.ENOSYS, "Function not implemented")
 fcntl.flock = flock
 """
 HOLD = """
 import sys, time
-from training.launcher import die_with_launcher
 from training.guard.lock import RunLock
-die_with_launcher(False)  # as once training has begun
-lock = RunLock(sys.argv[1])
+lock = RunLock(sys.argv[1], say=lambda text: None, patience=3)
 lock.acquire()
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
 lock.release()
-"""
-# Starts a holder and dies, as a launcher that was killed.
-LAUNCH_AND_DIE = f"""
-import os, subprocess, sys
-holder = subprocess.Popen([sys.executable, "-c", {HOLD!r}, *sys.argv[1:]], stdout=subprocess.PIPE)
-holder.stdout.readline()
-print(holder.pid, flush=True)
-os._exit(1)
 """
 BECOME_ANOTHER = f"""
 import os, sys
@@ -55,9 +41,8 @@ def start():
 
     def run(script: str, *arguments) -> tuple[subprocess.Popen, str]:
         command = [sys.executable, "-c", script, *map(str, arguments)]
-        environment = os.environ | {"ACCELERATE_DYNAMO_MODE": "default"}  # as `accelerate launch` sets it
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes)
+        process = subprocess.Popen(command, cwd=REPOSITORY, **pipes)
         started.append(process)
         return process, process.stdout.readline().strip()
 
@@ -67,9 +52,9 @@ def start():
         process.communicate()
 
 
-def refusal(folder, **settings) -> str:
+def refusal(folder) -> str:
     with pytest.raises(UserError) as refused:
-        RunLock(folder, **settings).acquire()
+        RunLock(folder, patience=0.1).acquire()
     return str(refused.value)
 
 
@@ -91,44 +76,30 @@ def test_it_is_free_after_a_run_and_after_kill_9_and_a_process_that_replaces_its
     holder, _ = start(HOLD, tmp_path / "x", 60)
     holder.kill()
     holder.wait()
-    assert (tmp_path / ".x.lock.json").exists()
+    assert (tmp_path / ".x.lock.txt").exists()
     with RunLock(tmp_path / "x"):
         pass
-    assert not (tmp_path / ".x.lock.json").exists()
+    assert not (tmp_path / ".x.lock.txt").exists()
     holder, said = start(BECOME_ANOTHER, tmp_path / "x", 60)
     assert said == "held"
     assert f"process {holder.pid} on" in refusal(tmp_path / "x")
 
 
-@pytest.mark.parametrize("content", ["", "garbage", '{"host": 1}', '["a"]', '{"pid": "x"}'])
-def test_what_is_left_in_the_files_locks_nothing(tmp_path, monkeypatch, content):
-    monkeypatch.setattr("training.guard.lock.UNNAMED_SECONDS", 0.1)
-    for name in (".x.lock", ".x.lock.json"):
-        (tmp_path / name).write_text(content)
+@pytest.mark.parametrize("content", [b"", b"garbage", b'{"host": 1}', b"process x\n", b"\xff"])
+def test_what_is_left_in_the_files_locks_nothing(tmp_path, content):
+    for name in (".x.lock", ".x.lock.txt"):
+        (tmp_path / name).write_bytes(content)
     with RunLock(tmp_path / "x"):
-        pass
-    (tmp_path / ".x.lock.json").write_text(json.dumps(vars(Holder.this_process()) | {"host": "elsewhere"}))
-    with RunLock(tmp_path / "x"):
-        (tmp_path / ".x.lock.json").write_text(content)
+        (tmp_path / ".x.lock.txt").write_bytes(content)
         assert "is being trained by another process; wait" in refusal(tmp_path / "x")
 
 
-def test_an_orphan_that_is_about_to_end_is_waited_for_and_one_that_does_not_end_is_refused(start, tmp_path):
-    launcher, orphan = start(LAUNCH_AND_DIE, tmp_path / "x", 1)
-    launcher.wait()
+def test_a_holder_that_ends_is_waited_for(start, tmp_path):
+    holder, _ = start(HOLD, tmp_path / "x", 1)
     said = []
-    began = time.monotonic()
-    with RunLock(tmp_path / "x", said.append):
-        assert time.monotonic() - began > 0.5
-    assert len(said) == 1
-    assert f"process {orphan} on" in said[0]
-    assert "about to end" in said[0]
-    launcher, orphan = start(LAUNCH_AND_DIE, tmp_path / "x", 60)
-    launcher.wait()
-    try:
-        assert f"process {orphan} on" in refusal(tmp_path / "x", say=lambda text: None, patience=0.6)
-    finally:
-        os.kill(int(orphan), 9)
+    with RunLock(tmp_path / "x", said.append, patience=60):
+        assert said[0].startswith(f"{tmp_path / 'x'} is held by process {holder.pid} on ")
+        assert said[0].endswith("; waiting up to 60 s for its end ...")
 
 
 def test_the_same_folder_by_another_name_is_the_same_and_a_place_that_cannot_be_written_is_said(tmp_path, monkeypatch):
