@@ -19,8 +19,7 @@ from command_line import run as run_command
 from training.batches import TrainBatches
 from training.config import TrainConfig, dump_config, read_config
 from training.forecast.show import forecast_run, print_outlook, show_plan
-from training.guard.guard import RunGuard
-from training.guard.job import job
+from training.guard.guard import RunGuard, job
 from training.guard.stopping import EXIT_CODES
 from training.guard.watchdog import Watchdog
 from training.log import RunLog

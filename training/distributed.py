@@ -119,11 +119,6 @@ def _patient_group() -> distributed.ProcessGroup:
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=LONGEST_WAIT))
 
 
-def wait_for_main(accelerator: Accelerator) -> None:
-    """However long it takes."""
-    on_main(accelerator, lambda: None)
-
-
 def check_same_command(accelerator: Accelerator, settings: dict[str, Any]) -> None:
     """Raise a `UserError` where the processes of the group are not of one run."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()

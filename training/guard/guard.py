@@ -1,13 +1,18 @@
-"""The guard of a run: stop requests, health of the losses, saving, and the status it leaves when it ends or fails."""
+"""The guards of a job and of the run in it: lock, watchdog, stop requests, health of the losses, saving, final status."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from accelerate import Accelerator
 
 from errors import UserError
 from training.checkpoint import TrainState
 from training.console import printer
-from training.distributed import on_main
+from training.device import Setup
+from training.distributed import check_same_command, on_main, start_accelerator, stop_accelerator
 from training.guard.faults import translate
+from training.guard.lock import RunLock
 from training.guard.rollback import go_back, remove_checkpoints_from
 from training.guard.stopping import NOT_SAVED, Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog, is_of_the_group
@@ -15,8 +20,32 @@ from training.health import Health, HealthArguments
 from training.loss import DivergenceError
 from training.restart import Restart
 from training.run import Run
+from training.run_folder import RunFolder
 from training.saver import Saver
 from training.status import record, write_status
+
+
+@contextmanager
+def job(
+    setup: Setup, folder: RunFolder, trackers: list[str] | None, stopping: StoppingArguments, settings: dict[str, Any]
+) -> Iterator[tuple[Accelerator, Watchdog]]:
+    """Start the processes; within, they are watched, and the folder is locked. `settings`: must be the same in all of them.
+
+    Raises:
+        UserError: the processes do not come together or were given different commands; another job trains in the folder.
+    """
+    accelerator = start_accelerator(setup, trackers, str(folder.path), stopping.ddp_timeout)
+    lock = RunLock(folder.path)
+    with Watchdog(accelerator.process_index, accelerator.num_processes, stopping.ddp_timeout, folder) as watchdog:
+        try:
+            check_same_command(accelerator, settings)
+            on_main(accelerator, lock.acquire)
+            yield accelerator, watchdog
+        finally:
+            lock.release()
+        on_main(accelerator, lambda: None)  # which may still be copying to the backup
+        accelerator.wait_for_everyone()
+    stop_accelerator(accelerator)
 
 
 class RunGuard:

@@ -29,6 +29,7 @@ LAUNCHER_DIED = "the launcher died"
 NOT_SAVED = "a checkpoint could not be written"
 EXIT_CODES = {"max_hours": 0, "SIGHUP": 129, LAUNCHER_DIED: 143, "SIGINT": 130, "SIGTERM": 143, NOT_SAVED: 1}
 _REASONS = list(EXIT_CODES)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 GRACE = 60.0  # seconds that the main thread has for a step and the way out
 SAVING = 600.0  # seconds on top of it, while a checkpoint is being written
@@ -60,8 +61,6 @@ class Stopper:
     device, where Python runs no handlers.
     """
 
-    _active: "Stopper | None" = None  # the one that the signals go to
-
     def __init__(self, arguments: StoppingArguments, processes: int = 1, grace: float = GRACE):
         """`grace`: seconds to leave in; a process that writes a checkpoint, or waits for one that does, is given more."""
         self.arguments, self.processes, self.grace = arguments, processes, grace
@@ -85,7 +84,12 @@ class Stopper:
             self._hours_end = time.monotonic() + self.arguments.max_hours * 3600 - age
         self._received, self._sent = socket.socketpair()
         self._sent.setblocking(False)
-        self._install_handlers()
+        self._handlers = {}
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers there only
+            # No place for a thread to look: the interpreter itself writes the number there, whatever it is doing.
+            self._wakeup = signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
+            is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            self._handlers = {number: signal.signal(number, _only_note) for number in SIGNALS[: 2 if is_nohup else 3]}
         self._thread = threading.Thread(target=self._watch, name="stopper", daemon=True)
         self._thread.start()
         die_with_launcher(False)  # from here on, what has been trained is saved first
@@ -95,10 +99,13 @@ class Stopper:
         if self._group is not None and kind is not None:
             return  # where one process has failed, the launcher sends a SIGTERM to all, which have yet to say why they end
         try:
-            if self._pending is not None and kind is None:
+            if self._pending is not None:
                 self._decide()  # a group must not be destroyed while it is at work
         finally:
-            self._restore_handlers()
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            if self._handlers:
+                signal.set_wakeup_fd(self._wakeup)
             self._over = True
             with suppress(BlockingIOError):
                 self._sent.send(b"\0")
@@ -157,7 +164,7 @@ class Stopper:
         while not self._over:
             ready, _, _ = select.select([self._received], [], [], TICK)
             for number in self._received.recv(64) if ready else b"":
-                if number in self._handlers:
+                if number in SIGNALS:
                     self._receive(signal.Signals(number))
             if is_launched() and os.getppid() != PARENT:
                 _leave_dead_outputs(all_but_files=False)  # in time: the launcher's reader may end a little later
@@ -187,40 +194,20 @@ class Stopper:
         steps take long, so does the way out: up to two of them."""
         self._leave_at = min(self._leave_at, time.monotonic() + max(self.grace, 3 * self._longest_step))
 
-    # The handlers.
 
-    def _install_handlers(self) -> None:
-        self._handlers = {}
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python sets handlers in the main thread only
-        # No place for a thread to look: the interpreter itself writes the number there, whatever it is doing.
-        self._wakeup = signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup
-            self._handlers[number] = signal.signal(number, _only_note)
-        Stopper._active = self
-
-    def _restore_handlers(self) -> None:
-        if not self._handlers:
-            return
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup)
-        self._handlers, Stopper._active = {}, None
+def _only_note(*_: object) -> None:
+    """Keeps the signal from ending the process; the thread hears of it by the wakeup descriptor."""
 
 
 def _forget_in_child() -> None:
     """A forked child shares the socket: ending it by SIGTERM would look like a SIGTERM to this process."""
-    if Stopper._active is not None:
-        Stopper._active._restore_handlers()
+    for number in SIGNALS:
+        if signal.getsignal(number) is _only_note:
+            signal.signal(number, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _only_note(*_: object) -> None:
-    """Keeps the signal from ending the process; the thread hears of it by the wakeup descriptor."""
 
 
 def _leave_dead_outputs(all_but_files: bool) -> None:

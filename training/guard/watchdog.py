@@ -21,7 +21,7 @@ import torch
 from torch import distributed
 
 from training.guard.stopping import leave, say
-from training.launcher import PARENT
+from training.launcher import PARENT, is_launched
 from training.restart import Restart, execute, settle_output
 from training.run_folder import RunFolder
 from training.saver import wait_for_writing
@@ -127,29 +127,26 @@ class Watchdog:
         self.ddp_timeout, self.interval = ddp_timeout, interval
         self.patience = min(PATIENCE, ddp_timeout) if patience is None else patience
         self.phase = "start"  # what the main thread is at, such as `step 12`; it reads best after `at`
-        # Where the store is: with the launcher, or with rank 0.
-        self._launcher_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._pulse = Pulse(rank, socket.gethostname(), _machine(), os.getpid())
         self._last_words: dict[str, Any] = {}  # of the main thread, for the pulse
         self._wish: dict[str, Any] | None = None  # an order that this process wants to give
         self._table: dict[int, Pulse] = {}  # those that this process judges, and itself
         self._trouble = 0.0
-        self._over, self._ending = threading.Event(), threading.Event()
+        self._over = threading.Event()
 
     def __enter__(self) -> "Watchdog":
         if self.processes > 1:
-            # A clone has a connection of its own: the main thread may wait on the other one for minutes.
+            # The launcher's store. A clone has a connection of its own: the main thread may wait on the other one for minutes.
             store = distributed.distributed_c10d._get_default_store().clone()
             self._store = distributed.PrefixStore("gpt2scratch/watchdog", store)
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
-            if self.rank != 0 and not self._launcher_hosts:
-                threading.Thread(target=self._watch_host, name="watchdog of the store", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self.processes == 1:
             return
+        self._last_words = {"left": True}
         if isinstance(error, Exception):
             line = (str(error).strip() or kind.__name__).splitlines()[0]
             if is_of_the_group(error):
@@ -158,8 +155,6 @@ class Watchdog:
                 self._last_words = {"error": line}
                 self._thread.join(LEAVING)
             self._last_words = {"failure": f"{kind.__name__}: {line}"}
-        else:
-            self._last_words = {"left": True}
         self._over.set()
         self._thread.join(FAREWELL)
 
@@ -179,10 +174,10 @@ class Watchdog:
     # The thread. All that is written and read goes through it: a store that hangs must not take the main thread with it.
 
     def _watch(self) -> None:
-        try:
+        with suppress(RuntimeError, OSError):  # the store is gone with its launcher: `Stopper` ends the process
             while not self._over.is_set():
-                if self._launcher_hosts and os.getppid() != PARENT:
-                    return  # `Stopper` ends the process; to ask the store would print the library's stack
+                if is_launched() and os.getppid() != PARENT:
+                    return  # to ask the store would print the library's stack
                 self._beat()
                 if self._store.check(["order"]):
                     self._obey(json.loads(self._store.get("order")))
@@ -191,10 +186,6 @@ class Watchdog:
                     continue
                 self._over.wait(self.interval)
             self._beat()
-        except (RuntimeError, OSError):
-            # The store is gone with its host. Rank 0 may also have been just the first to leave.
-            if not self._launcher_hosts and self.rank != 0 and not self._over.wait(FAREWELL):
-                self._leave_host(f"has died; this process is at {self.phase}")
 
     def _beat(self) -> None:
         self._pulse = replace(self._pulse, beat=self._pulse.beat + 1, phase=self.phase, **self._last_words)
@@ -202,18 +193,6 @@ class Watchdog:
 
     def _judge(self) -> dict[str, Any] | None:
         """Return the order to end, where there is a reason to."""
-        self._read_pulses()
-        pulses = [self._table[rank] for rank in sorted(self._table)]
-        self._trouble += self.interval * any(pulse.error or pulse.failure for pulse in pulses)
-        fault = find_fault(self.rank, pulses, self._trouble, self.patience, self.ddp_timeout)
-        if fault is None:
-            return None
-        for pulse in pulses:
-            _wake(pulse)
-        failed = 0 in self._table and self._table[0].failure  # which rank 0 has said itself
-        return {"sentence": fault, "speaker": 0 if failed else self.rank}
-
-    def _read_pulses(self) -> None:
         states = {rank: pulse.state_now() for rank, pulse in self._table.items()}  # first: a last word may follow
         keys = [f"pulse/{rank}" for rank in (range(self.processes) if self.rank == 0 else (0, self.rank))]
         for content in self._store.multi_get([key for key in keys if self._store.check([key])]):
@@ -222,63 +201,49 @@ class Watchdog:
             # Counted in beats of this process: a machine that was suspended has not been silent.
             silence = before.silence + self.interval if before is not None and before.beat == pulse.beat else 0.0
             self._table[pulse.rank] = replace(pulse, silence=silence, state=states.get(pulse.rank, ""))
-
-    def _watch_host(self) -> None:
-        """Against a store that freezes with rank 0: no call to it returns, and no timeout ends the call."""
-        beat = -1
-        while beat != self._pulse.beat:
-            beat = self._pulse.beat
-            if self._over.wait(self.patience + self.interval):
-                return
-        silent = f"has been silent for {self.patience:g} s at {self.phase}"
-        if 0 in self._table:
-            self._wish = {"sentence": f"{self._table[0]} {silent}", "speaker": self.rank}
-            _wake(self._table[0])  # then its store answers the thread, which gives the order
-        if not self._ending.wait(FAREWELL):
-            self._leave_host(silent)
-
-    def _leave_host(self, how: str) -> NoReturn:
-        """End without a store; rank 1 says how the host of the store is."""
-        host = self._table.get(0, "rank 0")
-        said = self.rank != 1 or (isinstance(host, Pulse) and host.failure)
-        self._leave("" if said else f"{host} {how}")
-
-    # Orders.
+        pulses = [self._table[rank] for rank in sorted(self._table)]
+        self._trouble += self.interval * any(pulse.error or pulse.failure for pulse in pulses)
+        fault = find_fault(self.rank, pulses, self._trouble, self.patience, self.ddp_timeout)
+        if fault is None:
+            return None
+        for pulse in pulses:
+            if (
+                pulse.state_now() == psutil.STATUS_STOPPED
+            ):  # continued, it hears the order, and finishes what it is saving
+                with suppress(OSError):
+                    os.kill(pulse.pid, signal.SIGCONT)
+        failed = 0 in self._table and self._table[0].failure  # which rank 0 has said itself
+        return {"sentence": fault, "speaker": 0 if failed else self.rank}
 
     def _obey(self, order: dict[str, Any]) -> NoReturn:
-        """Restart or end this process. Rank 0 is the last, as the store may end with it."""
-        restarts = "environment" in order
-        all_answered = self._wait_for_all("heard", ALL_READY if restarts else HEARD)
-        if restarts and all_answered:
-            self._ending.set()
+        """Restart or end this process."""
+        sentence, environment = order["sentence"], order.get("environment")
+        have_all_heard = self._wait_for_all(HEARD if environment is None else ALL_READY)
+        if environment is not None and not have_all_heard:
+            sentence += f" Not all processes answered within {ALL_READY:g} s"
+        elif environment is not None:
             if self.rank == 0:
-                say(order["sentence"])
+                say(sentence)
             wait_for_writing(BEFORE_LEAVING)
-            self._wait_for_all("gone", BEFORE_LEAVING + FAREWELL if self.rank == 0 else 0)
             try:
-                execute(Restart(order["environment"], order["sentence"]))
+                execute(Restart(environment, sentence))
             except OSError as error:
                 self._leave(f"{sys.executable} could not be started again: {error}")
-        if restarts:
-            order["sentence"] += f" Not all processes answered within {ALL_READY:g} s"
-        elif self.rank == 0:
-            time.sleep(0.5)
-        self._leave(order["sentence"] if self.rank == order["speaker"] else "")
+        self._leave(sentence if self.rank == order["speaker"] else "")
 
-    def _wait_for_all(self, word: str, seconds: float) -> bool:
-        """Give the word and return whether all processes give it in time."""
+    def _wait_for_all(self, seconds: float) -> bool:
+        """Confirm an order and return whether all processes do so in time."""
         end = time.monotonic() + seconds
         with suppress(RuntimeError):
-            count = self._store.add(word, 1)
+            count = self._store.add("heard", 1)
             while count < self.processes and time.monotonic() < end:
                 time.sleep(0.1)
-                count = self._store.add(word, 0)
+                count = self._store.add("heard", 0)
             return count >= self.processes
         return False
 
     def _leave(self, fault: str) -> NoReturn:
         """End the process, in any thread. `fault` is empty where another process says it."""
-        self._ending.set()
         settle_output()
         if fault:
             say(f"error: {fault}. {REMEDY}")
@@ -287,13 +252,6 @@ class Watchdog:
             if fault and self.folder is not None:
                 mark_failed(self.folder.status, self.folder.newest_step(), f"{fault}. {REMEDY}")
         leave(1)
-
-
-def _wake(pulse: Pulse) -> None:
-    """Continue a stopped process: it hears the order, and finishes what it is saving."""
-    if pulse.state_now() == psutil.STATUS_STOPPED:
-        with suppress(OSError):
-            os.kill(pulse.pid, signal.SIGCONT)
 
 
 def _machine() -> str:
