@@ -16,7 +16,8 @@ from errors import UserError
 
 MARK = ".gpt2scratch.json"
 UNFINISHED_MARK = f"{MARK}.tmp"
-LITTER = ("**/.DS_Store", "**/._*", "**/Thumbs.db", "**/desktop.ini", "**/.nfs*")  # written by systems, not by people
+# Written by systems, not by people; and by safetensors, which renames it at the end.
+LITTER = ("**/.DS_Store", "**/._*", "**/Thumbs.db", "**/desktop.ini", "**/.nfs*", "**/.tmp??????")
 
 
 def mark(folder: Path, kind: str) -> None:
@@ -40,11 +41,7 @@ def _content(kind: str) -> str:
 
 
 def renew(folder: Path, kind: str, known: Iterable[str]) -> None:
-    """Make an empty, marked folder in place of one that carries the same mark.
-
-    Raises:
-        UserError: something without the mark is there.
-    """
+    """Make an empty, marked folder in place of one that carries the same mark; raise a `UserError` for anything else there."""
     is_free = not os.path.lexists(folder) or (
         folder.is_dir() and not folder.is_symlink() and {path.name for path in folder.iterdir()} <= {UNFINISHED_MARK}
     )
@@ -66,9 +63,9 @@ def discard(path: Path, known: Iterable[str], replacement: Path | None = None) -
     kept = _empty(hidden, known, path)  # left by a killed process
     if path.is_dir() and not path.is_symlink():
         path.rename(hidden)
-    else:
+    elif replacement is None or replacement.is_dir():
         path.unlink(missing_ok=True)
-    if replacement is not None:
+    if replacement is not None:  # of files, without a moment at which there is none
         replacement.rename(path)
     return _empty(hidden, known, path) or kept
 
@@ -80,7 +77,7 @@ def _empty(hidden: Path, known: Iterable[str], path: Path) -> Path | None:
     for folder, folders, files in os.walk(hidden, topdown=False):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         for file in (Path(folder, name) for name in (*files, *links)):
-            if _is_known(file.relative_to(hidden).as_posix(), known):
+            if is_known(file.relative_to(hidden).as_posix(), known):
                 file.unlink(missing_ok=True)
             else:
                 has_others = True
@@ -93,7 +90,8 @@ def _empty(hidden: Path, known: Iterable[str], path: Path) -> Path | None:
     return hidden.rename(kept)
 
 
-def _is_known(name: str, known: Iterable[str]) -> bool:
+def is_known(name: str, known: Iterable[str]) -> bool:
+    """Whether a relative path matches a pattern of `known`, or is litter."""
     for pattern in (*LITTER, *known):
         anywhere = pattern.removeprefix("**/")
         path = name if anywhere == pattern else name.rsplit("/", 1)[-1]

@@ -7,7 +7,7 @@ import pytest
 
 import push_to_hub
 from atomic import unfinished_path
-from conftest import REPOSITORY
+from conftest import REPOSITORY, contents
 from errors import UserError
 from publishing.demo import assemble_space
 from removal import MARK, discard, is_marked, mark, renew
@@ -31,10 +31,6 @@ def write(folder: Path, *names: str) -> dict[str, bytes]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"name: {name}\n")
     return contents(folder)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -187,7 +183,7 @@ def test_discard_deletes_what_is_known_and_follows_no_link(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     write(tmp_path / "elsewhere", "a.bin")
     for _ in range(2):
-        write(tmp_path / "x", "a.bin", "sub/a.bin", ".DS_Store")
+        write(tmp_path / "x", "a.bin", "sub/a.bin", ".DS_Store", "sub/.tmpBLcpas")
         (tmp_path / "x" / "link").symlink_to(tmp_path / "elsewhere")
         kept = discard(tmp_path / "x", ("a.bin", "sub/*"))
     assert kept == tmp_path / "x.kept.1"

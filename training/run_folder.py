@@ -18,12 +18,11 @@ runs/x/
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from errors import UserError
 from limits import setting
-from removal import LITTER, MARK, UNFINISHED_MARK, discard, is_marked, mark
+from removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark
 from training import checkpoint as checkpoints
 from training.metrics import best_evaluation, forget_after, read_events, read_metrics
 from training.sampling import forget_samples_after
@@ -31,7 +30,7 @@ from training.status import check_run_format, is_status
 
 CONFIG_FILE = "config.yaml"
 # Names in a folder that counts as empty.
-EMPTY = (*LITTER, UNFINISHED_MARK, ".gitignore", ".gitkeep", ".ipynb_checkpoints", "lost+found")
+EMPTY = (UNFINISHED_MARK, ".gitignore", ".gitkeep", ".ipynb_checkpoints", "lost+found")
 PLOTS = ("loss", "course")
 _STEP = f"step_{'[0-9]' * 8}"
 _STEPS = (_STEP, f"damaged_{_STEP}", f".{_STEP}.unfinished", f".{_STEP}.removed", f".damaged_{_STEP}.removed")
@@ -108,11 +107,8 @@ class RunFolder:
         return False
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
-        """The newest complete checkpoint that is as it was written; damaged ones are named and passed over.
-
-        Raises:
-            UserError: there are checkpoints, and all of them are damaged.
-        """
+        """Return the newest complete checkpoint that is as it was written; damaged ones are named and passed over. Raise a
+        `UserError` where there are checkpoints, and all of them are damaged."""
         problem = None
         for checkpoint in reversed(checkpoints.all_checkpoints(self.checkpoints)):
             problem = checkpoints.damage(checkpoint)
@@ -140,7 +136,7 @@ def may_hold_run(folder: RunFolder) -> bool:
     if not folder.path.is_dir():
         return not folder.path.exists()
     names = (*EMPTY, f".{folder.path.resolve().name}.lock*")
-    return folder.is_run() or all(any(fnmatchcase(path.name, name) for name in names) for path in folder.path.iterdir())
+    return folder.is_run() or all(is_known(path.name, names) for path in folder.path.iterdir())
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -148,11 +144,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def run_of(path: Path) -> Path:
-    """The run folder that `path` is, or is a checkpoint or the model of.
-
-    Raises:
-        UserError: it is not there, or is none of these; a newer version of this project wrote it.
-    """
+    """Return the run folder that `path` is, or is a checkpoint or the model of; raise a `UserError` where it is none of these,
+    or a newer version of this project wrote it."""
     run = path
     if is_checkpoint(path):
         run = path.parent.parent
@@ -170,11 +163,7 @@ def run_of(path: Path) -> Path:
 
 
 def find_checkpoint(path: Path, wanted: str) -> Path:
-    """The checkpoint of the run at `path` that `wanted` names: `last`, `best` (by validation loss) or a step.
-
-    Raises:
-        UserError: the run does not keep it.
-    """
+    """Return the checkpoint of the run at `path` that `wanted` names: `last`, `best` (by validation loss) or a step."""
     run = RunFolder(run_of(path))
     if is_checkpoint(path):
         raise UserError(f"{path} is a checkpoint already; leave --checkpoint {wanted} out.")
