@@ -25,7 +25,7 @@ RINGS = {
     "decisions": "memory plan compatibility resume run",
     "while it runs": "health speed screen diagnosis log profile report.plots report.facts report.report"
     " report.evaluation validation guard.lock guard.stopping"
-    " guard.watchdog guard.faults guard.rollback guard.guard",
+    " guard.watchdog guard.faults guard.guard",
     "configuration": "config preflight",
     "leaves": "compare.ratio compare.baselines compare.panel compare.memorization evaluate"
     " forecast.forecast forecast.advice forecast.show",
@@ -36,7 +36,6 @@ ACCEPT_RUN = {
     "forecast/show.py",
     "guard/faults.py",
     "guard/guard.py",
-    "guard/rollback.py",
     "log.py",
     "profile.py",
     "run.py",

@@ -28,6 +28,7 @@ from threading import Thread
 
 from torch import distributed, ones
 
+from training.console import say
 from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
 from training.saver import THREAD
 
@@ -48,7 +49,7 @@ with Stopper(arguments, processes, grace=1.0) as stopper:
         time.sleep(0.1)
         if processes > 1:
             distributed.all_reduce(ones(1))
-        print("step", step, flush=True)
+        say(f"step {step}")
         if (reason := stopper.agreed()) is not None:
             break
     if mode == "slow save":

@@ -19,7 +19,7 @@ from threading import Thread
 from torch import distributed, ones
 
 from training.distributed import MEETING
-from training.restart import remembering, restarted
+from training.restart import Restart, restarted
 from training.guard.stopping import Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog
 from training.saver import THREAD
@@ -45,7 +45,7 @@ with (
     for step in range(12 if mode == "restart" else 600):
         watchdog.phase = f"step {step}"
         if rank == 1 and step == 5 and mode == "restart" and not restarted():
-            watchdog.order_restart(remembering(micro_batch=4), "Out of memory: on with a micro-batch of 4.")
+            watchdog.order(Restart("Out of memory: on with a micro-batch of 4.", {"micro_batch": 4}))
         if rank == 1 and step == 5 and mode == "hang":
             time.sleep(600)
         time.sleep(0.1)
@@ -116,7 +116,7 @@ def test_a_restart_gives_fresh_processes_of_the_same_pids_also_where_one_hangs_i
         pid, *steps = two.lines(rank)
         again = steps.index(pid)
         assert steps[:again] == [*(f"step {step} 1 {{}}" for step in range(5)), "saved"]
-        known = "{'micro_batch': 4, 'restarts': 1}"
+        known = "{'micro_batch': 4, 'because': 'Out of memory: on with a micro-batch of 4.', 'restarts': 1}"
         assert steps[again + 1 :] == [*(f"step {step} 1 {known}" for step in range(12)), "done"]
     assert two.started.wait(60) == 0
     assert two.stderr() == "Out of memory: on with a micro-batch of 4.\n"

@@ -1,10 +1,9 @@
-"""Going on in a fresh process of the same pid: it gives back all memory of the device, and the launcher notices nothing."""
+"""Restart in a fresh process of the same pid: it gives back all memory of the device, and the launcher notices nothing."""
 
 import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -20,11 +19,10 @@ _ENVIRONMENT = dict(os.environ)
 class Restart(Exception):  # noqa: N818 (not an error: the run goes on)
     """Asks whoever runs the process to `execute` it, after everything that is open has been closed."""
 
-    def __init__(self, environment: dict[str, str], reason: str):
-        """`environment`: what changes in it, see `remembering`; `reason`: one sentence."""
+    def __init__(self, reason: str, facts: dict[str, Any]):
+        """`reason`: one sentence; `facts`: for `restarted`."""
         super().__init__(reason)
-        self.environment = environment
-        self.reason = reason
+        self.facts = facts
 
 
 def restarting(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
@@ -34,30 +32,21 @@ def restarting(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]
         try:
             main(arguments)
         except Restart as fresh:
-            print(fresh.reason, flush=True)
+            print(fresh, flush=True)
             execute(fresh)
 
     return run
 
 
 def restarted() -> dict[str, Any]:
-    """What the process before this one left to it, such as `{"micro_batch": 4, "restarts": 1}`; empty at the start."""
+    """Return what the processes before this one left to it, such as `{"micro_batch": 4, "because": "...", "restarts": 1}`; empty
+    at the start."""
     return json.loads(os.environ.get(FACTS, "{}"))
 
 
-def remembering(**facts: Any) -> dict[str, str]:
-    """The environment of a restart that is to know `facts`, beside what is known and how many restarts there were."""
-    known = restarted()
-    return {FACTS: json.dumps({**known, **facts, "restarts": known.get("restarts", 0) + 1})}
-
-
 def execute(restart: Restart) -> NoReturn:
-    """Replaces this process by a fresh one with the same command, from any thread, whatever the others hang in.
-
-    Raises:
-        OSError: the command could not be started.
-    """
-    settle_output()
+    """Replace this process by a fresh one with the same command, from any thread, whatever the others hang in."""
+    show_cursor()
     # Files are closed by mark, not by hand: a library's thread that finds its socket closed would abort before the new process.
     for descriptor in map(int, os.listdir("/dev/fd")):
         if descriptor > 2:
@@ -65,26 +54,17 @@ def execute(restart: Restart) -> NoReturn:
                 os.set_inheritable(descriptor, False)
     # The blocked signals are inherited (handlers are not); with SIGTERM among them nobody could end the fresh process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    environment = {**_ENVIRONMENT, LAUNCHER: str(PARENT), **restart.environment}
+    known = restarted()
+    facts = {**known, **restart.facts, "because": str(restart), "restarts": known.get("restarts", 0) + 1}
+    environment = {**_ENVIRONMENT, LAUNCHER: str(PARENT), FACTS: json.dumps(facts)}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
-def settle_output() -> None:
-    """Write what is buffered and show the cursor that a progress bar hid, before a process ends or is replaced from outside its
-    main thread. A main thread that hangs in a print holds a lock, so this waits 2 seconds at most."""
-    thread = threading.Thread(target=_settle_output, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # no memory for another thread
-        _settle_output()
-    else:
-        thread.join(2)
-
-
-def _settle_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # gone, closed, or never there
-            stream.flush()
-            if os.isatty(stream.fileno()):
-                os.write(stream.fileno(), SHOW_CURSOR)
-                break  # both lead to one terminal
+def show_cursor() -> None:
+    """Show the cursor that a progress bar hid, before a process ends or is replaced from outside its main thread: past Python's
+    buffers, whose lock a main thread that hangs in a print holds. All messages of a run are flushed as they are printed."""
+    for descriptor in (1, 2):
+        if os.isatty(descriptor):
+            with suppress(OSError):
+                os.write(descriptor, SHOW_CURSOR)
+            break  # both lead to one terminal

@@ -35,16 +35,13 @@ from training.tensors import whole
 THREAD = "saver"
 
 
-def is_writing() -> bool:
-    """Whether a checkpoint of this process is being written."""
-    return any(thread.name == THREAD for thread in threading.enumerate())
-
-
-def wait_for_writing(seconds: float) -> None:
-    """Wait so long for a checkpoint that is being written. For threads other than the one that saves."""
-    for thread in threading.enumerate():
-        if thread.name == THREAD:
+def wait_for_writing(seconds: float) -> bool:
+    """Wait so long for a checkpoint that this process writes; return whether it still does. Not for the thread that saves."""
+    writers = [thread for thread in threading.enumerate() if thread.name == THREAD]
+    for thread in writers:
+        if thread.is_alive():  # not just starting
             thread.join(seconds)
+    return any(thread.is_alive() for thread in writers)
 
 
 class BackgroundTask(threading.Thread):
@@ -91,14 +88,11 @@ class Saver:
         save_total_limit: int | None,
         backup: Backup | None,
     ):
-        """Find memory for the copy of weights and moments, while the first step is being prepared.
+        """Find memory for the copy of weights and moments, while the first step is being prepared. Raise a `UserError` where the
+        disk has no room for a checkpoint: no step is spent to find that out.
 
-        Args:
-            store: no checkpoint is completed before its files are found unchanged. Size and time of change would not show a
-                bit that flipped. They are read for this in one process per machine, at the speed of SHA-256: about 1.5 GB/s.
-
-        Raises:
-            UserError: the disk has no room for a checkpoint, and no step is spent to find that out.
+        `store`: no checkpoint is completed before its files are found unchanged. Size and time of change would not show a bit
+        that flipped. They are read for this in one process per machine, at the speed of SHA-256: about 1.5 GB/s.
         """
         self.folder, self.tokenizer = folder, tokenizer
         self.accelerator, self.model = train_step.accelerator, train_step.model
@@ -125,11 +119,7 @@ class Saver:
             self.task.join()
 
     def save(self, state: TrainState) -> None:
-        """Begins to save; notes the seconds that training waited for it.
-
-        Raises:
-            UserError: the save before this one failed.
-        """
+        """Begin to save; note the seconds that training waited for it. Raise what the save before this one raised."""
         begin = time.perf_counter()
         on_main(self.accelerator, self.wait)
         waited = time.perf_counter()
@@ -157,9 +147,6 @@ class Saver:
         """Find the memory of the snapshot and touch it, so that the first save does not wait for the system to do so.
 
         It is one block, for a GPU page-locked: `pin_memory` rounds each tensor up to a power of two, 1.5 to 1.7 times as much.
-
-        Raises:
-            UserError: the machine has no memory left.
         """
         room = []
         for name, parameter in self.model.named_parameters():

@@ -12,7 +12,7 @@ from errors import UserError
 from training.device import memory_of_others
 from training.loss import DivergenceError
 from training.plan import Plan
-from training.restart import Restart, remembering
+from training.restart import Restart
 from training.run import Run
 from training.run_folder import RunFolder
 
@@ -33,15 +33,11 @@ def translate(error: Exception, run: Run) -> Exception:
         return UserError(f"{error} {last_good[0].upper()}{last_good[1:]}.")
     if is_out_of_memory(error):
         return _out_of_memory(run.plan, folder)
-    if isinstance(error, BackendCompilerFailed) and os.strerror(errno.ENOSPC) in str(error):
-        return UserError(
-            f"torch.compile failed, because the disk of {tempfile.gettempdir()} or of its cache, {cache_dir()}, is full; "
-            f"{folder.last_good()}. Make room, or let TMPDIR name a folder on another disk, and give the same command again."
-        )
     if isinstance(error, BackendCompilerFailed):
         return UserError(
-            f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, {cache_dir()}, and give the "
-            f"same command again; if that does not help, add --torch_compile false."
+            f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, {cache_dir()}, make room "
+            f"in {tempfile.gettempdir()} (TMPDIR) if the disk is full, and give the same command again; if that does not help, add "
+            f"--torch_compile false."
         )
     if isinstance(error, OSError) and error.errno in OF_THE_DISK:
         return UserError(
@@ -80,4 +76,4 @@ def _out_of_memory(plan: Plan, folder: RunFolder) -> Exception:
             f"tokens_per_step and the order of the data stay the same."
         )
     reason = f"{what}: going on from the last checkpoint with at most {micro // 2}, in a fresh process."
-    return Restart(remembering(micro_batch=micro // 2, because=reason), reason)
+    return Restart(reason, {"micro_batch": micro // 2})

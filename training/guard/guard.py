@@ -1,22 +1,23 @@
 """The guards of a job and of the run in it: lock, watchdog, stop requests, health of the losses, saving, final status."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
 
 from errors import UserError
+from removal import discard
+from training import checkpoint as checkpoints
 from training.checkpoint import TrainState
 from training.console import printer
 from training.device import Setup
 from training.distributed import check_same_command, on_main, start_accelerator, stop_accelerator
 from training.guard.faults import translate
 from training.guard.lock import RunLock
-from training.guard.rollback import go_back, remove_checkpoints_from
 from training.guard.stopping import NOT_SAVED, Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog, is_of_the_group
-from training.health import Health, HealthArguments
+from training.health import Health, HealthArguments, Spike
 from training.loss import DivergenceError
 from training.restart import Restart
 from training.run import Run
@@ -24,16 +25,14 @@ from training.run_folder import RunFolder
 from training.saver import Saver
 from training.status import record, write_status
 
+MOST_IN_A_ROW = 3  # rollbacks to one checkpoint: what is still wrong then is not the batches
+
 
 @contextmanager
 def job(
     setup: Setup, folder: RunFolder, trackers: list[str] | None, stopping: StoppingArguments, settings: dict[str, Any]
 ) -> Iterator[tuple[Accelerator, Watchdog]]:
-    """Start the processes; within, they are watched, and the folder is locked. `settings`: must be the same in all of them.
-
-    Raises:
-        UserError: the processes do not come together or were given different commands; another job trains in the folder.
-    """
+    """Start the processes; within, they are watched, and the folder is locked. `settings`: must be the same in all of them."""
     accelerator = start_accelerator(setup, trackers, str(folder.path), stopping.ddp_timeout)
     lock = RunLock(folder.path)
     with Watchdog(accelerator.process_index, accelerator.num_processes, stopping.ddp_timeout, folder) as watchdog:
@@ -64,17 +63,15 @@ class RunGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """
-        Raises:
-            UserError: something failed that the user can fix.
-            Restart: the run resumes in a fresh process. Of several processes, all do, and none returns from here.
-        """
-        with ExitStack() as at_last:
-            at_last.push(lambda *_: self.stopper.__exit__(kind))  # until then, Ctrl-C is noted
+        """Raise a `UserError` for a failure that the user can fix; a `Restart` where the run resumes in a fresh process. Of several
+        processes, all do, and none returns from here."""
+        try:
             if error is None:
                 self._end("finished" if self.reason is None else "stopped", self.reason or "")
             elif isinstance(error, Exception):
                 self._fail(error)
+        finally:
+            self.stopper.__exit__(kind)  # until then, Ctrl-C is noted
 
     def steps(self, saver: Saver) -> Iterator[int]:
         """Yield the steps to do, counted from 0; end early where all processes agree to stop. How far they came is saved."""
@@ -92,12 +89,8 @@ class RunGuard:
         saver.verification.check()  # of other machines
 
     def read_losses(self, step: int, saver: Saver) -> None:
-        """Read the losses of the steps until `step`. Waits for the device.
-
-        Raises:
-            DivergenceError: too many of them were not finite.
-            Restart: there was a spike, and the run goes back to before it.
-        """
+        """Read the losses of the steps until `step`, which waits for the device. Raise a `DivergenceError` where too many were not
+        finite; a `Restart` where there was a spike, and the run goes back to before it."""
         run, spike = self.run, self.health.read(step)
         if spike is None:
             return
@@ -112,11 +105,8 @@ class RunGuard:
             say("The run goes on: going back has not helped, or no checkpoint from before is left. Try a lower rate.")
 
     def save(self, step: int, saver: Saver) -> None:
-        """Begin to save the state after `step` steps, all of them read, unless it is not worth it.
-
-        Raises:
-            DivergenceError: the run is at its end, and there is nothing worth saving.
-        """
+        """Begin to save the state after `step` steps, all of them read, unless it is not worth it: at the run's end, that raises
+        a `DivergenceError`."""
         if self.health.is_lost and step == self.run.plan.max_steps:
             raise DivergenceError(f"The loss is not finite at the last step, {step:,}")
         if not self.health.is_lost:  # if the weights recover, the next checkpoint is theirs
@@ -124,10 +114,6 @@ class RunGuard:
             saver.save(TrainState(self.run.plan.after(step), settings, losses, self.health.unlogged))
 
     def _fail(self, error: Exception) -> None:
-        """
-        Raises:
-            UserError, Restart: see `__exit__`.
-        """
         accelerator = self.run.accelerator
         if accelerator.num_processes > 1 and is_of_the_group(error):
             return  # the watchdog, outside of this, knows why
@@ -135,9 +121,9 @@ class RunGuard:
             remove_checkpoints_from(error.weights_after, self.run)
         outcome = translate(error, self.run)
         if isinstance(outcome, Restart) and self.stopper.requested:  # a fresh process would not know of it
-            outcome = UserError(f"Stopped ({self.stopper.requested}); the same command resumes. {outcome.reason}")
+            outcome = UserError(f"Stopped ({self.stopper.requested}); the same command resumes. {outcome}")
         if isinstance(outcome, Restart):
-            self.watchdog.order_restart(outcome.environment, outcome.reason)
+            self.watchdog.order(outcome)
         self._end("failed", (str(outcome) or type(outcome).__name__).splitlines()[0])
         if outcome is not error:
             raise outcome from error
@@ -148,3 +134,46 @@ class RunGuard:
             record(self.run.folder.events, state, self.step, **({"because": reason} if reason else {}))
             if self.run.backup is not None:
                 self.run.backup.finish()
+
+
+def go_back(spike: Spike, run: Run) -> None:
+    """Raise a `Restart` from the checkpoint before a spike, with the batches to pass over. Return where that has not helped
+    before, or there are checkpoints, but none from before the spike. Called by every process, while nothing is being saved.
+
+    PaLM (Chowdhery et al. 2022, section 5.1) did this by hand: the batches were not bad by themselves, only together with the
+    weights they met.
+    """
+    plan, complete = run.plan, checkpoints.complete_checkpoints(run.folder.checkpoints)
+    # The newest one whose weights no batch has touched that will be passed over.
+    good = max((path for path in complete if checkpoints.step_of(path) <= spike.step - 2), default=None)
+    sample = checkpoints.load_state(good).position.sample if good is not None else 0
+    tried = sum(first >= sample for first, _ in plan.position.passed_over)
+    run.accelerator.wait_for_everyone()  # all have looked
+    if tried >= MOST_IN_A_ROW or (good is None and complete):
+        return
+    if run.accelerator.is_main_process and good is not None:  # later ones learned from what is passed over
+        remove_checkpoints_from(checkpoints.step_of(good) + 1, run)
+    # From the step before the spike, whose update led there, to its last step: steps are counted from 1 in a spike, from 0 in
+    # the data.
+    first = plan.after(max(plan.position.step, spike.step - 2)).sample
+    end = plan.after(spike.last - 1).sample + plan.batches.sequences
+    where = good.name if good is not None else "the beginning"
+    run.accelerator.wait_for_everyone()
+    raise Restart(
+        f"{spike}: going back to {where}, and passing over samples {first:,} to {end - 1:,}.",
+        {"passed_over": [*plan.position.passed_over, (first, end)]},
+    )
+
+
+def remove_checkpoints_from(step: int, run: Run) -> None:
+    """Remove the checkpoints of `step` and more steps, from the backup too, but never all: then the first one stays. The last
+    one that stays becomes the model to use."""
+    complete = checkpoints.complete_checkpoints(run.folder.checkpoints)
+    kept = [checkpoint for checkpoint in complete if checkpoints.step_of(checkpoint) < step] or complete[:1]
+    if kept == complete:
+        return
+    checkpoints.copy(kept[-1], run.folder.model, model_only=True)
+    for checkpoint in complete[len(kept) :]:
+        discard(checkpoint, checkpoints.FILES)
+    if run.backup is not None:
+        run.backup.update()

@@ -5,7 +5,6 @@ import os
 import select
 import signal
 import socket
-import stat
 import threading
 import time
 from contextlib import suppress
@@ -20,8 +19,8 @@ from torch import distributed
 from limits import setting
 from training.distributed import waits_for_main
 from training.launcher import PARENT, die_with_launcher, is_launched
-from training.restart import settle_output
-from training.saver import is_writing
+from training.restart import show_cursor
+from training.saver import wait_for_writing
 
 # What a process ends with after it has stopped and saved, as a shell would report the signal. The later one wins where
 # processes have different reasons.
@@ -118,9 +117,6 @@ class Stopper:
 
         With several processes this is what they said at the boundary before: the answers travel during the step. `now` waits
         for what they say now: for the end of a phase, such as a validation.
-
-        Raises:
-            RuntimeError: a process is gone or does not answer.
         """
         self._longest_step = max(self._longest_step, time.monotonic() - self._boundary)
         self._boundary = time.monotonic()
@@ -167,13 +163,12 @@ class Stopper:
                 if number in SIGNALS:
                     self._receive(signal.Signals(number))
             if is_launched() and os.getppid() != PARENT:
-                _leave_dead_outputs(all_but_files=False)  # in time: the launcher's reader may end a little later
                 self._allow_grace()
                 self.request(LAUNCHER_DIED)
             now = time.monotonic()
             if now > self._hours_end:
                 self.request("max_hours")
-            saving = is_writing() or waits_for_main()  # where another process may be saving
+            saving = wait_for_writing(0) or waits_for_main()  # where another process may be saving
             if now > self._leave_at and not (saving and now < self._leave_at + SAVING) and not self._over:
                 leave(EXIT_CODES[self.requested or LAUNCHER_DIED])
 
@@ -184,8 +179,6 @@ class Stopper:
                 leave(EXIT_CODES["SIGINT"], "interrupted")
             self._first_interrupt = min(self._first_interrupt, time.monotonic())
         else:
-            if number == signal.SIGHUP:
-                _leave_dead_outputs(all_but_files=True)
             self._allow_grace()
         self.request(number.name)
 
@@ -210,22 +203,6 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _leave_dead_outputs(all_but_files: bool) -> None:
-    """Points stdout and stderr at /dev/null where they lead nowhere: a print must not end the process before it saves.
-
-    `all_but_files`: the terminal is about to be gone, and whatever a pipe leads to.
-    """
-    for descriptor in (1, 2):
-        with suppress(OSError):
-            poll = select.poll()
-            poll.register(descriptor, 0)
-            dead = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-            if dead or (all_but_files and not stat.S_ISREG(os.fstat(descriptor).st_mode)):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, descriptor)
-                os.close(null)
-
-
 def say(line: str) -> None:
     """To stderr, past Python's buffers: from a thread, whatever the main thread is doing."""
     with suppress(OSError):
@@ -234,7 +211,7 @@ def say(line: str) -> None:
 
 def leave(code: int, last_words: str = "") -> NoReturn:
     """Ends the process from any thread, whatever the others hang in."""
-    settle_output()
+    show_cursor()
     if last_words and os.environ.get("RANK", "0") == "0":
         say(last_words)
     os._exit(code)

@@ -22,7 +22,7 @@ from torch import distributed
 
 from training.guard.stopping import leave, say
 from training.launcher import PARENT, is_launched
-from training.restart import Restart, execute, settle_output
+from training.restart import Restart, execute, show_cursor
 from training.run_folder import RunFolder
 from training.saver import wait_for_writing
 from training.status import mark_failed
@@ -158,18 +158,13 @@ class Watchdog:
         self._over.set()
         self._thread.join(FAREWELL)
 
-    def order_restart(self, environment: dict[str, str], reason: str) -> NoReturn:
-        """Replace all processes by fresh ones, also those that hang in a collective. `environment` and `reason` are those of
-        `Restart`, which one process alone raises.
-
-        Raises:
-            Restart: there is one process.
-        """
+    def order(self, restart: Restart) -> NoReturn:
+        """Replace all processes by fresh ones, also those that hang in a collective. One process alone raises the `Restart`."""
         if self.processes > 1:
-            self._wish = {"sentence": reason, "speaker": 0, "environment": environment}
+            self._wish = {"sentence": str(restart), "speaker": 0, "facts": restart.facts}
             self._thread.join()  # it ends with the process, or without its store
-            self._leave(f"{reason} The processes could not agree on a restart")
-        raise Restart(environment, reason)
+            self._leave(f"{restart} The processes could not agree on a restart")
+        raise restart
 
     # The thread. All that is written and read goes through it: a store that hangs must not take the main thread with it.
 
@@ -217,16 +212,16 @@ class Watchdog:
 
     def _obey(self, order: dict[str, Any]) -> NoReturn:
         """Restart or end this process."""
-        sentence, environment = order["sentence"], order.get("environment")
-        have_all_heard = self._wait_for_all(HEARD if environment is None else ALL_READY)
-        if environment is not None and not have_all_heard:
+        sentence, facts = order["sentence"], order.get("facts")
+        have_all_heard = self._wait_for_all(HEARD if facts is None else ALL_READY)
+        if facts is not None and not have_all_heard:
             sentence += f" Not all processes answered within {ALL_READY:g} s"
-        elif environment is not None:
+        elif facts is not None:
             if self.rank == 0:
                 say(sentence)
             wait_for_writing(BEFORE_LEAVING)
             try:
-                execute(Restart(environment, sentence))
+                execute(Restart(sentence, facts))
             except OSError as error:
                 self._leave(f"{sys.executable} could not be started again: {error}")
         self._leave(sentence if self.rank == order["speaker"] else "")
@@ -244,7 +239,7 @@ class Watchdog:
 
     def _leave(self, fault: str) -> NoReturn:
         """End the process, in any thread. `fault` is empty where another process says it."""
-        settle_output()
+        show_cursor()
         if fault:
             say(f"error: {fault}. {REMEDY}")
         for seconds in (0, BEFORE_LEAVING):  # noted twice: what is being saved notes that the run goes on
