@@ -57,11 +57,8 @@ def file_sha256(path: Path) -> str:
 
 
 def copy_file(source: Path, target: Path) -> str:
-    """Copy a file, force the copy to disk, and return the SHA-256 of what was read.
-
-    Raises:
-        OSError: also where the copy is shorter than it should be, which some drives do not report.
-    """
+    """Copy a file, force the copy to disk, and return the SHA-256 of what was read. Raise an OSError also where the copy is
+    shorter than it should be, which some drives do not report."""
     digest, size = hashlib.sha256(), 0
     with source.open("rb") as reader, target.open("wb") as writer:
         while piece := reader.read(PIECE_BYTES):

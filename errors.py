@@ -48,11 +48,8 @@ class Problems:
 
 @contextmanager
 def disk_errors(path: object, remedy: str = "correct that and try again") -> Iterator[None]:
-    """Turn what the disk refuses (no permission, no room, no such file) into a sentence that ends with `remedy`.
-
-    Raises:
-        UserError: instead of an OSError that names no file, `path` is named.
-    """
+    """Turn what the disk refuses (no permission, no room, no such file) into a `UserError` that ends with `remedy`. Of an error
+    that names no file, `path` is named."""
     try:
         yield
     except BrokenPipeError:  # of an output that nobody reads
@@ -75,11 +72,7 @@ def counted(number: int, one: str, many: str | None = None) -> str:
 
 
 def check_format(path: object, version: object, newest: int) -> None:
-    """Refuse what a newer version of this project wrote. What an older one wrote has a reader of its own.
-
-    Raises:
-        UserError: `version`, as `path` states it, is above `newest`.
-    """
+    """Raise a `UserError` for what a newer version of this project wrote. What an older one wrote has a reader of its own."""
     if isinstance(version, int) and version > newest:
         raise UserError(
             f"{path} was written by a newer version of GPT2Scratch (format {version}; this version reads formats up to "

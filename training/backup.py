@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
-from atomic import copy_file
+from atomic import copy_file, unfinished_path
 from command_line import read_yaml
 from errors import UserError
 from limits import setting
@@ -79,10 +79,8 @@ class Backup:
         """Copy the newest sound checkpoint that the drive has beyond step `after` into the run folder, with the logs and
         settings of the run there; return the copy. A damaged one is reported and passed over for the one before.
 
-        `check` is called with the settings first. A drive that cannot be read is reported, and has nothing.
-
-        Raises:
-            UserError: the drive or the run's own disk failed while they were copied.
+        `check` is called with the settings first. A drive that cannot be read is reported, and has nothing; a `UserError` is
+        raised where it, or the run's own disk, fails while they are copied.
         """
         there = self.there
         try:
@@ -91,16 +89,10 @@ class Backup:
             has_settings = there.config.is_file() and not is_linked(there.config, there.path)
             settings = read_yaml(there.config) if later and has_settings else {}
         except OSError as error:
-            if there.path.parent.exists():
-                problem = (
-                    f"the backup {there.path} cannot be read ({_reason(error)}), so nothing is brought back from it"
-                )
-            else:
-                problem = (
-                    f"there is no {there.path.parent} (--backup_dir): is its drive mounted? Nothing is backed up until it "
-                    f"is there"
-                )
-            self.say(f"WARNING: {problem}.")
+            self.say(
+                f"WARNING: {there.path} (--backup_dir) cannot be read ({_reason(error)}): is its drive mounted? Nothing is "
+                f"brought back from it, and nothing is backed up until it is there."
+            )
             return None
         if not later:
             return None
@@ -134,7 +126,8 @@ class Backup:
         for theirs, ours in zip(self.there.files, self.run.files, strict=True):
             is_wanted = not ours.exists() or (is_older and ours != self.run.config)
             if is_wanted and theirs.is_file() and not is_linked(theirs, self.there.path):
-                _replace(ours, theirs)
+                with unfinished_path(ours) as unfinished:
+                    copy_file(theirs, unfinished)
 
     def begin(self, first_step: int, may_replace: bool) -> None:
         """The run starts after `first_step`. `may_replace`: the user said that what the drive holds of later steps may go.
@@ -238,7 +231,8 @@ class Backup:
     def _copy_files(self) -> None:
         for ours, theirs in zip(self.run.files, self.there.files, strict=True):
             if ours.is_file():
-                _replace(theirs, ours)
+                with unfinished_path(theirs) as unfinished:
+                    copy_file(ours, unfinished)
 
     def _report(self, text: str) -> None:
         with suppress(OSError, ValueError):  # nobody reads the output any more
@@ -250,13 +244,6 @@ def _is_copy(copy: Path, checkpoint: Path) -> bool:
     with suppress(FileNotFoundError, DamageError):
         return (copy / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes() and listed_files(copy) != {}
     return False
-
-
-def _replace(target: Path, source: Path) -> None:
-    """Replace a file by a copy of `source`; at any moment it is whole."""
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    copy_file(source, unfinished)
-    os.replace(unfinished, target)
 
 
 def _folder_there(backup_dir: str | Path, output_dir: str | Path) -> Path:

@@ -113,12 +113,10 @@ def write(
     tokenizer: PreTrainedTokenizerBase,
     state: TrainState,
 ) -> Path:
-    """Writes `folder/step_N`. Until the last rename nothing of that name exists; older checkpoints are not touched.
+    """Write `folder/step_N`. Until the last rename nothing of that name exists; older checkpoints are not touched.
 
-    `shell` is a model of the same configuration, whose weights do not matter.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written; safetensors says so in its own way (`as_os_error`).
+    `shell`: a model of the same configuration, whose weights do not matter. On a full disk, safetensors raises an error of its
+    own, see `as_os_error`.
     """
     final = folder / folder_name(state.position.step)  # there if a run that went back had reached this step
     with unfinished_path(final, known=FILES) as unfinished:
@@ -158,12 +156,8 @@ def _seal(folder: Path, step: int) -> None:
 
 
 def copy(checkpoint: Path, final: Path, model_only: bool = False) -> None:
-    """Replace `final` by a copy of a checkpoint, or of its model without the training state. It is there whole or not at all.
-
-    Raises:
-        DamageError: the checkpoint is not as its manifest says.
-        OSError: it cannot be read, or the copy cannot be written.
-    """
+    """Replace `final` by a copy of a checkpoint, or of its model without the training state: it is there whole or not at all.
+    Raise a `DamageError` where the checkpoint is not as its manifest says."""
     manifest, files = (checkpoint / MANIFEST).read_bytes(), listed_files(checkpoint)
     with unfinished_path(final, known=MODEL_FILES if model_only else FILES) as unfinished:
         for name, (_, sha256) in files.items():
@@ -213,11 +207,8 @@ class DamageError(OSError):
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint: the first file that is not as it was written.
-
-    Raises:
-        UserError: a newer version of this project wrote it.
-    """
+    """Return what is wrong with a checkpoint: the first file that is not as it was written. Raise a `UserError` where a newer
+    version of this project wrote it."""
     try:
         for name, (_, sha256) in listed_files(checkpoint).items():
             if file_sha256(checkpoint / name) != sha256:
@@ -230,12 +221,8 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Size in bytes and SHA-256 by name, of all that the manifest lists, where names and sizes are right.
-
-    Raises:
-        DamageError: there is no manifest that can be understood, or a file is missing, of another size, or lies elsewhere.
-        UserError: a newer version of this project wrote it.
-    """
+    """Return size in bytes and SHA-256 of all files that the manifest lists, by name. Raise a `DamageError` where it cannot be
+    understood, or a file is missing, of another size, or lies elsewhere; a `UserError` for a newer version's checkpoint."""
     if not (checkpoint / MANIFEST).is_file():
         raise DamageError(f"it has no {MANIFEST}")
     try:
@@ -270,11 +257,10 @@ def load_state(checkpoint: Path) -> TrainState:
         if "position" not in content:
             content = _from_format_1(content, checkpoint)
         state = schema.build(content, TrainState)
-        wrong = _wrong_in(state, checkpoint)
+        _check_state(state, checkpoint)
     except (OSError, *NONSENSE) as error:
-        wrong = str(error)
-    if wrong:
-        raise UserError(f"{checkpoint / STATE} cannot be read ({wrong[:200]}); resume from another checkpoint.")
+        wrong = str(error)[:200]
+        raise UserError(f"{checkpoint / STATE} cannot be read ({wrong}); resume from another checkpoint.") from error
     return state
 
 
@@ -282,26 +268,20 @@ def _from_format_1(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     """A state under today's names. Every step of format 1 trained on the next samples; precision was not recorded."""
     step, tokens_per_step = content["step"], content["tokens_per_step"]
     context = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["n_positions"]
-    position = {"step": step, "sample": step * tokens_per_step // context, "tokens": step * tokens_per_step}
     settings = {"data": content["data_identity"], "tokenizer": content["tokenizer_sha256"], "mask_documents": False}
     settings |= {"seed": content["seed"], "tokens_per_step": tokens_per_step}
-    return {
-        "position": position | {"passed_over": []},
-        "settings": settings,
-        "losses": [],
-        "grad_scaler": content["grad_scaler"],
-    }
+    position = {"step": step, "sample": step * tokens_per_step // context, "tokens": step * tokens_per_step}
+    return {"position": position, "settings": settings, "grad_scaler": content["grad_scaler"]}
 
 
-def _wrong_in(state: TrainState, checkpoint: Path) -> str | None:
-    """Numbers that no run writes; a stranger may have made the manifest fit."""
+def _check_state(state: TrainState, checkpoint: Path) -> None:
+    """Raise a ValueError for numbers that no run writes; a stranger may have made the manifest fit."""
     if checkpoint.name.startswith("step_") and state.position.step != step_of(checkpoint):
-        return f"step is {state.position.step}"
+        raise ValueError(f"step is {state.position.step}")
     if state.unlogged > len(state.losses):
-        return f"unlogged is {state.unlogged}"
+        raise ValueError(f"unlogged is {state.unlogged}")
     if any(first >= end for first, end in state.position.passed_over):
-        return "passed_over has an empty range"
+        raise ValueError("passed_over has an empty range")
     types = {"data": str, "tokenizer": str, "seed": int, "tokens_per_step": int}
     if wrong := [name for name, kind in types.items() if type(state.settings.get(name)) is not kind]:
-        return f"{', '.join(wrong)} not recorded"
-    return None
+        raise ValueError(f"{', '.join(wrong)} not recorded")

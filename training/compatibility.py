@@ -76,14 +76,10 @@ def model_fields(kind: type[GPT2ScratchConfig]) -> list[str]:
 def compare(
     checkpoint: Path, state: TrainState, model: GPT2ScratchConfig, now: Mapping[str, Any], settings: Settings
 ) -> list[str]:
-    """Return the settings that change when `checkpoint` with its `state` is resumed, one sentence each.
+    """Return the settings that change when `checkpoint` with its `state` is resumed, one sentence each; raise a `UserError` with
+    all that may not, one per line.
 
-    Args:
-        model: of the command, compared with the checkpoint's config.json.
-        now: what a checkpoint of the command would record.
-
-    Raises:
-        UserError: everything that differs and may not, one difference per line.
+    `model` is the command's, compared with the checkpoint's config.json; `now` is what a checkpoint of it would record.
     """
     try:
         saved = type(model).from_json_file(checkpoint / "config.json")

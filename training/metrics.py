@@ -39,12 +39,11 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_metrics(entry: dict[str, Any]) -> bool:
-    if not entry.keys() >= (EVALUATED if "eval_loss" in entry else {"tokens"}) or not all(
+    is_whole = entry.keys() >= (EVALUATED if "eval_loss" in entry else {"tokens"}) and all(
         map(_is_number, entry.values())
-    ):
-        return False
-    logged = "tokens" not in entry or (_is_count(entry["tokens"]) and entry["step"] > 0)
-    return logged and entry.get("tokens_per_second", 1) > 0
+    )
+    is_logged = "tokens" not in entry or (_is_count(entry["tokens"]) and entry["step"] > 0)
+    return is_whole and is_logged and entry.get("tokens_per_second", 1) > 0
 
 
 def _fits(event: dict[str, Any]) -> bool:

@@ -98,7 +98,10 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     tokenizer = store.load_tokenizer()
     backup_dir, keep = config.backup.backup_dir, config.checkpoints_kept
     backup = Backup(backup_dir, folder, keep, say) if backup_dir is not None else None
-    checkpoint = _find_checkpoint(config, backup, accelerator)
+    found = on_main(
+        accelerator, lambda: str(choose_checkpoint(config.run, config.settings, backup, bool(restarted()), say) or "")
+    )
+    checkpoint = Path(found) if found else None
     state = load_state(checkpoint) if checkpoint is not None else None
     position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
     plan = make_plan(config, store, tokenizer, accelerator, setup, position)
@@ -118,17 +121,6 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     data = RunData(store, tokenizer, *(place_tokens(store, split, *where) for split in SPLITS))
     sampling = with_prompts(config.sampling, store, tokenizer)
     return Run(folder, accelerator, setup, data, plan, start, backup, sampling)
-
-
-def _find_checkpoint(config: TrainConfig, backup: Backup | None, accelerator: Accelerator) -> Path | None:
-    """The main process decides."""
-
-    def choose() -> str | None:
-        chosen = choose_checkpoint(config.run, config.settings, backup, bool(restarted()), printer(accelerator))
-        return str(chosen) if chosen is not None else None
-
-    found = on_main(accelerator, choose)
-    return Path(found) if found is not None else None
 
 
 def make_plan(

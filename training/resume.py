@@ -48,18 +48,13 @@ def resume_position(state: TrainState | None, data: str, passed_over: Iterable[S
 def choose_checkpoint(
     arguments: RunArguments, settings: Settings, backup: Backup | None, is_restart: bool, say: Callable[[str], None]
 ) -> Path | None:
-    """Decides what this command means for the folder; returns the checkpoint to go on from, None for a new run.
+    """Decide what this command means for the folder; return the checkpoint to go on from, None for a new run. Raise a
+    `UserError` where it would replace another run, or where a checkpoint is missing or damaged.
 
     After a restart, the run goes on in its own folder, whatever the command says about beginning. Only what a backup has and
     the folder has not is written.
-
-    Raises:
-        UserError: the folder holds another run, something else, or a model without its checkpoints; the checkpoint is missing or
-            damaged.
     """
     folder, overwrites = arguments.folder, arguments.overwrite_output_dir
-    if problems := arguments.problems():
-        raise UserError(problems[0])
     check_run_format(folder.status)
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
     if is_restart:  # what the backup has beyond the folder was taken back

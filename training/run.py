@@ -48,9 +48,6 @@ def begin_run(run: Run, arguments: RunArguments, config: str, planned: dict[str,
     """Prepare the run folder and record how the run began: its `config` as YAML, the estimate (`planned`) and the hardware.
 
     Called by every process; the main one writes, after all have read the folder.
-
-    Raises:
-        UserError: the folder cannot be written.
     """
     run.accelerator.wait_for_everyone()
     hardware = describe(run.accelerator, run.setup, run.plan.model)

@@ -59,11 +59,7 @@ def verified(
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Fill `model`, which is not sharded yet, from a safetensors file.
-
-    Raises:
-        UserError: the file holds other tensors than the model, or such as no run writes.
-    """
+    """Fill `model`, which is not sharded yet, from a safetensors file; raise a `UserError` for any other tensors."""
     parameters = dict(model.named_parameters())  # a tied head is not among them
     with opened(path) as file, torch.no_grad():
         if wrong := sorted(set(file.keys()) ^ parameters.keys()):
