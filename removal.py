@@ -42,13 +42,11 @@ def _content(kind: str) -> str:
 
 def renew(folder: Path, kind: str, known: Iterable[str]) -> None:
     """Make an empty, marked folder in place of one that carries the same mark; raise a `UserError` for anything else there."""
-    is_free = not os.path.lexists(folder) or (
-        folder.is_dir() and not folder.is_symlink() and {path.name for path in folder.iterdir()} <= {UNFINISHED_MARK}
-    )
-    if not is_free and (folder.is_symlink() or not is_marked(folder, kind)):
-        raise UserError(f"{folder} exists and was not written by this command; move it elsewhere, or delete it.")
-    if not is_free:
-        discard(folder, (*known, MARK))
+    if os.path.lexists(folder):
+        is_empty = folder.is_dir() and {path.name for path in folder.iterdir()} <= {UNFINISHED_MARK}
+        if folder.is_symlink() or not (is_empty or is_marked(folder, kind)):
+            raise UserError(f"{folder} exists and was not written by this command; move it elsewhere, or delete it.")
+        discard(folder, (*known, MARK, UNFINISHED_MARK))
     mark(folder, kind)
 
 

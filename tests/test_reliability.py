@@ -150,6 +150,7 @@ def test_what_a_kill_left_half_done_is_made_up_for(finished, run, train):
     shutil.copytree(run / "model", run / ".model.unfinished")
     shutil.rmtree(run / "model")  # between the two renames of its replacement
     (run / "checkpoints" / ".step_00000009.unfinished").mkdir()
+    (run / "checkpoints" / ".step_00000009.unfinished" / ".tmpBLcpas").touch()  # safetensors'
     (run / "checkpoints" / "step_00000006").rename(run / "checkpoints" / ".step_00000006.removed")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 3.')  # a line cut off

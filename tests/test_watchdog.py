@@ -56,6 +56,7 @@ with (
 distributed.destroy_process_group()
 log.write("done\\n")
 """
+SECOND = "rank 2 (a, pid 2)"
 REMEDY = "The run ends; resume it with the same command."
 
 
@@ -131,19 +132,9 @@ def test_a_restart_gives_fresh_processes_of_the_same_pids_also_where_one_hangs_i
         (1, 9, [{}, {"error": "timeout"}, {"state": "dead"}], None),
         (0, 1, [{}, {"failure": "ValueError: x."}, {}], None),
         (0, 5, [{}, {"failure": "ValueError: x."}, {}], "rank 1 (a, pid 1) failed at step 7: ValueError: x"),
-        (
-            0,
-            1,
-            [{"error": "reset"}, {"failure": "E: x"}, {"state": "dead"}],
-            "rank 1 (a, pid 1) failed at step 7: E: x",
-        ),
+        (0, 1, [{"error": "r"}, {"failure": "E: x"}, {"state": "dead"}], "rank 1 (a, pid 1) failed at step 7: E: x"),
         (0, 4, [{"error": "reset"}, {"error": "reset"}, {"silence": 9}], None),
-        (
-            0,
-            5,
-            [{"error": "r"}, {}, {"silence": 3}],
-            "rank 2 (a, pid 2) does not answer any more, last heard of at step 7",
-        ),
+        (0, 5, [{"error": "r"}, {}, {"silence": 3}], f"{SECOND} does not answer any more, last heard of at step 7"),
         (0, 5, [{"error": "r"}] * 3, "the processes lost each other at step 7: r"),
     ],
 )

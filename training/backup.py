@@ -218,8 +218,13 @@ class Backup:
             )
         self.submitted.add(checkpoint.name)
         self._copy_files()  # before the checkpoint counts, so that the log always reaches it
-        if not _is_copy(there / checkpoint.name, checkpoint):
-            checkpoints.copy(checkpoint, there / checkpoint.name)
+        copied, is_there = there / checkpoint.name, False
+        with suppress(FileNotFoundError, DamageError):  # as far as manifest and sizes tell
+            is_there = (copied / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes() and listed_files(
+                copied
+            ) != {}
+        if not is_there:
+            checkpoints.copy(checkpoint, copied)
         self._copy_files()  # again: copying takes long, and the validation of this step may be there by now
         for path in later:
             if path.name != checkpoint.name and (path in unknown or step_of(path) > step_of(checkpoint)):  # taken back
@@ -237,13 +242,6 @@ class Backup:
     def _report(self, text: str) -> None:
         with suppress(OSError, ValueError):  # nobody reads the output any more
             self.say(text)
-
-
-def _is_copy(copy: Path, checkpoint: Path) -> bool:
-    """As far as manifest and sizes tell."""
-    with suppress(FileNotFoundError, DamageError):
-        return (copy / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes() and listed_files(copy) != {}
-    return False
 
 
 def _folder_there(backup_dir: str | Path, output_dir: str | Path) -> Path:

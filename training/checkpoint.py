@@ -192,9 +192,7 @@ def sweep(folder: Path) -> None:
 
 def prune(folder: Path, limit: int | None, best_step: int | None, in_use: Path | None = None) -> None:
     """Remove all but the newest `limit` checkpoints and the best one. The one in use is left for the next time."""
-    if limit is None:
-        return
-    for checkpoint in complete_checkpoints(folder)[: -max(1, limit)]:
+    for checkpoint in complete_checkpoints(folder)[:-limit] if limit is not None else []:
         if step_of(checkpoint) != best_step and checkpoint != in_use:
             discard(checkpoint, FILES)
 

@@ -68,12 +68,8 @@ class Pulse:
 
 
 def find_fault(judge: int, pulses: list[Pulse], trouble: float, patience: float, ddp_timeout: float) -> str | None:
-    """Return what is wrong with the processes that rank `judge` judges, or None.
-
-    Args:
-        trouble: seconds since an error or a failure was first seen.
-        patience: seconds of silence after which a process is given up.
-    """
+    """Return what is wrong with the processes that rank `judge` judges, or None. `trouble`: seconds since an error or a failure
+    was first seen; `patience`: seconds of silence after which a process is given up."""
     running = [pulse for pulse in pulses if not pulse.left]
     judged = [pulse for pulse in running if (pulse.rank == 0) == (judge != 0)]
     errors = [pulse for pulse in running if pulse.error]
@@ -117,12 +113,8 @@ class Watchdog:
         patience: float | None = None,
         interval: float = 1.0,
     ):
-        """
-        Args:
-            folder: whose status says why the processes ended.
-            patience: seconds of silence after which a process is given up; 60, or `ddp_timeout` if that is less.
-            interval: seconds between two pulses.
-        """
+        """`folder`: its status says why the processes ended. `patience`: seconds of silence after which a process is given up; 60,
+        or `ddp_timeout` if that is less. `interval`: seconds between two pulses."""
         self.rank, self.processes, self.folder = rank, processes, folder
         self.ddp_timeout, self.interval = ddp_timeout, interval
         self.patience = min(PATIENCE, ddp_timeout) if patience is None else patience
