@@ -1,19 +1,19 @@
 """Profile of a few steps of a run, recorded by torch.profiler: a table of where their time went, and a trace."""
 
 import json
-import math
 import os
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._inductor import config as inductor
 from torch.autograd import DeviceType
-from torch.profiler import profile, record_function
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import profile, schedule
 
 from limits import setting
 from training.log import RunLog
@@ -21,9 +21,7 @@ from training.run import Run
 
 WARM_UP = 3  # steps: compilation, first allocations, and one under the profiler
 STEPS = 3
-RECORDED = "recorded steps"
-RANGES = (RECORDED, "data", "forward", "backward", "optimizer")  # the others are in step.py
-SHORT_GAP = 20  # microseconds between two kernels, which launching them takes
+PHASES = ("data", "optimizer")  # ranges of step.py whose operators count as theirs, whatever they compute
 SHOWN = 8  # kernels
 
 # Of an operator or a kernel by its name: the first that is found in it; what is none of these is elementwise. On a GPU,
@@ -31,7 +29,7 @@ SHOWN = 8  # kernels
 NAMED = {
     "communication": r"nccl|gloo|c10d",
     "copies": r"^mem(cpy|set)",
-    "optimizer": r"adam|_foreach_|multi_tensor_apply",
+    "optimizer": r"adam|_foreach_|multi_tensor_apply|vector_norm",
     "loss": r"log_?softmax|logsumexp|nll_loss|cross_entropy",
     "attention": r"softmax|attention|sdpa|flash|fmha|cudnn|bmm",  # linear layers use no bmm
     "matmul": r"(^|_|::)(add)?mm(_|$)|linear|gemm|gemv|splitk|nvjet|cutlass|xmma|s16816|sm90",
@@ -41,8 +39,7 @@ FUSED = re.compile(r"(cpp|triton_(poi|red|per))_fused_")
 FUSED_NAMED = {"loss": r"log_softmax|logsumexp|nll_loss|cross_entropy|_exp_", "attention": "softmax"}
 # On the host: what has a namespace is an operator, unless it is autograd's; a range of torch.compile is none either.
 OPERATOR = re.compile(r"^(?!autograd::|torch::)\w+::|^gloo:|cpp_fused_")
-COMPUTATION = ("optimizer", "attention", "matmul", "loss", "elementwise")
-WORK = (*COMPUTATION, "copies", "communication")  # of what goes on together, the first one counts
+BESIDE = ("copies", "communication")  # run while something else computes: only what that leaves counts
 ORDER = ("data", "matmul", "attention", "elementwise", "loss", "optimizer", "copies", "communication", "host", "idle")
 
 
@@ -53,13 +50,6 @@ class ProfileArguments:
         f"Record {STEPS} steps, from the run's fourth on: where their time goes, and a trace of them.",
         resume="free",
     )
-
-
-class Event(NamedTuple):
-    name: str
-    start: float  # microseconds
-    end: float
-    on_device: bool  # a kernel, and not what launched it
 
 
 class Profiler:
@@ -88,10 +78,11 @@ class Profiler:
             return
         with self.log.pause():
             if step < self.first:
-                self.profiled = self.open.enter_context(profile())
+                self.profiled = self.open.enter_context(profile(schedule=schedule(wait=0, warmup=1, active=STEPS)))
             else:
                 self._wait()
-                self.open.enter_context(record_function(RECORDED))
+                self.profiled.step()  # it records from here on
+        self.began = time.perf_counter()
 
     def after(self, done: int, pauses: bool) -> None:
         """`pauses`: what follows is no part of a step. Waits for the device after the last step that is recorded."""
@@ -99,106 +90,77 @@ class Profiler:
             return
         with self.log.pause():
             self._wait()
+            wall = 1e6 * (time.perf_counter() - self.began)
             self.open.close()
             if self.accelerator.is_main_process:
-                self._report(done)
+                self._report(done, wall)
         self.first = None
 
     def _wait(self) -> None:
         torch.get_device_module(self.accelerator.device).synchronize()
 
-    def _report(self, done: int) -> None:
+    def _report(self, done: int, wall: float) -> None:
         self.folder.mkdir(exist_ok=True)
         trace = self.folder / "trace.json.gz"
         self.profiled.export_chrome_trace(str(trace))
-        events = events_of(self.profiled)
-        if self.accelerator.device.type == "cuda" and not any(event.on_device for event in events):
+        spent = account(self.profiled.events(), wall)
+        if self.accelerator.device.type == "cuda" and ("host", "host") in spent:
             self.log.say("WARNING: the driver let no kernel be recorded; what follows is the host's time alone.")
-        start, end = next((event.start, event.end) for event in events if event.name == RECORDED)
-        summary = summarize(account(events, start, end), self.first + 1, done)
+        summary = summarize(spent, wall, self.first + 1, done)
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         self.log.say(f"{table(summary)}\nThe trace is {trace}; open it at https://ui.perfetto.dev.")
 
 
-def events_of(profiled: profile) -> list[Event]:
-    """Return all events but the ranges of other libraries."""
-    return [
-        Event(event.name, event.time_range.start, event.time_range.end, event.device_type != DeviceType.CPU)
-        for event in profiled.events()
-        if not event.is_user_annotation or event.name in RANGES or event.name.startswith("gloo:")
-    ]
-
-
 def classify(name: str) -> str:
-    """Return what a kernel or an operator is for, one of `WORK`."""
+    """Return the category of a kernel or an operator: a key of `NAMED`, or elementwise."""
     named = FUSED_NAMED if FUSED.search(name) else NAMED
     return next((kind for kind, words in named.items() if re.search(words, name, re.IGNORECASE)), "elementwise")
 
 
-def account(events: list[Event], start: float, end: float) -> Counter[tuple[str, str]]:
-    """Microseconds by (category, name), which add up to `end - start`: each moment belongs to one of them.
+def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]]:
+    """Return microseconds by (category, name), of `wall` microseconds.
 
-    With a device, to a kernel; where none runs, to the making of data (`data`), to a host that is late (`host`) or to the
-    launch of the next kernel (`idle`). Without, to the making of data or to the innermost operator; where none runs, to
-    Python (`host`). Communication and copies get what no other work takes: hidden behind it, they cost nothing.
+    On a device, the times of its kernels, and `idle`, in which none ran. Without one, the self times of the operators, and `host`,
+    the rest: Python. `BESIDE` gets at most the time that the others leave.
     """
-    on_device = any(event.on_device for event in events)
-    order = (*WORK, "data", "host") if on_device else ("data", *WORK, "host")
-    nothing = (order.index("host"), 0.0, "host", "host")
-    marks = [(start, True, nothing), (end, False, nothing)]
-    optimizer_until = -math.inf
-    for event in sorted(events, key=lambda event: (event.start, -event.end)):
-        if event.name == "optimizer" and event.on_device == on_device:
-            optimizer_until = event.end
-        category = _category(event, on_device)
-        if category in COMPUTATION and event.start < optimizer_until:
-            category = "optimizer"
-        begin, stop = max(event.start, start), min(event.end, end)
-        if category is not None and begin < stop:
-            claim = (order.index(category), -event.start, category, event.name)  # the innermost is the least
-            marks += [(begin, True, claim), (stop, False, claim)]
-
-    spent, going_on, now = Counter(), Counter(), start
-    for time, begins, claim in sorted(marks):
-        if time > now:
-            *_, category, name = min(going_on)
-            if on_device and category == "host" and time - now <= SHORT_GAP:
-                category = name = "idle"
-            spent[category, name] += time - now
-            now = time
-        going_on[claim] += 1 if begins else -1
-        if not going_on[claim]:
-            del going_on[claim]
+    on_device = any(event.device_type != DeviceType.CPU for event in events)
+    spent: Counter[tuple[str, str]] = Counter()
+    for event in events:
+        is_work = not event.is_user_annotation if on_device else OPERATOR.search(event.name) or event.name == "data"
+        if not is_work or (event.device_type != DeviceType.CPU) != on_device:
+            continue
+        phase = event
+        while phase is not None and phase.name not in PHASES:
+            phase = phase.cpu_parent
+        own = event.time_range.elapsed_us() if on_device or event.is_async else event.self_cpu_time_total
+        category = classify(event.name) if phase is None else phase.name
+        spent[category, "data" if category == "data" else event.name] += own
+    beside = sum(us for (category, _), us in spent.items() if category in BESIDE)
+    left = wall - (spent.total() - beside)
+    for key in spent:
+        if key[0] in BESIDE:
+            spent[key] *= max(0, min(1, left / beside))
+    rest = "idle" if on_device else "host"
+    spent[rest, rest] = max(0, wall - spent.total())
     return spent
 
 
-def _category(event: Event, on_device: bool) -> str | None:
-    """`data` or one of `WORK`; None for what takes no time of its own."""
-    if event.name in RANGES:
-        return "data" if event.name == "data" and not event.on_device else None
-    if event.on_device != on_device or not (on_device or OPERATOR.search(event.name)):
-        return None
-    return classify(event.name)
-
-
-def summarize(spent: Counter[tuple[str, str]], first_step: int, last_step: int) -> dict[str, Any]:
+def summarize(spent: Counter[tuple[str, str]], wall: float, first_step: int, last_step: int) -> dict[str, Any]:
     """Return milliseconds per step, of the steps from `first_step` to `last_step` (counted from 1), as in summary.json."""
-    steps = last_step - first_step + 1
-
-    def ms(times: Iterable[float]) -> float:
-        return round(sum(times) / steps / 1000, 4)
-
+    microseconds = 1000 * (last_step - first_step + 1)
+    categories = Counter()
+    for (category, _), time_spent in spent.items():
+        categories[category] += time_spent
     kernels = [
-        {"name": name, "category": category, "ms": ms([time])}
-        for (category, name), time in spent.most_common()
-        if category in WORK
+        {"name": name, "category": category, "ms": round(time_spent / microseconds, 4)}
+        for (category, name), time_spent in spent.most_common()
+        if name != category
     ]
-    categories = {here: ms(time for (category, _), time in spent.items() if category == here) for here in ORDER}
     return {
         "first_step": first_step,
         "last_step": last_step,
-        "step_ms": ms(spent.values()),
-        "ms": {category: time for category, time in categories.items() if time},
+        "step_ms": round(wall / microseconds, 4),
+        "ms": {name: round(categories[name] / microseconds, 4) for name in ORDER if categories[name]},
         "kernels": kernels,
         "attention": [kernel["name"] for kernel in kernels if kernel["category"] == "attention"],
     }
@@ -207,24 +169,10 @@ def summarize(spent: Counter[tuple[str, str]], first_step: int, last_step: int) 
 def table(summary: dict[str, Any]) -> str:
     """Return the table that is printed."""
     whole = summary["step_ms"]
-
-    def line(ms: float, text: str) -> str:
-        return f"{ms:12,.2f} ms {ms / whole:6.1%}  {text}"
-
-    return "\n".join(
-        [
-            f"Where the time of a step went (steps {summary['first_step']:,} to {summary['last_step']:,}):",
-            *(line(ms, category) for category, ms in summary["ms"].items()),
-            line(whole, "a step"),
-            "The heaviest kernels:",
-            *(
-                line(kernel["ms"], f"{kernel['category']:<13} {_short(kernel['name'])}")
-                for kernel in summary["kernels"][:SHOWN]
-            ),
-            f"Attention ran in {', '.join(summary['attention'][:2]) or 'no kernel of its own'}.",
-        ]
-    )
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 72 else f"{name[:45]}…{name[-26:]}"
+    lines = [f"Where the time of a step went (steps {summary['first_step']:,} to {summary['last_step']:,}):"]
+    lines += [f"{ms:12,.2f} ms {ms / whole:6.1%}  {category}" for category, ms in summary["ms"].items()]
+    lines += [f"{whole:12,.2f} ms {1:6.1%}  a step", "The heaviest kernels:"]
+    for kernel in summary["kernels"][:SHOWN]:
+        name = kernel["name"] if len(kernel["name"]) <= 72 else f"{kernel['name'][:45]}…{kernel['name'][-26:]}"
+        lines.append(f"{kernel['ms']:12,.2f} ms {kernel['ms'] / whole:6.1%}  {kernel['category']:<13} {name}")
+    return "\n".join([*lines, f"Attention ran in {', '.join(summary['attention'][:2]) or 'no kernel of its own'}."])
