@@ -27,7 +27,7 @@ RINGS = {
     " report.evaluation validation guard.lock guard.stopping"
     " guard.watchdog guard.faults guard.guard",
     "configuration": "config preflight",
-    "leaves": "compare.ratio compare.baselines compare.panel compare.memorization evaluate"
+    "leaves": "compare.baselines compare.panel compare.memorization evaluate"
     " forecast.forecast forecast.advice forecast.show",
 }
 ORDER = [name for ring in RINGS.values() for name in ring.split()]

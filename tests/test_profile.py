@@ -39,15 +39,6 @@ KERNELS = {
 }
 
 
-def event(name: str, start: float, end: float, inside=None, on_device=False, **more) -> FunctionEvent:
-    device = DeviceType.CUDA if on_device else DeviceType.CPU
-    made = FunctionEvent(0, name, 1, start, end, device_type=device, **more)
-    if inside is not None:
-        inside.append_cpu_child(made)
-        made.set_cpu_parent(inside)
-    return made
-
-
 @pytest.mark.parametrize(("category", "name"), [(category, name) for category in KERNELS for name in KERNELS[category]])
 def test_kernels_and_operators_are_classified_by_their_names(category, name):
     assert classify(name) == category

@@ -15,12 +15,8 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 from accelerate import Accelerator
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
@@ -28,67 +24,18 @@ from transformers.utils import logging as transformers_logging
 from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
-from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from progress import track
-from tokenizer import encode, vocabulary
+from tokenizer import vocabulary
 from tokenizer.store import TokenStore
 from training.compare import panel
 from training.compare.memorization import memorization
-from training.compare.ratio import ratio, units
 from training.config import read_config
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.device import keep_freed_memory
 from training.loading import check_store, find_model, load_own_model
-from training.loss import token_nats
 from training.report.evaluation import keep, show
 from training.run_folder import CONFIG_FILE, find_checkpoint, run_of
-from training.scoring import eval_batches, eval_metrics, eval_starts, sum_of_processes
+from training.scoring import score
 from training.sharding import keep_accelerate_from_sharding
-from training.tokens import IGNORED, Tokens
-
-
-@torch.no_grad()
-def score(
-    model: GPT2ScratchForCausalLM, store: TokenStore, tokens: Tokens, micro_batch: int, accelerator: Accelerator
-) -> dict[str, Any]:
-    """Score all of the validation split in windows as in `scoring.evaluate`; return its metrics with their standard errors.
-
-    All processes take part and get the same metrics.
-    """
-    context = model.config.n_positions
-    edges, what = units(store.offsets("val"))
-    nats = np.zeros(len(edges) - 1)
-    starts = eval_starts(len(tokens), context, micro_batch, accelerator)
-    batches = eval_batches(tokens, starts, context)
-    for begin, (inputs, targets, positions) in zip(
-        track(starts, "scoring", accelerator.is_main_process), batches, strict=True
-    ):
-        with accelerator.autocast():
-            outputs = model.transformer(input_ids=inputs, position_ids=positions, use_cache=False)
-            costs = token_nats(outputs.last_hidden_state.flatten(0, 1), model.lm_head.weight, targets.flatten())
-        is_target = (targets != IGNORED).cpu().numpy()
-        places = (begin[:, None] + np.arange(1, context + 1))[is_target]  # in the split
-        unit = np.searchsorted(edges, places, side="right") - 1
-        np.add.at(nats, unit, costs.view(targets.shape).double().cpu().numpy()[is_target])
-    nats = sum_of_processes(nats, accelerator)
-    counts = np.diff(edges)
-    counts[0] -= 1  # the first token is not a target
-    loss, per_byte = ratio(nats, counts), ratio(nats, _bytes_of_units(store, edges))
-    metrics = eval_metrics(loss.value, len(tokens) - 1, store.metadata.val)
-    return metrics | {
-        "eval_loss_stderr": loss.stderr,
-        "eval_perplexity_stderr": metrics["eval_perplexity"] * loss.stderr,
-        "eval_bits_per_byte_stderr": metrics["eval_bits_per_byte"] * per_byte.stderr / per_byte.value,
-        "eval_stderr_over": what,
-    }
-
-
-def _bytes_of_units(store: TokenStore, edges: np.ndarray) -> np.ndarray:
-    """(units,) int64: bytes of text of the validation split."""
-    texts = encode.token_bytes(store.load_tokenizer().backend_tokenizer)
-    lengths = np.array(list(map(len, texts)), dtype=np.int64)
-    tokens = store.memory_map("val")
-    return np.array([lengths[tokens[a:b]].sum() for a, b in pairwise(edges)])
 
 
 def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
@@ -106,7 +53,7 @@ def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
 
 
 @dataclass
-class EvaluateDoor:
+class EvaluateArguments:
     model: str | None = setting(
         None,
         "A run folder or a model folder; may be given without flag.",
@@ -134,15 +81,15 @@ class EvaluateDoor:
 
 
 def main(arguments: list[str]) -> None:
-    parser = FlagParser((EvaluateDoor,), __doc__.splitlines()[0], positional="model")
-    (door,), _ = parser.parse(arguments)
-    chosen = door.model if door.checkpoint is None else str(find_checkpoint(Path(door.model), door.checkpoint))
-    folder, *others = map(find_model, (chosen, *door.compare_with))
+    parser = FlagParser((EvaluateArguments,), __doc__.splitlines()[0], positional="model")
+    (given,), _ = parser.parse(arguments)
+    chosen = given.model if given.checkpoint is None else str(find_checkpoint(Path(given.model), given.checkpoint))
+    folder, *others = map(find_model, (chosen, *given.compare_with))
     if len({folder, *others}) <= len(others):
         raise UserError("compare_with names a model twice, or the one that is evaluated; name each once.")
     for other in others:
         vocabulary.load(other)  # what is not there is said before minutes of scoring
-    store, mask_documents = store_and_masking(chosen, door.data)
+    store, mask_documents = store_and_masking(chosen, given.data)
     check_store(folder, vocabulary.load(folder), store)
     model = load_own_model(folder)
     model.generation_config = GenerationConfig()  # plain sampling: the model's own settings do not count
@@ -158,24 +105,24 @@ def main(arguments: list[str]) -> None:
     model = model.to(accelerator.device)
     local = processes_of_this_machine(accelerator)
     placement = choose_placement("auto", bytes_of(store, "val"), accelerator.device, local)
-    store.check_hashes("val", *["train"] * door.memorization)
+    store.check_hashes("val", *["train"] * given.memorization)
     tokens = place_tokens(store, "val", placement.where, accelerator.device, mask_documents)
-    scored = score(model, store, tokens, door.per_device_eval_batch_size, accelerator)
+    scored = score(model, store, tokens, given.per_device_eval_batch_size, accelerator)
     if not math.isfinite(loss := scored["eval_loss"]):
         raise UserError(f"{folder} has a loss of {loss}; its weights or its config.json are damaged.")
     results = {"model": str(folder), "data": str(store.folder)} | scored
-    if door.compare or door.compare_with:
-        results["panel"] = panel.compare(model, chosen, door.compare_with, store, door.compare_documents, accelerator)
+    if given.compare or given.compare_with:
+        results["panel"] = panel.compare(model, chosen, given.compare_with, store, given.compare_documents, accelerator)
     if not accelerator.is_main_process:
         return
-    if door.memorization:
-        sizes = (door.memorization_texts, door.memorization_span)
-        results["memorization"] = memorization(model, store, *sizes, door.seed, accelerator)
-    if door.json or not sys.stdout.isatty():
+    if given.memorization:
+        sizes = (given.memorization_texts, given.memorization_span)
+        results["memorization"] = memorization(model, store, *sizes, given.seed, accelerator)
+    if given.json or not sys.stdout.isatty():
         print(json.dumps(results))
     else:
         show(results)
-    if door.compare or door.compare_with or door.memorization:
+    if given.compare or given.compare_with or given.memorization:
         keep(results, Path(chosen), store)
 
 

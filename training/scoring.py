@@ -1,19 +1,28 @@
-"""Loss over a split, in windows of the context, shared among the processes."""
+"""Loss over a split, in windows of the context, shared among the processes; its standard error."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from errors import counted
 from limits import setting
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from progress import track
+from tokenizer import encode
 from tokenizer.store import Split, TokenStore
 from training.data import place_tokens
+from training.loss import token_nats
 from training.tokens import IGNORED, Batch, Tokens
+
+ENOUGH_DOCUMENTS = 30
+BLOCKS = 50  # that a text of fewer documents is cut into
 
 
 @dataclass
@@ -70,6 +79,65 @@ def evaluate(
     loss.train()
     nats, scored = accelerator.reduce(sums, reduction="sum").tolist()
     return eval_metrics(nats / scored, int(scored), split)
+
+
+@torch.no_grad()
+def score(
+    model: GPT2ScratchForCausalLM, store: TokenStore, tokens: Tokens, micro_batch: int, accelerator: Accelerator
+) -> dict[str, Any]:
+    """Score all of the validation split as `evaluate` does; return its metrics with their standard errors."""
+    context = model.config.n_positions
+    edges, what = units(store.offsets("val"))
+    nats = np.zeros(len(edges) - 1)
+    starts = eval_starts(len(tokens), context, micro_batch, accelerator)
+    rows = track(starts, "scoring", accelerator.is_main_process)
+    for begin, (inputs, targets, positions) in zip(rows, eval_batches(tokens, starts, context), strict=True):
+        with accelerator.autocast():
+            outputs = model.transformer(input_ids=inputs, position_ids=positions, use_cache=False)
+            costs = token_nats(outputs.last_hidden_state.flatten(0, 1), model.lm_head.weight, targets.flatten())
+        is_target = (targets != IGNORED).cpu().numpy()
+        places = (begin[:, None] + np.arange(1, context + 1))[is_target]  # in the split
+        unit = np.searchsorted(edges, places, side="right") - 1
+        np.add.at(nats, unit, costs.view(targets.shape).double().cpu().numpy()[is_target])
+    nats = sum_of_processes(nats, accelerator)
+    targets_of_units = np.diff(edges)
+    targets_of_units[0] -= 1  # the first token is not one
+    texts = encode.token_bytes(store.load_tokenizer().backend_tokenizer)
+    lengths = np.array(list(map(len, texts)), dtype=np.int64)
+    split = store.memory_map("val")
+    bytes_of_units = np.array([lengths[split[a:b]].sum() for a, b in pairwise(edges)])
+    loss, stderr = ratio(nats, targets_of_units)
+    per_byte, per_byte_stderr = ratio(nats, bytes_of_units)
+    metrics = eval_metrics(loss, len(tokens) - 1, store.metadata.val)
+    return metrics | {
+        "eval_loss_stderr": stderr,
+        "eval_perplexity_stderr": metrics["eval_perplexity"] * stderr,
+        "eval_bits_per_byte_stderr": metrics["eval_bits_per_byte"] * per_byte_stderr / per_byte,
+        "eval_stderr_over": what,
+    }
+
+
+def ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
+    """Return the ratio of the sums of both, (units,) each, and its standard error. Units are taken to be independent of each
+    other: a ratio estimate by linearization (Cochran 1977, 6.4)."""
+    total, n = denominators.sum(), len(numerators)
+    value = numerators.sum() / total
+    deviations = numerators - value * denominators
+    variance = n / (n - 1) * (deviations**2).sum() if n > 1 else math.nan
+    return float(value), math.sqrt(variance) / float(total)
+
+
+def units(starts: np.ndarray) -> tuple[np.ndarray, str]:
+    """Where the units begin, and the end, (units + 1,) int64, and what they are called.
+
+    `starts` are those of the documents, and the end. Documents are units, because tokens within one are alike; where there
+    are too few to tell how much they differ, the text is cut into blocks as long as one another.
+    """
+    documents, end = len(starts) - 1, int(starts[-1])
+    if documents >= ENOUGH_DOCUMENTS:
+        return starts, counted(documents, "document")
+    blocks = min(BLOCKS, end)
+    return np.arange(blocks + 1, dtype=np.int64) * end // blocks, f"{blocks} blocks of the text"
 
 
 def eval_batches(tokens: Tokens, starts: np.ndarray, context: int) -> Iterator[Batch]:

@@ -25,9 +25,7 @@ class Level:
     sorts them."""
 
     keys: np.ndarray  # (grams,) int64, sorted: number of the context * vocab_size + last token
-    counts: (
-        np.ndarray
-    )  # (grams,) of what is divided: occurrences at the highest level, below it different tokens before
+    counts: np.ndarray  # (grams,): occurrences at the highest level; below it, different tokens that stand before
     totals: np.ndarray  # (contexts,): sums of `counts`
     kinds: np.ndarray  # (contexts,): how many of them are above 0
 

@@ -7,8 +7,6 @@ text and is not scored.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,76 +21,53 @@ from errors import UserError, counted
 from progress import track
 from tokenizer.store import TokenStore
 from training.compare.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
-from training.compare.ratio import ratio, units
 from training.loading import find_model, load_with_tokenizer
-from training.scoring import sum_of_processes
+from training.scoring import ratio, sum_of_processes, units
 
 LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have room for more
 BYTES_OF_LOGITS = 1 << 27  # at once, in fp32
 ORDERS = {"unigram": 1, "trigram": 3}
 DOCUMENTS_AT_ONCE = 256
-Encoded = list[
-    tuple[np.ndarray, np.ndarray]
-]  # of each document: ids of one tokenizer, and the unit that each begins in
+Encoded = list[tuple[np.ndarray, np.ndarray]]  # documents: ids of one tokenizer, and the unit that each begins in
 
 
-@dataclass(frozen=True)
 class HeldOut:
     """Documents of the validation split, as text."""
 
-    texts: list[str]
-    starts: np.ndarray  # (documents + 1,): where each begins, in characters
-    edges: np.ndarray  # (units + 1,): the same of the units of the standard error
-    units: str  # what those are
-    bytes: np.ndarray  # (units,)
+    def __init__(self, store: TokenStore, most: int | None):
+        """All of them, or `most`, evenly spread."""
+        tokens, offsets, rust = store.memory_map("val"), store.offsets("val"), store.load_tokenizer().backend_tokenizer
+        ends = offsets[1:] - (store.metadata.eos_token_id is not None)
+        number = len(ends) if most is None else min(most, len(ends))
+        chosen = np.linspace(0, len(ends) - 1, number).astype(np.int64)
+        self.texts = [rust.decode(tokens[offsets[i] : ends[i]].tolist(), skip_special_tokens=False) for i in chosen]
+        self.starts = np.concatenate([[0], np.cumsum([len(text) for text in self.texts])])  # and the end, in characters
+        self.edges, self.units = units(self.starts)  # of the units of the standard error, and what those are
+        whole = "".join(self.texts)
+        self.bytes = np.array([len(whole[a:b].encode()) for a, b in pairwise(self.edges)], dtype=np.int64)  # (units,)
 
-
-def held_out(store: TokenStore, most: int | None) -> HeldOut:
-    """All of the split, or `most` of its documents, evenly spread."""
-    tokens, offsets, rust = store.memory_map("val"), store.offsets("val"), store.load_tokenizer().backend_tokenizer
-    chosen = np.arange(len(offsets) - 1)
-    if most is not None and most < len(chosen):
-        chosen = np.linspace(0, len(chosen) - 1, most).astype(np.int64)
-    ends = offsets[1:] - (store.metadata.eos_token_id is not None)
-    texts = [rust.decode(tokens[offsets[i] : ends[i]].tolist(), skip_special_tokens=False) for i in chosen]
-    starts = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
-    edges, what = units(starts)
-    whole = "".join(texts)
-    sizes = [len(whole[a:b].encode()) for a, b in pairwise(edges)]
-    return HeldOut(texts, starts, edges, what, np.array(sizes, dtype=np.int64))
-
-
-def encoded(text: HeldOut, tokenizer: PreTrainedTokenizerBase, name: str) -> Encoded:
-    """Encode the text; raise a `UserError` where the tokenizer does not know all of the text."""
-    rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    rust.encode_special_tokens = True  # what reads like a control token stays text
-    rust.no_truncation()
-    rust.no_padding()
-    unknown = getattr(rust.model, "unk_token", None)
-    unknown = rust.token_to_id(unknown) if unknown else None
-    problem = f"{name} cannot be compared: its tokenizer does not know every character of the text; leave it out."
-    documents = []
-    for first in range(0, len(text.texts), DOCUMENTS_AT_ONCE):
-        try:
-            batch = rust.encode_batch(text.texts[first : first + DOCUMENTS_AT_ONCE], add_special_tokens=False)
-        except Exception as error:  # the Rust library raises nothing narrower
-            raise UserError(problem) from error
-        for document, encoding in enumerate(batch, first):
-            begins = text.starts[document] + np.array([start for start, _ in encoding.offsets], dtype=np.int64)
-            places = np.searchsorted(text.edges, begins, side="right") - 1
-            documents.append((np.array(encoding.ids, dtype=np.int64), places))
-            if unknown in encoding.ids:
-                raise UserError(problem)
-    return documents
-
-
-def windows(targets: int, context: int) -> Iterator[tuple[int, int]]:
-    """Where each window begins, and its first target that none before it scored, counted in the document."""
-    start = scored = 0
-    while scored < targets:
-        yield start, scored
-        scored = start + context
-        start += max(1, context // 2)
+    def encoded(self, tokenizer: PreTrainedTokenizerBase, name: str) -> Encoded:
+        """Encode the text; raise a `UserError` where the tokenizer does not know all of it."""
+        rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        rust.encode_special_tokens = True  # what reads like a control token stays text
+        rust.no_truncation()
+        rust.no_padding()
+        unknown = getattr(rust.model, "unk_token", None)
+        unknown = rust.token_to_id(unknown) if unknown else None
+        problem = f"{name} cannot be compared: its tokenizer does not know every character of the text; leave it out."
+        documents = []
+        for first in range(0, len(self.texts), DOCUMENTS_AT_ONCE):
+            try:
+                batch = rust.encode_batch(self.texts[first : first + DOCUMENTS_AT_ONCE], add_special_tokens=False)
+            except Exception as error:  # the Rust library raises nothing narrower
+                raise UserError(problem) from error
+            for start, encoding in zip(self.starts[first:], batch, strict=False):
+                if unknown in encoding.ids:
+                    raise UserError(problem)
+                begins = start + np.array([begin for begin, _ in encoding.offsets], dtype=np.int64)
+                places = np.searchsorted(self.edges, begins, side="right") - 1
+                documents.append((np.array(encoding.ids, dtype=np.int64), places))
+        return documents
 
 
 @torch.no_grad()
@@ -102,31 +77,41 @@ def nats_of_model(
     """(units,) float64: what the text costs the model, computed by all processes together. `first` begins each document."""
     context = min(getattr(model.config, "max_position_embeddings", LONGEST_WINDOW), LONGEST_WINDOW)
     sums = np.zeros(n_units)
-    streams, places = map(list, zip(*text, strict=True))
-    if first is None:
-        if accelerator.is_main_process:
-            np.add.at(sums, [unit[0] for unit in places if len(unit)], math.log(model.config.vocab_size))
-        places = [unit[1:] for unit in places]
-    else:
-        streams = [np.concatenate([[first], ids]) for ids in streams]
-    cut = [(i, *window) for i, unit in enumerate(places) for window in windows(len(unit), context)]
-    cut.sort(key=lambda window: window[1] - len(streams[window[0]]))  # the longest first: less padding, and no surprise
+    cut = []  # windows: tokens, and the units of the last of them, which no window before scored
+    for ids, unit in text:
+        if first is not None:
+            ids = np.concatenate([[first], ids])
+        elif len(unit):
+            sums[unit[0]] += math.log(model.config.vocab_size) * accelerator.is_main_process
+            unit = unit[1:]
+        start = scored = 0
+        while scored < len(unit):
+            cut.append((ids[start : start + context + 1], unit[scored : start + context]))
+            scored = start + context
+            start += max(1, context // 2)
+    cut.sort(key=lambda window: -len(window[0]))  # the longest first: less padding, and no surprise
     rows = max(1, BYTES_OF_LOGITS // (context * model.config.vocab_size * 4))
-    batches = [cut[at : at + rows] for at in range(0, len(cut), rows)][
-        accelerator.process_index :: accelerator.num_processes
-    ]
+    batches = [cut[at : at + rows] for at in range(0, len(cut), rows)]
+    batches = batches[accelerator.process_index :: accelerator.num_processes]
     for batch in track(batches, name, accelerator.is_main_process):
-        pieces = [torch.from_numpy(streams[i][start : start + context + 1]) for i, start, _ in batch]
+        pieces = [torch.from_numpy(tokens) for tokens, _ in batch]
         padded = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(model.device)  # behind: nothing sees it
         with accelerator.autocast():
             logits = model(input_ids=padded[:, :-1], use_cache=False).logits
         targets = padded[:, 1:]
         nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view(targets.shape)
-        nats = nats.double().cpu().numpy()
-        for row, (i, start, new) in enumerate(batch):
-            unit = places[i][new : start + context]
-            np.add.at(sums, unit, nats[row, new - start :][: len(unit)])
+        for row, (tokens, unit) in zip(nats.double().cpu().numpy(), batch, strict=True):
+            np.add.at(sums, unit, row[len(tokens) - 1 - len(unit) : len(tokens) - 1])
     return sum_of_processes(sums, accelerator)
+
+
+def nats_of_ngram(ngram: NGram, eos: int | None, text: Encoded, n_units: int) -> np.ndarray:
+    """(units,) float64. Each document follows an end of text, as in the store."""
+    before = [] if eos is None else [eos]
+    stream = np.concatenate([part for ids, _ in text for part in (before, ids)]).astype(np.int64)
+    nats = -np.log(ngram.probabilities(stream))
+    is_text = np.concatenate([np.arange(len(before) + len(ids)) >= len(before) for ids, _ in text])
+    return np.bincount(np.concatenate([units for _, units in text]), weights=nats[is_text], minlength=n_units)
 
 
 def compare(
@@ -143,62 +128,41 @@ def compare(
     Raises:
         UserError: a model cannot be loaded, or its tokenizer does not know the text.
     """
-    text = held_out(store, most_documents)
+    text = HeldOut(store, most_documents)
     nats: dict[str, np.ndarray] = {}
-
-    def add(title: str, scored: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-        cut = encoded(text, tokenizer, title)
-        nats[title] = nats_of_model(scored, begins(tokenizer), cut, len(text.bytes), accelerator, title)
-        return cut
-
-    ours = add(name, model, store.load_tokenizer())
-    for other in others:
-        another, tokenizer = load_with_tokenizer(find_model(other), torch.float32)
-        add(other, another.to(accelerator.device), tokenizer)
-        del another
+    for title in (name, *others):
+        scored, tokenizer = model, store.load_tokenizer()
+        if title != name:
+            scored, tokenizer = load_with_tokenizer(find_model(title), torch.float32)
+            scored = scored.to(accelerator.device)
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        encoded = text.encoded(tokenizer, title)
+        nats[title] = nats_of_model(scored, first, encoded, len(text.bytes), accelerator, title)
+        if title == name:
+            ours = encoded
+        del scored  # before the next one is loaded
     if not accelerator.is_main_process:
         return None
     fitted, eos = fitted_on(store), store.metadata.eos_token_id
     for title, order in track(ORDERS.items(), "n-grams", accelerator.is_main_process):
         nats[title] = nats_of_ngram(NGram(fitted, store.metadata.vocab_size, order), eos, ours, len(text.bytes))
-    rows = [
-        {"name": title, "kind": "compressor", "bits_per_byte": value}
-        for title, value in compressed_bits("".join(text.texts).encode()).items()
-    ]
-    bits = {title: values / math.log(2) for title, values in nats.items()}
-    for title, values in bits.items():
-        mean, difference = ratio(values, text.bytes), ratio(values - bits[name], text.bytes)
-        row = {"name": title, "kind": "n-gram" if title in ORDERS else "model", "bits_per_byte": mean.value}
-        if not math.isnan(mean.stderr):  # which JSON does not know
-            row["bits_per_byte_stderr"] = mean.stderr
+    bits_per_byte = compressed_bits("".join(text.texts).encode())
+    rows = [{"name": title, "kind": "compressor", "bits_per_byte": value} for title, value in bits_per_byte.items()]
+    for title, values in nats.items():
+        bits, stderr = ratio(values / math.log(2), text.bytes)
+        row = {"name": title, "kind": "n-gram" if title in ORDERS else "model", "bits_per_byte": bits}
+        if not math.isnan(stderr):  # which JSON does not know
+            row["bits_per_byte_stderr"] = stderr
         if title != name:  # unit by unit
-            row |= {"difference": difference.value, "difference_stderr": difference.stderr}
+            row["difference"], row["difference_stderr"] = ratio((values - nats[name]) / math.log(2), text.bytes)
         rows.append(row)
-    return {"rows": sorted(rows, key=lambda row: row["bits_per_byte"]), "how": _how_it_was_made(store, text)}
-
-
-def begins(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that begins a text."""
-    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-
-
-def nats_of_ngram(ngram: NGram, eos: int | None, text: Encoded, n_units: int) -> np.ndarray:
-    """(units,) float64. Each document follows an end of text, as in the store."""
-    before = [] if eos is None else [eos]
-    stream = np.concatenate([part for ids, _ in text for part in (before, ids)]).astype(np.int64)
-    nats = -np.log(ngram.probabilities(stream))
-    is_text = np.concatenate([np.arange(len(before) + len(ids)) >= len(before) for ids, _ in text])
-    return np.bincount(np.concatenate([units for _, units in text]), weights=nats[is_text], minlength=n_units)
-
-
-def _how_it_was_made(store: TokenStore, text: HeldOut) -> str:
-    """What a reader has to know of the panel."""
     split = store.metadata.train
-    fitted = f"the training split's {split.tokens:,} tokens"
+    on = f"the training split's {split.tokens:,} tokens"
     if split.tokens > FITTED_TOKENS:
-        fitted = f"{FITTED_TOKENS:,} of the training split's {split.tokens:,} tokens, evenly spread"
-    return (
+        on = f"{FITTED_TOKENS:,} of the training split's {split.tokens:,} tokens, evenly spread"
+    how = (
         f"The same {text.bytes.sum():,} bytes of {counted(len(text.texts), 'document')} for all. Models score documents one by one, in windows "
         f"of their context that overlap by half. ±: standard error over {text.units}; that of a difference is paired. N-grams "
-        f"(Kneser-Ney) are fitted on {fitted}; compressors see the documents on end."
+        f"(Kneser-Ney) are fitted on {on}; compressors see the documents on end."
     )
+    return {"rows": sorted(rows, key=lambda row: row["bits_per_byte"]), "how": how}
