@@ -18,7 +18,7 @@ import sys
 from command_line import run as run_command
 from training.batches import TrainBatches
 from training.config import TrainConfig, dump_config, read_config
-from training.forecast.show import forecast_run, print_outlook, show_plan
+from training.forecast import forecast_run, print_forecast, show_plan
 from training.guard.guard import RunGuard, job
 from training.guard.stopping import EXIT_CODES
 from training.guard.watchdog import Watchdog
@@ -61,7 +61,7 @@ def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
         if start.state.grad_scaler and accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(start.state.grad_scaler)
         validation = Validation(run, train_step, config.evaluation.max_eval_samples)
-        print_outlook(run, forecast)
+        print_forecast(run, forecast)
 
         gc.freeze()  # all that was imported and built: looking through it for garbage would stop a step for half a second
 

@@ -101,9 +101,9 @@ def test_a_folder_of_nothing_but_damaged_files_is_refused(tmp_path):
 def test_a_plan_that_is_ended_leaves_no_sample(launch):
     program = """if True:
         import os, signal
-        from training.forecast import show
-        show._show_plan = lambda config, folder: (print(folder, flush=True), os.kill(os.getpid(), signal.SIGTERM))
-        show.show_plan(None)
+        from training import forecast
+        forecast._show_plan = lambda config, folder: (print(folder, flush=True), os.kill(os.getpid(), signal.SIGTERM))
+        forecast.show_plan(None)
     """
     ended = launch("-c", program)
     assert ended.returncode == 128 + signal.SIGTERM

@@ -23,17 +23,16 @@ RINGS = {
     "data and step": "tokens data batches loss sharding embedding device model distributed step sampling scoring",
     "on disk": "checkpoint run_folder trackers backup saver loading",
     "decisions": "memory plan compatibility resume run",
-    "while it runs": "health speed screen diagnosis log profile report.plots report.facts report.report"
+    "while it runs": "health speed screen advice log profile report.plots report.facts report.report"
     " report.evaluation validation guard.lock guard.stopping"
     " guard.watchdog guard.faults guard.guard",
     "configuration": "config preflight",
-    "leaves": "compare.baselines compare.panel compare.memorization evaluate"
-    " forecast.forecast forecast.advice forecast.show",
+    "leaves": "compare.baselines compare.panel compare.memorization evaluate forecast",
 }
 ORDER = [name for ring in RINGS.values() for name in ring.split()]
 FOR_COMMANDS = {name for ring in ("configuration", "leaves") for name in RINGS[ring].split()}
 ACCEPT_RUN = {
-    "forecast/show.py",
+    "forecast.py",
     "guard/faults.py",
     "guard/guard.py",
     "log.py",

@@ -12,9 +12,9 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import BatchPlan, DataPosition, WindowOrder
 from training.device import Setup
-from training.forecast.advice import usual_learning_rate
-from training.forecast.forecast import _times, assumed_speed
+from training.forecast import assumed_speed, times_due
 from training.hardware import reported_mfu
+from training.optim import usual_learning_rate
 from training.plan import Plan
 
 
@@ -205,4 +205,4 @@ def test_what_is_due_is_counted_as_the_run_does(strategy, every, times):
     plan = Plan(None, batches, order, 10, None, None, 0, DataPosition())
     assert order.windows == 8
     assert sum(plan.is_due(strategy, every, step) for step in range(1, 11)) == times
-    assert _times(plan, strategy, every) == times
+    assert times_due(plan, strategy, every) == times

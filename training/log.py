@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from training.advice import Advice, Advisor
 from training.batches import TrainBatches
-from training.diagnosis import Diagnosis
 from training.hardware import name_of, usual_mfu
 from training.health import Reading
 from training.metrics import best_evaluation, read_events, read_metrics
@@ -41,8 +41,8 @@ class RunLog:
             self.began = time.monotonic() - 3600 * hours(read_events(run.folder.events), datetime.now(UTC))
             device = run.accelerator.device
             usual = usual_mfu(name_of(device), run.plan.memory.parameters)
-            self.diagnosis = Diagnosis(run.folder, run.plan, device.type == "cuda", usual)
-            losses = [loss for _, loss in self.diagnosis.lines]
+            self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", usual)
+            losses = [loss for _, loss in self.advisor.losses]
             self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled)
 
     def __enter__(self) -> "RunLog":
@@ -91,7 +91,7 @@ class RunLog:
         if self.main:
             so_far = time.monotonic() - self.began
             self.screen.show(step, View(entry, so_far, self._left(step), self.hourly_price))
-            self._advise(step, self.diagnosis.look(entry, waited))
+            self._advise(step, self.advisor.look(entry, waited))
         self.speed.restart()
 
     def _left(self, step: int) -> float | None:
@@ -106,16 +106,16 @@ class RunLog:
         self._write(entry, step)
         if self.main:
             self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)))
-            self._advise(step, self.diagnosis.look(entry))
+            self._advise(step, self.advisor.look(entry))
 
     def show_progress(self, what: str, share: float) -> None:
         if self.main:
             self.screen.show_progress(what, share)
 
-    def _advise(self, step: int, found: dict[str, str]) -> None:
-        for about, text in found.items():
-            self.say(f"ADVICE: {text}")
-            record(self.folder.events, "advice", step, about=about, text=text)
+    def _advise(self, step: int, found: list[Advice]) -> None:
+        for advice in found:
+            self.say(f"ADVICE: {advice.text}")
+            record(self.folder.events, "advice", step, **advice._asdict())
 
     def say(self, text: str) -> None:
         if self.main:

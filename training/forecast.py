@@ -1,0 +1,300 @@
+"""--plan: the estimate of a run before it starts (memory, time, money, disk), and everything that is wrong with its configuration.
+
+python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan
+python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb
+"""
+
+import math
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+
+from tokenizer.store import TokenStore
+from training.advice import Advice
+from training.batches import TrainBatches, WindowOrder
+from training.config import TrainConfig
+from training.console import printer
+from training.data import bytes_of, estimate_store, open_store, place_tokens
+from training.device import Setup, describe, kernel_of_sdpa, memory_of_others
+from training.distributed import start_accelerator
+from training.flops import flops_per_token
+from training.hardware import (
+    DOLLARS_PER_COLAB_UNIT,
+    FILLS_A_GPU,
+    PRICES_OF,
+    RENTALS,
+    Rental,
+    name_of,
+    peak_flops,
+    reported_mfu,
+)
+from training.optim import moment_bytes, usual_learning_rate
+from training.plan import Plan
+from training.preflight import make_plan, setup_of
+from training.report.report import environment
+from training.run import Run, describe_run
+from training.speed import Speed
+from training.step import build_train_step
+
+TOKENS_A_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
+EVALUATION_COST = 1 / 3  # of a token trained on: the forward pass alone
+# Steps are measured for so many seconds at least, after the first, which compiles, and some that find their memory.
+WARM, LEAST_SECONDS = 3, 3.0
+REPORTING = 50_000_000  # bytes of code that a run loads to sample and to draw
+# Of advice:
+FEW_TOKENS = 8192  # of a micro-batch, which leave a GPU idle between its kernels
+MANY_EPOCHS = 4  # from which on repeated text teaches less and less (Muennighoff et al. 2023)
+RATE_FACTOR = 6  # from the usual rate, either way
+MUCH = 0.1  # of the time, spent on validation
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Tokens per second of all processes together, and how that is known."""
+
+    tokens_per_second: float
+    known: str  # measured in 10 steps; assumed ...
+    mfu: float | None = None
+    peak_bytes: float | None = None  # of memory, where steps were really done
+    first_step: float = 0.0  # seconds, until it is done
+
+
+@dataclass(frozen=True)
+class Forecast:
+    config: TrainConfig
+    setup: Setup
+    plan: Plan
+    store: TokenStore
+    speed: Throughput | None  # None where only steps would tell
+
+    @property
+    def tokens(self) -> int:
+        return self.plan.max_steps * self.plan.tokens_per_step
+
+    @property
+    def evaluation_tokens(self) -> float:
+        """Tokens that take as long to train on as all validations take; the last one scores the whole split."""
+        evaluation, whole = self.config.evaluation, self.store.metadata.val.tokens
+        sample = min(whole, (evaluation.max_eval_samples or whole) * self.plan.batches.context)
+        times = times_due(self.plan, evaluation.eval_strategy, evaluation.eval_steps)
+        return EVALUATION_COST * ((times - 1) * sample + whole)
+
+    @property
+    def evaluation_share(self) -> float:
+        """The fraction of time that validation takes."""
+        return self.evaluation_tokens / (self.evaluation_tokens + self.tokens)
+
+    @property
+    def hours(self) -> float | None:
+        if self.speed is None:
+            return None
+        return self.hours_at(self.speed.tokens_per_second) + self.speed.first_step / 3600
+
+    def hours_at(self, tokens_per_second: float) -> float:
+        return (self.tokens + self.evaluation_tokens) / tokens_per_second / 3600
+
+    @property
+    def store_bytes(self) -> int:
+        return bytes_of(self.store, "train", "val")
+
+    def described(self) -> dict[str, float | None]:
+        """Return what events.jsonl keeps, to be compared with the run."""
+        return {
+            "steps": self.plan.max_steps,
+            "tokens_per_second": None if self.speed is None else self.speed.tokens_per_second,
+            "hours": self.hours,
+            "evaluation_share": self.evaluation_share,
+            "memory_bytes": self.plan.memory.total(self.plan.batches.micro_batch),
+        }
+
+
+def forecast_run(config: TrainConfig, run: Run) -> Forecast:
+    speed = assumed_speed(name_of(run.accelerator.device), run.plan, run.setup, run.accelerator.num_processes)
+    return Forecast(config, run.setup, run.plan, run.data.store, speed)
+
+
+def print_forecast(run: Run, forecast: Forecast) -> None:
+    """Print what the run is expected to take, and where it starts."""
+    text = describe_forecast(forecast, describe(run.accelerator, run.setup, run.plan.model))
+    printer(run.accelerator)(describe_run(run, text))
+
+
+def show_plan(config: TrainConfig) -> None:
+    """Print the plan, or raise a `UserError` with all that cannot be in the configuration, one problem a line."""
+    # So that nothing stays in the temporary folder.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
+            _show_plan(config, Path(folder))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _show_plan(config: TrainConfig, folder: Path) -> None:
+    """`folder` is for a sample, where the text is large and not tokenized yet."""
+    setup = setup_of(config)
+    accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
+    say = printer(accelerator)
+    estimate = estimate_store(config.recipe, folder, say)
+    sample = open_store(config.recipe, say) if estimate is None else estimate.sample
+    store = sample if estimate is None else estimate.whole
+    plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
+    hardware, speed = describe(accelerator, setup, plan.model), None
+    if config.cost.plan_device is not None:
+        rental = RENTALS[config.cost.plan_device]
+        hardware = f"{rental.name}, {setup.mixed_precision}, compiled: by its datasheet"
+        speed = assumed_speed(rental.datasheet, plan, setup, accelerator.num_processes)
+    elif config.cost.plan_steps > 0:
+        speed = measure_speed(config, plan, setup, accelerator, sample)
+    sampled = None
+    if estimate is not None:
+        n_tokens = plan.order.n_tokens
+        about = round(n_tokens, 3 - len(str(n_tokens)))
+        sampled = {"tokens": about, "read": estimate.read, "seconds": estimate.seconds}
+    forecast = Forecast(config, setup, plan, store, speed)
+    say(describe_forecast(forecast, hardware, sampled, rentals(forecast)))
+
+
+def measure_speed(
+    config: TrainConfig, plan: Plan, setup: Setup, accelerator: Accelerator, store: TokenStore
+) -> Throughput:
+    """Do a few real steps. Called by every process. The learning rate is 0, and nothing of them is kept."""
+    tokens = place_tokens(store, "train", plan.placement.where, accelerator.device, config.batch.mask_documents)
+    order = WindowOrder(store.metadata.train.tokens, plan.batches.context, config.seed)
+    began = time.perf_counter()
+    batches = TrainBatches(tokens, order, plan.batches, accelerator.process_index)
+    train_step = build_train_step(plan.model, None, batches, config.optim, setup, accelerator)
+    speed = Speed(batches, plan.model, accelerator)
+
+    def do(first: int, number: int) -> None:
+        for step in range(first, first + number):
+            step_loss, _ = train_step(step, rate_factor=0.0)
+            speed.count(plan.tokens_per_step)
+        float(step_loss)  # waits for the device
+
+    do(0, 1)
+    first_step = time.perf_counter() - began
+    do(1, WARM)
+    speed.restart()
+    while speed.seconds < LEAST_SECONDS:
+        do(1 + WARM + speed.steps, config.cost.plan_steps)
+    measured = speed.measured()
+    known = f"measured in {speed.steps} steps; the first came after {first_step:.1f} s"
+    peak = 1e9 * measured["peak_memory_gb"]
+    if plan.memory.copies_to_host:  # these steps neither save, nor sample and draw
+        peak += plan.memory.fixed()["copy that is saved"] + REPORTING
+    return Throughput(measured["tokens_per_second"], known, measured.get("mfu"), peak, first_step)
+
+
+def assumed_speed(device: str, plan: Plan, setup: Setup, devices: int) -> Throughput | None:
+    """Return what others reach on such a device; None where its peak is not known, or the model is smaller than theirs."""
+    peak = peak_flops(device, setup.mixed_precision)
+    if peak is None or plan.memory.parameters < FILLS_A_GPU:
+        return None
+    at_peak = peak * devices / flops_per_token(plan.model)
+    least, usual, most = reported_mfu(device)
+    known = (
+        f"assumed: {usual:.0%} of its peak; others report {least:.0%} to {most:.0%}, which would be "
+        f"{least * at_peak:,.0f} to {most * at_peak:,.0f} tokens/s"
+    )
+    return Throughput(usual * at_peak, known, usual)
+
+
+def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
+    """Return the devices that can be rented and hold the model, with the tokens per second and the hours that one of them
+    is assumed to take; nothing for a model that fills none."""
+    plan, half = forecast.plan, replace(forecast.setup, mixed_precision="bf16")
+    fitting = [rental for rental in RENTALS.values() if plan.memory.total(1) < rental.gigabytes * 1e9]
+    speeds = [(rental, assumed_speed(rental.datasheet, plan, half, 1)) for rental in fitting]
+    found = [(rental, speed.tokens_per_second) for rental, speed in speeds if speed is not None]
+    return [(rental, speed, forecast.hours_at(speed)) for rental, speed in found]
+
+
+def times_due(plan: Plan, strategy: str, every: int) -> int:
+    """Return how often an action with this `strategy` is due in a run; at its end it always is."""
+    times = {"steps": plan.max_steps / every, "epoch": plan.epoch(plan.max_steps), "no": 1}[strategy]
+    return max(1, math.ceil(times))
+
+
+def describe_forecast(
+    forecast: Forecast, hardware: str, sample: dict[str, Any] | None = None, rentals: Iterable[Any] = ()
+) -> str:
+    """Return what is printed before the first step. `sample`: what is known of text that is not tokenized yet."""
+    config, plan, N = forecast.config, forecast.plan, forecast.plan.memory.parameters
+    checkpoints = times_due(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
+    if config.checkpoints_kept is not None:
+        checkpoints = min(checkpoints, config.checkpoints_kept + 1)  # the best among them
+    folder = Path(config.run.output_dir)
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    facts = {
+        "model": plan.model,
+        "hardware": hardware,
+        "sample": sample,
+        "overridden": config.overridden_vocab_size(plan.model.vocab_size),
+        "best_tokens": TOKENS_A_PARAMETER,
+        "checkpoints": checkpoints,
+        "disk": (checkpoints + 1) * (4 * N + moment_bytes(N)) + 4 * N,  # one more while it is written; the model to use
+        "free": shutil.disk_usage(existing).free,
+        "advice": advice(forecast),
+        "rentals": rentals,
+        "prices_of": PRICES_OF,
+        "colab_dollars": DOLLARS_PER_COLAB_UNIT,
+    }
+    template = environment().get_template("forecast.txt.j2")
+    return template.render(vars(forecast), forecast=forecast, **facts).rstrip()
+
+
+def advice(forecast: Forecast) -> Iterator[Advice]:
+    """Yield what would be better, by what is known before the first step."""
+    config, setup, plan = forecast.config, forecast.setup, forecast.plan
+    batches, model, N, on_gpu = plan.batches, plan.model, plan.memory.parameters, plan.memory.on_gpu
+    is_here = on_gpu and config.cost.plan_device is None
+    gigabytes, fits = forecast.store_bytes / 1e9, forecast.store_bytes < psutil.virtual_memory().available / 2
+    if config.data.data_placement == "mmap" and fits:
+        text = f"data_placement is mmap, but the store's {gigabytes:.2f} GB fit in RAM, where no batch waits for a disk"
+        yield Advice("data_placement", f"{text}; leave it at auto.")
+    if not setup.torch_compile and (on_gpu or shutil.which("g++")):
+        yield Advice("torch_compile", "torch_compile is off; compiled, a step is faster, on a GPU by far.")
+    if on_gpu and setup.mixed_precision == "no":
+        text = "mixed_precision is no, so tensor cores compute in TF32 at best; bf16 is about twice as fast."
+        yield Advice("mixed_precision", text)
+    if is_here and (others := memory_of_others()):
+        yield Advice("memory", f"{others}.")
+    is_sdpa = is_here and setup.attn_implementation == "sdpa"
+    if is_sdpa and kernel_of_sdpa(torch.device("cuda"), setup, model) == "math":
+        text = (
+            f"Attention runs in PyTorch's math kernel, the slowest, which keeps all scores: heads are {model.n_embd / model.n_head:g} "
+            f"wide, and the fast kernels need a multiple of 8 up to 256; change n_head or n_embd."
+        )
+        yield Advice("attention", text)
+    rate, usual = config.optim.learning_rate, usual_learning_rate(N)
+    if not usual / RATE_FACTOR <= rate <= usual * RATE_FACTOR:
+        text = f"models of {N / 1e6:,.1f}M parameters usually take about {usual:.1e} (Kaplan et al. 2020)."
+        yield Advice("learning_rate", f"learning_rate is {rate:.1e}; {text}")
+    warmup = config.optim.warmup_steps
+    if warmup > plan.max_steps / 4:
+        text = f"warmup_steps is {warmup:,} of {plan.max_steps:,} steps; a tenth or less is usual."
+        yield Advice("warmup_steps", text)
+    tokens, largest = batches.micro_batch * batches.context, plan.memory.largest_micro_batch(plan.available)
+    if on_gpu and tokens < FEW_TOKENS and largest > batches.micro_batch:
+        text = f"A micro-batch is {tokens:,} tokens, too few to fill a GPU; {largest:,} sequences would fit"
+        yield Advice("micro_batch", f"{text}: raise tokens_per_step, or per_device_train_batch_size.")
+    if (epochs := plan.epoch(plan.max_steps)) > MANY_EPOCHS:
+        text = f"from about {MANY_EPOCHS} on, more text helps more than more reading."
+        yield Advice("epochs", f"The text is read {epochs:.1f} times; {text}")
+    if N >= FILLS_A_GPU and forecast.tokens < N * TOKENS_A_PARAMETER / 10:  # scaling laws are of no smaller models
+        text = "tokens a parameter are few: a smaller model would reach a lower loss in the same time."
+        yield Advice("tokens", f"{forecast.tokens / N:.2g} {text}")
+    if (share := forecast.evaluation_share) > MUCH:
+        text = f"Validation takes about {share:.0%} of the time; raise eval_steps or set max_eval_samples."
+        yield Advice("evaluation", text)
