@@ -53,23 +53,20 @@ class RunLog:
             self.screen.close()
 
     def count(self, loss: torch.Tensor) -> None:
-        """Count a step, without waiting for it (but for the first step of a run)."""
+        """Count a step, without waiting for it. But the first one of a process warms everything up and compiles: it is waited
+        for, and counts as neither speed nor ETA."""
         if self.main:
-            self.screen.step()
+            self.screen.steps += 1
         if self.first_step_is_done:
             self.speed.count(self.plan.tokens_per_step)
-        else:
-            self._first_step_done(loss)
-
-    def _first_step_done(self, loss: torch.Tensor) -> None:
-        """The first step warms everything up and compiles; it counts as neither speed nor ETA."""
+            return
         self.first_step_is_done = True
-        float(loss)  # waits for the device, once
-        compilation = " (compilation included)" if self.compiled else ""
-        self.unlogged = {"seconds_to_first_step": round(self.speed.seconds, 1)}
+        float(loss)  # waits for the device
+        seconds = self.speed.seconds
+        self.unlogged = {"seconds_to_first_step": round(seconds, 1)}
         if self.main:
-            self.screen.first_step_done()
-        self.say(f"First step after {self.speed.seconds:.1f} s{compilation}.")
+            self.screen.waits_for = ""
+        self.say(f"First step after {seconds:.1f} s{' (compilation included)' if self.compiled else ''}.")
         self.speed.restart()
 
     def log(self, step: int, learning_rate: float, reading: Reading) -> None:
@@ -84,22 +81,17 @@ class RunLog:
             entry["skipped_steps"] = reading.skipped
         entry |= self.speed.measured() | self.unlogged
         self.unlogged = {}
-        waited = self.speed.waited_share
+        waited, left = self.speed.waited / self.speed.seconds, None
         if self.speed.steps:
             self.paces.append((self.speed.steps, self.speed.seconds))
+        if self.paces:  # the validations to come take their share
+            steps, seconds = map(sum, zip(*self.paces, strict=True))
+            left = (self.plan.max_steps - step) * seconds / steps / (1 - self.evaluation_share)
         self._write(entry, step)
         if self.main:
-            so_far = time.monotonic() - self.began
-            self.screen.show(step, View(entry, so_far, self._left(step), self.hourly_price))
+            self.screen.show(step, View(entry, time.monotonic() - self.began, left, self.hourly_price))
             self._advise(step, self.advisor.look(entry, waited))
         self.speed.restart()
-
-    def _left(self, step: int) -> float | None:
-        """Seconds, with the validations to come."""
-        if not self.paces:
-            return None
-        steps, seconds = map(sum, zip(*self.paces, strict=True))
-        return (self.plan.max_steps - step) * seconds / steps / (1 - self.evaluation_share)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **metrics}

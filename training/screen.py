@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -35,87 +35,73 @@ class View:
     left: float | None  # seconds that it will still take
     hourly_price: float | None
 
+    @property
     def loss(self) -> str:
         skipped = self.entry.get("skipped_steps")
         note = f"  ({skipped} skipped: not finite)" if skipped else ""
         return (f"loss {self.entry['loss']:.3f}" if "loss" in self.entry else "no finite loss") + note
 
-    def speed(self) -> str:
-        return in_words(self.entry)
+    @property
+    def eta(self) -> str:
+        return "" if self.left is None else f"ETA {clock(self.left)}"
 
+    @property
     def dollars(self) -> str:
-        """Return the cost so far, and of the whole run where that is known."""
+        """The cost so far, and of the whole run where that is known."""
         if self.hourly_price is None:
             return ""
         so_far = self.seconds / 3600 * self.hourly_price
-        if self.left is None:
-            return f"{so_far:,.2f} $"
-        return f"{so_far:,.2f} of {so_far + self.left / 3600 * self.hourly_price:,.2f} $"
+        whole = "" if self.left is None else f"of {so_far + self.left / 3600 * self.hourly_price:,.2f} "
+        return f"{so_far:,.2f} {whole}$"
 
     def line(self) -> str:
-        parts = [self.loss()]
-        if "grad_norm" in self.entry:
-            parts.append(f"norm {self.entry['grad_norm']:.2f}")
-        parts += [f"lr {self.entry['learning_rate']:.2e}", self.speed()]
-        if self.left is not None:
-            parts.append(f"ETA {clock(self.left)}")
-        return "  ".join(filter(None, [*parts, self.dollars()]))
+        norm = f"norm {self.entry['grad_norm']:.2f}" if "grad_norm" in self.entry else ""
+        rate = f"lr {self.entry['learning_rate']:.2e}"
+        return "  ".join(filter(None, [self.loss, norm, rate, in_words(self.entry), self.eta, self.dollars]))
 
-
-class Stopwatch:
-    """Its text is `compiling ... 0:37`, counting: the thread that redraws the picture formats it each time."""
-
-    def __init__(self, what: str):
-        self.what, self.since = what, time.monotonic()
-
-    def __str__(self) -> str:
-        return f"{self.what} ... {clock(time.monotonic() - self.since)}"
+    def rows(self, curve: str) -> dict[str, str]:
+        """The lines below the bar."""
+        norm = f"gradient norm {self.entry['grad_norm']:.2f}" if "grad_norm" in self.entry else ""
+        rate = f"learning rate {self.entry['learning_rate']:.2e}"
+        return {
+            "train": "  ".join(filter(None, [self.loss, curve, norm, rate])),
+            "speed": in_words(self.entry).strip(),
+            "time": "  ".join(filter(None, [f"{clock(self.seconds)} so far", self.dollars])),
+        }
 
 
 class Screen:
     """Used by the main process."""
 
     def __init__(self, max_steps: int, first_step: int, losses: list[float], compiles: bool = False):
-        self.max_steps = max_steps
+        self.max_steps, self.steps = max_steps, first_step
         self.losses = losses  # of the log lines
         self.tenths_shown = first_step * 10 // max_steps
+        self.rows = dict.fromkeys(("train", "validate", "speed", "time"), "")  # below the bar
+        self.left = self.progress = ""  # on its right; the latter, where there is any, instead of the former
+        self.waits_for = "compiling" if compiles else "first step"  # until that is done
+        self.began = self.said_last = time.monotonic()
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
         self.live = None
-        self.said_last = time.monotonic()
         # rich alone takes a file for a terminal where FORCE_COLOR is set.
         if self.console.file.isatty() and self.console.is_interactive and not IN_NOTEBOOK:
-            self._go_live(first_step, compiles)
+            self.live = Live(console=self.console, get_renderable=self._picture, refresh_per_second=PICTURES_A_SECOND)
+            self.live.start()
         elif compiles:
             self.say("Compiling for the first step, which may take minutes ...")
 
-    def _go_live(self, first_step: int, compiles: bool) -> None:
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),  # in a narrow terminal, the bar yields first
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[left]}"),
-        )
-        self.bar = Progress(*columns, console=self.console, expand=True)
-        self.left = Stopwatch("compiling" if compiles else "first step")  # on its right
-        self.task = self.bar.add_task("train", total=self.max_steps, completed=first_step, left=self.left)
-        self.rows: dict[str, str] = {}  # below it
-        self.live = Live(self._picture(), console=self.console, refresh_per_second=PICTURES_A_SECOND)
-        self.live.start()
-
     def _picture(self) -> Group:
+        """Draw what is known by now. Called by the thread that redraws it."""
+        note = self.progress or self.left
+        if self.waits_for:
+            note = f"{self.waits_for} ... {clock(time.monotonic() - self.began)}"
+        # In a narrow terminal, the bar yields first.
+        bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1, 0, 0), expand=True)
+        bar.add_row(Text(f"step {self.steps}/{self.max_steps}"), ProgressBar(self.max_steps, self.steps), Text(note))
         table = Table.grid(Column(style="dim", min_width=8), Column(overflow="fold"), padding=(0, 2, 0, 0))
-        for name in filter(self.rows.get, ("train", "validate", "speed", "time")):
+        for name in filter(self.rows.get, self.rows):
             table.add_row(name, Text(self.rows[name]))
-        return Group(self.bar, table)
-
-    def step(self) -> None:
-        if self.live is not None:
-            self.bar.advance(self.task)
-
-    def first_step_done(self) -> None:
-        if self.live is not None:
-            self.left = ""
-            self.bar.update(self.task, left="")
+        return Group(bar, table)
 
     def show(self, step: int, view: View) -> None:
         if "loss" in view.entry:
@@ -124,23 +110,12 @@ class Screen:
         if self.live is None:
             self.say(f"{numbered}  {view.line()}")
             return
+        draws = self.console.encoding.startswith("utf") and len(self.losses) > 1
+        self.rows |= view.rows(sparkline(self.losses, CURVE) if draws else "")
+        self.steps, self.left, self.progress = step, view.eta, ""
         if step * 10 // self.max_steps > self.tenths_shown:  # the picture forgets; these lines stay
             self.tenths_shown = step * 10 // self.max_steps
-            self.say(f"{numbered}  {view.loss()}  {view.speed().strip()}")
-        self._redraw(step, view)
-
-    def _redraw(self, step: int, view: View) -> None:
-        entry, curve = view.entry, f"  {sparkline(self.losses, CURVE)}" if self._draws() else ""
-        norm = f"  gradient norm {entry['grad_norm']:.2f}" if "grad_norm" in entry else ""
-        self.rows["train"] = f"{view.loss()}{curve}{norm}  learning rate {entry['learning_rate']:.2e}"
-        self.rows["speed"] = view.speed().strip()
-        self.rows["time"] = "  ".join(filter(None, [f"{clock(view.seconds)} so far", view.dollars()]))
-        self.left = "" if view.left is None else f"ETA {clock(view.left)}"
-        self.bar.update(self.task, completed=step, left=self.left)
-        self.live.update(self._picture())
-
-    def _draws(self) -> bool:
-        return self.console.encoding.startswith("utf") and len(self.losses) > 1
+            self.say(f"{numbered}  {view.loss}  {self.rows['speed']}")
 
     def validated(self, entry: dict[str, Any], best: dict[str, Any]) -> None:
         """Show a validation and whether it is the best, by the loss that all validations of a run have in common."""
@@ -152,16 +127,12 @@ class Screen:
         if best["step"] != step:
             note = f"the best was {comparable_loss(best):.4f} at step {best['step']:,}"
         self.say(f"step {step}: validation {loss} ({note})")
-        if self.live is not None:
-            self.bar.update(self.task, left=self.left)
-            self.rows["validate"] = f"{loss}, at step {step:,} ({note})"
-            self.live.update(self._picture())
+        self.rows["validate"], self.progress = f"{loss}, at step {step:,} ({note})", ""
 
     def show_progress(self, what: str, share: float) -> None:
-        if self.live is not None:
-            self.bar.update(self.task, left=f"{what}: {share:.0%}")
-        elif time.monotonic() - self.said_last > LONG_SILENCE:
-            self.say(f"{what}: {share:.0%}")
+        self.progress = f"{what}: {share:.0%}"
+        if self.live is None and time.monotonic() - self.said_last > LONG_SILENCE:
+            self.say(self.progress)
 
     def say(self, text: str) -> None:
         self.said_last = time.monotonic()

@@ -58,11 +58,6 @@ class Speed:
         self.waited += time.perf_counter() - before
 
     @property
-    def waited_share(self) -> float:
-        """Return the fraction of time spent waiting for the device. Near 0, it ran out of work before."""
-        return self.waited / self.seconds
-
-    @property
     def seconds(self) -> float:
         return time.perf_counter() - self.since - self.paused
 
