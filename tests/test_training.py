@@ -91,7 +91,7 @@ def test_the_report_tells_what_was_planned_and_what_was_noticed(train, tmp_path)
     planned, came = (float(cell.split()[0]) for cell in rows["| memory at most"])
     assert came == pytest.approx(planned, rel=0.3)  # within the program that runs all other tests
     assert 0 < float(rows["| dollars"][0]) < float(rows["| dollars"][1])
-    assert "are estimated from the first seconds of the run" in report
+    assert "are estimated from the first log lines of the run" in report
     assert "## Noticed\n\n- step 4: It is flat.\n- step 4: resumed from step_00000004\n" in report
 
 

@@ -6,7 +6,8 @@ changes nothing (see step.py), so it can be counted later.
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -51,15 +52,6 @@ class Spike:
         )
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What the steps since the last log line were like."""
-
-    loss: float | None  # mean over the steps that counted; None where none did
-    grad_norm: float  # of the last step, before clipping
-    skipped: int  # steps that were not finite
-
-
 class Health:
     """Every process reads the same numbers and comes to the same conclusions."""
 
@@ -69,7 +61,7 @@ class Health:
         self.losses = list(start.losses)  # of the last steps, oldest first; None: skipped
         self.unlogged = start.unlogged
         self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.grad_norm = math.nan
+        self.grad_norm = math.nan  # of the last step, before clipping
         self.lost_since: int | None = None  # the first of the last steps in a row whose loss was not finite
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
@@ -89,46 +81,42 @@ class Health:
         self.unread = []
         spike, first = None, step - len(numbers) // 2 + 1
         for number, (loss, norm) in enumerate(zip(numbers[::2], numbers[1::2], strict=True), start=first):
-            finite = math.isfinite(loss) and math.isfinite(norm)
-            spike = self._spike(number, loss, self.arguments.spike_z_score, spike) if finite else spike
-            self.losses.append(loss if finite else None)
+            is_finite = math.isfinite(loss) and math.isfinite(norm)
+            if is_finite and (found := self._spike(number, loss)) is not None:
+                spike = found if spike is None else replace(spike, last=number, loss=max(loss, spike.loss))
+            self.losses.append(loss if is_finite else None)
             self.unlogged += 1
             self.grad_norm = norm
             self.lost_since = None if math.isfinite(loss) else self.lost_since or number
         self.losses = self.losses[-max(WINDOW, self.unlogged) :]
-        self._refuse_non_finite(step, self.arguments.max_nonfinite_steps)
-        return spike
-
-    def _spike(self, step: int, loss: float, limit: float, before: Spike | None) -> Spike | None:
-        """`before`, or a new one, or both as one."""
-        window = [value for value in self.losses[-WINDOW:] if value is not None]
-        if len(window) < ENOUGH:
-            return before
-        mean = statistics.fmean(window)
-        deviation = math.sqrt(sum((value - mean) ** 2 for value in window) / (len(window) - 1))
-        if loss <= mean + limit * deviation or deviation == 0:
-            return before
-        if before is None:
-            return Spike(step, step, loss, mean, (loss - mean) / deviation)
-        return Spike(before.step, step, max(loss, before.loss), before.mean, before.z_score)
-
-    def _refuse_non_finite(self, step: int, limit: int) -> None:
-        in_a_row = 0
-        while in_a_row < len(self.losses) and self.losses[-1 - in_a_row] is None:
-            in_a_row += 1
-        if in_a_row >= limit:
+        in_a_row = len(list(takewhile(lambda loss: loss is None, reversed(self.losses))))
+        if in_a_row >= self.arguments.max_nonfinite_steps:
             weights_after = self.lost_since - 1 if self.lost_since is not None else None
             what = f"Loss or gradient were not finite in {in_a_row} steps in a row, until step {step:,}"
             raise DivergenceError(what, weights_after)
+        return spike
+
+    def _spike(self, step: int, loss: float) -> Spike | None:
+        window = [value for value in self.losses[-WINDOW:] if value is not None]
+        if len(window) < ENOUGH:
+            return None
+        mean = statistics.fmean(window)
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in window) / (len(window) - 1))
+        if loss <= mean + self.arguments.spike_z_score * deviation or deviation == 0:
+            return None
+        return Spike(step, step, loss, mean, (loss - mean) / deviation)
 
     @property
     def is_lost(self) -> bool:
         """Whether the last step's loss was not finite: the weights, which it did not change, are not worth saving."""
         return self.lost_since is not None
 
-    def take_reading(self) -> Reading:
-        """What a log line tells: the steps since the last one."""
+    def take_reading(self) -> dict[str, float]:
+        """Return the steps since the last log line, by the names of metrics.jsonl: their mean loss, if any counted, and how many did not."""
         recent = self.losses[len(self.losses) - self.unlogged :]
         counted = [loss for loss in recent if loss is not None]
         self.unlogged = 0
-        return Reading(statistics.fmean(counted) if counted else None, self.grad_norm, len(recent) - len(counted))
+        found = {"loss": statistics.fmean(counted)} if counted else {}
+        if math.isfinite(self.grad_norm):
+            found["grad_norm"] = self.grad_norm
+        return found | ({"skipped_steps": len(recent) - len(counted)} if len(counted) < len(recent) else {})

@@ -1,7 +1,6 @@
 """The log of a run: metrics.jsonl, the screen, and any tracker that Accelerate knows."""
 
 import json
-import math
 import time
 from collections import deque
 from datetime import UTC, datetime
@@ -12,7 +11,6 @@ import torch
 from training.advice import Advice, Advisor
 from training.batches import TrainBatches
 from training.hardware import name_of, usual_mfu
-from training.health import Reading
 from training.metrics import best_evaluation, read_events, read_metrics
 from training.run import Run
 from training.screen import Screen, View
@@ -69,16 +67,10 @@ class RunLog:
         self.say(f"First step after {seconds:.1f} s{' (compilation included)' if self.compiled else ''}.")
         self.speed.restart()
 
-    def log(self, step: int, learning_rate: float, reading: Reading) -> None:
-        """Write a log line about the steps since the last one. `learning_rate`: of the last of them."""
-        entry: dict[str, Any] = {"step": step, "epoch": round(self.plan.epoch(step), 4)}
-        if reading.loss is not None:
-            entry["loss"] = reading.loss
+    def log(self, step: int, learning_rate: float, reading: dict[str, float]) -> None:
+        """Write a log line about the steps since the last one. `learning_rate`: of the last of them; `reading`: see health.py."""
+        entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **reading}
         entry |= {"learning_rate": learning_rate, "tokens": self.plan.after(step).tokens}
-        if math.isfinite(reading.grad_norm):
-            entry["grad_norm"] = reading.grad_norm
-        if reading.skipped:
-            entry["skipped_steps"] = reading.skipped
         entry |= self.speed.measured() | self.unlogged
         self.unlogged = {}
         waited, left = self.speed.waited / self.speed.seconds, None

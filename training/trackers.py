@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 from accelerate import Accelerator
-from accelerate.tracking import TensorBoardTracker, get_available_trackers, on_main_process
+from accelerate.tracking import TensorBoardTracker, get_available_trackers
 from accelerate.utils import LoggerType
 
 from atomic import write_atomic
@@ -46,29 +46,13 @@ def _tracker_problem(name: str) -> str | None:
     return None
 
 
-def for_trackers(name: str) -> str:
-    """eval_loss -> eval/loss, loss -> train/loss, as Transformers' Trainer tells its trackers."""
-    return f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"
-
-
-class TensorBoard(TensorBoardTracker):
-    """Event files in the run folder. A resumed run discards there what was logged after its checkpoint."""
-
-    def __init__(self, folder: RunFolder, first_step: int):
-        super().__init__(folder.tensorboard.name, folder.path, purge_step=first_step + 1)
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """One text. Accelerate writes another run of TensorBoard's for it at each start."""
-        self.writer.add_text("settings", f"```yaml\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}```")
-
-
 def open_trackers(
     accelerator: Accelerator, folder: RunFolder, project: str, settings: dict[str, Any], first_step: int
 ) -> None:
     """Opens the trackers of `report_to` and sends every setting that has a value. Called by the main process.
 
-    The run's id is kept in its folder, so that a resumed run continues the same run in each tracker.
+    The run's id is kept in its folder, so that a resumed run continues the same run in each tracker. TensorBoard's event files
+    are in that folder too, and a resumed run discards there what was logged after its checkpoint.
     """
     if not accelerator.log_with:
         return
@@ -76,28 +60,38 @@ def open_trackers(
     if not is_known:
         write_atomic(folder.tracker_id, f"{secrets.token_hex(4)}\n")
     name, run_id = folder.path.resolve().name, folder.tracker_id.read_text(encoding="utf-8").strip()
-    plain = {
-        name: value if isinstance(value, (int, float, str)) else str(value)
-        for name, value in settings.items()
-        if value is not None
-    }
-    accelerator.log_with = [
-        TensorBoard(folder, first_step) if str(tracker) == "tensorboard" else tracker
-        for tracker in accelerator.log_with
-    ]
+    given = {name: value for name, value in settings.items() if value is not None}
     own = {
         "wandb": {"name": name, "id": run_id, "resume": "allow"},
         "trackio": {"name": name, "resume": "allow" if is_known else "never"},  # it knows runs by their names
     }
-    accelerator.init_trackers(project, config=plain, init_kwargs=own)
+    accelerator.log_with = [
+        TensorBoardTracker(folder.tensorboard.name, folder.path, purge_step=first_step + 1)
+        if str(tracker) == "tensorboard"
+        else tracker
+        for tracker in accelerator.log_with
+    ]
+    accelerator.init_trackers(project, init_kwargs=own)
     for tracker in accelerator.trackers:
+        if (
+            tracker.name == "tensorboard"
+        ):  # one text: Accelerate writes another run of TensorBoard's for it at each start
+            text = yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+            tracker.writer.add_text("settings", f"```yaml\n{text}```")
+            continue
+        plain = {name: value if isinstance(value, (int, float, str)) else str(value) for name, value in given.items()}
+        tracker.store_init_configuration(plain)
         if tracker.name == "wandb":
             tracker.run.define_metric("*", step_metric=STEP)
 
 
 def log_to_trackers(accelerator: Accelerator, entry: dict[str, Any], step: int) -> None:
-    """Sends an entry of metrics.jsonl. Called by the main process."""
-    values = {for_trackers(name): value for name, value in entry.items() if name != "step"}
+    """Sends an entry of metrics.jsonl, under the names of Transformers' Trainer: eval/loss, train/loss. Called by the main process."""
+    values = {
+        f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in entry.items()
+        if name != "step"
+    }
     for tracker in accelerator.trackers:
         if tracker.name == "wandb":  # it drops steps before its last one, as after a resume from an earlier checkpoint
             tracker.log(values | {STEP: step})

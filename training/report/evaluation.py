@@ -49,13 +49,25 @@ def keep(results: dict[str, Any], model: Path, store: TokenStore) -> None:
         run = RunFolder(run_of(model))
     except UserError:
         return
-    with disk_errors(run.evaluation, RESUMES):
-        _write(results, run.evaluation, store)
-        found, picture = evaluation_of(run, run.model), run.evaluation / "panel.png"
-        if found is not None and picture.is_file():
-            found["picture"] = f"{run.evaluation.name}/{picture.name}"
+    identity = {"weights_sha256": _hashes(Path(results["model"])), "tokens_sha256": store.metadata.identity}
+    folder, picture = run.evaluation, run.evaluation / "panel.png"
+    with disk_errors(folder, RESUMES):
+        folder.mkdir(exist_ok=True)
+        before = _read(folder)
+        is_same = identity.items() <= before.items()
+        if "panel" in results or not is_same:
+            picture.unlink(missing_ok=True)
+        if "panel" in results:
+            plot_panel(results["panel"]["rows"], picture)
+        content = {"format_version": FORMAT_VERSION} | (before if is_same else {}) | results | identity
+        write_atomic(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        found = evaluation_of(run, run.model)
+        if picture.is_file():
+            content["picture"] = picture.name
+            found = found and found | {"picture": f"{folder.name}/{picture.name}"}
+        write_atomic(folder / "evaluation.md", _page(content))
         put_evaluation(run, found)
-    print(f"Kept in {run.evaluation}.", file=sys.stderr)
+    print(f"Kept in {folder}.", file=sys.stderr)
 
 
 def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
@@ -87,23 +99,6 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _hashes(model: Path) -> list[str]:
     return [file_sha256(path) for path in sorted(model.glob("*.safetensors"))]
-
-
-def _write(results: dict[str, Any], folder: Path, store: TokenStore) -> None:
-    identity = {"weights_sha256": _hashes(Path(results["model"])), "tokens_sha256": store.metadata.identity}
-    folder.mkdir(exist_ok=True)
-    before, picture = _read(folder), folder / "panel.png"
-    is_same = {name: before.get(name) for name in identity} == identity
-    if "panel" in results or not is_same:
-        picture.unlink(missing_ok=True)
-    if "panel" in results:
-        plot_panel(results["panel"]["rows"], picture)
-    if is_same:
-        results = before | results
-    content = {"format_version": FORMAT_VERSION} | results | identity
-    write_atomic(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    shown = {"picture": picture.name} if picture.is_file() else {}
-    write_atomic(folder / "evaluation.md", _page(results | shown))
 
 
 def _page(results: dict[str, Any]) -> str:

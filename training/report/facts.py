@@ -31,7 +31,7 @@ FORMAT_VERSION = 1
 MAX_ROWS = 16  # of the table of results; metrics.jsonl has them all
 MAX_MOMENTS = 5  # at which the report shows what the model wrote
 PROMPT_CHARACTERS = 10  # of a sample, as a prompt where none is given
-MIN_SECONDS = 3.0  # of steps, from which a speed is estimated
+FIRST_LINES = 5  # log lines, from whose speed the length of a run is estimated where none was known for its device
 NOTICED = ("resumed", "stopped", "spike", "advice")  # events that a reader of the curves should know of
 
 Entries = list[dict[str, Any]]
@@ -172,7 +172,7 @@ def _estimate(entries: Entries, events: Entries) -> dict[str, Any] | None:
         return None
     last, speed, time = timed[-1], planned["tokens_per_second"], planned["hours"]
     if speed is None:
-        speed = _first_speed(timed)
+        speed = float(np.median([entry["tokens_per_second"] for entry in timed[:FIRST_LINES]]))
         tokens = planned["steps"] * last["tokens"] / last["step"]
         time = (_seconds_to_first_step(entries) + tokens / speed / (1 - planned["evaluation_share"])) / 3600
     # The steps before a branch took their time in the run whose checkpoint it resumes from.
@@ -185,16 +185,6 @@ def _estimate(entries: Entries, events: Entries) -> dict[str, Any] | None:
         # Older versions did not log it.
         "memory_gb": [planned["memory_bytes"] / 1e9, max(entry.get("peak_memory_gb", 0.0) for entry in timed)],
     }
-
-
-def _first_speed(timed: Entries) -> float:
-    """Tokens per second of the first few seconds, without the first log line, in which a device finds its pace."""
-    seconds = tokens = 0.0
-    for before, entry in pairwise(timed):
-        if seconds < MIN_SECONDS:
-            tokens += entry["tokens"] - before["tokens"]
-            seconds += (entry["tokens"] - before["tokens"]) / entry["tokens_per_second"]
-    return tokens / seconds if seconds else timed[0]["tokens_per_second"]
 
 
 def _seconds_to_first_step(entries: Entries) -> float:

@@ -45,21 +45,11 @@ def write_report(folder: RunFolder) -> None:
 
 
 def put_evaluation(folder: RunFolder, evaluation: dict[str, Any] | None) -> None:
-    """Show an evaluation in report.md in place of the one before; None takes that out. A page that someone edited keeps
-    its other sections."""
-    if not folder.report.is_file():
-        return
-    if (facts := facts_of(folder)) is not None:
+    """Show an evaluation in report.md in place of the one before; None takes that out. A page that someone edited, or that an
+    older version wrote, stays as it is."""
+    facts = facts_of(folder)
+    if facts is not None and folder.report.is_file():
         _write(folder, facts, evaluation)
-        return
-    sections = sections_of(folder.report.read_text(encoding="utf-8", errors="replace"))
-    sections.pop("Evaluation", None)
-    parts = [f"## {heading}\n\n{text}" if heading else text for heading, text in sections.items()]
-    if evaluation is not None:
-        place = list(sections).index("Results") + 1 if "Results" in sections else len(parts)
-        tables = environment().get_template("tables.md.j2").module.evaluation_tables(evaluation, "###")
-        parts.insert(place, f"## Evaluation\n\n{tables.strip()}")
-    write_atomic(folder.report, "\n\n".join(parts).strip() + "\n")
 
 
 def facts_of(folder: RunFolder) -> dict[str, Any] | None:
