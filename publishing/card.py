@@ -24,8 +24,7 @@ from publishing.upload import WRITTEN, Repository
 from tokenizer import encode, vocabulary
 from training.checkpoint import MANIFEST
 from training.data import find_store
-from training.report.evaluation import evaluation_of
-from training.report.report import environment, facts_of, sections_of
+from training.report.report import environment, evaluation_of, facts_of, sections_of
 from training.sampling import read_samples
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -20,7 +20,7 @@ from training import evaluate
 from training.compare import baselines, memorization
 from training.compare.baselines import NGram, compressed_bits
 from training.compare.memorization import find, hash_spans
-from training.report.evaluation import evaluation_of, show
+from training.report.report import evaluation_of, show_evaluation
 from training.run_folder import RunFolder
 from training.scoring import ratio, units
 
@@ -256,7 +256,7 @@ def test_a_run_keeps_what_was_found(train, tmp_path, capsys):
     assert "![Bits per byte of each](evaluation/panel.png)" in report
     assert str(run) not in str(evaluation_of(RunFolder(run), run / "model"))
     assert evaluation_of(RunFolder(run), run / "checkpoints" / "step_00000003") is None
-    show(kept)
+    show_evaluation(kept)
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("perplexity", "trigram", "held-out text", f"{results['eval_loss']:.4f}"))
     evaluated(capsys, run, "--checkpoint", 3, "--memorization", "--memorization_texts", 2, "--memorization_span", 4)

@@ -20,7 +20,7 @@ from tokenizer.store import TokenStore
 from tokenizer.vocabulary import VocabularyArguments
 from training import data
 from training.metrics import read_metrics
-from training.report.evaluation import evaluation_of
+from training.report.report import evaluation_of
 from training.run_folder import RunFolder
 
 FORMATS = REPOSITORY / "tests" / "formats"

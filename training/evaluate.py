@@ -32,7 +32,7 @@ from training.config import read_config
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.device import keep_freed_memory
 from training.loading import check_store, find_model, load_own_model
-from training.report.evaluation import keep, show
+from training.report.report import keep_evaluation, show_evaluation
 from training.run_folder import CONFIG_FILE, find_checkpoint, run_of
 from training.scoring import score
 from training.sharding import keep_accelerate_from_sharding
@@ -121,9 +121,9 @@ def main(arguments: list[str]) -> None:
     if given.json or not sys.stdout.isatty():
         print(json.dumps(results))
     else:
-        show(results)
+        show_evaluation(results)
     if given.compare or given.compare_with or given.memorization:
-        keep(results, Path(chosen), store)
+        keep_evaluation(results, Path(chosen), store)
 
 
 if __name__ == "__main__":

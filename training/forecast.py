@@ -31,6 +31,7 @@ from training.flops import flops_per_token
 from training.hardware import (
     DOLLARS_PER_COLAB_UNIT,
     FILLS_A_GPU,
+    MFU_OF_OTHERS,
     PRICES_OF,
     RENTALS,
     Rental,
@@ -202,7 +203,7 @@ def assumed_speed(device: str, plan: Plan, setup: Setup, devices: int) -> Throug
     if peak is None or plan.memory.parameters < FILLS_A_GPU:
         return None
     at_peak = peak * devices / flops_per_token(plan.model)
-    least, usual, most = reported_mfu(device)
+    least, usual, most = reported_mfu(device) or MFU_OF_OTHERS
     known = (
         f"assumed: {usual:.0%} of its peak; others report {least:.0%} to {most:.0%}, which would be "
         f"{least * at_peak:,.0f} to {most * at_peak:,.0f} tokens/s"

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 import yaml
-from accelerate import Accelerator
 
 from limits import setting
 
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PRICES_OF, DOLLARS_PER_COLAB_UNIT = _DATA["prices_of"], _DATA["dollars_per_colab_unit"]
-GRAMS_OF_CO2_PER_KWH = _DATA["grams_of_co2_per_kwh"]
+GRAMS_OF_CO2_PER_KWH, MFU_OF_OTHERS = _DATA["grams_of_co2_per_kwh"], _DATA["reported_mfu"]["others"]
+UNKNOWN = (None, None, None)  # in place of a datasheet
 FILLS_A_GPU = 30e6  # parameters: what others report of MFU says nothing about smaller models
 # Words of a device's name that change nothing about its speed. What else is in a name, as in `RTX 4090 Laptop GPU` or
 # `A100-SXM4-40GB MIG 1g.5gb`, makes it another device.
@@ -74,29 +74,17 @@ def name_of(device: torch.device) -> str:
 
 def peak_flops(name: str, mixed_precision: str) -> float | None:
     """Return the peak FLOP/s of a device by its name; None where it is not known. `mixed_precision`: no, bf16 or fp16."""
-    half, single, _ = _DATA["datasheets"].get(model_of(name), (None, None, None))
+    half, single, _ = _DATA["datasheets"].get(model_of(name), UNKNOWN)
     teraflops = single if mixed_precision == "no" else half
     return None if teraflops is None else teraflops * 1e12
 
 
 def watts(name: str) -> float | None:
     """Return the most that a device takes, by its name; None where it is not known."""
-    return _DATA["datasheets"].get(model_of(name), (None, None, None))[2]
+    return _DATA["datasheets"].get(model_of(name), UNKNOWN)[2]
 
 
-def watts_of_all(accelerator: Accelerator) -> float | None:
-    """Return the most that all devices together take; None where it is not known."""
-    each = watts(name_of(accelerator.device))
-    return None if each is None else each * accelerator.num_processes
-
-
-def reported_mfu(name: str) -> tuple[float, float, float]:
-    """Return the lowest, a usual and the highest MFU that others report on a device for GPT-2 of 124M to 135M parameters."""
-    reported = _DATA["reported_mfu"]
-    return tuple(reported.get(model_of(name).split()[0] if name else "", reported["others"]))
-
-
-def usual_mfu(name: str, parameters: int) -> float | None:
-    """Return the MFU that others usually reach on this very device; None where none is reported, or not for so small a model."""
-    is_reported = bool(name) and model_of(name).split()[0] in _DATA["reported_mfu"]
-    return reported_mfu(name)[1] if is_reported and parameters >= FILLS_A_GPU else None
+def reported_mfu(name: str) -> list[float] | None:
+    """Return the lowest, a usual and the highest MFU that others report on a device for GPT-2 of 124M to 135M parameters; None
+    where nobody does."""
+    return _DATA["reported_mfu"].get(model_of(name).partition(" ")[0])

@@ -10,7 +10,7 @@ import torch
 
 from training.advice import Advice, Advisor
 from training.batches import TrainBatches
-from training.hardware import name_of, usual_mfu
+from training.hardware import FILLS_A_GPU, name_of, reported_mfu
 from training.metrics import best_evaluation, read_events, read_metrics
 from training.run import Run
 from training.screen import Screen, View
@@ -38,8 +38,8 @@ class RunLog:
         if self.main:
             self.began = time.monotonic() - 3600 * hours(read_events(run.folder.events), datetime.now(UTC))
             device = run.accelerator.device
-            usual = usual_mfu(name_of(device), run.plan.memory.parameters)
-            self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", usual)
+            reported = reported_mfu(name_of(device)) if run.plan.memory.parameters >= FILLS_A_GPU else None
+            self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", reported and reported[1])
             losses = [loss for _, loss in self.advisor.losses]
             self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled)
 

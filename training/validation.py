@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from training.hardware import watts_of_all
+from training.hardware import name_of, watts
 from training.log import RunLog
 from training.loss import DivergenceError
 from training.report.facts import begin_report
@@ -21,7 +21,9 @@ class Validation:
         self.run, self.train_step, self.max_samples = run, train_step, max_samples
         if run.accelerator.is_main_process:
             parameters, data = train_step.model.num_parameters(), run.data.store.metadata
-            begin_report(run.folder, run.plan.model, parameters, data, watts_of_all(run.accelerator))
+            each = watts(name_of(run.accelerator.device))
+            together = None if each is None else each * run.accelerator.num_processes
+            begin_report(run.folder, run.plan.model, parameters, data, together)
 
     def validate(self, step: int, log: RunLog, stop: Callable[[], object]) -> None:
         """Score the model after `step` steps. Where `stop` says so, it ends early and leaves nothing: resumed, the run

@@ -32,6 +32,7 @@ MAX_ROWS = 16  # of the table of results; metrics.jsonl has them all
 MAX_MOMENTS = 5  # at which the report shows what the model wrote
 PROMPT_CHARACTERS = 10  # of a sample, as a prompt where none is given
 FIRST_LINES = 5  # log lines, from whose speed the length of a run is estimated where none was known for its device
+MEASURED = ("tokens_per_second", "mfu", "data_share")
 NOTICED = ("resumed", "stopped", "spike", "advice")  # events that a reader of the curves should know of
 
 Entries = list[dict[str, Any]]
@@ -41,12 +42,23 @@ def begin_report(
     folder: RunFolder, model: GPT2ScratchConfig, parameters: int, data: Metadata, watts: float | None
 ) -> None:
     """Write what the run folder does not hold. `watts`: what all devices together take at most; None if unknown."""
+    on_the_hub = tuple(data.hub_datasets)
     facts = {
         "model": {name: getattr(model, name) for name in model_fields(type(model))},
         "parameters": parameters,
         "flops_per_token": {"causal": flops_per_token(model), "palm": flops_per_token(model, causal=False)},
         "watts": watts,
-        "data": _data(data),
+        "data": {
+            "sources": [name if name.startswith(on_the_hub) else Path(name).name for name in data.sources],
+            "tokenizer": "byte-level BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type,
+            "vocab_size": data.vocab_size,
+            "tokenizer_sha256": data.tokenizer_sha256,
+            "train": asdict(data.train),
+            "val": asdict(data.val),
+            "cleaning": data.settings["cleaning"],
+            "dedup": data.settings["dedup"],
+            "documents": "; ".join([documents(data), *left_out(data)]),
+        },
     }
     write_facts(folder, (read_facts(folder) or {}) | facts)
 
@@ -70,6 +82,8 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     entries, events, samples = read_metrics(folder.metrics), read_events(folder.events), read_samples(folder.samples)
     settings, starts = read_yaml(folder.config), starts_in_force(events)
     written = {step: texts for step, texts in samples.items() if texts}
+    timed = [entry for entry in entries if "tokens_per_second" in entry]
+    first_step = next((entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry), 0.0)
     openings = [texts[0][:PROMPT_CHARACTERS] for texts in written.values()]  # of characters that the tokenizer knows
     return {
         "name": folder.path.name,
@@ -81,8 +95,8 @@ def gather(folder: RunFolder) -> dict[str, Any]:
         "environments": _environments(starts),
         "begins_at": starts[0]["step"] if starts else 0,
         "changes": [{"step": start["step"], "text": text} for start in starts for text in start.get("changes", [])],
-        "speed": _speed(entries),
-        "estimate": _estimate(entries, events),
+        "speed": _speed(timed, first_step) if timed else None,
+        "estimate": _estimate(timed, first_step, events) if timed else None,
         "noticed": [event for event in events if event["event"] in NOTICED],
         "hours": hours(events, datetime.now(UTC)),
         "hourly_price": settings.get("hourly_price"),
@@ -92,21 +106,6 @@ def gather(folder: RunFolder) -> dict[str, Any]:
 def evenly(items: list[Any], most: int) -> list[Any]:
     """Return at most `most` of them, evenly spread, the first and the last among them."""
     return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)]
-
-
-def _data(data: Metadata) -> dict[str, Any]:
-    on_the_hub = tuple(data.hub_datasets)
-    return {
-        "sources": [name if name.startswith(on_the_hub) else Path(name).name for name in data.sources],
-        "tokenizer": "byte-level BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type,
-        "vocab_size": data.vocab_size,
-        "tokenizer_sha256": data.tokenizer_sha256,
-        "train": asdict(data.train),
-        "val": asdict(data.val),
-        "cleaning": data.settings["cleaning"],
-        "dedup": data.settings["dedup"],
-        "documents": "; ".join([documents(data), *left_out(data)]),
-    }
 
 
 def _results(entries: Entries, samples: dict[int, list[str]]) -> dict[str, Any] | None:
@@ -149,43 +148,34 @@ def _is_private(name: str, value: Any) -> bool:
     return name in ("data", "backup_dir") or (isinstance(value, str) and PurePath(value).is_absolute())
 
 
-def _speed(entries: Entries) -> dict[str, Any] | None:
-    timed = [entry for entry in entries if "data_share" in entry]
-    if not timed:
-        return None
-    values = {
-        name: [entry[name] for entry in timed if name in entry] for name in ("tokens_per_second", "mfu", "data_share")
-    }
+def _speed(timed: Entries, first_step: float) -> dict[str, Any]:
+    values = {name: [entry[name] for entry in timed if name in entry] for name in MEASURED}
     return {
         "percentiles": {name: np.percentile(found, [10, 50, 90]).tolist() for name, found in values.items() if found},
         "log_lines": len(timed),
         "peak_memory_gb": max(entry.get("peak_memory_gb", 0.0) for entry in timed),
-        "seconds_to_first_step": _seconds_to_first_step(entries),
+        "seconds_to_first_step": first_step,
     }
 
 
-def _estimate(entries: Entries, events: Entries) -> dict[str, Any] | None:
+def _estimate(timed: Entries, first_step: float, events: Entries) -> dict[str, Any] | None:
     """What the run was estimated to take when it last started, and what it has taken."""
     planned = next((event["planned"] for event in reversed(events) if "planned" in event), None)
-    timed = [entry for entry in entries if "tokens_per_second" in entry]
-    if planned is None or not timed:
+    if planned is None:
         return None
-    last, speed, time = timed[-1], planned["tokens_per_second"], planned["hours"]
+    last, speeds = timed[-1], [entry["tokens_per_second"] for entry in timed]
+    speed, time = planned["tokens_per_second"], planned["hours"]
     if speed is None:
-        speed = float(np.median([entry["tokens_per_second"] for entry in timed[:FIRST_LINES]]))
+        speed = float(np.median(speeds[:FIRST_LINES]))
         tokens = planned["steps"] * last["tokens"] / last["step"]
-        time = (_seconds_to_first_step(entries) + tokens / speed / (1 - planned["evaluation_share"])) / 3600
+        time = (first_step + tokens / speed / (1 - planned["evaluation_share"])) / 3600
     # The steps before a branch took their time in the run whose checkpoint it resumes from.
     time *= 1 - events[0]["step"] / planned["steps"]
     return {
         "is_extrapolated": planned["tokens_per_second"] is None,
         "steps": [planned["steps"], last["step"]],
-        "tokens_per_second": [speed, float(np.median([entry["tokens_per_second"] for entry in timed]))],
+        "tokens_per_second": [speed, float(np.median(speeds))],
         "hours": time,
         # Older versions did not log it.
         "memory_gb": [planned["memory_bytes"] / 1e9, max(entry.get("peak_memory_gb", 0.0) for entry in timed)],
     }
-
-
-def _seconds_to_first_step(entries: Entries) -> float:
-    return next((entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry), 0.0)

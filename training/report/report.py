@@ -1,26 +1,36 @@
-"""report.md: the run on one page, with its plots, made from report.json by templates/report.md.j2."""
+"""The pages of a run: report.md with its plots, from report.json; and what evaluate.py found, on a terminal and in the run folder.
+
+evaluation/evaluation.json   everything, also of earlier commands on the same weights and the same text
+evaluation/evaluation.md     the same to read, with panel.png where models were compared
+"""
 
 import json
+import os
 import re
+import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
+from rich.console import Console, RenderResult
+from rich.markdown import Markdown, TableElement
 
 from atomic import file_sha256, write_atomic
-from errors import counted
+from errors import NONSENSE, UserError, check_format, counted, disk_errors
+from tokenizer.store import RESUMES, TokenStore
 from training.console import clock, perplexity
 from training.hardware import GRAMS_OF_CO2_PER_KWH
 from training.metrics import read_metrics
 from training.report.facts import gather, read_facts, write_facts
-from training.report.plots import plot_course, plot_loss
-from training.run_folder import RunFolder
+from training.report.plots import plot_course, plot_loss, plot_panel
+from training.run_folder import RunFolder, run_of
 from training.sampling import fenced
 
 TEMPLATES = Path(__file__).parent / "templates"
 CELL = 60  # characters of a text in a table
+EVALUATION_FORMAT = 1  # of evaluation.json; one without a version is of format 1 too
 
 
 def environment(*folders: Path) -> Environment:
@@ -34,6 +44,13 @@ def environment(*folders: Path) -> Environment:
     return made
 
 
+def cell(text: str) -> str:
+    """The beginning of a text in a row of a table, as code: whatever a model writes, it stays text."""
+    line = re.sub(r"\s+", " ", text.replace("`", "'")).strip()
+    line = line if len(line) <= CELL else line[: CELL - 1] + "…"
+    return f"`{line}`".replace("|", r"\|")
+
+
 def write_report(folder: RunFolder) -> None:
     """Write report.json, report.md and, if matplotlib is installed, the plots, from what was logged so far."""
     begun = read_facts(folder)
@@ -44,12 +61,11 @@ def write_report(folder: RunFolder) -> None:
     _write(folder, begun | gather(folder) | {"plots": [name for name, drawn in plots.items() if drawn]}, None)
 
 
-def put_evaluation(folder: RunFolder, evaluation: dict[str, Any] | None) -> None:
-    """Show an evaluation in report.md in place of the one before; None takes that out. A page that someone edited, or that an
-    older version wrote, stays as it is."""
-    facts = facts_of(folder)
-    if facts is not None and folder.report.is_file():
-        _write(folder, facts, evaluation)
+def _write(folder: RunFolder, facts: dict[str, Any], evaluation: dict[str, Any] | None) -> None:
+    model = folder.model.as_posix()
+    page = environment().get_template("report.md.j2").render(facts, model_path=model, evaluation=evaluation)
+    write_atomic(folder.report, page.strip() + "\n")
+    write_facts(folder, facts | {"report_sha256": file_sha256(folder.report)})
 
 
 def facts_of(folder: RunFolder) -> dict[str, Any] | None:
@@ -81,15 +97,84 @@ def sections_of(page: str) -> dict[str, str]:
     return {heading: "\n\n".join("\n".join(part).strip() for part in parts) for heading, parts in sections.items()}
 
 
-def cell(text: str) -> str:
-    """The beginning of a text in a row of a table, as code: whatever a model writes, it stays text."""
-    line = re.sub(r"\s+", " ", text.replace("`", "'")).strip()
-    line = line if len(line) <= CELL else line[: CELL - 1] + "…"
-    return f"`{line}`".replace("|", r"\|")
+class Page(Markdown):
+    """Markdown on a terminal, whose tables fold long names instead of cutting them."""
+
+    class Table(TableElement):
+        def __rich_console__(self, *where: Any) -> RenderResult:
+            for table in super().__rich_console__(*where):
+                for column in table.columns:
+                    column.overflow = "fold"
+                yield table
+
+    elements: ClassVar = Markdown.elements | {"table_open": Table}
 
 
-def _write(folder: RunFolder, facts: dict[str, Any], evaluation: dict[str, Any] | None) -> None:
-    model = folder.model.as_posix()
-    page = environment().get_template("report.md.j2").render(facts, model_path=model, evaluation=evaluation)
-    write_atomic(folder.report, page.strip() + "\n")
-    write_facts(folder, facts | {"report_sha256": file_sha256(folder.report)})
+def show_evaluation(results: dict[str, Any]) -> None:
+    """Print small tables."""
+    Console().print(Page(_page(results)))
+
+
+def keep_evaluation(results: dict[str, Any], model: Path, store: TokenStore) -> None:
+    """Write the files into the run folder of `model`, if it is of a run, and show them in report.md in place of those before. A
+    page that someone edited, or that an older version wrote, stays as it is."""
+    try:
+        run = RunFolder(run_of(model))
+    except UserError:
+        return
+    identity = {"weights_sha256": _hashes(Path(results["model"])), "tokens_sha256": store.metadata.identity}
+    folder, picture = run.evaluation, run.evaluation / "panel.png"
+    with disk_errors(folder, RESUMES):
+        folder.mkdir(exist_ok=True)
+        before = _read(folder)
+        is_same = identity.items() <= before.items()
+        if "panel" in results or not is_same:
+            picture.unlink(missing_ok=True)
+        if "panel" in results:
+            plot_panel(results["panel"]["rows"], picture)
+        content = {"format_version": EVALUATION_FORMAT} | (before if is_same else {}) | results | identity
+        write_atomic(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        found = evaluation_of(run, run.model)
+        if picture.is_file():
+            content["picture"] = picture.name
+            found = found and found | {"picture": f"{folder.name}/{picture.name}"}
+        write_atomic(folder / "evaluation.md", _page(content))
+        facts = facts_of(run)
+        if facts is not None and run.report.is_file():
+            _write(run, facts, found)
+    print(f"Kept in {folder}.", file=sys.stderr)
+
+
+def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
+    """Return what was found of just these weights, for a page that others read: without paths of this machine and without
+    text that was trained on."""
+    results = _read(run.evaluation)
+    if results.get("weights_sha256") != _hashes(model):
+        return None
+    for row in results.get("panel", {}).get("rows", []):
+        name = str(row["name"])
+        if os.path.exists(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # no id of the Hub
+            row["name"] = Path(name).name
+    if "memorization" in results:
+        results["memorization"]["example"] = None
+    return results | {"model": "this model", "data": "held-out text of the sources below"}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Return the content of evaluation.json; nothing if there is none, or one that cannot be shown."""
+    path = folder / "evaluation.json"
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        check_format(path, results.pop("format_version", None), EVALUATION_FORMAT)
+        _page(results)
+        return results
+    except (FileNotFoundError, *NONSENSE, TemplateError):
+        return {}
+
+
+def _hashes(model: Path) -> list[str]:
+    return [file_sha256(path) for path in sorted(model.glob("*.safetensors"))]
+
+
+def _page(results: dict[str, Any]) -> str:
+    return environment().get_template("evaluation.md.j2").render(results=results).strip() + "\n"
