@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import hardware
-from training.flops import flops_per_token
 from training.hardware import peak_flops, watts
+from training.speed import flops_per_token
 
 
 @pytest.mark.parametrize(

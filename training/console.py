@@ -31,20 +31,15 @@ def say(text: str, through: Callable[[str], object] = AT_ONCE) -> None:
 def wrapped(text: str, width: int) -> str:
     """Break lines at words and indent what follows a label (`Memory:  `). Commands, indented by two spaces, stay whole, to be
     copied."""
-    return "\n".join(part for line in text.split("\n") for part in _wrapped(line, width))
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    if len(line) <= width or re.match(r"  \S", line):
-        return [line]
-    indent = " " * LABEL.match(line).end()
-    return textwrap.wrap(
-        line,
-        width,
-        subsequent_indent=indent if len(indent) < width // 2 else "",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= width or re.match(r"  \S", line):
+            lines.append(line)
+            continue
+        indent = " " * LABEL.match(line).end()
+        indent = indent if len(indent) < width // 2 else ""
+        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def clock(seconds: float) -> str:

@@ -27,7 +27,6 @@ from training.console import printer
 from training.data import bytes_of, estimate_store, open_store, place_tokens
 from training.device import Setup, describe, kernel_of_sdpa, memory_of_others
 from training.distributed import start_accelerator
-from training.flops import flops_per_token
 from training.hardware import (
     DOLLARS_PER_COLAB_UNIT,
     FILLS_A_GPU,
@@ -44,7 +43,7 @@ from training.plan import Plan
 from training.preflight import make_plan, setup_of
 from training.report.report import environment
 from training.run import Run, describe_run
-from training.speed import Speed
+from training.speed import Speed, flops_per_token
 from training.step import build_train_step
 
 TOKENS_A_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")

@@ -13,7 +13,7 @@ from training.batches import TrainBatches
 from training.hardware import FILLS_A_GPU, name_of, reported_mfu
 from training.metrics import best_evaluation, read_events, read_metrics
 from training.run import Run
-from training.screen import Screen, View
+from training.screen import Screen
 from training.speed import Speed
 from training.status import hours, record
 from training.trackers import log_to_trackers, open_trackers
@@ -30,7 +30,7 @@ class RunLog:
         self.start, self.compiled = run.start, run.setup.torch_compile
         self.speed = Speed(batches, run.plan.model, run.accelerator)
         self.pause, self.waiting = self.speed.pause, self.speed.waiting
-        self.evaluation_share, self.hourly_price = evaluation_share, hourly_price
+        self.evaluation_share = evaluation_share
         self.first_step_is_done = False
         self.unlogged: dict[str, float] = {}  # what the next log line holds besides
         self.paces: deque[tuple[int, float]] = deque(maxlen=LINES_OF_ETA)  # steps and seconds
@@ -41,7 +41,7 @@ class RunLog:
             reported = reported_mfu(name_of(device)) if run.plan.memory.parameters >= FILLS_A_GPU else None
             self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", reported and reported[1])
             losses = [loss for _, loss in self.advisor.losses]
-            self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled)
+            self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled, hourly_price)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -81,7 +81,7 @@ class RunLog:
             left = (self.plan.max_steps - step) * seconds / steps / (1 - self.evaluation_share)
         self._write(entry, step)
         if self.main:
-            self.screen.show(step, View(entry, time.monotonic() - self.began, left, self.hourly_price))
+            self.screen.show(entry, time.monotonic() - self.began, left)
             self._advise(step, self.advisor.look(entry, waited))
         self.speed.restart()
 

@@ -3,7 +3,6 @@
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,56 +25,46 @@ CURVE = 24  # bars of the loss curve
 MANY = 10_000  # losses, of which some are enough for it
 
 
-@dataclass(frozen=True)
-class View:
-    """A run at a log line."""
+def parts_of(entry: dict[str, Any], seconds: float, left: float | None, hourly_price: float | None) -> dict[str, str]:
+    """Return the parts of a log line by name; without text where nothing is known.
 
-    entry: dict[str, Any]  # of metrics.jsonl
-    seconds: float  # that the run has taken so far, validation and stops of the clock included
-    left: float | None  # seconds that it will still take
-    hourly_price: float | None
+    `entry` is of metrics.jsonl; `seconds` are those that the run has taken so far, validation and stops of the clock included,
+    and `left` those that it will still take.
+    """
+    skipped, norm, dollars = entry.get("skipped_steps"), entry.get("grad_norm"), ""
+    note = f"  ({skipped} skipped: not finite)" if skipped else ""
+    if hourly_price is not None:
+        so_far = seconds / 3600 * hourly_price
+        whole = "" if left is None else f"of {so_far + left / 3600 * hourly_price:,.2f} "
+        dollars = f"{so_far:,.2f} {whole}$"
+    return {
+        "loss": (f"loss {entry['loss']:.3f}" if "loss" in entry else "no finite loss") + note,
+        "norm": "" if norm is None else f"norm {norm:.2f}",
+        "rate": f"lr {entry['learning_rate']:.2e}",
+        "speed": in_words(entry),
+        "eta": "" if left is None else f"ETA {clock(left)}",
+        "dollars": dollars,
+    }
 
-    @property
-    def loss(self) -> str:
-        skipped = self.entry.get("skipped_steps")
-        note = f"  ({skipped} skipped: not finite)" if skipped else ""
-        return (f"loss {self.entry['loss']:.3f}" if "loss" in self.entry else "no finite loss") + note
 
-    @property
-    def eta(self) -> str:
-        return "" if self.left is None else f"ETA {clock(self.left)}"
-
-    @property
-    def dollars(self) -> str:
-        """The cost so far, and of the whole run where that is known."""
-        if self.hourly_price is None:
-            return ""
-        so_far = self.seconds / 3600 * self.hourly_price
-        whole = "" if self.left is None else f"of {so_far + self.left / 3600 * self.hourly_price:,.2f} "
-        return f"{so_far:,.2f} {whole}$"
-
-    def line(self) -> str:
-        norm = f"norm {self.entry['grad_norm']:.2f}" if "grad_norm" in self.entry else ""
-        rate = f"lr {self.entry['learning_rate']:.2e}"
-        return "  ".join(filter(None, [self.loss, norm, rate, in_words(self.entry), self.eta, self.dollars]))
-
-    def rows(self, curve: str) -> dict[str, str]:
-        """The lines below the bar."""
-        norm = f"gradient norm {self.entry['grad_norm']:.2f}" if "grad_norm" in self.entry else ""
-        rate = f"learning rate {self.entry['learning_rate']:.2e}"
-        return {
-            "train": "  ".join(filter(None, [self.loss, curve, norm, rate])),
-            "speed": in_words(self.entry).strip(),
-            "time": "  ".join(filter(None, [f"{clock(self.seconds)} so far", self.dollars])),
-        }
+def line_of(*parts: str) -> str:
+    return "  ".join(filter(None, parts))
 
 
 class Screen:
     """Used by the main process."""
 
-    def __init__(self, max_steps: int, first_step: int, losses: list[float], compiles: bool = False):
+    def __init__(
+        self,
+        max_steps: int,
+        first_step: int,
+        losses: list[float],
+        compiles: bool = False,
+        hourly_price: float | None = None,
+    ):
+        """`losses`: of the log lines so far."""
         self.max_steps, self.steps = max_steps, first_step
-        self.losses = losses  # of the log lines
+        self.losses, self.hourly_price = losses, hourly_price
         self.tenths_shown = first_step * 10 // max_steps
         self.rows = dict.fromkeys(("train", "validate", "speed", "time"), "")  # below the bar
         self.left = self.progress = ""  # on its right; the latter, where there is any, instead of the former
@@ -103,19 +92,24 @@ class Screen:
             table.add_row(name, Text(self.rows[name]))
         return Group(bar, table)
 
-    def show(self, step: int, view: View) -> None:
-        if "loss" in view.entry:
-            self.losses.append(view.entry["loss"])
+    def show(self, entry: dict[str, Any], seconds: float, left: float | None) -> None:
+        """Show a log line, see `parts_of`."""
+        if "loss" in entry:
+            self.losses.append(entry["loss"])
+        step, parts = entry["step"], parts_of(entry, seconds, left, self.hourly_price)
         numbered = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
         if self.live is None:
-            self.say(f"{numbered}  {view.line()}")
+            self.say(line_of(numbered, *parts.values()))
             return
         draws = self.console.encoding.startswith("utf") and len(self.losses) > 1
-        self.rows |= view.rows(sparkline(self.losses, CURVE) if draws else "")
-        self.steps, self.left, self.progress = step, view.eta, ""
+        curve, norm = sparkline(self.losses, CURVE) if draws else "", parts["norm"].replace("norm", "gradient norm")
+        self.rows["train"] = line_of(parts["loss"], curve, norm, parts["rate"].replace("lr", "learning rate"))
+        self.rows["speed"] = parts["speed"].strip()
+        self.rows["time"] = line_of(f"{clock(seconds)} so far", parts["dollars"])
+        self.steps, self.left, self.progress = step, parts["eta"], ""
         if step * 10 // self.max_steps > self.tenths_shown:  # the picture forgets; these lines stay
             self.tenths_shown = step * 10 // self.max_steps
-            self.say(f"{numbered}  {view.loss}  {self.rows['speed']}")
+            self.say(line_of(numbered, parts["loss"], self.rows["speed"]))
 
     def validated(self, entry: dict[str, Any], best: dict[str, Any]) -> None:
         """Show a validation and whether it is the best, by the loss that all validations of a run have in common."""

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import TrainBatches
-from training.flops import flops_per_token
 from training.hardware import name_of, peak_flops
 
 # What is measured, by its name in metrics.jsonl, and how the screen shows it.
@@ -72,6 +71,26 @@ class Speed:
             found["data_share"] = round(self.batches.seconds / seconds, 4)
         found["peak_memory_gb"] = round(peak_memory(self.device) / 1e9, 3)
         return found
+
+
+def flops_per_token(config: GPT2ScratchConfig, causal: bool = True) -> int:
+    """Floating-point operations to train on one token of a full context, forward and backward:
+
+        6 N + 6 L C T, where N = L (4 C^2 + 2 C n_inner) + V C
+
+    Each of the N weights in matrix products costs 2 operations in the forward pass and 4 in the backward pass (Kaplan et
+    al. 2020, section 2.1); V C is the head, tied or not. Attention costs 12 L C T where all T tokens see each other,
+    which is how PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT count: `causal=False`. Half of that is not
+    needed, because no token sees what comes after it.
+
+    Left out: embedding lookups, LayerNorm, softmax, activations, biases, loss, optimizer. Recomputation under gradient
+    checkpointing is not counted either: the model does not need it. That makes the utilisation one of model FLOPs (MFU),
+    not of hardware FLOPs (HFU).
+    """
+    L, C, T, V = config.n_layer, config.n_embd, config.n_positions, config.vocab_size
+    n_inner = config.n_inner if config.n_inner is not None else 4 * C
+    N = L * (4 * C**2 + 2 * C * n_inner) + V * C
+    return 6 * N + (6 if causal else 12) * L * C * T
 
 
 def in_words(measured: dict[str, float]) -> str:

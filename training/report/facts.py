@@ -20,11 +20,11 @@ from tokenizer import schema
 from tokenizer.report import documents, left_out
 from tokenizer.store import Metadata
 from training.compatibility import model_fields
-from training.flops import flops_per_token
 from training.launcher import launch_command
 from training.metrics import best_evaluation, comparable_loss, read_events, read_metrics, scores_more, seconds_until
 from training.run_folder import RunFolder
 from training.sampling import read_samples
+from training.speed import flops_per_token
 from training.status import hours, starts_in_force
 
 FORMAT_VERSION = 1
