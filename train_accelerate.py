@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     if config.cost.plan:
         show_plan(config)
         return
-    setup, folder, trackers = setup_of(config), config.run.folder, config.journal.trackers()
+    setup, folder, trackers = setup_of(config), config.run.folder, config.journal.report_to or None
     with job(setup, folder, trackers, config.stopping, config.flat()) as (accelerator, watchdog):
         # Decide: every problem is found here, before the first step.
         run = decide_run(config, setup, accelerator)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from training.advice import Advice, Advisor
+from training.advice import Advisor
 from training.batches import TrainBatches
 from training.hardware import FILLS_A_GPU, name_of, reported_mfu
 from training.metrics import best_evaluation, read_events, read_metrics
@@ -79,27 +79,30 @@ class RunLog:
         if self.paces:  # the validations to come take their share
             steps, seconds = map(sum, zip(*self.paces, strict=True))
             left = (self.plan.max_steps - step) * seconds / steps / (1 - self.evaluation_share)
-        self._write(entry, step)
-        if self.main:
-            self.screen.show(entry, time.monotonic() - self.began, left)
-            self._advise(step, self.advisor.look(entry, waited))
+        self._write(entry, left, waited)
         self.speed.restart()
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **metrics}
-        self._write(entry, step)
-        if self.main:
+        self._write({"step": step, "epoch": round(self.plan.epoch(step), 4), **metrics})
+
+    def _write(self, entry: dict[str, Any], left: float | None = None, waited: float = 0.0) -> None:
+        """Write an entry of metrics.jsonl, show it, and say what it shows to be wrong."""
+        if not self.main:
+            return
+        with self.folder.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        log_to_trackers(self.accelerator, entry, entry["step"])
+        if "eval_loss" in entry:
             self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)))
-            self._advise(step, self.advisor.look(entry))
+        else:
+            self.screen.show(entry, time.monotonic() - self.began, left)
+        for advice in self.advisor.look(entry, waited):
+            self.say(f"ADVICE: {advice.text}")
+            record(self.folder.events, "advice", entry["step"], **advice._asdict())
 
     def show_progress(self, what: str, share: float) -> None:
         if self.main:
             self.screen.show_progress(what, share)
-
-    def _advise(self, step: int, found: list[Advice]) -> None:
-        for advice in found:
-            self.say(f"ADVICE: {advice.text}")
-            record(self.folder.events, "advice", step, **advice._asdict())
 
     def say(self, text: str) -> None:
         if self.main:
@@ -109,10 +112,3 @@ class RunLog:
         """Open the trackers of `report_to`, and send them every setting that has a value."""
         if self.main:
             open_trackers(self.accelerator, self.folder, project, settings, self.start.step)
-
-    def _write(self, entry: dict[str, Any], step: int) -> None:
-        if not self.main:
-            return
-        with self.folder.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-        log_to_trackers(self.accelerator, entry, step)

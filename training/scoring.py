@@ -17,6 +17,7 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from progress import track
 from tokenizer import encode
 from tokenizer.store import Split, TokenStore
+from training.batches import BatchPlan
 from training.data import place_tokens
 from training.loss import token_nats
 from training.tokens import IGNORED, Batch, Tokens
@@ -56,8 +57,7 @@ def evaluate(
     loss: nn.Module,
     tokens: Tokens,
     split: Split,
-    context: int,
-    micro_batch: int,
+    plan: BatchPlan,
     accelerator: Accelerator,
     max_eval_samples: int | None = None,
     stop: Callable[[float], object] = lambda share: None,
@@ -68,9 +68,9 @@ def evaluate(
     batch with the share that is done; where it returns true (to all processes at once), nothing is scored.
     """
     loss.eval()
-    starts = eval_starts(len(tokens), context, micro_batch, accelerator, max_eval_samples)
+    starts = eval_starts(len(tokens), plan.context, plan.micro_batch, accelerator, max_eval_samples)
     sums = torch.zeros(2, dtype=torch.float64, device=float64_device(accelerator.device))  # nats, targets
-    for done, (inputs, targets, positions) in enumerate(eval_batches(tokens, starts, context)):
+    for done, (inputs, targets, positions) in enumerate(eval_batches(tokens, starts, plan.context)):
         if stop(done / len(starts)):
             loss.train()
             return None

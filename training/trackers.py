@@ -28,22 +28,15 @@ class JournalArguments:
         "gpt2scratch", "Project of the trackers; its runs, named after their folders, can be compared.", resume="free"
     )
 
-    def trackers(self) -> list[str] | None:
-        """Those that Accelerate can open; what is wrong with the others is told with all other problems."""
-        return [name for name in self.report_to if _tracker_problem(name) is None] or None
-
     def problems(self) -> list[str]:
-        return [problem for name in self.report_to if (problem := _tracker_problem(name)) is not None]
-
-
-def _tracker_problem(name: str) -> str | None:
-    """What Accelerate would drop without a word, or end in a traceback for."""
-    known = [str(tracker) for tracker in LoggerType]
-    if name not in known:
-        return f"report_to names {name!r}; the trackers are {', '.join(known)}."
-    if name != "all" and name not in map(str, get_available_trackers()):
-        return f"report_to names {name}, which is not installed: pip install {name}."
-    return None
+        """What Accelerate would drop without a word, or end in a traceback for."""
+        known, installed = list(map(str, LoggerType)), list(map(str, get_available_trackers()))
+        unknown = [name for name in self.report_to if name not in known]
+        missing = [name for name in self.report_to if name in known and name not in ("all", *installed)]
+        return [
+            *(f"report_to names {name!r}; the trackers are {', '.join(known)}." for name in unknown),
+            *(f"report_to names {name}, which is not installed: pip install {name}." for name in missing),
+        ]
 
 
 def open_trackers(

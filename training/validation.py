@@ -28,17 +28,15 @@ class Validation:
     def validate(self, step: int, log: RunLog, stop: Callable[[], object]) -> None:
         """Score the model after `step` steps. Where `stop` says so, it ends early and leaves nothing: resumed, the run
         begins with this validation."""
-        last = step == self.run.plan.max_steps
+        run, last = self.run, step == self.run.plan.max_steps
 
         def watch(share: float) -> object:
             log.show_progress("validating", share)
             return stop()
 
         def score(most: int | None) -> dict[str, float] | None:
-            batches = self.run.plan.batches
-            shape = (batches.context, batches.micro_batch)
-            split = self.run.data.store.metadata.val
-            return evaluate(self.train_step.loss, self.run.data.val, split, *shape, self.run.accelerator, most, watch)
+            split = run.data.store.metadata.val
+            return evaluate(self.train_step.loss, run.data.val, split, run.plan.batches, run.accelerator, most, watch)
 
         metrics = score(None if last else self.max_samples)  # the last one scores everything
         if metrics is None:
@@ -52,8 +50,8 @@ class Validation:
             metrics["eval_sampled_loss"] = sampled["eval_loss"]
         log.log_evaluation(step, metrics)
         self.write_samples(step, log, aloud=last)
-        if self.run.accelerator.is_main_process:
-            write_report(self.run.folder)
+        if run.accelerator.is_main_process:
+            write_report(run.folder)
 
     def write_samples(self, step: int, log: RunLog, aloud: bool) -> None:
         """Write prompts and their continuations to samples.md, and print them if `aloud`: before the first step, they are noise."""
