@@ -377,7 +377,9 @@ def test_a_report_that_someone_edited_or_an_older_version_wrote_is_the_source_of
     edited = report.read_text()
     evaluate.main([str(a_copy), "--compare"])
     assert report.read_text() == edited
-    assert {"Evaluation", "Notes"} < sections_of(model_card(find_source(a_copy, None), Edition("me/tiny"))).keys()
+    assert {"Evaluation", "Notes"} < sections_of(
+        model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
+    ).keys()
     report.write_text(page)
     facts = schema.read(a_copy / "report.json")
     (a_copy / "report.json").write_text(schema.sealed(facts | {"format_version": 9}))

@@ -82,7 +82,9 @@ def unpack(archive: Path, folder: Path) -> TokenStore:
                 with _opened(archive) as packed:
                     _write_members(packed, archive, unfinished)
                 if missing := [name for name in FILES if not (unfinished / name).is_file()]:
-                    raise UserError(f"{archive} lacks {' and '.join(missing)}: it is truncated or damaged; get it again.")
+                    raise UserError(
+                        f"{archive} lacks {' and '.join(missing)}: it is truncated or damaged; get it again."
+                    )
                 store = TokenStore(unfinished)
                 store.check_hashes()
             except UserError as error:

@@ -136,10 +136,10 @@ def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]
         category = classify(event.name) if phase is None else phase.name
         spent[category, "data" if category == "data" else event.name] += own
     beside = sum(us for (category, _), us in spent.items() if category in BESIDE)
-    left = wall - (spent.total() - beside)
+    share = max(0, min(1, (wall - (spent.total() - beside)) / (beside or 1)))
     for key in spent:
         if key[0] in BESIDE:
-            spent[key] *= max(0, min(1, left / beside))
+            spent[key] *= share
     rest = "idle" if on_device else "host"
     spent[rest, rest] = max(0, wall - spent.total())
     return spent
