@@ -24,7 +24,7 @@ NO_FALLBACK = {"fallback_to_soft": False} if "fallback_to_soft" in signature(Bas
 NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 # For a holder that is about to end: one that has lost its launcher still saves. filelock takes over a soft lock with garbage in
 # it after seeing it unchanged for 2 s.
-PATIENCE = 10.0
+PATIENCE = 30.0
 
 
 class RunLock:
