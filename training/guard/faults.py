@@ -1,7 +1,6 @@
 """What can go wrong in the middle of a run, and what is made of it: one sentence, or a fresh process that goes on."""
 
 import errno
-import os
 import tempfile
 
 import torch
@@ -9,6 +8,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from errors import UserError
+from training.checkpoint import DamageError
 from training.device import memory_of_others
 from training.loss import DivergenceError
 from training.plan import Plan
@@ -39,9 +39,9 @@ def translate(error: Exception, run: Run) -> Exception:
             f"in {tempfile.gettempdir()} (TMPDIR) if the disk is full, and give the same command again; if that does not help, add "
             f"--torch_compile false."
         )
-    if isinstance(error, OSError) and error.errno in OF_THE_DISK:
+    if isinstance(error, DamageError) or (isinstance(error, OSError) and error.errno in OF_THE_DISK):
         return UserError(
-            f"{error.filename or folder.path}: {os.strerror(error.errno)}. The run ends here; {folder.last_good()}. Correct "
+            f"{error.filename or folder.path}: {error.strerror or error}. The run ends here; {folder.last_good()}. Correct "
             f"that, and the same command resumes."
         )
     return error
