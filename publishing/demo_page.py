@@ -86,11 +86,10 @@ class Settings:
 class Continuation:
     """What one model has written so far."""
 
-    text: str = ""
+    text: str = ""  # or why the prompt was refused
     tokens: int = 0
     seconds: float = 0.0  # from the first token on: what comes before is reading
     state: str = "writing"  # then one of: complete, ended (by the model), stopped, refused
-    problem: str = ""
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -139,7 +138,7 @@ def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation)
     try:
         ids = encode_prompt(shown.tokenizer, prompt)
     except ModelError as problem:
-        into.problem, into.state = str(problem), "refused"
+        into.text, into.state = str(problem), "refused"
         return
     tokens, written, begun = new_tokens(shown.model, ids, settings), [], time.perf_counter()
     for token in tokens:

@@ -204,7 +204,7 @@ def test_a_seed_gives_the_same_text_and_what_is_no_text_is_refused(shown):
     assert [continuation.state for continuation in next(writing)] == ["writing", "writing"]
     writing.close()
     *_, [refused] = demo_page.side_by_side([shown], "a\ud800", settings(), threading.Event())
-    assert (refused.state, refused.problem) == ("refused", "The prompt is not UTF-8 text.")
+    assert (refused.state, refused.text) == ("refused", "The prompt is not UTF-8 text.")
 
 
 def test_nothing_can_be_uploaded(address):

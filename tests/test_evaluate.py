@@ -310,8 +310,7 @@ def test_a_model_is_scored_only_on_a_store_of_its_own_tokenizer(many, store, tmp
             evaluate.main([str(folder), "--data", str(data.folder)])
         return str(refused.value)
 
-    both = rf"different tokenizers \(SHA-256 .* {store.metadata.tokenizer_sha256[:16]}\); give a store that was made"
-    assert re.search(both, refusal(store))
+    assert f"{store.folder} have different tokenizers; give a store that was made" in refusal(store)
     torch.nn.init.constant_(model.lm_head.weight, math.nan)
     model.save_pretrained(folder)
     assert "has a loss of nan; its weights or its config.json are damaged." in refusal(many)
