@@ -42,7 +42,7 @@ from training.optim import moment_bytes, usual_learning_rate
 from training.plan import Plan
 from training.preflight import make_plan, setup_of
 from training.report.report import environment
-from training.run import Run, describe_run
+from training.run import Run
 from training.speed import Speed, flops_per_token
 from training.step import build_train_step
 
@@ -124,9 +124,9 @@ def forecast_run(config: TrainConfig, run: Run) -> Forecast:
 
 
 def print_forecast(run: Run, forecast: Forecast) -> None:
-    """Print what the run is expected to take, and where it starts."""
-    text = describe_forecast(forecast, describe(run.accelerator, run.setup, run.plan.model))
-    printer(run.accelerator)(describe_run(run, text))
+    """Print what the run is expected to take, where it starts, and with which settings changed."""
+    hardware = describe(run.accelerator, run.setup, run.plan.model)
+    printer(run.accelerator)(describe_forecast(forecast, hardware, run=run))
 
 
 def show_plan(config: TrainConfig) -> None:
@@ -227,7 +227,11 @@ def times_due(plan: Plan, strategy: str, every: int) -> int:
 
 
 def describe_forecast(
-    forecast: Forecast, hardware: str, sample: dict[str, Any] | None = None, rentals: Iterable[Any] = ()
+    forecast: Forecast,
+    hardware: str,
+    sample: dict[str, Any] | None = None,
+    rentals: Iterable[Any] = (),
+    run: Run | None = None,
 ) -> str:
     """Return what is printed before the first step. `sample`: what is known of text that is not tokenized yet."""
     config, plan, N = forecast.config, forecast.plan, forecast.plan.memory.parameters
@@ -247,6 +251,7 @@ def describe_forecast(
         "free": shutil.disk_usage(existing).free,
         "advice": advice(forecast),
         "rentals": rentals,
+        "run": run,
         "prices_of": PRICES_OF,
         "colab_dollars": DOLLARS_PER_COLAB_UNIT,
     }

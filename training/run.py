@@ -87,14 +87,6 @@ def _write_beginning(
     record(folder.events, "begun" if start.checkpoint is None else "resumed", start.step, **details)
 
 
-def describe_run(run: Run, forecast: str) -> str:
-    """Return what is printed before the first step: the text of forecast.py, the folder, and changed settings."""
-    checkpoint = run.start.checkpoint
-    going_on = f", going on after {checkpoint.name}" if checkpoint else ""
-    changes = (f"Change:  {change}" for change in run.start.changes)
-    return "\n".join([forecast, f"Run:     {run.folder.path}{going_on}", *changes])
-
-
 def print_end(run: Run, step: int, reason: str | None) -> None:
     """Print what comes next. `reason`: why the run stopped after `step` steps; None at its end."""
     say, folder, path = printer(run.accelerator), run.folder, quote(str(run.folder.path))
