@@ -151,14 +151,13 @@ def go_back(spike: Spike, run: Run) -> None:
     run.accelerator.wait_for_everyone()  # all have looked
     if tried >= MOST_IN_A_ROW or (good is None and complete):
         return
-    if run.accelerator.is_main_process and good is not None:  # later ones learned from what is passed over
-        remove_checkpoints_from(checkpoints.step_of(good) + 1, run)
+    if good is not None:  # later ones learned from what is passed over; the drive of a backup may be slow
+        on_main(run.accelerator, lambda: remove_checkpoints_from(checkpoints.step_of(good) + 1, run))
     # From the step before the spike, whose update led there, to its last step: steps are counted from 1 in a spike, from 0 in
     # the data.
     first = plan.after(max(plan.position.step, spike.step - 2)).sample
     end = plan.after(spike.last - 1).sample + plan.batches.sequences
     where = good.name if good is not None else "the beginning"
-    run.accelerator.wait_for_everyone()
     raise Restart(
         f"{spike}: going back to {where}, and passing over samples {first:,} to {end - 1:,}.",
         {"passed_over": [*plan.position.passed_over, (first, end)]},
