@@ -84,7 +84,10 @@ def unfinished_path(path: Path, suffix: str = ".unfinished", known: Iterable[str
         yield unfinished
         for part in (*unfinished.glob("*/"), unfinished):
             fsync_path(part)
-        discard(path, known, replacement=unfinished)
+        if known:
+            discard(path, known, replacement=unfinished)
+        else:
+            os.replace(unfinished, path)  # which refuses to replace a folder
         fsync_path(path.parent)
     except BaseException:
         with suppress(OSError):  # what failed above is the reason

@@ -61,9 +61,9 @@ def discard(path: Path, known: Iterable[str], replacement: Path | None = None) -
     kept = _empty(hidden, known, path)  # left by a killed process
     if path.is_dir() and not path.is_symlink():
         path.rename(hidden)
-    elif replacement is None or replacement.is_dir():
+    else:
         path.unlink(missing_ok=True)
-    if replacement is not None:  # of files, without a moment at which there is none
+    if replacement is not None:
         replacement.rename(path)
     return _empty(hidden, known, path) or kept
 

@@ -28,7 +28,7 @@ except ImportError:
 
 from atomic import unfinished_path
 from command_line import FlagParser, Problems, run
-from errors import UserError
+from errors import UserError, disk_errors
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import encode, vocabulary
@@ -56,8 +56,7 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
     loaded, tokenizer = load_own_model(model, torch.float32), vocabulary.load(model)
     config, tensors, kinds = loaded.config, _tensors(loaded), gguf.GGMLQuantizationType
     Problems(f"{model} cannot become GGUF: {problem}" for problem in _problems(loaded, tokenizer)).refuse()
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with unfinished_path(destination, ".tmp") as unfinished:
+    with disk_errors(destination), unfinished_path(destination, ".tmp") as unfinished:
         writer = gguf.GGUFWriter(unfinished, "gpt2")
         writer.add_name(name)
         if license is not None:
@@ -222,8 +221,9 @@ def main(arguments: list[str]) -> None:
     parser = FlagParser((GGUFArguments,), __doc__.splitlines()[0], positional="paths")
     (options,), _ = parser.parse(arguments, check=GGUFArguments.check)
     model, destination = options.paths
-    name = options.name or Path(model).resolve().name
-    write_gguf(Path(find_model(model)), Path(destination), options.type, name, options.license)
+    source, name = Path(find_model(model)), options.name or Path(model).resolve().name
+    Path(destination).parent.mkdir(parents=True, exist_ok=True)
+    write_gguf(source, Path(destination), options.type, name, options.license)
     print(f"Wrote {destination} ({Path(destination).stat().st_size:,} bytes, {options.type}).")
 
 
