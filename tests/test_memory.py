@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.device import Setup
 from training.loss import NextTokenLoss
 from training.memory import Memory
+
+HALF = Setup("bf16", False, "sdpa", ())
 
 
 def kept_for_backward(config: GPT2ScratchConfig, attention: str, in_half: bool, compiled: bool, rows: int) -> int:
@@ -38,7 +41,7 @@ def kept_for_backward(config: GPT2ScratchConfig, attention: str, in_half: bool, 
 def test_activations_are_what_is_kept_for_the_backward_pass(attention, in_half, compiled):
     config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=4, n_head=2)
     counted = [kept_for_backward(config, attention, in_half, compiled, rows) for rows in (4, 12)]
-    memory = Memory(config, in_half, written_out=attention == "eager", checkpointing=False)
+    memory = Memory(config, Setup("bf16" if in_half else "no", compiled, attention, ()), on_gpu=False)
     said = [memory.parts(rows)["activations"] for rows in (4, 12)]
     assert said[1] - said[0] == pytest.approx(counted[1] - counted[0], rel=0.1)
 
@@ -58,30 +61,31 @@ def test_parameters_are_counted_exactly(tied):
     config = GPT2ScratchConfig(n_layer=3, n_inner=100, n_embd=48, n_head=4, vocab_size=333, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = GPT2ScratchForCausalLM(config)
-    assert Memory(config, True, False, False).parameters == model.num_parameters()
+    assert Memory(config, HALF, True).parameters == model.num_parameters()
 
 
 def test_the_parts_of_the_run_of_the_seeds():
     """134,601,216 parameters in bf16, 64 sequences of 512: in megabytes."""
-    parts = Memory(GPT2ScratchConfig(), True, False, False).parts(64)
+    parts = Memory(GPT2ScratchConfig(), HALF, on_gpu=False).parts(64)
     assert {name: round(size / 1e6) for name, size in parts.items()} == {
         "weights": 538,
         "gradients": 538,
         "optimizer": 1077,
         "weights in half precision": 269,
+        "copy that is saved": 1615,
         "activations": 11194,
         "logits": 1409,
     }
 
 
 def test_the_largest_micro_batch_fits_and_a_sharded_model_keeps_its_share_and_whole_gradients():
-    memory = Memory(GPT2ScratchConfig(), True, False, False)
+    memory = Memory(GPT2ScratchConfig(), HALF, on_gpu=True)
     free = int(24e9)
     largest = memory.largest_micro_batch(free)
     fixed = sum(memory.fixed().values())
     assert memory.total(largest) - fixed <= 0.8 * (free - fixed) < memory.total(largest + 1) - fixed
     assert memory.largest_micro_batch(0) == 1  # which is tried then
-    alone, eighth = (Memory(GPT2ScratchConfig(), True, False, False, sharded_by=n).fixed() for n in (1, 8))
+    alone, eighth = (Memory(GPT2ScratchConfig(), HALF, True, sharded_by=n).fixed() for n in (1, 8))
     assert eighth["optimizer"] == alone["optimizer"] // 8
     assert eighth["gradients"] == alone["gradients"] // 8 + alone["gradients"]
 
@@ -111,5 +115,6 @@ def test_the_peak_of_a_gpu_is_planned_within_a_tenth(counted):
     layers, width, rows, context, vocabulary, half, again, compiled, peak = counted
     shape = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": context, "vocab_size": vocabulary}
     config = GPT2ScratchConfig(**shape, tie_word_embeddings=False)
-    memory = Memory(config, half, False, again, on_gpu=True, compiled=compiled)
+    setup = Setup("bf16" if half else "no", compiled, "sdpa", (), gradient_checkpointing=again)
+    memory = Memory(config, setup, on_gpu=True)
     assert memory.total(rows) / 1e9 == pytest.approx(peak, rel=0.1)

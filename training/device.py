@@ -82,6 +82,11 @@ class Setup:
             return None
         return {"backend": "inductor", "mode": self.torch_compile_mode, "fullgraph": True, "dynamic": False}
 
+    @property
+    def autotunes(self) -> bool:
+        """Whether torch.compile tries kernels on the device, which takes memory that `Memory` does not count."""
+        return self.torch_compile and "max-autotune" in (self.torch_compile_mode or "")
+
     def shards(self, accelerator: Accelerator) -> bool:
         """Whether there is more than one process to divide the model among."""
         return self.sharding is not None and accelerator.num_processes > 1

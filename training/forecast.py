@@ -191,7 +191,7 @@ def measure_speed(
     measured = speed.measured()
     known = f"measured in {speed.steps} steps; the first came after {first_step:.1f} s"
     peak = 1e9 * measured["peak_memory_gb"]
-    if plan.memory.copies_to_host:  # these steps neither save, nor sample and draw
+    if not plan.memory.on_gpu:  # these steps neither save, nor sample and draw
         peak += plan.memory.fixed()["copy that is saved"] + REPORTING
     return Throughput(measured["tokens_per_second"], known, measured.get("mfu"), peak, first_step)
 

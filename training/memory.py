@@ -4,6 +4,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from modeling_gpt2scratch import GPT2ScratchConfig
+from training.device import Setup
 from training.loss import rows_of_chunk
 from training.optim import moment_bytes
 
@@ -14,10 +15,10 @@ BYTES_KEPT_WHOLE = 4  # of each parameter's gradient, on every process of a shar
 KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
 # The same for each token, head and position that it looks at, where attention is written out.
 SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
-# What a GPU holds for a while beside that, as its allocator counted it for 1, 3, 4 and 12 layers (tests/fake_cuda), each as
-# (not compiled, compiled): bytes of the loss for each logit of a chunk, and of a block's backward pass for each token and unit of width.
-LOSS_IN_FP32, LOSS_IN_HALF = (21, 8), (19, 4)
-BACKWARD = (36, 24)
+# What is held for a while beside that, each as (fp32, half). On a GPU as its allocator counted it for 1, 3, 4 and 12 layers
+# (tests/fake_cuda); on a CPU a logit is computed once and held twice in fp32.
+LOSS_ON_CPU, LOSS_ON_GPU, LOSS_COMPILED = (12, 10), (21, 19), (8, 4)  # bytes for each logit of a chunk
+BACKWARD = (36, 24)  # of a block, not compiled and compiled: bytes for each token and unit of width
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,15 @@ class Memory:
     """Of one process, in bytes. `parts(micro_batch)` adds up to what it needs."""
 
     model: GPT2ScratchConfig
-    in_half: bool  # whether matrices are multiplied in bf16 or fp16
-    written_out: bool  # attention
-    checkpointing: bool  # gradient_checkpointing
+    setup: Setup
+    on_gpu: bool  # on a CPU, the copy that is saved and the program itself lie in the memory that is trained in
     sharded_by: int = 1  # processes that the model is divided among
-    # On a CPU, the copy that is saved and the program itself lie in the memory that is trained in.
-    copies_to_host: bool = False
-    on_gpu: bool = False
-    compiled: bool = False
     program: int = 0  # bytes
-    autotunes: bool = False  # torch.compile tries kernels on the device, which takes memory that is not counted here
+
+    @property
+    def in_half(self) -> bool:
+        """Whether matrices are multiplied in bf16 or fp16."""
+        return self.setup.mixed_precision != "no"
 
     @property
     def parameters(self) -> int:
@@ -52,7 +52,7 @@ class Memory:
             parts["gradients"] += BYTES_KEPT_WHOLE * N
         if self.in_half:
             parts["weights in half precision"] = 2 * N // P
-        if self.copies_to_host:
+        if not self.on_gpu:
             parts["copy that is saved"] = 4 * N + moment_bytes(N)
         return parts
 
@@ -74,7 +74,7 @@ class Memory:
         layers, block = self.model.n_layer, self._block(micro_batch)
         stream = 4 * micro_batch * self.model.n_positions * self.model.n_embd  # between blocks
         blocks = layers * block
-        if self.checkpointing:  # and on a CPU the one that is recomputed
+        if self.setup.gradient_checkpointing:  # and on a CPU the one that is recomputed
             blocks = layers * stream + (0 if self.on_gpu else block)
         return int(blocks + 2 * stream)  # and around the last LayerNorm
 
@@ -82,30 +82,27 @@ class Memory:
         """What one block keeps for its backward pass."""
         model, tokens = self.model, micro_batch * self.model.n_positions
         block = tokens * model.n_embd * (KEPT_IN_HALF if self.in_half else KEPT_IN_FP32)
-        if self.written_out:
+        if self.setup.attn_implementation == "eager":  # written out
             scores = tokens * model.n_head * model.n_positions
             block += scores * (SCORES_IN_HALF if self.in_half else SCORES_IN_FP32)
         return block
 
     def _passing(self, micro_batch: int) -> int:
         """What comes on top for a while: the logits; on a GPU, if that is more, the backward pass of the last block."""
+        loss = self._loss(micro_batch)
         if not self.on_gpu:
-            return self._logits(micro_batch)
-        N, V, C = micro_batch * self.model.n_positions, self.model.vocab_size, self.model.n_embd
-        rows = rows_of_chunk(N, self.compiled)
-        loss = rows * V * (LOSS_IN_HALF if self.in_half else LOSS_IN_FP32)[self.compiled]
-        if self.compiled:  # the head's gradient of each chunk, in half precision; else two in fp32
-            loss += V * C * (2 * -(-N // rows) if self.in_half else 8)
-        else:
-            loss += 4 * V * C
-        backward = BACKWARD[self.compiled] * N * C
-        if self.checkpointing:
+            return loss
+        backward = BACKWARD[self.setup.torch_compile] * micro_batch * self.model.n_positions * self.model.n_embd
+        if self.setup.gradient_checkpointing:
             block = int(self._block(micro_batch))
-            backward = max(backward, block) if self.compiled else backward + block
+            backward = max(backward, block) if self.setup.torch_compile else backward + block
         return max(loss, backward)
 
-    def _logits(self, micro_batch: int) -> int:
-        """Of one chunk: as computed, and twice in fp32; their gradient in the head's; the sum of it."""
-        rows = rows_of_chunk(micro_batch * self.model.n_positions, compiled_for_gpu=False)
-        V, C = self.model.vocab_size, self.model.n_embd
-        return rows * V * ((2 if self.in_half else 4) + 8) + 4 * V * C
+    def _loss(self, micro_batch: int) -> int:
+        """Logits of one chunk and their gradients, and the gradient of the head."""
+        tokens, V, C = micro_batch * self.model.n_positions, self.model.vocab_size, self.model.n_embd
+        compiled = self.on_gpu and self.setup.torch_compile
+        rows, per_logit, head = rows_of_chunk(tokens, compiled), LOSS_ON_GPU if self.on_gpu else LOSS_ON_CPU, 4
+        if compiled:  # the head's gradient of each chunk, in half precision; else two in fp32
+            per_logit, head = LOSS_COMPILED, 2 * -(-tokens // rows) if self.in_half else 8
+        return rows * V * per_logit[self.in_half] + head * V * C

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from errors import Problems, UserError
-from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.corpus import Corpus
 from tokenizer.store import SPLITS, TokenStore
 from training.backup import Backup
@@ -52,7 +51,14 @@ def setup_of(config: TrainConfig) -> Setup:
         notes = (without_kernels(f"the {rental.name}", rental.too_old, "PyTorch's build for CUDA 13"),)
     precision, device = best if asked == "auto" else asked, config.device
     compiles = device.torch_compile != "false"
-    return Setup(precision, compiles, "sdpa", notes, torch_compile_mode=device.torch_compile_mode)
+    return Setup(
+        precision,
+        compiles,
+        "sdpa",
+        notes,
+        torch_compile_mode=device.torch_compile_mode,
+        gradient_checkpointing=device.gradient_checkpointing,
+    )
 
 
 def check(config: TrainConfig) -> None:
@@ -141,8 +147,11 @@ def make_plan(
     reserved = placement.reserved if placement is not None else 0
     available = _available(accelerator, config.cost.plan_device, reserved)
     if model is not None:
-        memory = _memory(model, config, accelerator, setup)
-        if memory.copies_to_host and not config.cost.plan:
+        on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
+        sharded_by = accelerator.num_processes if setup.shards(accelerator) else 1
+        program = 0 if on_gpu else psutil.Process().memory_info().rss + PROGRAM_GROWS
+        memory = Memory(model, setup, on_gpu, sharded_by, program)
+        if not (on_gpu or config.cost.plan):
             problems.sentences += host_memory_problems(memory, local)
         largest = memory.largest_micro_batch(available)
         if accelerator.num_processes > 1:
@@ -150,7 +159,7 @@ def make_plan(
         largest = min(largest, restarted().get("micro_batch", largest))
         batches = problems.add_of(plan_batches, [config.batch, model.n_positions, accelerator.num_processes, largest])
         order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.seed])
-    if batches is not None and not memory.copies_to_host:  # as on a CPU, where there are no such graphs
+    if batches is not None and memory.on_gpu:  # on a CPU there are no such graphs
         problems.sentences += cuda_graph_problems(setup, batches)
     problems.refuse()
     steps = steps_of(config.length, batches, order.windows)
@@ -164,19 +173,3 @@ def _available(accelerator: Accelerator, plan_device: str | None, reserved: int)
     if accelerator.device.type == "cuda":
         return torch.cuda.mem_get_info(accelerator.device)[0] - reserved
     return psutil.virtual_memory().available // processes_of_this_machine(accelerator) - reserved
-
-
-def _memory(model: GPT2ScratchConfig, config: TrainConfig, accelerator: Accelerator, setup: Setup) -> Memory:
-    on_host = accelerator.device.type != "cuda" and config.cost.plan_device is None
-    return Memory(
-        model,
-        in_half=setup.mixed_precision != "no",
-        written_out=setup.attn_implementation == "eager",
-        checkpointing=config.device.gradient_checkpointing,
-        sharded_by=accelerator.num_processes if setup.shards(accelerator) else 1,
-        copies_to_host=on_host,
-        on_gpu=not on_host,
-        compiled=setup.torch_compile,
-        autotunes=setup.torch_compile and "max-autotune" in (setup.torch_compile_mode or ""),
-        program=psutil.Process().memory_info().rss + PROGRAM_GROWS if on_host else 0,
-    )

@@ -11,10 +11,8 @@ from errors import UserError
 from training.checkpoint import DamageError
 from training.device import memory_of_others
 from training.loss import DivergenceError
-from training.plan import Plan
 from training.restart import Restart
 from training.run import Run
-from training.run_folder import RunFolder
 
 # What a disk, a drive or its owner can do to a run.
 OF_THE_DISK = {
@@ -32,7 +30,7 @@ def translate(error: Exception, run: Run) -> Exception:
         last_good = folder.last_good()
         return UserError(f"{error} {last_good[0].upper()}{last_good[1:]}.")
     if is_out_of_memory(error):
-        return _out_of_memory(run.plan, folder)
+        return _out_of_memory(run)
     if isinstance(error, BackendCompilerFailed):
         return UserError(
             f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, {cache_dir()}, make room "
@@ -54,10 +52,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
-def _out_of_memory(plan: Plan, folder: RunFolder) -> Exception:
-    micro, last_good = plan.batches.micro_batch, folder.last_good()
+def _out_of_memory(run: Run) -> Exception:
+    plan, last_good = run.plan, run.folder.last_good()
+    micro = plan.batches.micro_batch
     what = f"Out of memory with a micro-batch of {micro} sequence{'s' * (micro > 1)} of {plan.batches.context} tokens"
-    if plan.memory.autotunes:
+    if run.setup.autotunes:
         what += (
             ", while max-autotune takes memory for the kernels it tries (leave torch_compile_mode out, and more fit)"
         )
