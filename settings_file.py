@@ -1,6 +1,6 @@
 """Settings in a YAML file: one name and its value, or a list of values, per line.
 
-Only text is taken from YAML's syntax tree; nothing is constructed, whatever tags a file has.
+Only text is taken from the syntax tree of YAML; no tag constructs an object.
 """
 
 import difflib

@@ -241,7 +241,7 @@ def refused(recipe: Recipe) -> str:
         pretokenize(recipe, Path("store"), lambda text: None)
     [sentence] = str(error.value).splitlines()
     assert sentence.startswith("store was begun with other text or settings (")
-    assert sentence.endswith("; undo that, or delete .store.unfinished to begin anew.")
+    assert sentence.endswith("; undo that, or delete .store.unfinished to start over.")
     return sentence.split("(")[1].split(")")[0]
 
 

@@ -191,8 +191,8 @@ class StoreBuilder:
                 return plan
             if not self.is_cache:
                 raise UserError(
-                    f"{self.folder} was begun with other text or settings ({changed}); undo that, or delete {self.work} to begin "
-                    f"anew."
+                    f"{self.folder} was begun with other text or settings ({changed}); undo that, or delete {self.work} to start "
+                    f"over."
                 )
         renew(self.work, "unfinished", UNFINISHED)
         plan = self._new_plan()
