@@ -55,7 +55,7 @@ def disk_errors(path: object, remedy: str = "correct that and try again") -> Ite
     except BrokenPipeError:  # of an output that nobody reads
         raise
     except OSError as error:
-        what = f"{error.filename or path} cannot be read or written ({error.strerror or error})"
+        what = f"{error.filename2 or error.filename or path} cannot be read or written ({error.strerror or error})"
         raise UserError(f"{what}; {remedy}.") from error
 
 

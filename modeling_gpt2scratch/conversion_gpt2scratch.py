@@ -102,7 +102,7 @@ def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
     if not (folder / SEED_WEIGHTS).is_file():
         raise ModelError(f"{SEED_WEIGHTS} is missing")
     state = None
-    with suppress(Exception):  # of a foreign file: torch raises whatever its unpickler stumbles over
+    with suppress(Exception):  # of a foreign file: torch's unpickler raises errors of any type
         state = torch.load(folder / SEED_WEIGHTS, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ModelError(

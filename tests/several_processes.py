@@ -209,7 +209,7 @@ if __name__ == "__main__":
         assert accelerator.num_processes == 2
         check(accelerator)
         accelerator.print(f"passed: {check.__name__}", flush=True)
-    guard.guard.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # the group goes on
+    guard.guard.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # the group stays in use
     for run in json.loads(Path(sys.argv[1]).read_text()):
         forget()
         os.environ.update(run["environment"])

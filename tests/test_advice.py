@@ -18,7 +18,7 @@ def advisor(folder, on_gpu=True, where="ram", accumulation=1, usual_mfu=None) ->
     return Advisor(RunFolder(folder), plan, on_gpu, usual_mfu)
 
 
-def told(it: Advisor, entries, waited=0.5) -> list[str]:
+def texts_of(it: Advisor, entries, waited=0.5) -> list[str]:
     return [advice.text for entry in entries for advice in it.look(entry, waited)]
 
 
@@ -50,63 +50,63 @@ def evaluations(*losses) -> list[dict]:
     ],
 )
 def test_nothing_is_said_of_a_healthy_run(tmp_path, entries):
-    assert told(advisor(tmp_path), entries) == []
+    assert texts_of(advisor(tmp_path), entries) == []
 
 
 def test_a_device_that_waits_for_data(tmp_path):
     five = lines([3.0] * 5, data_share=0.35)
-    assert told(advisor(tmp_path, where="mmap"), five, waited=0.05) == [
+    assert texts_of(advisor(tmp_path, where="mmap"), five, waited=0.05) == [
         "The device waits for its batches 30% of the time; they are read from a disk: --data_placement ram, where they fit, or a "
         "faster disk."
     ]
-    assert told(advisor(tmp_path), five, waited=0.3) == []  # the device was behind all the same
-    assert told(advisor(tmp_path), five[:4], waited=0.0) == []  # not yet a habit
-    assert "end it, or give the run more cores." in told(advisor(tmp_path), five, waited=0.0)[0]
+    assert texts_of(advisor(tmp_path), five, waited=0.3) == []  # the device was behind all the same
+    assert texts_of(advisor(tmp_path), five[:4], waited=0.0) == []  # not yet a habit
+    assert "end it, or give the run more cores." in texts_of(advisor(tmp_path), five, waited=0.0)[0]
 
 
 def test_a_device_far_slower_than_others_report(tmp_path):
     five = lines([3.0] * 5, mfu=0.12)
-    assert told(advisor(tmp_path, usual_mfu=0.38), five) == [
+    assert texts_of(advisor(tmp_path, usual_mfu=0.38), five) == [
         "MFU is 12%, and others reach about 38% on this device; the line Device says what is not as usual (not compiled, fp32, "
         "attention: math), and --profile where the time goes."
     ]
-    assert told(advisor(tmp_path, usual_mfu=None), five) == []
-    assert told(advisor(tmp_path, usual_mfu=0.38), [*five[:4], *lines([3.0], mfu=0.3)]) == []
+    assert texts_of(advisor(tmp_path, usual_mfu=None), five) == []
+    assert texts_of(advisor(tmp_path, usual_mfu=0.38), [*five[:4], *lines([3.0], mfu=0.3)]) == []
 
 
 def test_a_micro_batch_that_leaves_a_device_empty(tmp_path):
     five = lines([3.0] * 5, peak_memory_gb=9.0)
-    assert told(advisor(tmp_path, accumulation=12), five) == [
+    assert texts_of(advisor(tmp_path, accumulation=12), five) == [
         "A micro-batch of 8 sequences takes 9.0 of 80.0 GB, and 12 are done one after the other; --per_device_train_batch_size 48 "
         "fills the device better, for the same steps."
     ]
-    assert told(advisor(tmp_path, accumulation=1), five) == []
-    assert told(advisor(tmp_path, accumulation=12, on_gpu=False), five) == []
-    assert told(advisor(tmp_path, accumulation=2), lines([3.0] * 5, peak_memory_gb=33.0)) == []
+    assert texts_of(advisor(tmp_path, accumulation=1), five) == []
+    assert texts_of(advisor(tmp_path, accumulation=12, on_gpu=False), five) == []
+    assert texts_of(advisor(tmp_path, accumulation=2), lines([3.0] * 5, peak_memory_gb=33.0)) == []
 
 
 def test_a_gradient_that_explodes_and_a_loss_that_is_flat_or_rises(tmp_path):
     usual = lines(noisy(3.0, 60, fall=1))
     one, two = (HEALTHY | {"step": 610 + 10 * i, "loss": 2.0, "grad_norm": norm} for i, norm in enumerate((6.0, 8.0)))
-    assert told(advisor(tmp_path), [*usual, one, HEALTHY | {"step": 620, "loss": 2.0}]) == []
-    assert told(advisor(tmp_path), [*usual, one, two]) == [
+    assert texts_of(advisor(tmp_path), [*usual, one, HEALTHY | {"step": 620, "loss": 2.0}]) == []
+    assert texts_of(advisor(tmp_path), [*usual, one, two]) == [
         "The gradient's norm is 8.00, 16 times what it was; if it stays so, lower learning_rate or raise warmup_steps, and resume "
         "from a checkpoint before."
     ]
     falling = noisy(5.0, 200, fall=2)
-    [flat] = told(advisor(tmp_path), lines(falling + noisy(3.0, 80)))
+    [flat] = texts_of(advisor(tmp_path), lines(falling + noisy(3.0, 80)))
     assert flat.startswith("The loss is flat over the last 510 steps: 3.001, then 3.000 (± 0.000). ")
-    [rising] = told(advisor(tmp_path), lines(falling + noisy(3.0, 60, fall=-0.3)))
+    [rising] = texts_of(advisor(tmp_path), lines(falling + noisy(3.0, 60, fall=-0.3)))
     assert rising.startswith("The loss rises: 3.0")
 
 
 def test_a_validation_loss_that_rises_is_said_once_also_across_a_resume(tmp_path):
     rising = evaluations(3.0, 2.0, 2.05, 2.2, 2.3)
-    [text] = told(advisor(tmp_path), rising)
+    [text] = texts_of(advisor(tmp_path), rising)
     words = "The validation loss rises, from 2.0000 at step 200 to 2.2000: the model learns its text by heart."
     assert text.startswith(words)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rising[:3]))
-    assert len(told(advisor(tmp_path), rising[3:])) == 1  # it knows what was logged before
+    assert len(texts_of(advisor(tmp_path), rising[3:])) == 1  # it knows what was logged before
     advice = {"time": "2026-01-01T10:00:00+00:00", "event": "advice", "step": 400, "about": "overfitting", "text": "."}
     (tmp_path / "events.jsonl").write_text(json.dumps(advice) + "\n")
-    assert told(advisor(tmp_path), rising[3:]) == []
+    assert texts_of(advisor(tmp_path), rising[3:]) == []

@@ -176,7 +176,7 @@ def test_a_full_drive_keeps_what_it_has(make, drive, tmp_path):
 
     assert os.waitpid(fork(fill), 0)[1] == 0
     said = (tmp_path / "said").read_text().splitlines()
-    warning = r"WARNING: step_00000002 could not be copied to .* \(File too large\)\. Training goes on, .*"
+    warning = r"WARNING: step_00000002 could not be copied to .* \(File too large\)\. Training continues, .*"
     assert re.fullmatch(warning, said[0])
     assert said[1] == "['step_00000001']"
     assert said[-1] == f"Backup:  step_00000002 is in {drive / 'x'}"

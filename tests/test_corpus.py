@@ -112,7 +112,7 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch):
         assert refusal(entry) == f"{entry} is no file, folder, glob or Hub dataset; nothing to read there."
     offline = "boks/a.txt is not a local path, and the Hub cannot be reached (HF_HUB_OFFLINE is set)."
     assert refusal("boks/a.txt") == offline
-    only = "holds no files but hidden ones, links (which a glob follows) and what --exclude leaves out; nothing to read there."
+    only = "holds no file but hidden files, links (which only a glob follows) and files that --exclude names; nothing to read there."
     assert refusal("empty") == f"empty {only}"
 
 
@@ -156,7 +156,7 @@ def test_links_in_a_folder_are_not_followed_and_a_named_one_is_unless_it_is_brok
     assert documents(tmp_path / "a.txt") == documents(tmp_path / "folder") == documents(tmp_path / "*.txt") == ["out"]
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
-    assert "holds no files but hidden ones, links (which a glob follows) and" in refusal(tmp_path / "links")
+    assert "holds no file but hidden files, links (which only a glob follows) and" in refusal(tmp_path / "links")
     assert documents(tmp_path / "links" / "*") == ["out"]
     for name, target in (("broken", "nothing"), ("round", "round")):
         link = tmp_path / name
@@ -472,4 +472,4 @@ def test_exclude_leaves_out_what_is_so_called(tmp_path, monkeypatch, patterns, f
     names = [os.path.relpath(file.path, "in") for file in corpus(entry, exclude=patterns).all_files]
     assert sorted(names) == found
     assert len(corpus("in/d.csv", exclude=["*.csv"]).all_files) == 1  # which is named
-    assert "leaves out; nothing to read there." in refusal(entry, exclude=["*"])
+    assert "names; nothing to read there." in refusal(entry, exclude=["*"])

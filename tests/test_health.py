@@ -64,7 +64,7 @@ def test_a_spike_is_six_deviations_above_what_was_before_also_read_in_pieces(hea
     spike = one.read(204)
     assert (spike.step, spike.last, spike.loss) == (202, 203, 6.0)
     assert spike.z_score == pytest.approx(37, abs=5)
-    assert len(one.losses) == 204  # no log line has told of them yet
+    assert len(one.losses) == 204  # no log line holds them yet
     one.take_reading()
     feed(one, 3.0)
     assert one.read(205) is None

@@ -180,11 +180,11 @@ def test_what_is_wrong_is_said_before_a_text_is_tokenized(tmp_path, capsys):
     settings |= {"learning_rate": -1, "vocab_size": 10}
     for planned in ({}, {"plan": "true"}, {"plan": "true", "plan_device": "t4-16gb", "mixed_precision": "bf16"}):
         reset_accelerate()
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as refusal:
             train_accelerate.main(flags(**settings | planned))
-        assert [line.split()[0] for line in str(told.value).splitlines()][:2] == ["learning_rate", "vocab_size"]
-        assert "learning_rate is -1.0; it must be above 0 and at most 100." in str(told.value).splitlines()
-    assert "mixed_precision is bf16, but a T4 has none; use fp16 or auto." in str(told.value).splitlines()
+        assert [line.split()[0] for line in str(refusal.value).splitlines()][:2] == ["learning_rate", "vocab_size"]
+        assert "learning_rate is -1.0; it must be above 0 and at most 100." in str(refusal.value).splitlines()
+    assert "mixed_precision is bf16, but a T4 has none; use fp16 or auto." in str(refusal.value).splitlines()
     assert capsys.readouterr().out == ""
 
 

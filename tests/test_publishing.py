@@ -133,11 +133,11 @@ def test_a_full_disk_is_one_sentence(run, form):
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # less than the weights have
     try:
         sentence = r"Could not publish .*step_00000006: .*File too large.*; correct that, then"
-        with pytest.raises(UserError, match=sentence) as told:
+        with pytest.raises(UserError, match=sentence) as refusal:
             push(run, "--dry_run", "--format", form)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_link_to_elsewhere_is_not_followed(run, a_copy, tmp_path):
@@ -201,9 +201,9 @@ def with_code_that_needs_this_repository(folder):
 def test_a_model_that_others_could_not_use_is_not_published(run, tmp_path, change, expected):
     folder = as_a_folder(run, tmp_path / "broken")
     change(folder)
-    with pytest.raises(UserError, match=expected) as told:
+    with pytest.raises(UserError, match=expected) as refusal:
         push(folder, "--dry_run", "--trust_folder_code")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -628,10 +628,10 @@ def switched_off(hub, patch):
 def test_what_can_be_known_before_is_said_before_work_is_spent(run, hub, monkeypatch, trouble, expected):
     shutil.rmtree(run / "hub", ignore_errors=True)
     trouble(hub, monkeypatch)
-    with pytest.raises(UserError, match=re.escape(expected)) as told:
+    with pytest.raises(UserError, match=re.escape(expected)) as refusal:
         push(run, "--private")
-    assert "\n" not in str(told.value)
-    assert os.environ.get("HF_TOKEN", "none") not in str(told.value)
+    assert "\n" not in str(refusal.value)
+    assert os.environ.get("HF_TOKEN", "none") not in str(refusal.value)
     assert not (run / "hub").exists()
     assert not hub.large
 
@@ -652,9 +652,9 @@ def test_metadata_that_the_hub_does_not_know_is_one_sentence(folder, hub, tmp_pa
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "README.md").write_text("---\nlicense: my own\n---\n")
     sentence = r"The Hub does not take the metadata of .*README\.md: \"license\" must be one of"
-    with pytest.raises(UserError, match=sentence) as told:
+    with pytest.raises(UserError, match=sentence) as refusal:
         upload(copy, MINE)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)
     assert not hub.large
 
 

@@ -515,7 +515,7 @@ NO_TENSORS = [(file, content) for file in (*TENSORS, "config.json") for content 
     [*itertools.product(TENSORS, ("not finite", "bfloat16", r"\(15,\)", "does not fit")), *NO_TENSORS],
 )
 def test_files_that_no_run_writes_are_refused(run, train, file, how):
-    """With a manifest that a stranger made to fit."""
+    """With a manifest that was made to fit."""
     path = run / "checkpoints" / "step_00000006" / file
     if isinstance(how, bytes):
         path.write_bytes(how)

@@ -308,7 +308,9 @@ class Corpus:
             elif os.path.islink(match):
                 self.skipped.note_unreadable(match, 0, UserError("it is a broken link"))
         if not found:
-            left_out = "holds no files but hidden ones, links (which a glob follows) and what --exclude leaves out"
+            left_out = (
+                "holds no file but hidden files, links (which only a glob follows) and files that --exclude names"
+            )
             what = left_out if named else "is no file, folder, glob or Hub dataset"
             raise UserError(f"{entry} {what}; nothing to read there.")
         return found

@@ -343,7 +343,7 @@ class Workers(AbstractContextManager):
         if not line:
             raise UserError(
                 f"A worker process ended with status {process.wait()} (-9: killed, often for want of memory). The same "
-                f"command goes on; with --num_proc 1 it needs the least memory."
+                f"command resumes; with --num_proc 1 it needs the least memory."
             )
         if problem := json.loads(line):
             raise UserError(problem)

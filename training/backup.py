@@ -192,7 +192,7 @@ class Backup:
                     if self.problem is None:
                         self._report(
                             f"WARNING: {checkpoint.name} could not be copied to {self.there.path} ({_reason(error)}). Training "
-                            f"goes on, and so do the attempts."
+                            f"continues, and copying is tried again."
                         )
                     self.problem = _reason(error)
                 return

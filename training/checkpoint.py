@@ -64,7 +64,7 @@ class TrainState:
     position: DataPosition
     settings: dict[str, Any]  # the run's, to tell what another command would change
     losses: tuple[float | None, ...] = ()  # of the last steps; None where one was skipped
-    unlogged: int = 0  # how many of them no log line has told yet
+    unlogged: int = 0  # how many of them no log line holds yet
     grad_scaler: dict[str, float] | None = None  # fp16 only
 
 
@@ -273,7 +273,7 @@ def _from_format_1(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 
 
 def _check_state(state: TrainState, checkpoint: Path) -> None:
-    """Raise a ValueError for numbers that no run writes; a stranger may have made the manifest fit."""
+    """Raise a ValueError for numbers that no run writes; another program may have made the manifest fit."""
     if checkpoint.name.startswith("step_") and state.position.step != step_of(checkpoint):
         raise ValueError(f"step is {state.position.step}")
     if state.unlogged > len(state.losses):

@@ -15,7 +15,7 @@ BYTES_KEPT_WHOLE = 4  # of each parameter's gradient, on every process of a shar
 KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
 # The same for each token, head and position that it looks at, where attention is written out.
 SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
-# What is held for a while beside that, each as (fp32, half). On a GPU as its allocator counted it for 1, 3, 4 and 12 layers
+# Bytes held for a while in addition, each as (fp32, half). On a GPU as its allocator counted it for 1, 3, 4 and 12 layers
 # (tests/fake_cuda); on a CPU a logit is computed once and held twice in fp32.
 LOSS_ON_CPU, LOSS_ON_GPU, LOSS_COMPILED = (12, 10), (21, 19), (8, 4)  # bytes for each logit of a chunk
 BACKWARD = (36, 24)  # of a block, not compiled and compiled: bytes for each token and unit of width

@@ -21,7 +21,7 @@ from training.run import Run
 
 WARM_UP = 3  # steps: compilation, first allocations, and one under the profiler
 STEPS = 3
-PHASES = ("data", "optimizer")  # ranges of step.py whose operators count as theirs, whatever they compute
+PHASES = ("data", "optimizer")  # ranges of step.py whose operators all count as theirs
 SHOWN = 8  # kernels
 
 # Of an operator or a kernel by its name: the first that is found in it; what is none of these is elementwise. On a GPU,
@@ -39,7 +39,7 @@ FUSED = re.compile(r"(cpp|triton_(poi|red|per))_fused_")
 FUSED_NAMED = {"loss": r"log_softmax|logsumexp|nll_loss|cross_entropy|_exp_", "attention": "softmax"}
 # On the host: what has a namespace is an operator, unless it is autograd's; a range of torch.compile is none either.
 OPERATOR = re.compile(r"^(?!autograd::|torch::)\w+::|^gloo:|cpp_fused_")
-BESIDE = ("copies", "communication")  # run while something else computes: only what that leaves counts
+OVERLAPPING = ("copies", "communication")  # run while something else computes: only what that leaves counts
 ORDER = ("data", "matmul", "attention", "elementwise", "loss", "optimizer", "copies", "communication", "host", "idle")
 
 
@@ -121,7 +121,7 @@ def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]
     """Return microseconds by (category, name), of `wall` microseconds.
 
     On a device, the times of its kernels, and `idle`, in which none ran. Without one, the self times of the operators, and `host`,
-    the rest: Python. `BESIDE` gets at most the time that the others leave.
+    the rest: Python. `OVERLAPPING` gets at most the time that the others leave.
     """
     on_device = any(event.device_type != DeviceType.CPU for event in events)
     spent: Counter[tuple[str, str]] = Counter()
@@ -135,10 +135,10 @@ def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]
         own = event.time_range.elapsed_us() if on_device or event.is_async else event.self_cpu_time_total
         category = classify(event.name) if phase is None else phase.name
         spent[category, "data" if category == "data" else event.name] += own
-    beside = sum(us for (category, _), us in spent.items() if category in BESIDE)
-    share = max(0, min(1, (wall - (spent.total() - beside)) / (beside or 1)))
+    overlapping = sum(us for (category, _), us in spent.items() if category in OVERLAPPING)
+    share = max(0, min(1, (wall - (spent.total() - overlapping)) / (overlapping or 1)))
     for key in spent:
-        if key[0] in BESIDE:
+        if key[0] in OVERLAPPING:
             spent[key] *= share
     rest = "idle" if on_device else "host"
     spent[rest, rest] = max(0, wall - spent.total())

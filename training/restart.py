@@ -45,7 +45,7 @@ def restarted() -> dict[str, Any]:
 
 
 def execute(restart: Restart) -> NoReturn:
-    """Replace this process by a fresh one with the same command, from any thread, whatever the others hang in."""
+    """Replace this process by a fresh one with the same command, from any thread, even where the others hang."""
     show_cursor()
     # Files are closed by mark, not by hand: a library's thread that finds its socket closed would abort before the new process.
     for descriptor in map(int, os.listdir("/dev/fd")):

@@ -10,7 +10,7 @@ runs/x/
     report.md        the run on one page, with its loss.png and course.png
     tensorboard/     its event files, where TensorBoard is a tracker; tracker_id: the run's id in other trackers
     profile/         where the time of a step went, see profile.py
-    evaluation/      what evaluate.py measured; lm_eval/: what lm-eval did, where it was told so
+    evaluation/      what evaluate.py measured; lm_eval/: what lm-eval did, where its --output_path is there
     checkpoints/     see checkpoint.py
     model/           the model to use: the newest checkpoint's, without its training state; hub/: what was published
 """

@@ -36,7 +36,7 @@ ASKED = "ACCELERATE_USE_FSDP"
 
 @dataclass(frozen=True)
 class Sharding:
-    """What the launcher was told of it."""
+    """Sharding settings of the launcher."""
 
     offload: bool = False  # shares and optimizer live in the memory of the CPU
 

@@ -163,6 +163,6 @@ def compare(
     how = (
         f"The same {text.bytes.sum():,} bytes of {counted(len(text.texts), 'document')} for all. Models score documents one by one, in windows "
         f"of their context that overlap by half. ±: standard error over {text.units}; that of a difference is paired. N-grams "
-        f"(Kneser-Ney) are fitted on {on}; compressors see the documents on end."
+        f"(Kneser-Ney) are fitted on {on}; compressors read all documents as one file."
     )
     return {"rows": sorted(rows, key=lambda row: row["bits_per_byte"]), "how": how}

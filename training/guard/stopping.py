@@ -85,7 +85,7 @@ class Stopper:
         self._sent.setblocking(False)
         self._handlers = {}
         if threading.current_thread() is threading.main_thread():  # Python sets handlers there only
-            # No place for a thread to look: the interpreter itself writes the number there, whatever it is doing.
+            # No place for a thread to look: the interpreter itself writes the number there at any moment.
             self._wakeup = signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
             is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             self._handlers = {number: signal.signal(number, _only_note) for number in SIGNALS[: 2 if is_nohup else 3]}
@@ -210,7 +210,7 @@ def say(line: str) -> None:
 
 
 def leave(code: int, last_words: str = "") -> NoReturn:
-    """Ends the process from any thread, whatever the others hang in."""
+    """Ends the process from any thread, even where the others hang."""
     show_cursor()
     if last_words and os.environ.get("RANK", "0") == "0":
         say(last_words)

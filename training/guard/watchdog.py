@@ -234,7 +234,7 @@ class Watchdog:
         show_cursor()
         if fault:
             say(f"error: {fault}. {REMEDY}")
-        for seconds in (0, BEFORE_LEAVING):  # noted twice: what is being saved notes that the run goes on
+        for seconds in (0, BEFORE_LEAVING):  # noted twice: a save under way writes the status running
             wait_for_writing(seconds)
             if fault and self.folder is not None:
                 mark_failed(self.folder.status, self.folder.newest_step(), f"{fault}. {REMEDY}")

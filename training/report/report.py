@@ -45,7 +45,7 @@ def environment(*folders: Path) -> Environment:
 
 
 def cell(text: str) -> str:
-    """The beginning of a text in a row of a table, as code: whatever a model writes, it stays text."""
+    """The beginning of a text in a row of a table, as code, so that no text of a model is read as Markdown."""
     line = re.sub(r"\s+", " ", text.replace("`", "'")).strip()
     line = line if len(line) <= CELL else line[: CELL - 1] + "…"
     return f"`{line}`".replace("|", r"\|")
