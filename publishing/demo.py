@@ -20,8 +20,8 @@ from huggingface_hub import SpaceCard, SpaceCardData
 from huggingface_hub.utils import enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
-from command_line import FlagParser, Problems, run
-from errors import UserError
+from command_line import FlagParser, run
+from errors import Problems, UserError
 from limits import setting
 from publishing.source import Source
 from publishing.upload import Repository, check_access, check_models, check_repo_id, upload

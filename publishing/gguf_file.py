@@ -27,8 +27,8 @@ except ImportError:
     gguf = None
 
 from atomic import unfinished_path
-from command_line import FlagParser, Problems, run
-from errors import UserError, disk_errors
+from command_line import FlagParser, run
+from errors import Problems, UserError, disk_errors
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer import encode, vocabulary

@@ -17,8 +17,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from command_line import Problems
-from errors import UserError
+from errors import Problems, UserError
 from publishing.source import Source
 from removal import MARK
 from training.data import find_store

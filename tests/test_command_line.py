@@ -17,9 +17,10 @@ import generate
 import tokenizer.pretokenize
 import train_accelerate
 import training.evaluate
-from command_line import FlagParser, read_yaml, run
+from command_line import FlagParser, run
 from conftest import REPOSITORY
 from errors import UserError
+from settings_file import read_yaml
 from training.config import PARTS, read_config
 
 

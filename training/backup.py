@@ -17,10 +17,10 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 from atomic import copy_file, unfinished_path
-from command_line import read_yaml
 from errors import UserError
 from limits import setting
 from removal import discard, mark
+from settings_file import read_yaml
 from training import checkpoint as checkpoints
 from training.checkpoint import FILES, MANIFEST, DamageError, complete_checkpoints, is_linked, listed_files, step_of
 from training.console import clock

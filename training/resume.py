@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from command_line import read_yaml
 from errors import UserError
+from settings_file import read_yaml
 from training import checkpoint as checkpoints
 from training.backup import Backup
 from training.batches import START, DataPosition
