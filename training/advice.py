@@ -1,4 +1,4 @@
-"""Advice: what a plan (see forecast.py) or the log of a run shows to be wrong, and what would help. docs/plan.md describes the limits."""
+"""Advice: what a plan (see forecast.py) or the log of a run shows to be wrong, and what would help. docs/training.md describes the limits."""
 
 import math
 import statistics

@@ -67,7 +67,7 @@ def _out_of_memory(run: Run) -> Exception:
     if micro == 1:
         return UserError(
             f"{what}: not even one fits; {last_good}. Use --gradient_checkpointing, a smaller model or n_positions, or FSDP2 "
-            f"on several devices (docs/several_devices.md)."
+            f"on several devices (docs/multi_gpu.md)."
         )
     if not plan.batches.is_auto:
         return UserError(
