@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from removal import discard
 
-# What drives answer that cannot be told to write now; what they were given is with them all the same.
+# Errors of drives that do not support fsync. Data written to them is still accepted.
 CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EISDIR}
 PIECE_BYTES = 1 << 20
 
@@ -19,22 +19,22 @@ def write_atomic(path: Path, text: str) -> None:
     """Write a text file, force it to disk, and rename it into place."""
     unfinished = path.with_name(path.name + ".tmp")
     with unfinished.open("wb") as file:
-        file.write(text.encode(errors="backslashreplace"))  # in names of files that are not UTF-8
+        file.write(text.encode(errors="backslashreplace"))  # file names may not be UTF-8
         fsync(file)
     os.replace(unfinished, path)
 
 
 def fsync(file: BinaryIO) -> None:
-    """Force what was written to disk, so that it survives a power cut, where the drive can."""
+    """Force written data to disk, so that it survives a power cut, if the drive supports it."""
     file.flush()
     with _where_possible():
         os.fsync(file.fileno())
 
 
 def fsync_path(path: Path) -> None:
-    """Force a closed file, or the names in a folder, to disk, where the drive can."""
+    """Force a closed file, or the entries of a folder, to disk, if the drive supports it."""
     with _where_possible():
-        descriptor = os.open(path, os.O_RDONLY)  # some drives open no folders
+        descriptor = os.open(path, os.O_RDONLY)  # some drives cannot open folders
         try:
             os.fsync(descriptor)
         finally:
@@ -57,8 +57,10 @@ def file_sha256(path: Path) -> str:
 
 
 def copy_file(source: Path, target: Path) -> str:
-    """Copy a file, force the copy to disk, and return the SHA-256 of what was read. Raise an OSError also where the copy is
-    shorter than it should be, which some drives do not report."""
+    """Copy a file, force the copy to disk, and return the SHA-256 of the source.
+
+    Raise an OSError also if the copy is too short, which some drives do not report.
+    """
     digest, size = hashlib.sha256(), 0
     with source.open("rb") as reader, target.open("wb") as writer:
         while piece := reader.read(PIECE_BYTES):
@@ -72,24 +74,24 @@ def copy_file(source: Path, target: Path) -> str:
 
 @contextmanager
 def unfinished_path(path: Path, suffix: str = ".unfinished", known: Iterable[str] = ()) -> Iterator[Path]:
-    """Yield a name next to `path` for unfinished work, which replaces `path` by a rename, or is deleted where something fails.
+    """Yield a temporary name next to `path` for unfinished work. On success it is renamed to `path`; on failure, deleted.
 
-    `known`: of a folder, the names of its files, see `discard`; the folder is made.
+    `known`: for a folder, patterns of the names of its files (see `discard`); the folder is created.
     """
     unfinished = path.with_name(f".{path.name}{suffix}")
     discard(unfinished, known)
     try:
         if known:
-            unfinished.mkdir()  # without parents: the way to a drive that is gone must not be built on the disk below it
+            unfinished.mkdir()  # without parents: they must not be created on the local disk when a drive is unmounted
         yield unfinished
         for part in (*unfinished.glob("*/"), unfinished):
             fsync_path(part)
         if known:
             discard(path, known, replacement=unfinished)
         else:
-            os.replace(unfinished, path)  # which refuses to replace a folder
+            os.replace(unfinished, path)  # refuses to replace a folder
         fsync_path(path.parent)
     except BaseException:
-        with suppress(OSError):  # what failed above is the reason
+        with suppress(OSError):  # the first failure is the one to report
             discard(unfinished, known)
         raise

@@ -25,10 +25,10 @@ import limits
 from errors import Problems, UserError
 from settings_file import read_yaml
 
-# Ways to say the same thing, how long a run is: one given as a flag clears all of them in the file.
-SAYING = 10.0  # seconds that a process of a job waits for the one that reports a problem of all
+REPORT_SECONDS = 10.0  # that the other processes of a job wait while one reports a problem that all of them have
 HELP = frozenset({"-h", "--help", "--help_all"})
-LONGEST_ERROR = 400  # characters of argparse's, which quotes what it was given
+LONGEST_ERROR = 400  # characters of a message by argparse, which quotes its input
+# Three ways to set the length of a run. A flag for one of them clears all three in the file.
 EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
 
 
@@ -42,8 +42,11 @@ class FlagParser(HfArgumentParser):
         positional: str | None = None,
         main: tuple[str, ...] = (),
     ):
-        """`positional` names the field that a first argument without a flag fills; `main`, the flags that `--help` explains,
-        where there are too many to explain them all."""
+        """Add a flag for each field of the dataclasses.
+
+        `positional` names the field that a first argument without a flag sets. `main` lists the flags that `--help` explains
+        when there are too many to explain all of them.
+        """
         super().__init__(dataclass_types, allow_abbrev=False, add_help=False, description=description)
         self.positional = positional
         self.main = main
@@ -51,7 +54,7 @@ class FlagParser(HfArgumentParser):
         self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of settings; flags override it.")
 
     def add_argument(self, *names: Any, **options: Any) -> Action:
-        """Without what a field's metadata says of its range, which is checked here and unknown to argparse."""
+        """Add a flag without the range in its metadata, which argparse does not know; `parse` checks it."""
         return super().add_argument(*names, **{key: options[key] for key in options if key not in limits.KEYS})
 
     def error(self, message: str) -> NoReturn:
@@ -68,11 +71,11 @@ class FlagParser(HfArgumentParser):
         default_config: Path | None = None,
         check: Callable[..., None] | None = None,
     ) -> tuple[tuple, set[str]]:
-        """Return the filled dataclasses, and the names of the fields the user set: by flag, or in a config file of their own.
+        """Return the filled dataclasses, and the names of the fields that the user set by a flag or in a `--config` file.
 
-        `default_config` is read where no `--config` is given, and does not count as set by the user. `check` is called with
-        the dataclasses and raises a `UserError` for what is wrong with their values. All problems are raised together, one a
-        line: also unknown flags and keys, values of the wrong type, and a missing or unreadable file.
+        `default_config` is read if no `--config` is given; its values do not count as set by the user. `check` receives the
+        dataclasses and raises a `UserError` for wrong values. All problems are raised together, one per line, including
+        unknown flags and keys, values of the wrong type, and a missing or unreadable file.
         """
         if self.positional and arguments and not arguments[0].startswith("-"):
             arguments = [f"--{self.positional}", *arguments]
@@ -83,7 +86,7 @@ class FlagParser(HfArgumentParser):
             content = read_yaml(config_path, as_text=True) if config_path else {}
         except UserError as error:
             found.add(str(error))
-            content, check = {}, None  # whose values are not known
+            content, check = {}, None  # the values of the file are not known
         given = set(self.named_flags(arguments))
         if given & EXCLUSIVE:
             content = {name: value for name, value in content.items() if name not in EXCLUSIVE}
@@ -107,7 +110,7 @@ class FlagParser(HfArgumentParser):
         return tuple(filled), given
 
     def _lacks_needed(self, filled: list[Any], found: Problems) -> bool:
-        """Whether needed settings have no value; those that were not given are a problem of their own."""
+        """Return whether a required setting has no value; add a problem for each one that was not given."""
         needed = {f.name: f.metadata["needed"] for part in filled for f in fields(part) if "needed" in f.metadata}
         empty = [name for part in filled for name in vars(part).keys() & needed if not getattr(part, name)]
         if missing := [needed[name] for name in needed if name in set(empty) - found.unsure]:
@@ -115,7 +118,7 @@ class FlagParser(HfArgumentParser):
         return bool(empty)
 
     def _good_flags(self, arguments: list[str], found: Problems) -> list[str]:
-        """The arguments without those that are wrong. Each flag is parsed by itself, since argparse stops at the first error."""
+        """Return the arguments without the wrong ones. Each flag is parsed separately, since argparse stops at the first error."""
         groups: list[list[str]] = []
         for argument in arguments:
             if _is_flag(argument) or not groups:
@@ -143,7 +146,7 @@ class FlagParser(HfArgumentParser):
         return good
 
     def _checked(self, content: dict[str, Any], path: Path | None, found: Problems) -> dict[str, Any]:
-        """What a file says, its types and choices checked as argparse checks a flag's (and never a default's)."""
+        """Return the valid settings of a file. Types and choices are checked as argparse checks those of flags."""
         actions = {action.dest: action for action in self._actions}
         hints = {name: hint for part in self.dataclass_types for name, hint in get_type_hints(part).items()}
         checked = {}
@@ -156,9 +159,9 @@ class FlagParser(HfArgumentParser):
             if value is None and type(None) in get_args(hints[name]):
                 checked[name] = None
             elif value is None:
-                found.add(f"{name} in {path} has no value; give it one or leave the line out.", name)
+                found.add(f"{name} in {path} has no value; set one or remove the line.", name)
             elif isinstance(value, list) and None in value:
-                found.add(f"{name} in {path} has an item without a value; give it one or leave it out.", name)
+                found.add(f"{name} in {path} has an item without a value; set one or remove the item.", name)
             elif isinstance(value, dict):
                 found.add(f"{name} in {path} is nested; keys are flat.", name)
             elif isinstance(value, list) and not takes_list:
@@ -178,11 +181,11 @@ class FlagParser(HfArgumentParser):
         return checked
 
     def _add_unknown(self, kind: str, given: str, found: Problems, where: str = "") -> None:
-        dashes, hint = "--" if kind == "flag" else "", "See --help for all of them."
+        dashes, hint = "--" if kind == "flag" else "", "See --help for the list."
         other_names = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
         others = other_names.get(_name(given), [])
         if names := [name for name in others if name in self.names] or [name for name in others if name == "config"]:
-            hint = f"Here it is {', '.join(dashes + name for name in names)}."
+            hint = f"Use {', '.join(dashes + name for name in names)}."
         elif names := difflib.get_close_matches(
             _name(given), [*self.names, *(["config", "help_all"] if dashes else [])], n=1
         ):
@@ -190,9 +193,9 @@ class FlagParser(HfArgumentParser):
         found.add(f"{where}Unknown {kind} {given}. {hint}", *names)
 
     def describe(self, everything: bool, from_file: dict[str, Any], path: Path | None) -> str:
-        """Return the text of `--help_all`, or of `--help`: the main flags, and the groups of all.
+        """Return the text of `--help_all`, or of `--help`: the main flags and the names of all groups.
 
-        Each flag has its default in the code, and the value `from_file` at `path` where that differs.
+        Each flag is shown with its default in the code and, if that differs, its value in the file at `path`.
         """
         width = min(shutil.get_terminal_size().columns, 120)
 
@@ -205,7 +208,7 @@ class FlagParser(HfArgumentParser):
             return _entry(f"--{name} {_metavar(action)}".rstrip(), text, 28, width)
 
         groups = {
-            re.sub("Arguments$|Door$", "", kind.__name__): [field.name for field in fields(kind)]
+            re.sub("Arguments$", "", kind.__name__): [field.name for field in fields(kind)]
             for kind in self.dataclass_types
         }
         positional = f"[{self.positional.upper()}] " if self.positional else ""
@@ -229,7 +232,7 @@ class FlagParser(HfArgumentParser):
 
     @staticmethod
     def value_of(name: str, arguments: list[str]) -> str | None:
-        """Return what a flag is given, before all are checked; None where it is not given, or no name of a file."""
+        """Return the value of a flag before all flags are checked; None if it is not given or cannot name a file."""
         for argument, following in pairwise([*arguments, None]):
             if _is_flag(argument) and _name(argument) == name:
                 value = argument.split("=", 1)[1] if "=" in argument else following
@@ -242,7 +245,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (None where it was closed)
-    # A log file shows how far the command is, and text of a model ends no run on a terminal without UTF-8.
+    # A log file shows each line at once, and a character that the terminal cannot show does not end the run.
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     code: Any = 0
     try:
@@ -255,7 +258,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         code = _report(error)
     except BrokenPipeError:
         _leave_stdout()
-    except OSError as error:  # of a file or folder that nothing before has looked at
+    except OSError as error:  # for a file or folder that no earlier check covers
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
         code = _report(UserError(": ".join(str(part) for part in (error.filename, error.strerror) if part) + "."))
@@ -267,35 +270,38 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
 
 
 def _report(error: UserError) -> int:
-    """Print what is wrong; return the exit code. Every process of a job finds the same problem, and one reports it; but it may
-    be that of one machine alone."""
+    """Print the problem and return the exit code.
+
+    Usually all processes of a job find the same problem and rank 0 reports it. A problem of one machine alone is reported by
+    the first process of that machine.
+    """
     rank = os.environ.get("RANK", "0")
-    if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_said):
+    if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_reported):
         for sentence in str(error).splitlines():
             print(f"error{f' (rank {rank})' if rank != '0' else ''}: {sentence}", file=sys.stderr, flush=True)
-    elif not error.is_said:  # the first that ends makes the launcher end the one that reports it
-        time.sleep(SAYING)
+    elif not error.is_reported:  # when one process ends, the launcher ends the one that reports
+        time.sleep(REPORT_SECONDS)
     return 1
 
 
 def _leave_stdout() -> None:
-    """Discard what is still to be written to an output that nobody reads, or that is full."""
+    """Discard buffered output when stdout has no reader or its disk is full."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_flag(argument: str) -> bool:
-    """Whether argparse takes it for one: a value that begins with `--` holds a space."""
+    """Return whether argparse reads the argument as a flag: a value that starts with `--` contains a space."""
     return argument.startswith("--") and " " not in argument.split("=")[0]
 
 
 def _name(flag: str) -> str:
-    """The field that a flag sets."""
+    """Return the name of the field that a flag sets."""
     return flag.removeprefix("--").split("=")[0].replace("-", "_")
 
 
 def _program() -> str:
-    """The command of this process, as a user types it."""
+    """Return the command of this process as a user types it."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     return f"python -m {module.name}" if module is not None else f"python {Path(sys.argv[0]).name}"
 
@@ -312,7 +318,7 @@ def _shown(value: Any) -> str:
 
 
 def _entry(name: str, text: str, column: int, width: int) -> str:
-    """A name and its text, which begins at `column`, on the next line where the name is too long."""
+    """Return a help entry: the name, and its text from `column` on, on the next line if the name is too long."""
     lines = textwrap.wrap(
         text, width, initial_indent=" " * column, subsequent_indent=" " * column, break_on_hyphens=False
     )

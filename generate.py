@@ -1,4 +1,4 @@
-"""Streams text from a run, a checkpoint, a model folder or a Hub id.
+"""Generate text with a run, a checkpoint, a model folder or a Hub id.
 
 python generate.py runs/x --prompt "Once upon a time"
 python generate.py runs/x/checkpoints/step_00001000 --prompt "Once" --temperature 0
@@ -25,33 +25,35 @@ from modeling_gpt2scratch.loading import arrange_weights
 from training.loading import find_model, load_with_tokenizer
 from training.sampling import compiled, continue_texts, encode_prompt, generation_config
 
-AT_ONCE = 32  # continuations; each of GPT-2's takes 75 MB for keys and values at its full context in fp32
+AT_ONCE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
 
 
 @dataclass
 class GenerateArguments:
     model: str | None = setting(
         None,
-        "What to load; may be given without its flag.",
+        "The model to load; the flag name may be omitted.",
         needed=("a model", 'python generate.py runs/x --prompt "Once"'),
     )
-    prompt: str = setting("", "Text to continue; empty begins a new text.", free_text=True)
-    max_new_tokens: int = setting(100, "Number of tokens to write, also beyond the context.", minimum=1)
+    prompt: str = setting("", "Text to continue; empty starts a new text.", free_text=True)
+    max_new_tokens: int = setting(100, "Number of tokens to generate; may exceed the context length.", minimum=1)
     num_return_sequences: int = setting(
-        1, "Number of continuations; several are made side by side, then shown.", minimum=1
+        1, "Number of continuations; several are generated as a batch and then printed.", minimum=1
     )
-    temperature: float = setting(0.8, "Above 1 wilder, below 1 tamer, 0 always the likeliest.", maximum=1000)
-    top_k: int = setting(50, "Choose among this many likeliest tokens; 0 for all.")
-    top_p: float = setting(1.0, "Choose among the likeliest that make up this share.", above=0, maximum=1)
+    temperature: float = setting(0.8, "Sampling temperature; 0 always picks the most likely token.", maximum=1000)
+    top_k: int = setting(50, "Sample from this many most likely tokens; 0 for all.")
+    top_p: float = setting(
+        1.0, "Sample from the most likely tokens that together have this probability.", above=0, maximum=1
+    )
     repetition_penalty: float = setting(
-        1.0, "Above 1, tokens that were used get less likely.", minimum=0.01, maximum=100
+        1.0, "Values above 1 make tokens less likely that were already used.", minimum=0.01, maximum=100
     )
-    seed: int | None = setting(None, "The same seed writes the same text.", below=2**63)
+    seed: int | None = setting(None, "Random seed; the same seed gives the same text.", below=2**63)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "Precision; auto: as saved. bfloat16 reads half the bytes, and rounds: other texts may come."
+        "auto", "Precision; auto: as saved. bfloat16 reads half the bytes, but its rounding can change the text."
     )
     torch_compile: bool = setting(
-        False, "Compile a step, which takes seconds. Meant for GPUs: on a CPU it gained little or nothing."
+        False, "Compile a decoding step, which takes seconds. For GPUs: on a CPU it gained little or nothing."
     )
 
 
@@ -60,7 +62,7 @@ def main(arguments: list[str]) -> None:
     (options,), _ = parser.parse(arguments)
     source = find_model(options.model)
     model, tokenizer = load_with_tokenizer(source, options.dtype)
-    # Of its settings only the ends of a text; otherwise the flags count: a max_length of its own would warn in every window.
+    # Keep only the end-of-text tokens. The flags set the rest; a max_length here would cause a warning in every window.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if options.num_return_sequences == 1:
@@ -76,11 +78,11 @@ def main(arguments: list[str]) -> None:
     with torch.no_grad():
         if not model(torch.tensor([ids[-1:]], device=model.device)).logits.isfinite().all():
             raise UserError(
-                f"{source} computes logits that are not finite; its weights or its config.json are damaged."
+                f"{source} computes logits that are not finite: its weights or its config.json are damaged."
             )
     n_prompt, context = len(ids), model.config.max_position_embeddings
     if n_prompt >= context:
-        print(f"Of the prompt's {n_prompt} tokens, only the last {context - 1} are read.", file=sys.stderr)
+        print(f"The prompt has {n_prompt} tokens; only the last {context - 1} are used.", file=sys.stderr)
     write = partial(print, end="", flush=True)
     if options.num_return_sequences == 1:
         write(options.prompt)

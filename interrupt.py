@@ -1,6 +1,6 @@
-"""Ctrl-C while a command imports its libraries, which takes seconds: exit code 130 and one word instead of a traceback.
+"""Handle Ctrl-C while a command imports its libraries, which takes seconds: exit code 130 and one word, no traceback.
 
-Each command imports this first. It does nothing where something else runs, such as a test; `command_line.run` takes over.
+Each command imports this module first. In other programs, such as tests, it does nothing. `command_line.run` takes over later.
 """
 
 import os
@@ -11,6 +11,6 @@ from pathlib import Path
 _command = Path(getattr(sys.modules["__main__"], "__file__", None) or os.devnull).resolve()
 if (
     _command.is_relative_to(Path(__file__).resolve().parent)
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # otherwise a shell's `&` has it ignored
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's `&` ignores SIGINT
 ):
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))

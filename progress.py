@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long work: a bar on a terminal, otherwise a line every 30 seconds."""
 
 import operator
 import time
@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class Progress:
-    """A bar on stderr where that is a terminal and `is_shown`. Otherwise `say` receives a line every 30 seconds."""
+    """Progress bar on stderr if that is a terminal and `is_shown`; otherwise `say` receives a line every 30 seconds."""
 
     def __init__(self, what: str, total: int, is_shown: bool = True, say: Callable[[str], None] = lambda line: None):
         console = Console(stderr=True)
@@ -33,7 +33,7 @@ class Progress:
         self.bar.stop()
 
     def advance(self, note: str = "") -> None:
-        """Count one more of `total`. `note` stands next to the bar or in the line."""
+        """Count one more item of `total`. `note` is shown next to the bar or in the line."""
         self.done += 1
         self.bar.update(self.task, advance=1, note=note)
         now = time.monotonic()
@@ -44,7 +44,7 @@ class Progress:
 
 
 def track(items: Iterable[Item], what: str, is_shown: bool) -> Iterator[Item]:
-    """Yield `items` under a bar."""
+    """Yield `items` with a progress bar."""
     with Progress(what, operator.length_hint(items), is_shown) as progress:
         for item in items:
             yield item

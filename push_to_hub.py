@@ -1,8 +1,8 @@
-"""Checkpoint -> world: a model on the Hugging Face Hub, verified before it is uploaded and again after.
+"""Publish a model on the Hugging Face Hub; it is verified before and after the upload.
 
 python push_to_hub.py runs/x --repo_id user/name
-python push_to_hub.py runs/x --repo_id user/name --dry_run                        # all but the upload; the folder stays
-python push_to_hub.py runs/x --repo_id user/name --checkpoint best --revisions    # each checkpoint as a branch, too
+python push_to_hub.py runs/x --repo_id user/name --dry_run                        # everything but the upload
+python push_to_hub.py runs/x --repo_id user/name --checkpoint best --revisions    # also each checkpoint as a branch
 python push_to_hub.py runs/x --repo_id user/name --format both --gguf f16 q8_0    # also for vLLM, llama.cpp and others
 """
 
@@ -36,14 +36,14 @@ EXAMPLE = "python push_to_hub.py runs/x --repo_id user/name"
 @dataclass
 class PushArguments:
     run: str | None = setting(
-        None, "A run, a checkpoint or a model folder; may be given without its flag.", needed=("a run", EXAMPLE)
+        None, "A run, a checkpoint or a model folder; the flag name may be omitted.", needed=("a run", EXAMPLE)
     )
     repo_id: str | None = setting(None, "The repository on the Hub, as user/name.", needed=("a repository", EXAMPLE))
     checkpoint: str | None = setting(
-        None, "Of a run: last, best (the lowest validation loss of those kept) or a step; last where left out."
+        None, "Checkpoint of the run: last (the default), best (lowest validation loss of those kept) or a step."
     )
-    revisions: bool = setting(False, "Also every kept checkpoint, as a branch such as step0001000-tokens33M.")
-    private: bool = setting(False, "Make a new repository private.")
+    revisions: bool = setting(False, "Also publish every kept checkpoint as a branch such as step0001000-tokens33M.")
+    private: bool = setting(False, "Create a new repository as private.")
     dry_run: bool = setting(False, "Assemble and verify, but do not upload.")
 
 
@@ -52,8 +52,10 @@ def main(arguments: list[str]) -> None:
     (push, options), _ = parser.parse(arguments, check=lambda push, options: check_repo_id(push.repo_id))
     source = find_source(Path(push.run), push.checkpoint)
     if push.revisions and source.run is None:
-        raise UserError(f"{source.model} is a model without a run, so there are no checkpoints for --revisions.")
-    # All or none: a damaged one is found before the first is published.
+        raise UserError(
+            f"{source.model} is a model without a run, so it has no checkpoints for --revisions; leave the flag out."
+        )
+    # All checkpoints are checked before the first one is published.
     checkpoints = all_sources(source.run) if push.revisions else []
     if options.has_code and not options.trust_folder_code:
         for each in (source, *checkpoints):
@@ -66,24 +68,22 @@ def main(arguments: list[str]) -> None:
             url = publish(source, repository, options, push.dry_run)
             for checkpoint in checkpoints:
                 publish(checkpoint, replace(repository, branch=checkpoint.branch), options, push.dry_run)
-    except Timeout as error:  # another process would have verified one folder and uploaded another
-        raise UserError(f"{source.model} is being published by another process; wait for its end.") from error
-    except BrokenPipeError:  # nobody reads what we print
+    except Timeout as error:  # two processes would verify and upload the same folder
+        raise UserError(f"{source.model} is being published by another process; wait until it ends.") from error
+    except BrokenPipeError:  # stdout has no reader
         raise
-    except (
-        Exception
-    ) as error:  # a full disk, a folder that cannot be written, a checkpoint that the run deletes meanwhile
-        of_the_disk = as_os_error(error)
-        if not isinstance(of_the_disk, OSError):
+    except Exception as error:  # a full disk, a folder without write permission, a checkpoint that the run just deleted
+        disk_error = as_os_error(error)
+        if not isinstance(disk_error, OSError):
             raise
-        sentence = f"Could not publish {source.model}: {of_the_disk}; correct that, then run this again."
+        sentence = f"Could not publish {source.model}: {disk_error}; fix that and run this command again."
         raise UserError(sentence) from error
     if url is not None:
         print(f"Published: {url}")
 
 
 def publish(source: Source, repository: Repository, options: FolderArguments, dry_run: bool) -> str | None:
-    """Assemble the folder, verify it, upload it, and verify what is there then; return the address."""
+    """Assemble the folder, verify it, upload it, and verify the uploaded files; return the URL, or None for a dry run."""
     folder, as_branch = source.hub, ""
     if repository.branch is not None:
         folder, as_branch = folder.with_name(f"{folder.name}-{repository.branch}"), f" as {repository.branch}"
@@ -95,7 +95,7 @@ def publish(source: Source, repository: Repository, options: FolderArguments, dr
     for name, size in [*sizes.items(), ("total", sum(sizes.values()))]:
         print(f"  {size:>15,} bytes  {name}", flush=True)
     if dry_run:
-        print(f"Not uploaded (--dry_run): {folder} is what would go to {repository.id}{as_branch}.")
+        print(f"Not uploaded (--dry_run): {folder} would be uploaded to {repository.id}{as_branch}.")
         return None
     uploaded = upload(folder, repository)
     with tempfile.TemporaryDirectory() as cache:
@@ -108,7 +108,7 @@ def publish(source: Source, repository: Repository, options: FolderArguments, dr
 
 
 def verify_formats(published: Published, expected: Expected, options: FolderArguments) -> None:
-    """Verify a folder or repository, and its native twin, of which the loss follows from the logits."""
+    """Verify a folder or repository and its native twin, of which only the logits are compared."""
     verify(published, expected)
     if options.has_twin:
         verify(replace(published, subfolder=TWIN, has_code=False), replace(expected, windows={}, run_loss=None))
@@ -116,5 +116,5 @@ def verify_formats(published: Published, expected: Expected, options: FolderArgu
 
 if __name__ == "__main__":
     transformers_logging.disable_progress_bar()
-    enable_progress_bars()  # the Hub's own
+    enable_progress_bars()  # those of huggingface_hub
     run(main)

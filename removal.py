@@ -1,7 +1,7 @@
-"""Deletion of files that this project wrote, and of nothing else.
+"""Deletion of files that this project wrote, and of no others.
 
-A folder that a command empties carries a mark, a file that only this project writes; a folder without it is refused. Within a
-marked folder, files are deleted by their known names, and other files are kept.
+A command deletes a folder only if it carries a mark: a file that only this project writes. Within a marked folder, files with
+known names are deleted and all other files are kept.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from errors import UserError
 
 MARK = ".gpt2scratch.json"
 UNFINISHED_MARK = f"{MARK}.tmp"
-# Written by systems, not by people; and by safetensors, which renames it at the end.
+# Files that operating systems write, and the temporary file of safetensors.
 LITTER = ("**/.DS_Store", "**/._*", "**/Thumbs.db", "**/desktop.ini", "**/.nfs*", "**/.tmp??????")
 
 
@@ -24,13 +24,13 @@ def mark(folder: Path, kind: str) -> None:
     """Create a folder if it does not exist, and mark it as written by this project."""
     folder.mkdir(parents=True, exist_ok=True)
     if not is_marked(folder, kind):
-        unfinished = folder / UNFINISHED_MARK  # a mark that is written in part is not ours
+        unfinished = folder / UNFINISHED_MARK  # a partly written file is not a mark
         unfinished.write_text(_content(kind), encoding="utf-8")
         unfinished.replace(folder / MARK)
 
 
 def is_marked(folder: Path, kind: str) -> bool:
-    """Whether this project marked the folder as one of this kind."""
+    """Return whether this project marked the folder as one of this kind."""
     with suppress(OSError, ValueError):
         return not (folder / MARK).is_symlink() and (folder / MARK).read_text(encoding="utf-8") == _content(kind)
     return False
@@ -41,7 +41,7 @@ def _content(kind: str) -> str:
 
 
 def renew(folder: Path, kind: str, known: Iterable[str]) -> None:
-    """Make an empty, marked folder in place of one that carries the same mark; raise a `UserError` for anything else there."""
+    """Replace a folder that carries this mark by an empty, marked one; raise a `UserError` if anything else is there."""
     if os.path.lexists(folder):
         is_empty = folder.is_dir() and {path.name for path in folder.iterdir()} <= {UNFINISHED_MARK}
         if folder.is_symlink() or not (is_empty or is_marked(folder, kind)):
@@ -51,11 +51,11 @@ def renew(folder: Path, kind: str, known: Iterable[str]) -> None:
 
 
 def discard(path: Path, known: Iterable[str], replacement: Path | None = None) -> Path | None:
-    """Delete a file, a link (not its target), or the files of a folder whose relative paths match a pattern of `known`.
-    `*` matches no slash; `**/` before a name stands for any folder.
+    """Delete a file, a link (not its target), or the files in a folder whose relative paths match a pattern in `known`.
 
-    A folder disappears, or gives way to `replacement`, by a rename; then its files are deleted. What is left is renamed to
-    `NAME.kept`, which is returned.
+    `*` does not match a slash; `**/` before a name matches any folder. A folder is first renamed away, and `replacement`, if
+    given, renamed to its place; then its files are deleted. A folder with remaining files is renamed to `NAME.kept`; its path
+    is returned.
     """
     hidden = path.with_name(f".{path.name.lstrip('.')}.removed")
     kept = _empty(hidden, known, path)  # left by a killed process
@@ -89,7 +89,7 @@ def _empty(hidden: Path, known: Iterable[str], path: Path) -> Path | None:
 
 
 def is_known(name: str, known: Iterable[str]) -> bool:
-    """Whether a relative path matches a pattern of `known`, or is litter."""
+    """Return whether a relative path matches a pattern in `known` or in `LITTER`."""
     for pattern in (*LITTER, *known):
         anywhere = pattern.removeprefix("**/")
         path = name if anywhere == pattern else name.rsplit("/", 1)[-1]

@@ -1,6 +1,6 @@
-"""Settings in a YAML file: one name and its value, or a list of values, per line.
+"""Settings in a YAML file: one name with a value or a list of values per line.
 
-Only text is taken from the syntax tree of YAML; no tag constructs an object.
+Only text is read from the YAML syntax tree; tags do not construct objects.
 """
 
 import difflib
@@ -19,19 +19,19 @@ NULL = "tag:yaml.org,2002:null"
 
 
 def read_yaml(path: Path, as_text: bool = False) -> dict[str, Any]:
-    """Return the settings of a file; raise a `UserError` for one that cannot be read or holds more than settings.
+    """Return the settings in a file; raise a `UserError` if it cannot be read or does not contain settings.
 
-    `as_text` leaves values as they are written, for the parser of flags: `007` is a name, `no` a precision. Otherwise decimal
-    numbers, true and false are resolved, as in the files that this project writes. A nested value is an empty dictionary.
+    `as_text` leaves values as they are written, for the flag parser: `007` is a name, `no` a precision. Otherwise decimal
+    numbers, true and false are converted, as in files that this project writes. A nested value becomes an empty dictionary.
     """
     try:
         if not path.is_file():
             siblings = sorted(str(path.parent / other.name) for other in path.parent.glob("*.yaml"))
             nearest = difflib.get_close_matches(str(path), siblings, n=1)
             hint = f" Did you mean {nearest[0]}?" if nearest else ""
-            raise UserError(f"There is no config file {path}.{hint}")
+            raise UserError(f"Config file {path} does not exist.{hint}")
         if (size := path.stat().st_size) > LARGEST_FILE:
-            raise UserError(f"{path} has {size:,} bytes; a file of settings has {LARGEST_FILE:,} at most.")
+            raise UserError(f"{path} has {size:,} bytes; a settings file may have at most {LARGEST_FILE:,}.")
         root = yaml.compose(path.read_bytes(), yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}).") from error
@@ -41,14 +41,14 @@ def read_yaml(path: Path, as_text: bool = False) -> dict[str, Any]:
         return {}
     if not isinstance(root, yaml.MappingNode):
         kind = "text" if isinstance(root, yaml.ScalarNode) else "a list"
-        raise UserError(f"{path} must be a list of `name: value` lines, but holds {kind}.")
+        raise UserError(f"{path} must contain lines of the form `name: value`, but it contains {kind}.")
     if len(root.value) > MOST_NAMES:
-        raise UserError(f"{path} has more than {MOST_NAMES:,} names, which no file of settings has.")
+        raise UserError(f"{path} has more than {MOST_NAMES:,} names; it is not a settings file.")
     for name, _ in root.value:
         if not isinstance(name, yaml.ScalarNode):
             raise UserError(f"{path}, line {name.start_mark.line + 1}: a name must be a word.")
     times = Counter(name.value for name, _ in root.value)
-    if twice := [f"{path} has {name} {number:,} times; keep one." for name, number in times.items() if number > 1]:
+    if twice := [f"{path} contains {name} {number:,} times; keep one." for name, number in times.items() if number > 1]:
         raise UserError("\n".join(twice))
     return {name.value: _value(node, as_text) for name, node in root.value}
 

@@ -1,1 +1,1 @@
-"""Recipes that go on from a trained model, with the libraries that people use for it."""
+"""Recipes for fine-tuning a trained model with TRL, Trainer and PEFT."""

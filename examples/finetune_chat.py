@@ -1,6 +1,6 @@
-"""Makes a chat model of a trained one: TRL's SFTTrainer on a file of chats, with LoRA unless told otherwise.
+"""Fine-tune a model on chats with TRL's SFTTrainer, by default with LoRA.
 
-python -m examples.finetune_chat runs/x --data chats.jsonl                  # {"messages": [{"role", "content"}, ...]} a line
+python -m examples.finetune_chat runs/x --data chats.jsonl                  # one {"messages": [{"role", "content"}, ...]} per line
 python -m examples.finetune_chat runs/x --data chats.jsonl --lora_rank 0    # all weights
 """
 
@@ -30,9 +30,8 @@ from examples.tuning import (
 )
 from tokenizer.chat import normalised
 
-# For a tokenizer without a chat template. No token is added: a turn of the assistant ends with the token that ended each
-# text in pre-training, which the model knows, and stops at, already. TRL takes the loss of what is between the
-# `generation` marks.
+# Template for a tokenizer without one. No token is added: a turn of the assistant ends with the end-of-text token, which the
+# model already knows from pre-training. TRL computes the loss on the text between the `generation` tags.
 PLAIN_TURNS = """\
 {%- for message in messages %}
 {%- set content = message['content'] | replace(eos_token, '') | trim %}
@@ -46,17 +45,13 @@ PLAIN_TURNS = """\
 
 
 def read_chats(tuning: Tuning) -> Dataset:
-    """The chats, each as `messages`.
-
-    Raises:
-        UserError: a line is no chat, or one in which the assistant says nothing.
-    """
+    """Return the chats, each as `messages`; raise a `UserError` for a line that is not a chat with an assistant's turn."""
     chats = []
     for number, record in read_records(tuning.data):
         chat = normalised(record.get("messages", record.get("conversations")))
         if chat is None or not any(message["role"] == "assistant" for message in chat):
             raise UserError(
-                f"{tuning.data}, line {number} is no chat with an assistant; each line must be "
+                f"{tuning.data}, line {number} is not a chat with an assistant; each line must be "
                 '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}.'
             )
         chats.append({"messages": chat})
@@ -64,27 +59,26 @@ def read_chats(tuning: Tuning) -> Dataset:
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Sees to it that the tokenizer has a chat template; returns the id of the token that ends the assistant's turn.
+    """Give the tokenizer a chat template if it has none; return the id of the token that ends the assistant's turn.
 
-    Raises:
-        UserError: there is no such token.
+    Raise a `UserError` if there is no such token.
     """
     if tokenizer.chat_template is None and tokenizer.eos_token is None:
         raise UserError(
-            f"The tokenizer of {len(tokenizer)} tokens has none that ends a text, so a chat would never stop; take a "
-            "model whose tokenizer is a BPE."
+            f"The tokenizer of {len(tokenizer)} tokens has no end-of-text token, so answers would never stop; use a model "
+            "with a BPE tokenizer."
         )
     tokenizer.chat_template = tokenizer.chat_template or PLAIN_TURNS
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     ids = tokenizer.apply_chat_template(chat)["input_ids"]
     ends = [i for i in ids[-2:] if i in tokenizer.added_tokens_decoder]  # a line break may follow
     if not ends:
-        raise UserError("The tokenizer's chat template ends the assistant's turn with no token of its own; correct it.")
+        raise UserError("The tokenizer's chat template ends the assistant's turn without a special token; correct it.")
     return ends[-1]
 
 
 def question(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text that asks the model for the assistant's first turn."""
+    """Return the prompt for the assistant's first turn."""
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return tokenizer.apply_chat_template(messages[:first], tokenize=False, add_generation_prompt=True)
 
@@ -92,9 +86,7 @@ def question(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase)
 def main(arguments: list[str]) -> None:
     tuning = parse(__doc__, arguments)
     need("trl", *["peft"] * bool(tuning.lora_rank))
-    warnings.filterwarnings(
-        "ignore", ".*gradient_checkpointing", FutureWarning
-    )  # TRL asks Transformers by the old name
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # TRL uses the old name of the option
     from trl import SFTConfig, SFTTrainer
     from trl.chat_template_utils import has_generation_markers
 
@@ -118,11 +110,11 @@ def main(arguments: list[str]) -> None:
     )
     whole = sum(len(ids) < context for ids in trainer.train_dataset["input_ids"])
     print(
-        f"{whole} of {len(chats['train'])} chats are shorter than the context of {context} tokens, where others are cut."
+        f"{whole} of {len(chats['train'])} chats are shorter than the context of {context} tokens; the others are cut."
     )
-    if not (len(trainer.train_dataset) and len(trainer.eval_dataset["chats"])):  # TRL leaves out what has no answer
+    if not (len(trainer.train_dataset) and len(trainer.eval_dataset["chats"])):  # TRL drops examples without an answer
         raise UserError(
-            f"In {tuning.data} the assistant's turns begin beyond the context of {context} tokens; shorten it."
+            f"In {tuning.data}, the assistant's turns start after the context of {context} tokens; shorten the chats."
         )
     learned = Learned(len(trainer.train_dataset), len(trainer.eval_dataset["chats"]), "chats")
     tokens = trainer.train_dataset.select_columns(["input_ids", "labels"])

@@ -1,6 +1,6 @@
-"""Teaches a trained model another kind of text: Transformers' Trainer, with LoRA unless told otherwise.
+"""Fine-tune a model on text with Transformers' Trainer, by default with LoRA.
 
-python -m examples.finetune_text runs/x --data recipes.txt                  # or a jsonl file: {"text": "..."} a line
+python -m examples.finetune_text runs/x --data recipes.txt                  # or a jsonl file: one {"text": "..."} per line
 python -m examples.finetune_text runs/x --data recipes.txt --lora_rank 0    # all weights
 """
 
@@ -30,15 +30,11 @@ from examples.tuning import (
     splits,
 )
 
-OPENING_TOKENS = 8  # of held-out text, as a prompt to try the model with
+OPENING_TOKENS = 8  # of held-out text, used as a prompt
 
 
 def read_texts(tuning: Tuning) -> list[str]:
-    """The documents: each record's `text`, or the whole of a file that is no jsonl.
-
-    Raises:
-        UserError: a record has no text, or the file is none.
-    """
+    """Return the documents: the `text` of each jsonl record, or the whole file. Raise a `UserError` if there is no text."""
     if Path(tuning.data).suffix != ".jsonl":
         return [read_text(tuning.data)]
     texts = []
@@ -50,7 +46,7 @@ def read_texts(tuning: Tuning) -> list[str]:
 
 
 def windows(texts: list[str], tokenizer: PreTrainedTokenizerBase, context: int) -> Dataset:
-    """All texts one behind the other, each with its end, in windows of one context; the rest is left out."""
+    """Concatenate all texts, each with an end-of-text token, and cut them into windows of one context; drop the rest."""
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     ids = [i for text in texts for i in [*tokenizer.encode(text, add_special_tokens=False, verbose=False), *end]]
     rows = [ids[start : start + context] for start in range(0, len(ids) - context + 1, context)]

@@ -1,7 +1,7 @@
-"""The product: a GPT-2 that Transformers loads as one of its own.
+"""GPT2Scratch: a GPT-2 implementation for Transformers.
 
-Importing this package makes `AutoModel.from_pretrained` and the like know `model_type: gpt2scratch`. Whatever is saved
-carries the two files below, so that others load it with `trust_remote_code=True` and without this package.
+Importing this package registers `model_type: gpt2scratch` with `AutoModel` and the other auto classes. Saved models include the
+two files below, so that they load with `trust_remote_code=True` without this package.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from .configuration_gpt2scratch import GPT2ScratchConfig
 from .modeling_gpt2scratch import GPT2ScratchForCausalLM, GPT2ScratchModel, GPT2ScratchPreTrainedModel
 
-# Without this, save_pretrained would write a folder without its code.
+# Without this, save_pretrained would not save the code.
 GPT2ScratchConfig.register_for_auto_class("AutoConfig")
 GPT2ScratchModel.register_for_auto_class("AutoModel")
 GPT2ScratchForCausalLM.register_for_auto_class("AutoModelForCausalLM")

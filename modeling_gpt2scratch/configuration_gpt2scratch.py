@@ -1,4 +1,4 @@
-"""The shape of a GPT2Scratch model: every field that decides what the network computes."""
+"""Configuration of a GPT2Scratch model: all fields that determine what the network computes."""
 
 import math
 
@@ -6,15 +6,15 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-# Written into every saved config.json, so that a folder or a Hub repository carries its own code. `AutoModel` is here
-# because vLLM and SGLang load through it; saving the language model alone would register only the other two.
+# Written to every saved config.json, so that a folder or a Hub repository includes its code. `AutoModel` is listed because
+# vLLM and SGLang load models through it; saving the language model registers only the other two.
 AUTO_MAP = {
     "AutoConfig": "configuration_gpt2scratch.GPT2ScratchConfig",
     "AutoModel": "modeling_gpt2scratch.GPT2ScratchModel",
     "AutoModelForCausalLM": "modeling_gpt2scratch.GPT2ScratchForCausalLM",
 }
 
-LARGEST = 10**8  # of a size: far beyond any model, and small enough that products of two fit 64 bits
+LARGEST = 10**8  # limit for sizes: far above any model, and the product of two fits 64 bits
 
 
 @strict
@@ -22,8 +22,8 @@ class GPT2ScratchConfig(PreTrainedConfig):
     r"""Configuration of a GPT-2-class decoder (Radford et al. 2019). Without arguments: 134,601,216 parameters.
 
     Args:
-        vocab_size: number of tokens the embedding and the head know.
-        n_positions: context length in tokens; positions are learned, so nothing longer can be read.
+        vocab_size: number of tokens of the embedding and the head.
+        n_positions: context length in tokens; positions are learned, so longer inputs are not possible.
         n_embd: width of the residual stream.
         n_layer: number of blocks.
         n_head: number of attention heads; divides `n_embd`.
@@ -31,13 +31,13 @@ class GPT2ScratchConfig(PreTrainedConfig):
         activation_function: a name from Transformers' `ACT2FN`: `gelu` is exact, `gelu_new` GPT-2's tanh approximation.
         embd_pdrop: dropout probability after the embeddings.
         attn_pdrop: dropout probability on the attention weights.
-        resid_pdrop: dropout probability on what each attention and MLP adds to the residual stream.
+        resid_pdrop: dropout probability on the outputs of attention and MLP.
         layer_norm_epsilon: added to the variance in every LayerNorm.
         initializer_range: standard deviation of the initial weights; projections into the residual stream use
             `initializer_range / sqrt(2 * n_layer)` (GPT-2, section 2.3).
-        use_cache: return keys and values for the next call of generation.
+        use_cache: return keys and values for the next generation step.
         tie_word_embeddings: use the token embedding as the head (OpenAI's GPT-2 does).
-        bos_token_id, eos_token_id, pad_token_id: ids of the special tokens; `None` where the tokenizer has none.
+        bos_token_id, eos_token_id, pad_token_id: ids of the special tokens; `None` if the tokenizer has none.
 
     Raises:
         StrictDataclassError: a field has the wrong type, or the fields do not fit together; all problems are listed.
@@ -52,7 +52,7 @@ class GPT2ScratchConfig(PreTrainedConfig):
         "num_hidden_layers": "n_layer",
     }
     # The fused query-key-value matrix cannot be cut into column blocks (a block would mix queries with keys), so every
-    # rank gathers its output and computes all heads; only the matrices are sharded.
+    # rank gathers its output and computes all heads. Only the matrices are sharded.
     base_model_tp_plan = {
         "wte": "embedding_rowwise",  # as a tied head is sharded; Transformers adds it only for `embed_tokens`
         "h.*.attn.c_attn": "colwise_gather_output",
@@ -92,7 +92,7 @@ class GPT2ScratchConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def validate_architecture(self):
-        """Called by `@strict` after construction and before saving."""
+        """Raise a `ValueError` with all problems. `@strict` calls this after construction and before saving."""
         problems = []
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
             if not 1 <= getattr(self, name) <= LARGEST:
@@ -117,7 +117,7 @@ class GPT2ScratchConfig(PreTrainedConfig):
             raise ValueError("; ".join(problems))
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Saves `config.json` with an `auto_map` that names the files saved beside it, wherever this was loaded from."""
+        """Save `config.json` with an `auto_map` for the code files that are saved with it."""
         self.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 

@@ -1,11 +1,11 @@
-"""Lossless conversion to and from Transformers' GPT-2, and from the checkpoints of the project this one grew from.
+"""Lossless conversion to and from Transformers' GPT-2, and from seed checkpoints (those of this project's predecessor).
 
     python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST              # GPT-2 or seed checkpoint -> GPT2Scratch
     python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST --to gpt2    # GPT2Scratch -> GPT-2
 
-SRC is a folder or a Hub id. Its config.json decides what it is: GPT-2 or GPT2Scratch by `model_type`, a seed checkpoint
-(`pytorch_model.bin`) by the fields `embed_dim`, `ff_dim` and `max_seq_len`. The tokenizer is converted too. This file is
-not part of what is uploaded.
+SRC is a folder or a Hub id. Its kind is read from config.json: GPT-2 or GPT2Scratch from `model_type`, a seed checkpoint
+(`pytorch_model.bin`) from the fields `embed_dim`, `ff_dim` and `max_seq_len`. The tokenizer is converted, too. This file is not
+uploaded with models.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from transformers.utils import logging
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM, loading
 from modeling_gpt2scratch.loading import CONFIG, OLD_TOKENIZER, TOKENIZER, ModelError
 
-# Fields that GPT2Config and GPT2ScratchConfig share, name for name.
+# Fields with the same name in GPT2Config and GPT2ScratchConfig.
 SHARED_FIELDS = (
     *("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function"),
     *("embd_pdrop", "attn_pdrop", "resid_pdrop", "layer_norm_epsilon", "initializer_range"),
     *("tie_word_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# What only GPT2Config can say, with the one value that GPT2Scratch computes.
+# Options of GPT2Config alone, with the only value that GPT2Scratch supports.
 GPT2_ONLY = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -38,7 +38,7 @@ GPT2_ONLY = {
 # GPT-2's Conv1D stores its weight (in, out), nn.Linear (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
-# Fields of GPT2ScratchConfig and of a seed checkpoint's config.json.
+# Fields of GPT2ScratchConfig, and their names in a seed checkpoint's config.json.
 SEED_FIELDS = {
     "vocab_size": "vocab_size",
     "n_positions": "max_seq_len",
@@ -65,12 +65,11 @@ SEED_PARAMETERS = {
 
 
 def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
-    """Return the same function with our parameter layout; raise a `ModelError` for an option of GPT-2's that this architecture
-    does not have."""
+    """Return a GPT2Scratch model with the same weights; raise a `ModelError` for GPT-2 options that it does not support."""
     foreign = [name for name, ours in GPT2_ONLY.items() if getattr(gpt2.config, name) != ours]
     if foreign:
         values = ", ".join(f"{name}={getattr(gpt2.config, name)}" for name in foreign)
-        raise ModelError(f"GPT2Scratch has no equivalent of {values}; only the plain GPT-2 architecture converts")
+        raise ModelError(f"GPT2Scratch does not support {values}; only the plain GPT-2 architecture can be converted")
     config = GPT2ScratchConfig(**{name: getattr(gpt2.config, name) for name in SHARED_FIELDS})
     model = loading.load_weights(GPT2ScratchForCausalLM, None, config, gpt2.dtype, state_dict=_transposed(gpt2))
     model.generation_config = gpt2.generation_config
@@ -78,9 +77,9 @@ def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
 
 
 def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
-    """Return the native twin: a `GPT2LMHeadModel` that computes the same logits and needs no remote code."""
+    """Return the native twin: a `GPT2LMHeadModel` with the same logits, which needs no remote code."""
     shared = {name: getattr(model.config, name) for name in SHARED_FIELDS}
-    # n_ctx: llama.cpp's converter asks for it.
+    # n_ctx: required by llama.cpp's converter.
     config = GPT2Config(**shared, **GPT2_ONLY, n_ctx=model.config.n_positions)
     twin = loading.load_weights(GPT2LMHeadModel, None, config, model.dtype, state_dict=_transposed(model))
     twin.generation_config = model.generation_config
@@ -88,8 +87,10 @@ def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
 
 
 def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
-    """Return the model of a checkpoint of the seed author's trainer, `pytorch_model.bin` and `config.json`; raise a `ModelError`
-    where a file is missing or the weights are not those that config.json describes."""
+    """Return the model of a seed checkpoint (`pytorch_model.bin` and `config.json`).
+
+    Raise a `ModelError` if a file is missing or the weights do not match config.json.
+    """
     seed = loading.read_json(folder, CONFIG)
     if missing := set(SEED_FIELDS.values()) - seed.keys():
         raise ModelError(f"{CONFIG} lacks {', '.join(sorted(missing))}")
@@ -102,15 +103,15 @@ def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
     if not (folder / SEED_WEIGHTS).is_file():
         raise ModelError(f"{SEED_WEIGHTS} is missing")
     state = None
-    with suppress(Exception):  # of a foreign file: torch's unpickler raises errors of any type
+    with suppress(Exception):  # torch's unpickler raises any type of error for an unknown file
         state = torch.load(folder / SEED_WEIGHTS, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ModelError(
-            f"{SEED_WEIGHTS} is not a plain state dict of tensors (or is damaged), and nothing else is unpickled"
+            f"{SEED_WEIGHTS} is damaged or not a plain state dict of tensors, and nothing else is unpickled"
         )
     named = {_seed_parameter_name(name): tensor for name, tensor in state.items() if "causal_mask" not in name}
-    if config.n_layer > len(named):  # before they are built, which takes time even without weights
-        raise ModelError(f"there are {len(named)} tensors for {config.n_layer} layers")
+    if config.n_layer > len(named):  # checked first: building many layers takes time even without weights
+        raise ModelError(f"it has only {len(named)} tensors for {config.n_layer} layers")
     model = loading.load_weights(
         GPT2ScratchForCausalLM, None, config, next(iter(named.values())).dtype, state_dict=named
     )
@@ -119,18 +120,18 @@ def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
 
 
 def seed_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
-    """Return the tokenizer of a seed checkpoint, of either kind; None where there is none."""
+    """Return the BPE or character tokenizer of a seed checkpoint, or None if it has none."""
     if not (folder / TOKENIZER[0]).is_file():
         return None
     content, context = loading.read_json(folder, TOKENIZER[0]), loading.read_json(folder, CONFIG)["max_seq_len"]
-    if isinstance(content.get("char_to_idx"), dict):  # the library would take a string for the name of a file
+    if isinstance(content.get("char_to_idx"), dict):  # the library treats a string as a file name
         characters = Tokenizer(models.WordLevel(content["char_to_idx"]))
         characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
         characters.decoder = decoders.Fuse()
         return PreTrainedTokenizerFast(tokenizer_object=characters, model_max_length=context)
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER[0]))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises plain exceptions
         raise ModelError(
             f"{TOKENIZER[0]} is neither a `tokenizers` file ({error}) nor a character map with char_to_idx"
         ) from error
@@ -140,7 +141,7 @@ def seed_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
 
 
 def _transposed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return copies of the model's weights, as the other layout has them."""
+    """Return copies of the model's weights in the layout of the other class."""
     return {
         name: (tensor.t() if name.endswith(TRANSPOSED) else tensor).clone(memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
@@ -148,7 +149,7 @@ def _transposed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _seed_parameter_name(name: str) -> str:
-    """`_orig_mod.blocks.3.attention.qkv.weight` -> `transformer.h.3.attn.c_attn.weight`"""
+    """Translate a name: `_orig_mod.blocks.3.attention.qkv.weight` -> `transformer.h.3.attn.c_attn.weight`."""
     name = name.removeprefix("_orig_mod.")
     module, _, kind = name.rpartition(".")
     if module.startswith("blocks."):
@@ -158,19 +159,21 @@ def _seed_parameter_name(name: str) -> str:
 
 
 def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> None:
-    """Read `source` (a folder, or a Hub id), and write a model folder with its tokenizer to `destination`. Raise a `ModelError`
-    where the source is not recognised, or cannot be loaded or converted, or `destination` holds files already."""
+    """Convert `source` (a folder or a Hub id) and write the model and its tokenizer to `destination`.
+
+    Raise a `ModelError` if the source is not recognized or cannot be loaded or converted, or `destination` is not empty.
+    """
     destination = Path(destination)
     if destination.exists() and not destination.is_dir():
-        raise ModelError(f"{destination} is a file; name a new folder.")
+        raise ModelError(f"{destination} is a file; use a new folder.")
     if destination.exists() and any(not path.name.startswith(".") for path in destination.iterdir()):
-        raise ModelError(f"{destination} is not empty; name a new folder.")
+        raise ModelError(f"{destination} is not empty; use a new folder.")
     folder = loading.fetch(source, *TOKENIZER, *OLD_TOKENIZER)
     with loading.one_sentence(source, "cannot be converted"):
         config = loading.read_json(folder, CONFIG)
         kind = "seed" if len(SEED_ONLY_KEYS & config.keys()) > 1 else config.get("model_type")
         if kind == to:
-            raise ModelError(f"it is a {kind} model already")
+            raise ModelError(f"it already is a {kind} model")
         if kind not in ("seed", "gpt2", "gpt2scratch"):
             raise ModelError(
                 f"its {CONFIG} names model_type {kind!r}; expected gpt2, gpt2scratch, or a seed checkpoint with "
@@ -192,7 +195,7 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
     try:
         destination.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ModelError(f"{destination} cannot be made ({error.strerror}); name another folder.") from error
+        raise ModelError(f"{destination} cannot be created ({error.strerror}); use another folder.") from error
     model.save_pretrained(destination)
     if tokenizer is not None:
         tokenizer.save_pretrained(destination)
@@ -203,16 +206,16 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m modeling_gpt2scratch.conversion_gpt2scratch",
         description="Convert GPT-2 or seed checkpoints to GPT2Scratch, or GPT2Scratch to GPT-2, without loss.",
     )
-    parser.add_argument("source", metavar="SRC", help="a model folder or a Hub id; what it holds is recognised")
-    parser.add_argument("destination", metavar="DST", help="the folder to write; must be new or empty")
-    parser.add_argument("--to", choices=("gpt2scratch", "gpt2"), default="gpt2scratch", help="what to write")
+    parser.add_argument("source", metavar="SRC", help="a model folder or a Hub id; its kind is recognized")
+    parser.add_argument("destination", metavar="DST", help="folder to write; must be new or empty")
+    parser.add_argument("--to", choices=("gpt2scratch", "gpt2"), default="gpt2scratch", help="format to write")
     options = parser.parse_args(arguments)
-    logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, below
+    logging.set_verbosity(logging.CRITICAL)  # errors are printed once, below
     logging.disable_progress_bar()
     try:
         for name in ("source", "destination"):
             if not getattr(options, name).strip():
-                raise ModelError(f"{name} is empty, as an unset variable of a shell is; name a folder.")
+                raise ModelError(f"{name} is empty (an unset shell variable?); name a folder.")
         convert(options.source, options.destination, options.to)
         print(f"Wrote {options.destination} ({options.to}).", flush=True)
     except BrokenPipeError:

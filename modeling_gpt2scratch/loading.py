@@ -1,7 +1,7 @@
-"""Load a causal language model from a folder or the Hub: no code but ours and Transformers' runs, no weight is random.
+"""Load a causal language model from a folder or the Hub without running its code and without random weights.
 
-`trust_remote_code` is never given: `model_type` gpt2scratch is loaded by the classes of this package, a type that
-Transformers knows by Transformers', and all others are refused. This file is not part of what is uploaded.
+`trust_remote_code` is always false: `model_type` gpt2scratch is loaded by the classes of this package, a type known to
+Transformers by Transformers' classes, and all others are refused. This file is not uploaded with models.
 """
 
 import json
@@ -31,10 +31,10 @@ WEIGHTS, SHARDS, INDEX = "model.safetensors", "model-*-of-*.safetensors", "model
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 OLD_TOKENIZER = ("vocab.json", "merges.txt", "added_tokens.json")
 MISFIT = "its weights do not fit its config.json"
-LOWEST_TEMPERATURE = 1e-6  # logits divided by less may be infinite in float32
+LOWEST_TEMPERATURE = 1e-6  # logits divided by a smaller number may overflow in float32
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
-# Settings of a config.json by which Transformers reads other weights, or other than as numbers.
 MAX_LABELS = 1_000_000
+# Settings of a config.json that make Transformers read other weight files or quantized weights.
 REFUSED = ("quantization_config", "transformers_weights")
 
 
@@ -43,25 +43,29 @@ class ModelError(ValueError):
 
 
 def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """Load the model in a folder or of a Hub id, for evaluation. Raise a `ModelError` where it is damaged, incomplete, of an
-    unknown architecture, or leads out of its folder."""
+    """Load a model from a folder or a Hub id, in evaluation mode.
+
+    Raise a `ModelError` if it is damaged, incomplete, of an unknown architecture, or has links out of its folder.
+    """
     with one_sentence(source):
         folder = fetch(source, CONFIG, GENERATION, ADAPTER)
         described = read_model_config(folder)
         if own_file(folder, ADAPTER) is not None:
-            raise ModelError(f"{ADAPTER} names a base that is elsewhere; merge the adapter into its base first")
+            raise ModelError(f"{ADAPTER} makes it an adapter; merge the adapter into its base model first")
         if own_file(folder, GENERATION) is not None:
             read_json(folder, GENERATION)
         types = _stored_types(fetch(source, WEIGHTS, SHARDS, INDEX))
-        for name in LAYERS:  # before so many are built, which takes time even without their weights
+        for name in LAYERS:  # checked first: building many layers takes time even without weights
             if isinstance(number := described.get(name), int) and number > len(types):
-                raise ModelError(f"{MISFIT}: {name} is {number}, and there are {len(types)} tensors")
+                raise ModelError(f"{MISFIT}: {name} is {number}, but there are only {len(types)} tensors")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        config._attn_implementation = config._experts_implementation = None  # either may name a kernel, code of the Hub
+        config._attn_implementation = config._experts_implementation = (
+            None  # either may name a kernel, which is code from the Hub
+        )
         model = load_weights(AutoModelForCausalLM, folder, config, dtype)
         for name, _ in model.named_parameters():
             if not types.get(name, "F").startswith(("F", "BF")):
-                raise ModelError(f"{name} is of type {types[name]}, which is not a weight's")
+                raise ModelError(f"{name} has type {types[name]}, which is not a floating-point type")
         _check_special_tokens(model)
         model.name_or_path = model.config.name_or_path = str(source)
     return model
@@ -70,16 +74,15 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
 def load_weights(
     kind: type, folder: Path | None, config: PreTrainedConfig, dtype: str | torch.dtype, **options: Any
 ) -> PreTrainedModel:
-    """Load a model of a class, or by an auto class; raise a `ModelError` where a weight is missing, left over or of another
-    shape."""
-    for to in ({"device_map": "meta"}, {"dtype": dtype}):  # first without taking memory for weights that no file has
+    """Load a model by its class or an auto class; raise a `ModelError` for missing, unexpected or misshapen weights."""
+    for to in ({"device_map": "meta"}, {"dtype": dtype}):  # first without allocating memory for weights
         model, report = kind.from_pretrained(
             folder,
             config=config,
             use_safetensors=True,  # a pickle is never opened
             trust_remote_code=False,
             local_files_only=True,
-            ignore_mismatched_sizes=True,  # they are reported
+            ignore_mismatched_sizes=True,  # reported below
             output_loading_info=True,
             **options,
             **to,
@@ -97,47 +100,47 @@ def load_weights(
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """Load the fast tokenizer in a folder or of a Hub id; raise a `ModelError` where there is none that can be loaded."""
-    with one_sentence(source, "has no tokenizer that can be loaded"):
+    """Load the fast tokenizer from a folder or a Hub id; raise a `ModelError` if none can be loaded."""
+    with one_sentence(source, "has no usable tokenizer"):
         folder = fetch(source, *TOKENIZER, *OLD_TOKENIZER)
         if not has_tokenizer(folder):
             raise ModelError("tokenizer.json is missing")
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        tokenizer.encode("")  # a wrong type in its settings shows first here
+        tokenizer.encode("")  # fails if its settings have a wrong type
         if not tokenizer.is_fast:
-            raise ModelError("it is a slow one, and only fast ones (tokenizer.json) are supported")
+            raise ModelError("only fast tokenizers (tokenizer.json) are supported")
         return tokenizer
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is one; without it, Transformers makes up an empty one."""
+    """Return whether the folder has a tokenizer. Without this check, Transformers would create an empty one."""
     return any(own_file(folder, name) for name in ("tokenizer.json", "vocab.json"))
 
 
 def check_tokenizer(source: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a `ModelError` where the tokenizer has ids that the model has no embedding of."""
+    """Raise a `ModelError` if the tokenizer has ids without an embedding."""
     rows = model.get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= rows:
-        raise ModelError(f"{source} has a tokenizer with ids up to {largest}, and its model embeds {rows} tokens.")
+        raise ModelError(
+            f"{source} has a tokenizer with ids up to {largest}, but its model has only {rows} embeddings."
+        )
 
 
 def load_with_tokenizer(
     source: str | Path, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer; raise a `ModelError` where one cannot be loaded, or they do not fit together."""
-    model, tokenizer = (
-        load_model(source, dtype),
-        load_tokenizer(source),
-    )  # which reads config.json too, and checks nothing
+    """Load a model and its tokenizer; raise a `ModelError` if one cannot be loaded or they do not match."""
+    model = load_model(source, dtype)  # first: it checks config.json, which the tokenizer reads too
+    tokenizer = load_tokenizer(source)
     check_tokenizer(source, model, tokenizer)
     return model, tokenizer
 
 
 def arrange_weights(model: PreTrainedModel) -> None:
-    """Lay matrices out column by column, as GPT-2's `Conv1D` has them; their shapes and values stay.
+    """Store matrices column by column, as GPT-2's `Conv1D` does; shapes and values do not change.
 
-    MKL then multiplies a single row of fp32 by them up to twice as fast (AMD EPYC). In bf16 this would be slower.
+    MKL then multiplies a single fp32 row by them up to twice as fast (AMD EPYC). In bf16 this would be slower.
     """
     if model.device.type == "cpu" and model.dtype == torch.float32:
         for module in model.modules():
@@ -146,29 +149,33 @@ def arrange_weights(model: PreTrainedModel) -> None:
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Return the tokens that end a text, of a chat model that of a turn too."""
+    """Return the tokens that end a text; for a chat model, including the token that ends a turn."""
     ends = model.generation_config.eos_token_id
     ends = model.config.eos_token_id if ends is None else ends
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the ids of `prompt`, of an empty one the token that begins a text; raise a `ModelError` where there is none, or for
-    a character that the tokenizer does not know."""
+    """Return the ids of `prompt`; for an empty prompt, the beginning-of-text token.
+
+    Raise a `ModelError` if there is no such token or if the tokenizer cannot encode a character.
+    """
     try:
         prompt.encode()
         ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
     except UnicodeEncodeError as error:
         raise ModelError("The prompt is not UTF-8 text.") from error
-    except Exception as error:  # the Rust library raises nothing narrower
+    except Exception as error:  # the Rust library raises plain exceptions
         unknown = ", ".join(map(repr, sorted(set(prompt) - set(tokenizer.get_vocab()))[:10]))
         raise ModelError(
-            f"The prompt has {unknown}, which this model of {len(tokenizer)} characters has never seen; leave it out."
+            f"The prompt contains {unknown}, which is not among this model's {len(tokenizer)} characters; remove it."
         ) from error
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
-        raise ModelError("The prompt is empty, and this model's tokenizer has no token that begins a text; give one.")
+        raise ModelError(
+            "The prompt is empty, and this model's tokenizer has no beginning-of-text token; give a prompt."
+        )
     return ids
 
 
@@ -176,59 +183,62 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def fetch(source: str | Path, *patterns: str) -> Path:
-    """Return the folder `source`; of a Hub id, the one of the Hub's cache with the files that match, downloaded where needed.
-    Raise a `ModelError` where there is no such model, or no way to it."""
+    """Return the folder `source`; for a Hub id, the cache folder with the matching files, downloaded if needed.
+
+    Raise a `ModelError` if the model does not exist or cannot be reached.
+    """
     if Path(source).exists():
         return Path(source)
     try:
         return Path(snapshot_download(str(source), allow_patterns=[CONFIG, *patterns]))
     except (HFValidationError, RepositoryNotFoundError) as error:
-        raise ModelError(f"{source} is neither a folder here nor a model on the Hub that you may read.") from error
+        raise ModelError(f"{source} is neither a local folder nor a model on the Hub that you can access.") from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{source} is not a local path, the local cache of the Hub does not hold a model of this name, and the Hub "
-            f"cannot be reached ({constants.ENDPOINT}: {_short(error)})."
+            f"{source} is not a local path, the Hub's local cache does not contain a model of this name, and the Hub cannot be "
+            f"reached ({constants.ENDPOINT}: {_short(error)})."
         ) from error
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Return what config.json says. Raise a `ModelError`, without the name of the model, where the file is damaged or the
-    architecture is not known here."""
+    """Return the content of config.json; raise a `ModelError`, without the model's name, if it is damaged or not supported."""
     described = read_json(folder, CONFIG)
     kind = described.get("model_type")
     known = isinstance(kind, str) and kind in CONFIG_MAPPING
     if not known or CONFIG_MAPPING[kind] not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
-            f"its config.json names model_type {str(kind)[:100]!r}, which is not a causal language model that Transformers "
-            f"knows, and code that comes with a model is not run"
+            f"its config.json names model_type {str(kind)[:100]!r}, which is not a causal language model of Transformers, and "
+            f"the model's own code is not run"
         )
-    if isinstance(number := described.get("num_labels"), int) and number > MAX_LABELS:  # each gets a name
-        raise ModelError(f"its config.json sets num_labels to {number}, and a language model has none")
+    if (
+        isinstance(number := described.get("num_labels"), int) and number > MAX_LABELS
+    ):  # Transformers creates a name for each label
+        raise ModelError(f"its config.json sets num_labels to {number}, but a language model has no labels")
     if refused := [name for name in REFUSED if described.get(name)]:
         raise ModelError(f"its config.json sets {refused[0]}, which is not supported here")
     return described
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file; raise a `ModelError` where it does not exist or holds something else."""
+    """Return the JSON object in a file; raise a `ModelError` if it does not exist or contains something else."""
     if (path := own_file(folder, name)) is None:
         raise ModelError(f"{name} is missing")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # ValueError: also of text that is not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError: also for text that is not UTF-8
         raise ModelError(f"{name} is not JSON: {_short(error)}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{name} holds no JSON object")
+        raise ModelError(f"{name} does not contain a JSON object")
     return content
 
 
 def own_file(folder: Path, name: str) -> Path | None:
-    """Return the file of that name in a model's folder, None where there is none; raise a `ModelError` for a link out of it."""
+    """Return a file of a model's folder, or None if it does not exist; raise a `ModelError` for a link out of the folder."""
     path = folder / name
     if not path.is_file():
         return None
     there, home = path.resolve(), folder.resolve()
-    # The Hub's cache keeps the files of a snapshot in another folder of the repository.
+    # In the Hub's cache, files of a snapshot are links into the folder `blobs` of the repository.
     blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
     if not there.is_relative_to(home) and there.parent != blobs:
         raise ModelError(f"{name} is a link out of the folder")
@@ -236,7 +246,7 @@ def own_file(folder: Path, name: str) -> Path | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model, all of them in its folder."""
+    """Return the safetensors files of a model; all of them must be in its folder."""
     if (whole := own_file(folder, WEIGHTS)) is not None:
         return [whole]
     if own_file(folder, INDEX) is None:
@@ -247,21 +257,21 @@ def _weight_files(folder: Path) -> list[Path]:
     files = []
     for name in sorted(set(names.values())):
         if Path(name).name != name or "\\" in name:
-            raise ModelError(f"{INDEX} names weights outside of the folder ({name[:100]})")
+            raise ModelError(f"{INDEX} names weights outside the folder ({name[:100]})")
         if not name.endswith(".safetensors"):
             raise ModelError(f"{INDEX} names {name[:100]}, which is not a safetensors file")
         if (path := own_file(folder, name)) is None:
-            raise ModelError(f"{name}, which {INDEX} names, is missing")
+            raise ModelError(f"{name} is missing, but {INDEX} names it")
         files.append(path)
     return files
 
 
 def _stored_types(folder: Path) -> dict[str, str]:
-    """Return the type of each tensor, as safetensors spells it (F32, BF16, I64 ...), from the headers of the files."""
+    """Return the type of each tensor (F32, BF16, I64 ...) from the headers of the safetensors files."""
     types = {}
     for path in _weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            types |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  no mapping
+            types |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  not a mapping
     return types
 
 
@@ -274,12 +284,12 @@ def _check_special_tokens(model: PreTrainedModel) -> None:
             value = getattr(settings, name, None)
             ids = value if isinstance(value, list) and value else [value]
             if not all(id is None or (type(id) is int and abs(id) < 2**63) for id in ids):
-                raise ModelError(f"{file} has {str(value)[:100]!r} for {name}, which is not the id of a token")
+                raise ModelError(f"{file} sets {name} to {str(value)[:100]!r}, which is not a token id")
 
 
 @contextmanager
 def one_sentence(source: str | Path, problem: str = "cannot be loaded") -> Iterator[None]:
-    """Raise a `ModelError` of one sentence for any exception; Transformers, its parts and the formats raise and log anything."""
+    """Turn any exception into a `ModelError` of one sentence, and silence the log of Transformers."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
@@ -295,5 +305,5 @@ def _short(error: Exception) -> str:
         return str(error).rstrip(".")
     text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
     if "trust_remote_code" in text:
-        return "it needs code of its own, which is not run"
-    return text.split(" Exception raised from ")[0][:300].rstrip(".")  # of C++
+        return "it needs its own code, which is not run"
+    return text.split(" Exception raised from ")[0][:300].rstrip(".")  # text of C++ exceptions

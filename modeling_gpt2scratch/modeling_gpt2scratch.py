@@ -24,7 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gpt2scratch import GPT2ScratchConfig
 
-logger = logging.get_logger("transformers.generation.utils")  # that of `generate`, so its verbosity applies
+logger = logging.get_logger("transformers.generation.utils")  # the logger of `generate`, whose verbosity applies
 
 
 def eager_attention_forward(
@@ -37,7 +37,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention written out (Vaswani et al. 2017, equation 1). Returns (B, T, nh, hs) and the weights (B, nh, T, S)."""
+    """Compute attention (Vaswani et al. 2017, equation 1). Return the output (B, T, nh, hs) and the weights (B, nh, T, S)."""
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # (B, nh, T, S)
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -47,10 +47,10 @@ def eager_attention_forward(
 
 
 def residual_projection(in_features: int, out_features: int) -> nn.Linear:
-    """A linear map into the residual stream, flagged for the smaller initial weights of GPT-2, section 2.3.
+    """Return a linear layer into the residual stream, flagged for the smaller initial weights of GPT-2, section 2.3.
 
-    The flag sits on the `nn.Linear` itself: Transformers skips `_init_weights` for modules of custom code that own no
-    parameter, so a test for the surrounding attention or MLP module would silently never be true.
+    The `nn.Linear` itself has the flag because Transformers does not call `_init_weights` for modules of custom code that have
+    no parameters of their own, such as attention and MLP.
     """
     linear = nn.Linear(in_features, out_features)
     linear.is_residual_projection = True
@@ -58,7 +58,7 @@ def residual_projection(in_features: int, out_features: int) -> nn.Linear:
 
 
 class GPT2ScratchAttention(nn.Module):
-    """Causal multi-head self-attention, through whichever implementation `attn_implementation` names."""
+    """Causal multi-head self-attention, computed by the implementation that `attn_implementation` names."""
 
     def __init__(self, config: GPT2ScratchConfig, layer_idx: int):
         super().__init__()
@@ -106,11 +106,13 @@ class GPT2ScratchAttention(nn.Module):
 
 
 class GPT2ScratchMLP(nn.Module):
+    """Two linear layers with an activation in between."""
+
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__()
         n_inner = config.n_inner if config.n_inner is not None else 4 * config.n_embd
         self.c_fc = nn.Linear(config.n_embd, n_inner)
-        # The same function in one kernel: Transformers' own keeps three more (B, T, 4C) tensors for the backward pass.
+        # One kernel; Transformers' `gelu_new` keeps three more (B, T, 4C) tensors for the backward pass.
         is_tanh = config.activation_function == "gelu_new"
         self.act = nn.GELU(approximate="tanh") if is_tanh else ACT2FN[config.activation_function]
         self.c_proj = residual_projection(n_inner, config.n_embd)
@@ -121,6 +123,8 @@ class GPT2ScratchMLP(nn.Module):
 
 
 class GPT2ScratchBlock(GradientCheckpointingLayer):
+    """Attention and MLP, each after a LayerNorm and added to the residual stream."""
+
     def __init__(self, config: GPT2ScratchConfig, layer_idx: int):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
@@ -137,14 +141,18 @@ class GPT2ScratchBlock(GradientCheckpointingLayer):
 
 
 class GPT2ScratchPositionEmbedding(nn.Embedding):
-    """Adds the learned positions. One module with both inputs, so that a pipeline stage that lacks it can pass on its
-    input instead of adding the positions a second time."""
+    """Learned position embeddings, added to the input.
+
+    One module has both inputs, so that a pipeline stage without it passes its input on and does not add the positions twice.
+    """
 
     def forward(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         return inputs_embeds + super().forward(position_ids).to(inputs_embeds.device)  # (B, T, C)
 
 
 class GPT2ScratchPreTrainedModel(PreTrainedModel):
+    """Base class: weight initialization and the features that Transformers may use."""
+
     config_class = GPT2ScratchConfig
     base_model_prefix = "transformer"
     _input_embed_layer = "wte"
@@ -167,7 +175,7 @@ class GPT2ScratchPreTrainedModel(PreTrainedModel):
 
 
 class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
-    """Token ids (B, T) -> hidden states (B, T, C), after the last LayerNorm."""
+    """GPT-2 without its head: token ids (B, T) -> hidden states (B, T, C), after the last LayerNorm."""
 
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__(config)
@@ -182,8 +190,8 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
     def _adjust_missing_and_unexpected_keys(self, loading_info):
         """Load a language model's checkpoint without a warning about its head.
 
-        `_keys_to_ignore_on_load_unexpected` would do the same, but vLLM takes it as a list of weights to drop, and then
-        serves an untied model with a random head.
+        `_keys_to_ignore_on_load_unexpected` would do the same, but vLLM reads it as a list of weights to drop and would serve
+        an untied model with a random head.
         """
         super()._adjust_missing_and_unexpected_keys(loading_info)
         loading_info.unexpected_keys -= {"lm_head.weight"}
@@ -200,16 +208,17 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """
+        """Compute the hidden states after the last LayerNorm.
+
         Args:
-            input_ids: (B, T) token ids, int64 or int32; or `inputs_embeds`, (B, T, C).
+            input_ids: (B, T) token ids, int64 or int32; or give `inputs_embeds`, (B, T, C).
             attention_mask: (B, cached + T), 1 for tokens and 0 for padding, or a prepared 4D mask.
-            position_ids: (B, T); where they restart within a row, the row is packed and its documents do not see each
-                other. Left out, they count the tokens that are not padding.
+            position_ids: (B, T); positions that restart within a row mark packed documents, which do not attend to each
+                other. Default: the count of tokens that are not padding.
             past_key_values: keys and values of earlier calls.
 
         Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`, or a sequence beyond the context.
+            ValueError: both or neither of `input_ids` and `inputs_embeds` are given, or a sequence exceeds the context.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
@@ -217,8 +226,8 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
             inputs_embeds = self.wte(input_ids)  # (B, T, C)
         self.check_context(inputs_embeds.shape[1], position_ids, past_key_values)
 
-        # The mask comes before the cache and before default positions: packed documents are recognised only while
-        # there is no cache, and arange positions under torch.compile would pass for packed ones and cost a (T, T) mask.
+        # Build the mask before the cache and the default positions: packed documents are recognized only without a cache,
+        # and under torch.compile, arange positions would be treated as packed and cost a (T, T) mask.
         causal_mask = None
         if not self.is_plainly_causal(attention_mask, position_ids, past_key_values):
             causal_mask = create_causal_mask(
@@ -248,44 +257,47 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
     def is_plainly_causal(
         self, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, past_key_values: Cache | None
     ) -> bool:
-        """Whether SDPA's `is_causal` says it all. Transformers before 5.23 builds a (T, T) mask while compiling."""
+        """Return whether SDPA's `is_causal` suffices. Transformers before 5.23 builds a (T, T) mask while compiling."""
         nothing_to_mask = attention_mask is None and position_ids is None and past_key_values is None
         return nothing_to_mask and self.config._attn_implementation == "sdpa" and not is_exporting()
 
     def check_context(self, length: int, position_ids: torch.Tensor | None, past_key_values: Cache | None):
-        """Looks only at shapes: costs no wait for the device, and holds inside a compiled graph, where an index beyond
-        the table would abort the process."""
+        """Raise a `ValueError` if a sequence exceeds the context.
+
+        Only shapes are checked, so that the host need not wait for the device. In a compiled graph, an index beyond the
+        position table would abort the process.
+        """
         if is_exporting():
             return
         cached = past_key_values.get_seq_length() if past_key_values is not None else 0
         if isinstance(cached, torch.Tensor):  # a static cache counts on the device; its capacity is a plain number
             total = max(length, past_key_values.get_max_length())
             if total > self.config.n_positions and not torch.compiler.is_compiling():
-                # Waits for the device, and only where a caller made the cache larger than the context. What is
-                # compiled cannot look, and goes by the capacity.
+                # Waits for the device, but only if a caller made the cache larger than the context. A compiled graph
+                # cannot read the count and uses the capacity.
                 total = int(cached) + length
         else:
             total = cached + length
         if total > self.config.n_positions and past_key_values is None and position_ids is not None:
             if torch.compiler.is_compiling():
                 return
-            total = int(position_ids.max()) + 1  # a packed row: its documents must fit, not the row
+            total = int(position_ids.max()) + 1  # packed row: each document must fit, not the row
         if total > self.config.n_positions:
             raise ValueError(
                 f"A sequence of {total} tokens does not fit the context of {self.config.n_positions} tokens "
-                f"(n_positions); shorten the input or ask for fewer new tokens."
+                f"(n_positions); shorten the input or request fewer new tokens."
             )
 
 
 def is_exporting() -> bool:
-    """Inside torch.export. Before torch 2.13, `torch.compiler.is_exporting` is true inside any torch.compile as well."""
+    """Return whether torch.export runs. Before torch 2.13, `torch.compiler.is_exporting` is true in any torch.compile."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def default_position_ids(
     inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None
 ) -> torch.Tensor:
-    """(B or 1, T): positions that continue the cache and, under a padding mask, count only what is not padding."""
+    """Return positions, (B or 1, T), that continue the cache and, given a padding mask, do not count padding."""
     T = inputs_embeds.shape[1]
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
         positions = attention_mask.long().cumsum(-1) - 1  # (B, cached + T)
@@ -295,7 +307,7 @@ def default_position_ids(
 
 
 class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
-    """Token ids (B, T) -> logits (B, T, V), and the loss where labels are given."""
+    """GPT-2 language model: token ids (B, T) -> logits (B, T, V), and the loss if labels are given."""
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -309,7 +321,7 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _prepare_generated_length(self, generation_config, input_ids_length, inputs_tensor, **kwargs):
-        """End generated text where the context ends. `generate` sizes its cache and stops by the length set here.
+        """Limit generation to the context. `generate` sizes its cache and stops according to the length set here.
 
         Raises:
             ValueError: the prompt alone does not fit the context.
@@ -317,13 +329,15 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         generation_config = super()._prepare_generated_length(
             generation_config, input_ids_length=input_ids_length, inputs_tensor=inputs_tensor, **kwargs
         )
-        prompt_length = inputs_tensor.shape[1]  # of ids, or of embeddings, which input_ids_length does not count
+        prompt_length = inputs_tensor.shape[1]  # ids or embeddings; input_ids_length does not count embeddings
         self.transformer.check_context(prompt_length, None, None)
-        room = max(self.config.n_positions - prompt_length, 1)  # the next token after a full context need not be read
+        room = max(
+            self.config.n_positions - prompt_length, 1
+        )  # the token after a full context is generated but not read
         if generation_config.max_length > input_ids_length + room:
             logger.warning(
-                f"The prompt has {prompt_length} of the context's {self.config.n_positions} tokens (n_positions), so "
-                f"generation stops after {room} more."
+                f"The prompt has {prompt_length} tokens and the context {self.config.n_positions} (n_positions), so "
+                f"generation stops after {room} new tokens."
             )
             generation_config.max_length = input_ids_length + room
         return generation_config
@@ -341,11 +355,12 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """
+        """Compute logits and, if labels are given, the mean cross-entropy loss in nats.
+
         Args:
-            labels: (B, T) of any integer type; shifted inside, -100 is ignored. `num_items_in_batch` divides the
-                summed loss instead of the number of targets; `shift_labels` are taken as they are.
-            logits_to_keep: compute logits for the last k positions only (0: all), or for the positions given.
+            labels: (B, T) of any integer type; they are shifted here, and -100 is ignored. `num_items_in_batch` divides the
+                summed loss instead of the number of targets; `shift_labels` are used without shifting.
+            logits_to_keep: compute logits only for the last k positions (0: all) or for the given positions.
 
         The other arguments are those of `GPT2ScratchModel`.
         """

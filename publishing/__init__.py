@@ -1,1 +1,1 @@
-"""Checkpoint -> world: assemble the folder, verify it in a fresh process, upload it."""
+"""Publishing of checkpoints: assemble the folder, verify it in a fresh process, upload it."""

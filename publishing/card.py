@@ -1,8 +1,8 @@
-"""The model card: the run's report under the Hub's metadata, with the model named as others will load it.
+"""Model card: the run's report with the Hub's metadata and instructions for loading the model.
+
+Results of lm-eval are included if it wrote them into the run folder:
 
     python -m lm_eval --model hf --model_args pretrained=runs/x/model,trust_remote_code=True --tasks ... --output_path runs/x/lm_eval
-
-puts its results where they are found here.
 """
 
 import json
@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from errors import NONSENSE, UserError
 from limits import setting
 from publishing.source import Source
-from publishing.upload import WRITTEN, Repository
+from publishing.upload import WRITTEN, WRITTEN_LINE, Repository
 from tokenizer import encode, vocabulary
 from training.checkpoint import MANIFEST
 from training.data import find_store
@@ -28,9 +28,9 @@ from training.report.report import environment, evaluation_of, facts_of, section
 from training.sampling import read_samples
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Metadata of a model folder's own card that its new one keeps, unless the command says otherwise.
+# Metadata of a model folder's card that the new card keeps, unless a flag replaces it.
 KEPT = ("base_model", "datasets", "language", "license")
-NO_LICENCE = "None was given: ask the author before you use the weights for more than looking."
+NO_LICENCE = "No license was given: ask the author before you use the weights."
 HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
 VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
 
@@ -39,16 +39,14 @@ VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_p
 class FolderArguments:
     format: Literal["gpt2scratch", "native", "both"] = setting(
         "gpt2scratch",
-        "gpt2scratch brings its own code; native is Transformers' GPT-2 with the same weights, which vLLM, lm-eval and "
-        "others know; both has the native one in a subfolder.",
+        "gpt2scratch includes its own code; native is Transformers' GPT-2 with the same weights, for vLLM, lm-eval and "
+        "others; both has the native model in a subfolder.",
     )
-    gguf: list[str] = setting(
-        [], "GGUF files for llama.cpp to go with it: 16 or 8 bits a weight.", choices=["f16", "q8_0"]
-    )
-    license: str | None = setting(None, "Licence of the weights for the model card, such as mit.")
+    gguf: list[str] = setting([], "GGUF files for llama.cpp to add: 16 or 8 bits per weight.", choices=["f16", "q8_0"])
+    license: str | None = setting(None, "License of the weights for the model card, such as mit.")
     language: list[str] = setting([], "Languages of the text for the model card, such as en.")
     trust_folder_code: bool = setting(
-        False, "Publish the model's Python files as they are in its folder, also where they are none of ours."
+        False, "Publish the Python files in the model's folder unchanged, even if they are not from this project."
     )
 
     @property
@@ -63,7 +61,7 @@ class FolderArguments:
 def model_card(
     source: Source, repository: Repository, options: FolderArguments, gguf: Iterable[dict[str, Any]] = ()
 ) -> str:
-    """Return the card: of a run, its report; of a folder that has a README.md, that. `gguf`: the files that go with it."""
+    """Return the card, made from the run's report or from the README.md of a model folder. `gguf`: facts about its files."""
     run, measured = source.run, harness_results(source)
     facts = facts_of(run) if run is not None else None
     brought, sections = _page(source) if facts is None else ({}, {})
@@ -78,7 +76,7 @@ def model_card(
         "options": options,
         "config": config,
         "gguf": gguf,
-        # The report may be about other weights than those that are published.
+        # The run may have evaluated other weights than the published ones.
         "evaluation": evaluation_of(run, source.model) if run is not None else None,
         "own_evaluation": sections.get("Evaluation", "") if run is None else "",
         "measured": measured,
@@ -92,7 +90,7 @@ def model_card(
 
 
 def _page(source: Source) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return metadata and sections of the page about the model that someone wrote."""
+    """Return metadata and sections of a page about the model that was written by hand."""
     path = source.model / "README.md" if source.run is None else source.run.report
     page = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     block = re.match(r"---\n(.*?)\n---\n", page, flags=re.DOTALL)
@@ -100,13 +98,13 @@ def _page(source: Source) -> tuple[dict[str, Any], dict[str, str]]:
         metadata = yaml.safe_load(block[1]) if block else None
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"The metadata of {path} is not YAML: {' '.join(str(error).split())}; correct it.") from error
-    sections = sections_of(page[block.end() if block else 0 :].replace(WRITTEN, "").strip())
+    sections = sections_of(WRITTEN_LINE.sub("", page[block.end() if block else 0 :]).strip())
     sections[""] = re.sub(r"\A# .*\n*", "", sections[""]).strip()
     return metadata if isinstance(metadata, dict) else {}, sections
 
 
 def _examples(source: Source, context: int) -> dict[str, Any]:
-    """Return a prompt that leaves room for its answer, and a text that fits the context; the tokenizer can read both."""
+    """Return a prompt with room for its continuation, and a text that fits the context; the tokenizer can encode both."""
     written, prompts = ["The quick brown fox jumps over the lazy dog."], []
     if source.run is not None:
         written += [text for texts in read_samples(source.run.samples).values() for text in texts if text]
@@ -124,7 +122,7 @@ def _examples(source: Source, context: int) -> dict[str, Any]:
 
 
 def _cut(text: str, tokens: int) -> str:
-    """Return at most that many tokens of it: each holds a byte at least."""
+    """Return the start of `text` with at most `tokens` tokens; each token has at least one byte."""
     return text.encode()[:tokens].decode(errors="ignore") or text[:1]
 
 
@@ -154,7 +152,7 @@ def _metadata(
 
 
 def validation_results(source: Source) -> list[EvalResult]:
-    """Return the run's validation of the checkpoint, as the Hub's `model-index` has it."""
+    """Return the run's validation of the checkpoint for the Hub's `model-index`."""
     record = source.validation or {}
     return [
         EvalResult(
@@ -174,7 +172,7 @@ def validation_results(source: Source) -> list[EvalResult]:
 
 
 def harness_results(source: Source) -> list[EvalResult]:
-    """Return what lm-eval measured of these weights, oldest first."""
+    """Return the results of lm-eval for these weights, oldest first."""
     if source.run is None:
         return []
     found: list[EvalResult] = []
@@ -182,11 +180,11 @@ def harness_results(source: Source) -> list[EvalResult]:
         try:
             measured = json.loads(path.read_text(encoding="utf-8"))
             model, results = Path(measured["model_name"]).resolve(), list(_entries(measured))
-            {result.unique_identifier for result in results}  # a card groups them by it
+            {result.unique_identifier for result in results}  # a card groups results by it
         except NONSENSE as error:
-            raise UserError(f"{path} is not whole; delete it, or measure again.") from error
+            raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
         is_newest = model == source.run.model.resolve() and source.step == source.run.newest_step()
-        is_later = path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime  # than what `model/` was then
+        is_later = path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime  # than the weights in `model/`
         if model == source.model.resolve() or (is_newest and is_later):
             found += results
     return found
@@ -194,7 +192,7 @@ def harness_results(source: Source) -> list[EvalResult]:
 
 def _entries(measured: dict[str, Any]) -> Iterator[EvalResult]:
     for name, task in measured["configs"].items():
-        # No id on the Hub: tasks of one's own would count as one, and a folder of this machine would be published.
+        # Local tasks have no dataset id on the Hub, and a local path must not be published.
         local = task["dataset_path"] in (None, "json") or Path(task["dataset_path"]).is_absolute()
         for key, value in measured["results"][name].items():
             metric, _, filtered = key.partition(",")

@@ -1,8 +1,8 @@
-"""A page to try models on: up to four, side by side on one prompt.
+"""Web page that compares up to four models on one prompt.
 
 python -m publishing.demo runs/a runs/b
 python -m publishing.demo runs/a/checkpoints/step_00001000 runs/a openai-community/gpt2 --port 7900
-python -m publishing.demo user/a user/b --space user/demo          # as a Space on the Hub; --dry_run looks first
+python -m publishing.demo user/a user/b --space user/demo          # as a Space on the Hub; --dry_run does not upload
 """
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
@@ -32,48 +32,48 @@ from training.loading import find_model, model_errors
 from training.run_folder import RunFolder, is_checkpoint, run_of
 
 MAX_MODELS = 4  # cards that fit side by side
-MAX_EXAMPLES = 6  # prompts to click
+MAX_EXAMPLES = 6  # example prompts on the page
 REPOSITORY = Path(__file__).parent.parent
 MODEL_PACKAGE = REPOSITORY / "modeling_gpt2scratch"
 PACKAGED = ("__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py")
 PAGE = {f"app{suffix}": f"demo_page{suffix}" for suffix in (".py", ".css", ".html.j2")}
 FILES = (*PAGE, "models.json", "requirements.txt", "README.md", f"{MODEL_PACKAGE.name}/*.py", "**/*.pyc")
-NEEDED = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "safetensors",
-)  # a Space installs gradio by its sdk_version, and Jinja2 with it
+# A Space installs gradio and Jinja2 by its sdk_version.
+NEEDED = ("torch", "transformers", "accelerate", "safetensors")
 
 
 @dataclass
 class DemoArguments:
     models: list[str] = setting(
         [],
-        "One to four run folders, checkpoints, model folders or Hub ids; may be given without the flag.",
+        "One to four run folders, checkpoints, model folders or Hub ids; the flag name may be omitted.",
         needed=("one or more models", "python -m publishing.demo runs/x"),
     )
-    port: int | None = setting(None, "Port of the page; the first free one from 7860 on.", minimum=1, maximum=65_535)
-    share: bool = setting(False, "Lend the page a public address for a week, by Gradio.")
-    space: str | None = setting(None, "Publish the page as this Space, as user/name; the models must be on the Hub.")
-    private: bool = setting(False, "Make a new Space private.")
+    port: int | None = setting(
+        None, "Port of the page; default: the first free port from 7860.", minimum=1, maximum=65_535
+    )
+    share: bool = setting(False, "Make the page public for a week through Gradio.")
+    space: str | None = setting(None, "Publish the page as this Space (user/name); the models must be on the Hub.")
+    private: bool = setting(False, "Create a new Space as private.")
     dry_run: bool = setting(False, "Assemble the Space's folder, but do not upload it.")
 
     def check(self) -> None:
         found = Problems()
         if len(self.models) > MAX_MODELS:
-            found.add(f"{len(self.models)} models are given; at most {MAX_MODELS} fit side by side.")
+            found.add(f"{len(self.models)} models are given; the page shows at most {MAX_MODELS}.")
         if self.space is None:
-            of_the_other, words = ("private", "dry_run"), "is for a Space; add --space user/name."
+            unused, reason = ("private", "dry_run"), "applies only to a Space; add --space user/name."
         else:
             found.add_of(check_repo_id, [self.space])
-            of_the_other, words = ("port", "share"), "is for the page here; leave it out with --space."
+            unused, reason = ("port", "share"), "applies only to the local page; leave it out with --space."
             for name in self.models:
                 if Path(name).exists() or name.count("/") != 1 or name.startswith("runs/"):
-                    found.add(f"{name} is not on the Hub; push it with push_to_hub.py and give its user/name.")
-        for name in of_the_other:
+                    found.add(
+                        f"{name} is not a model on the Hub; publish it with push_to_hub.py and use its user/name."
+                    )
+        for name in unused:
             if getattr(self, name):
-                found.add(f"--{name} {words}")
+                found.add(f"--{name} {reason}")
         found.refuse()
 
 
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> None:
     parser = FlagParser((DemoArguments,), __doc__.splitlines()[0], positional="models")
     (options,), _ = parser.parse(arguments, check=DemoArguments.check)
     if find_spec("gradio") is None:
-        raise UserError("The demo needs gradio, which is not installed: pip install -e '.[demo]' installs it.")
+        raise UserError("The demo needs the package gradio: run pip install -e '.[demo]'.")
     if options.space is None:
         show(options.models, options.port, options.share)
     else:
@@ -89,11 +89,11 @@ def main(arguments: list[str]) -> None:
 
 
 def show(names: list[str], port: int | None, share: bool) -> None:
-    """Serve the page until it is interrupted; raise a `UserError` where a model cannot be loaded or the port is taken."""
+    """Serve the page until interrupted; raise a `UserError` if a model cannot be loaded or the port is in use."""
     from publishing import demo_page  # needs an extra
 
     models, examples = [], []
-    for source in list(map(find_model, names)):  # what does not exist is said before others are loaded
+    for source in list(map(find_model, names)):  # all names are checked before the first model is loaded
         name, facts, prompts = describe(source)
         with model_errors():
             models.append(demo_page.load(source, name, facts))
@@ -103,26 +103,26 @@ def show(names: list[str], port: int | None, share: bool) -> None:
         demo_page.serve(models, "Side by side", examples, port, share)
     except OSError as error:
         raise UserError(
-            f"Port {port} is taken; --port takes another, or leave it out for the first free one."
+            f"Port {port} is in use; set another with --port, or leave --port out to use the first free port."
         ) from error
 
 
 def describe(source: str) -> tuple[str, list[str], list[str]]:
-    """Return a model's name, what is known of its training, and the prompts of its run; of a model without one, its name."""
+    """Return the name of a model, facts about its training, and the prompts of its run, as far as they are known."""
     path = Path(source)
     try:
         run = RunFolder(run_of(path))
     except UserError:
         return (path.name if path.exists() else source), [], []
     step = step_of(path) if is_checkpoint(path) else run.newest_step()
-    facts = [f"step {step:,}"] if step else []  # without its checkpoints: nothing
+    facts = [f"step {step:,}"] if step else []  # no step if the checkpoints were deleted
     if step and (scored := Source(path, run, step).validation) is not None:
         facts += [f"validation loss {scored['eval_loss']:.2f}", f"{scored['eval_bits_per_byte']:.2f} bits per byte"]
     return run.path.resolve().name, facts, read_yaml(run.config).get("sample_prompts") or []
 
 
 def publish(options: DemoArguments) -> None:
-    """Assemble the Space under runs/ and upload it, unless this is a dry run."""
+    """Assemble the Space in runs/spaces/ and upload it, unless this is a dry run."""
     space = Repository(options.space, "space", options.private)
     if not options.dry_run:
         check_access(space)
@@ -130,20 +130,22 @@ def publish(options: DemoArguments) -> None:
     name = space.id.split("/")[1]
     folder = assemble_space(options.models, Path("runs") / "spaces" / name, title=name)
     if options.dry_run:
-        print(f"Not uploaded (--dry_run): {folder} is what would go to {space.id}.")
+        print(f"Not uploaded (--dry_run): {folder} would be uploaded to {space.id}.")
     else:
         print(f"Published: {upload(folder, space).repo_url}")
 
 
 def assemble_space(models: list[str], destination: Path, title: str) -> Path:
-    """Write the folder of a Space that shows `models` (Hub ids) to `destination` again, and return it: the page, and what it
-    needs to run without this repository."""
+    """Write a Space for `models` (Hub ids) to `destination`, replacing an earlier one, and return the folder.
+
+    It contains the page and everything that it needs to run without this repository.
+    """
     renew(destination, "space", FILES)
     for name, source in PAGE.items():
         shutil.copy(Path(__file__).with_name(source), destination / name)
     package = destination / MODEL_PACKAGE.name
     package.mkdir()
-    for name in PACKAGED:  # so that no code of a repository runs there either
+    for name in PACKAGED:  # models are loaded without code from their repositories there, too
         shutil.copy(MODEL_PACKAGE / name, package / name)
     (destination / "models.json").write_text(json.dumps({"title": title, "models": models}, indent=2) + "\n")
     setup = ConfigParser()
@@ -157,7 +159,7 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
         python_version="3.11",
         app_file="app.py",
         models=models,
-        short_description="Language models side by side on one prompt",
+        short_description="Compare language models on one prompt",
     )
     card = SpaceCard.from_template(data, template_path=str(Path(__file__).parent / "templates" / "space.md.j2"))
     card.save(destination / "README.md")
@@ -166,5 +168,5 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
 
 if __name__ == "__main__":
     transformers_logging.disable_progress_bar()
-    enable_progress_bars()  # the Hub's own
+    enable_progress_bars()  # those of huggingface_hub
     run(main)

@@ -1,7 +1,7 @@
-"""The page of the demo: up to four models continue one prompt, side by side.
+"""Page of the demo: up to four models continue one prompt, side by side.
 
-`python -m publishing.demo` opens it; copied as app.py next to a models.json, with its style sheet, its template and the model's
-package, it is a whole Space. So it imports nothing else of this repository.
+`python -m publishing.demo` serves it. A Space uses it as app.py, with models.json, the style sheet, the template and the model's
+package; it therefore imports nothing else from this repository.
 """
 
 import json
@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # gradio would tell its makers of every start
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # otherwise gradio reports every start to its developers
 
 import gradio
 import torch
@@ -40,8 +40,8 @@ from modeling_gpt2scratch.loading import (
 )
 
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")
-REFRESH = 0.08  # seconds between two looks at what was written
-VISITORS = 4  # served at once; others wait for their turn
+REFRESH = 0.08  # seconds between updates of the page
+VISITORS = 4  # served at the same time; others wait
 LONGEST_PROMPT = 20_000  # characters
 LARGEST_SEED = 10**15
 ALL_TOKENS = 10**9
@@ -53,14 +53,14 @@ class DemoModel:
     """A model on the page."""
 
     name: str
-    facts: list[str]  # beside its size, such as "step 300"
+    facts: list[str]  # its size, "step 300" ...
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Named and meant as generate.py's flags."""
+    """Sampling settings, with the names and meanings of generate.py's flags."""
 
     max_new_tokens: int
     temperature: float
@@ -74,7 +74,7 @@ class Settings:
         return self.temperature < LOWEST_TEMPERATURE
 
     def processors(self) -> LogitsProcessorList:
-        """Return what happens to the logits before a token is chosen, in the order of Transformers' `generate`."""
+        """Return the processors of logits, in the order of Transformers' `generate`."""
         chain = [RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))]
         if not self.is_greedy:
             top_k = TopKLogitsWarper(int(self.top_k) or ALL_TOKENS)
@@ -84,11 +84,11 @@ class Settings:
 
 @dataclass
 class Continuation:
-    """What one model has written so far."""
+    """Text that one model has generated so far."""
 
-    text: str = ""  # or why the prompt was refused
+    text: str = ""  # or the reason for refusing the prompt
     tokens: int = 0
-    seconds: float = 0.0  # from the first token on: what comes before is reading
+    seconds: float = 0.0  # since the first token, without the time for reading the prompt
     state: str = "writing"  # then one of: complete, ended (by the model), stopped, refused
 
 
@@ -96,7 +96,7 @@ class Continuation:
 
 
 def load(source: str, name: str, facts: list[str]) -> DemoModel:
-    """Load `source`, a model folder or a Hub id; raise a `ModelError` where it cannot be."""
+    """Load `source`, a model folder or a Hub id; raise a `ModelError` if it cannot be loaded."""
     model, tokenizer = load_with_tokenizer(source)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     arrange_weights(model)
@@ -105,11 +105,10 @@ def load(source: str, name: str, facts: list[str]) -> DemoModel:
 
 @torch.no_grad()
 def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> Iterator[int]:
-    """Continue `ids` token by token until the model ends its text, also beyond its context: when that is full, its second
-    half becomes the new prompt.
+    """Yield new tokens after `ids` until the model ends its text. When the context is full, its second half becomes the prompt.
 
-    At temperature 0 these are the tokens of generate.py. `generate` draws from the one generator that all share; here each
-    text has its own, so that a seed gives the same text whoever else is writing.
+    At temperature 0 these are the tokens of generate.py. Transformers' `generate` uses one random generator for all threads;
+    here each text has its own, so that a seed gives the same text while others are generated.
     """
     context, ends = model.config.max_position_embeddings, end_tokens(model)
     generator = torch.Generator(model.device).manual_seed(settings.seed)
@@ -134,7 +133,7 @@ def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> It
 
 
 def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation) -> Iterator[None]:
-    """Fill `into`, a token at each step."""
+    """Generate text into `into`, one token per step."""
     try:
         ids = encode_prompt(shown.tokenizer, prompt)
     except ModelError as problem:
@@ -146,8 +145,8 @@ def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation)
         if len(written) > 1:
             into.seconds += time.perf_counter() - begun
         text = shown.tokenizer.decode(written, skip_special_tokens=True)
-        into.text, into.tokens = text.rstrip("\ufffd"), len(written)  # perhaps the first bytes of a character
-        yield  # the other models write
+        into.text, into.tokens = text.rstrip("\ufffd"), len(written)  # may be the first bytes of a character
+        yield  # to the other models
         begun = time.perf_counter()
     into.state = "complete" if len(written) == settings.max_new_tokens else "ended"
 
@@ -155,8 +154,10 @@ def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation)
 def side_by_side(
     models: list[DemoModel], prompt: str, settings: Settings, stop: threading.Event
 ) -> Iterator[list[Continuation]]:
-    """Yield what all have written so far, again and again, until all are done or `stop` is set. They write a token each in
-    turn: threads gained nothing."""
+    """Yield all continuations repeatedly until all are done or `stop` is set.
+
+    The models generate one token each in turn: threads were not faster.
+    """
     continuations = [Continuation() for _ in models]
     writing = [write(shown, prompt, settings, into) for shown, into in zip(models, continuations, strict=True)]
     seen, done = time.monotonic(), object()
@@ -175,17 +176,17 @@ def side_by_side(
 
 
 def cards(models: list[DemoModel], prompt: str, continuations: list[Continuation], seed: int | None) -> str:
-    """Return a card for each model as HTML; all text is escaped. `seed` is None where nothing was drawn."""
+    """Return a card for each model as HTML, with escaped text. `seed` is None if no token was sampled."""
     pairs = list(zip(models, continuations, strict=True))
     return Template(CARDS.read_text(encoding="utf-8"), autoescape=True).render(cards=pairs, prompt=prompt, seed=seed)
 
 
 def build(models: list[DemoModel], title: str, examples: list[str]) -> gradio.Blocks:
-    """Return the page, to be opened by `serve`."""
-    stops: dict[str, threading.Event] = {}  # of the visitors who are being served
+    """Return the page for `serve`."""
+    stops: dict[str, threading.Event] = {}  # by visitor
 
     def answer(values: dict[gradio.components.Component, Any], request: gradio.Request) -> Iterator[str]:
-        text = (values[prompt] or "")[-LONGEST_PROMPT:]  # the page itself sends no more
+        text = (values[prompt] or "")[-LONGEST_PROMPT:]  # the page enforces the same limit
         given = {name: values[control] for name, control in controls.items()}
         if given["seed"] is None:
             given["seed"] = secrets.randbelow(10_000)
@@ -201,13 +202,13 @@ def build(models: list[DemoModel], title: str, examples: list[str]) -> gradio.Bl
         if request.session_hash in stops:
             stops[request.session_hash].set()
 
-    of_each = "the model continues it" if len(models) == 1 else f"each of the {len(models)} models continues it"
+    subject = "the model continues" if len(models) == 1 else f"the {len(models)} models continue"
     with gradio.Blocks(title=title, analytics_enabled=False) as page:
-        gradio.HTML(f'<div class="head"><h1>{escape(title)}</h1><p>Write a beginning; {of_each}.</p></div>')
+        gradio.HTML(f'<div class="head"><h1>{escape(title)}</h1><p>Enter a prompt; {subject} it.</p></div>')
         with gradio.Column(elem_classes="desk"):
             prompt = gradio.Textbox(
                 examples[0], lines=3, max_lines=12, show_label=False, container=False, elem_id="prompt", label="Prompt",
-                placeholder="The beginning of a text", max_length=LONGEST_PROMPT,
+                placeholder="Start of a text", max_length=LONGEST_PROMPT,
             )  # fmt: skip
             with gradio.Row(elem_classes="bar"):
                 with gradio.Row(elem_classes="examples"):
@@ -218,15 +219,15 @@ def build(models: list[DemoModel], title: str, examples: list[str]) -> gradio.Bl
                 stop = gradio.Button("Stop", elem_id="stop")
             with gradio.Accordion("Settings", open=False, elem_classes="settings"), gradio.Row(elem_classes="sliders"):
                 controls = {
-                    "temperature": slider("Temperature", (0, 2, 0.05), 0.8, "0 always takes the most likely token"),
+                    "temperature": slider("Temperature", (0, 2, 0.05), 0.8, "0 always picks the most likely token"),
                     "max_new_tokens": slider("Length", (1, 1000, 1), 200, "new tokens"),
-                    "top_k": slider("Top-k", (0, 200, 1), 50, "choose among so many; 0 for all"),
-                    "top_p": slider("Top-p", (0.05, 1, 0.05), 1, "choose among this share"),
+                    "top_k": slider("Top-k", (0, 200, 1), 50, "sample from this many tokens; 0 for all"),
+                    "top_p": slider("Top-p", (0.05, 1, 0.05), 1, "sample from tokens with this total probability"),
                     "repetition_penalty": slider(
-                        "Repetition penalty", (1, 2, 0.05), 1, "above 1, what was used gets less likely"
+                        "Repetition penalty", (1, 2, 0.05), 1, "above 1: used tokens become less likely"
                     ),
                     "seed": gradio.Number(
-                        None, label="Seed", info="the same one writes the same text", placeholder="new each time",
+                        None, label="Seed", info="the same seed gives the same text", placeholder="random",
                         precision=0, minimum=0, maximum=LARGEST_SEED, elem_id="seed",
                     ),
                 }  # fmt: skip
@@ -241,7 +242,7 @@ def build(models: list[DemoModel], title: str, examples: list[str]) -> gradio.Bl
 
 
 def slider(label: str, numbers: tuple[float, float, float], value: float, info: str) -> gradio.Slider:
-    """`numbers`: the least, the largest, and a step."""
+    """Return a slider. `numbers`: minimum, maximum and step."""
     low, high, step = numbers
     name = label.lower().replace(" ", "_").replace("-", "_")
     return gradio.Slider(low, high, value, step=step, label=label, info=info, buttons=[], elem_id=name)
@@ -250,18 +251,14 @@ def slider(label: str, numbers: tuple[float, float, float], value: float, info: 
 def serve(
     models: list[DemoModel], title: str, examples: list[str], port: int | None = None, share: bool = False
 ) -> None:
-    """Opens the page, says where, and returns once it is interrupted.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Serve the page, print its address, and return when interrupted. Raise an OSError if the port is in use."""
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # nothing is fetched
     page = build(models, title, examples)
     _, local, shared = page.launch(
         server_port=port, share=share, theme=gradio.themes.Base(**fonts), css_paths=STYLE, footer_links=[],
         run_history=False, quiet=True, prevent_thread_lock=True, max_file_size=0,  # nothing is uploaded
     )  # fmt: skip
-    print(f"Open {shared or local} (Ctrl-C ends it).", flush=True)
+    print(f"Open {shared or local} (Ctrl-C stops the server).", flush=True)
     page.block_thread()
 
 

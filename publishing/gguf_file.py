@@ -1,4 +1,4 @@
-"""Writes a model as one GGUF file, for llama.cpp and what is built on it. docs/gguf.md explains how to run it.
+"""Write a model as one GGUF file for llama.cpp and programs based on it. See docs/gguf.md.
 
 python -m publishing.gguf_file runs/x model-f16.gguf --type f16
 python -m publishing.gguf_file runs/x/checkpoints/step_00001000 model-q8_0.gguf --type q8_0
@@ -35,27 +35,29 @@ from tokenizer import encode, vocabulary
 from tokenizer.bpe import byte_level_alphabet, is_plain
 from training.loading import find_model, load_own_model
 
-LLAMA_CPP_GELU = "gelu_new"  # the only activation of its GPT-2
-ACTIVATION_TOLERANCE = 1e-3  # exact GELU is 0.0005 from it, quick_gelu 0.02, ReLU 0.17
+LLAMA_CPP_GELU = "gelu_new"  # the only activation of llama.cpp's GPT-2
+ACTIVATION_TOLERANCE = 1e-3  # largest differences from gelu_new: exact GELU 0.0005, quick_gelu 0.02, ReLU 0.17
 STAND_INS = {byte: character for character, byte in byte_level_alphabet().items()}
-NO_MERGE = "À Á"  # of two bytes that no UTF-8 has: llama.cpp asks for merges, also where there are none
+NO_MERGE = "À Á"  # two bytes that UTF-8 never contains: llama.cpp requires at least one merge
 SILENT_LOGIT = -1000.0
 
 
 def write_gguf(model: Path, destination: Path, kind: str, name: str, license: str | None = None) -> None:
-    """Write the model folder `model` as GPT-2 in GGUF v3, whole or not at all; raise a `UserError` where llama.cpp's GPT-2 cannot
-    compute this model or read its tokenizer, or the file cannot be written.
+    """Write the model in folder `model` as GPT-2 in GGUF v3, atomically.
 
     Args:
-        kind: `f16` or `q8_0`, what matrices are stored as; vectors and positions stay float32, and so do rows that
-            blocks of 32 do not divide, as f16.
-        name, license: as programs show them to whoever runs the file.
+        kind: type of matrices: `f16` or `q8_0`. Vectors and positions stay float32. Matrices whose row length is not a
+            multiple of 32 are stored as f16.
+        name, license: shown to users by programs that run the file.
+
+    Raises:
+        UserError: llama.cpp's GPT-2 cannot compute this model or read its tokenizer, or the file cannot be written.
     """
     if gguf is None:
-        raise UserError("Writing GGUF needs gguf, which is not installed: pip install -e '.[gguf]' installs it.")
+        raise UserError("Writing GGUF needs the package gguf: run pip install -e '.[gguf]'.")
     loaded, tokenizer = load_own_model(model, torch.float32), vocabulary.load(model)
     config, tensors, kinds = loaded.config, _tensors(loaded), gguf.GGMLQuantizationType
-    Problems(f"{model} cannot become GGUF: {problem}" for problem in _problems(loaded, tokenizer)).refuse()
+    Problems(f"{model} cannot be converted to GGUF: {problem}" for problem in _problems(loaded, tokenizer)).refuse()
     with disk_errors(destination), unfinished_path(destination, ".tmp") as unfinished:
         writer = gguf.GGUFWriter(unfinished, "gpt2")
         writer.add_name(name)
@@ -72,7 +74,7 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
         exact = {"position_embd.weight"}
         if _add_vocabulary(writer, tokenizer, config.vocab_size):
             longer = _with_silent_row(model, tensors)
-            tensors, exact = tensors | longer, exact | longer.keys()  # few rows, and the last one's sum must come out
+            tensors, exact = tensors | longer, exact | longer.keys()  # few rows; the last row needs full precision
         for tensor_name, tensor in tensors.items():
             if tensor.ndim == 1 or tensor_name in exact:
                 stored = kinds.F32
@@ -87,9 +89,10 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
 
 @torch.no_grad()
 def difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float]:
-    """Return how far llama.cpp will be from the model on `ids`, (B, T) int64: by the largest difference of a logit, and by that
-    of the loss in nats per token, with the file's weights and the activation that llama.cpp has, in float32. What llama.cpp
-    itself rounds on the way comes on top.
+    """Return the largest difference of a logit, and the difference of the loss in nats per token, between GGUF file and model.
+
+    `ids`: (B, T) int64. Computed in float32 with the file's weights and llama.cpp's activation. The rounding inside llama.cpp is
+    not included.
     """
     ours = load_own_model(model, torch.float32)
     theirs = copy.deepcopy(ours)
@@ -99,7 +102,7 @@ def difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float
     for gguf_name, weight in _tensors(theirs).items():
         weight.copy_(torch.from_numpy(np.array(read[gguf_name][: len(weight)])))
     largest, losses = 0.0, []
-    for row in ids:  # the logits of all of them might not fit
+    for row in ids:  # row by row: all logits together might not fit into memory
         logits = [each(row[None]).logits[0] for each in (ours, theirs)]  # 2 x (T, V)
         largest = max(largest, (logits[1] - logits[0]).abs().max().item())
         losses.append([nn.functional.cross_entropy(each[:-1], row[1:]).item() for each in logits])
@@ -108,7 +111,7 @@ def difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float
 
 
 def _tensors(model: GPT2ScratchForCausalLM) -> dict[str, torch.Tensor]:
-    """The model's own weights under llama.cpp's names; a tied head is not among them."""
+    """Return the model's weights by llama.cpp's names, without a tied head."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.config.n_layer)
     return {
         names.get_name(name, try_suffixes=(".weight", ".bias")): weight.detach()
@@ -117,18 +120,18 @@ def _tensors(model: GPT2ScratchForCausalLM) -> dict[str, torch.Tensor]:
 
 
 def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Embedding and head with a token more, which is never written: its logit is SILENT_LOGIT, whatever was read.
+    """Return embedding and head with one more token that is never generated: its logit is always SILENT_LOGIT.
 
-    llama.cpp ends a text at token 11 where a file names no other: a character model at its twelfth character. What
-    the head sees is weight * z + bias of the last LayerNorm, and z adds up to 0: a row of 1 / weight sees the bias alone, which
-    is zero in a model that was never trained.
+    llama.cpp ends a text at token 11 if the file names no end token, so a character model would stop at its twelfth character.
+    The input of the head is weight * z + bias of the last LayerNorm, where z sums to 0. Its product with a row of 1 / weight
+    depends on the bias alone, which is zero in an untrained model.
     """
     weight, bias = tensors["output_norm.weight"], tensors["output_norm.bias"]
     constant = (bias / weight).sum()
     if not constant.abs() > 1e-2:
         raise UserError(
-            f"{model} cannot become GGUF: llama.cpp needs a token that ends a text, the tokenizer has none, and the last "
-            f"LayerNorm has no bias by which to keep one silent; train it."
+            f"{model} cannot be converted to GGUF: its tokenizer has no end-of-text token, which llama.cpp requires, and one "
+            f"can only be added to a trained model; train it first."
         )
     row = (SILENT_LOGIT / constant / weight)[None]
     heads = [name for name in ("token_embd.weight", "output.weight") if name in tensors]
@@ -136,14 +139,14 @@ def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str,
 
 
 def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield what llama.cpp's GPT-2 cannot compute or read of them."""
+    """Yield each property of the model or tokenizer that llama.cpp's GPT-2 does not support."""
     name, x = model.config.activation_function, torch.linspace(-12, 12, 10_001)
     with torch.no_grad():
         gap = (ACT2FN[name](x) - ACT2FN[LLAMA_CPP_GELU](x)).abs().max().item()
     if gap > ACTIVATION_TOLERANCE:
         yield (
             f"its activation_function {name} differs by up to {gap:.2f} from the tanh GELU that llama.cpp computes; publish it "
-            f"for Transformers alone."
+            f"without GGUF."
         )
     rust, found = tokenizer.backend_tokenizer, []
     if not encode.is_character(tokenizer.backend_tokenizer):
@@ -153,33 +156,32 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
         if rust.normalizer is not None:
             found.append(f"normalizer {rust.normalizer}")
         if not is_plain(rust):
-            found.append(f"a model {type(rust.model).__name__} that is no plain BPE over bytes")
+            found.append(f"a model {type(rust.model).__name__} that is not a plain BPE over bytes")
     found += [
-        f"a token {token.content!r} that takes blanks or whole words"
+        f"a token {token.content!r} that includes neighboring blanks or matches whole words only"
         for token in rust.get_added_tokens_decoder().values()
         if token.lstrip or token.rstrip or token.single_word
     ]
     if found:
         yield (
-            f"llama.cpp would read text by GPT-2's byte-level BPE, and its tokenizer has {', '.join(found)}; publish it for "
-            f"Transformers alone."
+            f"llama.cpp supports GPT-2's byte-level BPE, but the tokenizer has {', '.join(found)}; publish the model without "
+            f"GGUF."
         )
     if (needed := max(rust.get_vocab().values()) + 1) > model.config.vocab_size:
-        yield f"it has {model.config.vocab_size} embeddings for {needed} tokens."
+        yield f"it has {model.config.vocab_size} embeddings but {needed} tokens."
 
 
 def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
-    """Write the tokenizer as llama.cpp has it, a byte-level BPE over GPT-2's words. Return whether a token was added to end
-    a text, where the tokenizer has none."""
+    """Write the tokenizer as a byte-level BPE over GPT-2's words. Return whether an end-of-text token had to be added."""
     kinds, rust = gguf.TokenType, tokenizer.backend_tokenizer
     token_of = {i: token for token, i in rust.get_vocab().items()}
     if encode.is_character(tokenizer.backend_tokenizer):
         token_of = {i: "".join(STAND_INS[byte] for byte in text.encode()) for i, text in token_of.items()}
-        # These make one token of a character's bytes, and touch no other: its first byte is none's second.
+        # These merge the bytes of a character into one token. A first byte never occurs inside a character.
         merges = [f"{token[:end]} {token[end]}" for token in token_of.values() for end in range(1, len(token))]
     else:
         merges = [" ".join(pair) for pair in json.loads(rust.to_str())["model"]["merges"]]
-    tokens = [token_of.get(i, f"[PAD{i}]") for i in range(vocab_size)]  # a padded embedding has rows without a token
+    tokens = [token_of.get(i, f"[PAD{i}]") for i in range(vocab_size)]  # a padded embedding has rows without tokens
     types = [kinds.NORMAL if i in token_of else kinds.UNUSED for i in range(vocab_size)]
     for i, token in rust.get_added_tokens_decoder().items():
         types[i] = kinds.CONTROL if token.special else kinds.USER_DEFINED
@@ -206,11 +208,11 @@ def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
 @dataclass
 class GGUFArguments:
     paths: list[str] = setting(
-        [], "The model (a run, a checkpoint, a model folder), then the file to write; need no flag."
+        [], "The model (a run, a checkpoint or a model folder) and the file to write; the flag name may be omitted."
     )
-    type: Literal["f16", "q8_0"] = setting("f16", "What matrices are stored as: 2 bytes a weight, or 1.06.")
-    name: str | None = setting(None, "Name inside the file; the run's where left out.")
-    license: str | None = setting(None, "Licence of the weights, such as mit.")
+    type: Literal["f16", "q8_0"] = setting("f16", "Type of matrices: f16 uses 2 bytes per weight, q8_0 1.06.")
+    name: str | None = setting(None, "Name stored in the file; default: the name of the run.")
+    license: str | None = setting(None, "License of the weights, such as mit.")
 
     def check(self) -> None:
         if len(self.paths) != 2:

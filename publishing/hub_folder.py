@@ -1,4 +1,4 @@
-"""The folder that goes to the Hub: an allow-list of files, further formats where they are asked for, and the model card."""
+"""Folder for the Hub: an allow-list of files, optional formats, and the model card."""
 
 import json
 import shutil
@@ -19,22 +19,24 @@ from removal import renew
 from training.loading import model_errors
 from training.run_folder import HUB_FILES
 
-# Nothing else is ever copied: no optimizer state, no logs with paths, no file that merely lies there.
+# Only these files are copied: no optimizer state, no logs with paths, no unrelated files.
 CODE = ("configuration_gpt2scratch.py", "modeling_gpt2scratch.py")
 ALLOWED = (WEIGHTS, SHARDS, INDEX, CONFIG, GENERATION, *TOKENIZER, *CODE)
 OUR_CODE = Path(configuration_gpt2scratch.__file__).parent
 RELEASED_CODE = Path(__file__).with_name("released_code.txt")  # SHA-256 and name of each version of CODE
-TWIN = "native"  # the subfolder of the native twin
+TWIN = "native"  # subfolder of the native twin
 
 
 def assemble(
     source: Source, repository: Repository, options: FolderArguments, destination: Path, ids: torch.Tensor
 ) -> None:
-    """Write the folder `destination` again: the model, its card, and what else `options` ask for. Raise a `UserError` where the
-    model lacks a file or cannot have the format, or `destination` holds files that were not written here.
+    """Write the model, its card and the formats in `options` to `destination`, replacing an earlier version.
 
     Args:
-        ids: (B, T), text on which the card says how far GGUF is from the model.
+        ids: (B, T) token ids on which the card compares the GGUF file with the model.
+
+    Raises:
+        UserError: the model lacks a file or cannot have the format, or `destination` was not written by this command.
     """
     if missing := [name for name in (CONFIG, TOKENIZER[0]) if not (source.model / name).is_file()]:
         raise UserError(f"{source.model} cannot be published: it lacks {', '.join(missing)}.")
@@ -60,28 +62,32 @@ def assemble(
 
 
 def check_code(source: Source) -> None:
-    """Refuse code that came with a model, a Python file of no version of this project or what its tokenizer names: it would
-    run wherever the published model is loaded."""
+    """Raise a `UserError` for Python files that are not from a version of this project, or code named by the tokenizer.
+
+    Such code would run on every machine that loads the published model.
+    """
     known = set(RELEASED_CODE.read_text(encoding="utf-8").split())
     for path in source.files(CODE):
         if file_sha256(path) not in {*known, file_sha256(OUR_CODE / path.name)}:
             raise UserError(
-                f"{path} is of no version of this project; read it, then add --trust_folder_code to publish it, or delete it "
-                f"to publish the current version."
+                f"{path} does not match any version of this project; read it, then add --trust_folder_code to publish it, or "
+                f"delete it to publish the current version."
             )
     for path in source.files(("tokenizer_config.json",)):
         with model_errors(f"{source.model} cannot be published: {{}}."):
             described = read_json(source.model, path.name)
         if "auto_map" in described:
-            raise UserError(f"{path} names code of its own (auto_map), which is not published; take auto_map out.")
+            raise UserError(f"{path} names its own code (auto_map), which is not published; remove auto_map.")
 
 
 def write_native(model: Path, destination: Path) -> None:
-    """Write the native twin: the model as Transformers' `GPT2LMHeadModel`, for programs that run no remote code. Raise a
-    `UserError` where `model` is damaged or of another architecture, or `destination` holds files already."""
+    """Write the native twin: the model as Transformers' `GPT2LMHeadModel`, for programs that do not run remote code.
+
+    Raise a `UserError` if `model` is damaged or has another architecture, or if `destination` contains files.
+    """
     with model_errors():
         convert(str(model), destination, to="gpt2")
-    # 4.57 and 5 read this alike; 5 alone would name a class and a field that 4.57 does not know.
+    # Transformers 4.57 and 5 both read this. Version 5 writes a class and a field that 4.57 does not know.
     path = destination / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     for name in ("backend", "is_local", "local_files_only"):
@@ -93,7 +99,7 @@ def write_native(model: Path, destination: Path) -> None:
 
 
 def _write_code(destination: Path) -> None:
-    """Write the current code, and a config.json that names it; models of older versions load with it."""
+    """Write the current code and a config.json that names it; models of older versions load with it."""
     for name in CODE:
         shutil.copy(OUR_CODE / name, destination / name)
     path = destination / "config.json"

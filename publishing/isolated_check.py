@@ -1,5 +1,7 @@
-"""Load and run a published model with its own code, and only its own files. Run by verify.py in a process of its own, in an
-empty folder, without a token and without the network; this repository's package cannot be imported there.
+"""Load and run a published model with only its own code and files.
+
+verify.py runs this in a separate process, in an empty folder, without a token and without network access. The package of this
+repository cannot be imported there.
 
 python isolated_check.py request.json
 """
@@ -12,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-TOKENS = 2048  # scored at once
+TOKENS = 2048  # per forward pass
 NEW_TOKENS = 24
 
 
 @torch.no_grad()
 def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[int]]:
-    """The summed loss in nats of each window, and how many targets it has."""
+    """Return the summed loss in nats and the number of targets of each window."""
     nats, targets = [], []
     number, context = windows["inputs"].shape
     at_once = max(1, TOKENS // context)
@@ -32,19 +34,19 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
 
 
 def restrict(secrets: list[str]) -> None:
-    """Refuse connections, other programs and the files of the token, as far as a process can refuse them to itself.
+    """Refuse network connections, other programs and reading the token, as far as a process can do this for itself.
 
-    Code that calls the C library gets around this: it stops what is careless, and not what is made to.
+    This stops careless code. Malicious code can get around it by calling the C library.
     """
 
     def guard(event: str, arguments: tuple) -> None:
         if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto", "socket.sendmsg"):
-            raise PermissionError("The model's code asks for the network.")
+            raise PermissionError("The model's code tries to use the network.")
         if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
-            raise PermissionError("The model's code starts another program.")
+            raise PermissionError("The model's code tries to start another program.")
         path = arguments[0] if event == "open" else None
         if isinstance(path, str | bytes) and os.path.realpath(os.fsdecode(path)) in files:
-            raise PermissionError("The model's code reads the token of the Hub.")
+            raise PermissionError("The model's code tries to read the Hub token.")
 
     files = {os.path.realpath(path) for path in secrets}
     sys.addaudithook(guard)
@@ -52,7 +54,7 @@ def restrict(secrets: list[str]) -> None:
 
 def main(request: dict) -> None:
     restrict(request["secrets"])
-    sys.modules["modeling_gpt2scratch"] = None  # only what was published may answer: importing this fails
+    sys.modules["modeling_gpt2scratch"] = None  # importing this repository's package fails: only published code may run
     where = {name: request[name] for name in ("revision", "subfolder", "trust_remote_code")}
     loaded = where | {"output_loading_info": True, "dtype": torch.float32, "use_safetensors": True}
     _, base = AutoModel.from_pretrained(request["model"], **loaded)
@@ -71,8 +73,8 @@ def main(request: dict) -> None:
     nats, targets = scores(model, files) if files else ([], [])
     unexpected = {
         *full["unexpected_keys"],
-        *(set(base["unexpected_keys"]) - {"lm_head.weight"}),
-    }  # which the base model lacks
+        *(set(base["unexpected_keys"]) - {"lm_head.weight"}),  # the base model has no head
+    }
     wrong = map(str, {*base["missing_keys"], *full["missing_keys"], *unexpected})
     save_file({"logits": logits.float().contiguous()}, request["logits"])
     answer = {"wrong_keys": sorted(wrong), "vocabulary": len(tokenizer), "nats": nats, "targets": targets}

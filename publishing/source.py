@@ -1,4 +1,4 @@
-"""What is published: a checkpoint of a run, or a model folder that no run is known of."""
+"""Source of a published model: a checkpoint of a run, or a model folder without a run."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,9 +17,11 @@ from training.run_folder import RunFolder, find_checkpoint, is_checkpoint, run_o
 
 @dataclass(frozen=True)
 class Source:
+    """A model to publish, with its run and step if known."""
+
     model: Path  # the folder with the weights
     run: RunFolder | None = None
-    step: int | None = None  # of the run, where the model is a checkpoint
+    step: int | None = None  # of the checkpoint
 
     @property
     def name(self) -> str:
@@ -27,24 +29,26 @@ class Source:
 
     @property
     def hub(self) -> Path:
-        """Where the folder for the Hub is assembled."""
+        """Folder in which the files for the Hub are assembled."""
         return self.run.hub if self.run is not None else self.model.resolve().with_name(f"{self.name}-hub")
 
     def files(self, allowed: tuple[str, ...]) -> list[Path]:
-        """Return those of the model that match a pattern: of a checkpoint, what was written with it; of a folder, what lies
-        there. Raise a `UserError` for a link that leads out of the folder, to anything on this machine."""
+        """Return the model's files that match a pattern; for a checkpoint, only files that its manifest lists.
+
+        Raise a `UserError` for a link that leads out of the folder.
+        """
         names = [path.name for path in self.model.iterdir() if path.is_file()]
         if self.run is not None:
             names = [name for name in checkpoints.listed_files(self.model) if "/" not in name]
         return [self._own(self.model / name) for name in names if any(fnmatch(name, pattern) for pattern in allowed)]
 
     def check_pages(self) -> None:
-        """Refuse a link that leads out of the folder among the files that the card is made of."""
+        """Raise a `UserError` if a file that the card is made from is a link out of the folder."""
         for path in self.run.files if self.run is not None else [self.model / "README.md"]:
             self._own(path)
 
     def _own(self, path: Path) -> Path | None:
-        with model_errors(f"{path.parent} cannot be published: {{}}; put the file itself there."):
+        with model_errors(f"{path.parent} cannot be published: {{}}; replace the link by the file."):
             return own_file(path.parent, path.name)
 
     @cached_property
@@ -53,25 +57,27 @@ class Source:
 
     @property
     def tokens(self) -> int:
-        """That the checkpoint was trained on."""
+        """Number of tokens that the checkpoint was trained on."""
         return checkpoints.load_state(self.model).position.tokens
 
     @property
     def branch(self) -> str:
-        """Its branch of the repository, such as `step0001000-tokens33M`, so that training can be studied (as of Pythia)."""
+        """Branch of the repository for this checkpoint, such as `step0001000-tokens33M` (a scheme like Pythia's)."""
         return f"step{self.step:07d}-tokens{in_short(self.tokens)}"
 
     @property
     def validation(self) -> dict[str, float] | None:
-        """The metrics of the run's validation at this step."""
+        """Metrics of the run's validation at this step."""
         entries = [] if self.run is None else read_metrics(self.run.metrics)
         scored = (entry for entry in reversed(entries) if "eval_loss" in entry)
         return next((entry for entry in scored if entry["step"] == self.step), None)
 
 
 def find_source(path: Path, wanted: str | None) -> Source:
-    """Return the model at `path`, of a run the one `wanted`: `last`, `best` or a step; None is `last`. Raise a `UserError`
-    where it does not exist or is damaged."""
+    """Return the model at `path`; for a run, the checkpoint `wanted`: `last`, `best` or a step (None: `last`).
+
+    Raise a `UserError` if it does not exist or is damaged.
+    """
     if (path / "config.json").is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
         if wanted is not None:
             raise UserError(
@@ -80,7 +86,7 @@ def find_source(path: Path, wanted: str | None) -> Source:
         return Source(path)
     run = RunFolder(run_of(path))
     if not complete_checkpoints(run.checkpoints):
-        raise UserError(f"{run.path} cannot be published: it has no checkpoint yet; train until there is one.")
+        raise UserError(f"{run.path} cannot be published: it has no checkpoint yet; train until one is saved.")
     is_chosen = is_checkpoint(path) and wanted is None
     return _whole(run, path if is_chosen else find_checkpoint(path, wanted or "last"))
 
@@ -91,7 +97,7 @@ def all_sources(run: RunFolder) -> list[Source]:
 
 
 def in_short(number: int) -> str:
-    """Return a number with at least two digits and the largest unit that leaves them: 33M, 1740K, 2B is 2000M."""
+    """Return a number in short form with at least two digits: 33M, 1740K, and 2000M for 2 billion."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if number >= 10 * size:
             return f"{round(number / size)}{unit}"

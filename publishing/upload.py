@@ -1,11 +1,12 @@
-"""From a folder to a repository on the Hub, in one commit. The token is that of `hf auth login` or of the environment.
+"""Upload of a folder to a repository on the Hub, in one commit, with the token of `hf auth login` or of the environment.
 
-What is large goes first, and the commit that shows it last: broken off, the repository is as it was, and what has arrived is
-not sent again. (`upload_folder` would make several commits where Xet is installed.)
+Large files are sent before the commit that adds them. After an interruption the repository is unchanged, and files that
+arrived are not sent again. (`upload_folder` makes several commits if Xet is installed.)
 """
 
 import filecmp
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,43 +30,46 @@ from removal import MARK
 from training.run_folder import HUB_FILES
 
 TOKENS = "https://huggingface.co/settings/tokens"
-# In a model's card; the one on the Hub is kept as it is once this line is taken out of it.
-WRITTEN = "<!-- Written by push_to_hub.py, which writes it anew each time. Take out this line to keep your changes. -->"
+# Line in a model's card. A card on the Hub without this line is not replaced.
+WRITTEN = (
+    "<!-- Written by push_to_hub.py, which replaces this page at each push. Delete this line to keep your changes. -->"
+)
+WRITTEN_LINE = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # also as older versions wrote it
 
 
 @dataclass(frozen=True)
 class Repository:
-    """Where a folder goes."""
+    """Target of an upload."""
 
     id: str
     type: Literal["model", "space"] = "model"
-    private: bool = False  # if it is made
-    branch: str | None = None  # where it is not the main one
+    private: bool = False  # if it is created
+    branch: str | None = None  # None: main
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Raise a `UserError` where it is not `user/name` as the Hub spells it."""
+    """Raise a `UserError` if `repo_id` is not a valid `user/name`."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise UserError(f"repo_id {repo_id!r} is not a name the Hub accepts: {_on_one_line(error)}.") from error
+        raise UserError(f"repo_id {repo_id!r} is not a name that the Hub accepts: {_on_one_line(error)}.") from error
     if repo_id.count("/") != 1:
         raise UserError(f"repo_id is {repo_id!r}; it must be user/name.")
 
 
 def check_access(repository: Repository) -> None:
-    """Refuse an upload that cannot succeed: for a login, a token, an owner or a visibility; nothing is changed."""
+    """Raise a `UserError` if login, token, owner or visibility prevent the upload. Nothing is changed."""
     hub, repo_id, owner = HfApi(), repository.id, repository.id.split("/")[0]
-    with _hub_errors(f"look at {repo_id}"):
+    with _hub_errors(f"access {repo_id}"):
         user = hub.whoami()
         names = [user["name"], *(organization["name"] for organization in user.get("orgs", []))]
         if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise UserError(
-                f"The token of {user['name']} is for reading only: make one that may write at {TOKENS}, then `hf auth login`."
+                f"The token of {user['name']} is read-only: create a token with write access at {TOKENS}, then run `hf auth login`."
             )
         if owner not in names:
             raise UserError(
-                f"{repo_id} belongs to {owner}, and you are logged in as {user['name']}; name a repository of "
+                f"{repo_id} belongs to {owner}, but you are logged in as {user['name']}; use a repository of "
                 f"{' or '.join(names)}, or log in with `hf auth login`."
             )
         try:
@@ -74,33 +78,32 @@ def check_access(repository: Repository) -> None:
             return
         if repository.private and is_public:
             raise UserError(
-                f"{repo_id} exists and is public, so --private cannot hide what is uploaded; make it private in its "
-                f"settings on the Hub, or name another repository."
+                f"{repo_id} exists and is public, so --private has no effect; make it private in its settings on the Hub, or "
+                f"use another repository."
             )
 
 
 def check_models(names: list[str]) -> None:
-    """Raise a `UserError` where one of them is not on the Hub, or is not for everyone to see."""
-    with _hub_errors(f"look at {', '.join(names)}"):
+    """Raise a `UserError` if a model does not exist on the Hub or is not public."""
+    with _hub_errors(f"access {', '.join(names)}"):
         missing = [name for name in names if not HfApi().repo_exists(name, token=False)]
     if missing:
         raise UserError(
-            f"{', '.join(missing)} cannot be seen by everyone on the Hub; push it first, and not as private."
+            f"{', '.join(missing)} does not exist as a public model on the Hub; push it first, without --private."
         )
 
 
 def published_files(folder: Path) -> dict[str, Path]:
-    """Return the files of a folder that are uploaded, by name."""
+    """Return the files of a folder to upload, by relative path."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MARK)
     return {path.relative_to(folder).as_posix(): path for path in files}
 
 
 def upload(folder: Path, repository: Repository) -> CommitInfo:
-    """Create the repository and the branch, if they do not exist, and make the folder its newest commit.
+    """Upload the folder as one commit; create the repository and the branch if they do not exist.
 
-    Of a model's repository, files that this project writes and the folder lacks are removed, all others stay, and so does
-    a README.md that someone made their own. Where the Hub refuses or cannot be reached, a `UserError` is raised and nothing
-    of the repository is changed; a KeyboardInterrupt says the same.
+    In a model repository, files of this project that the folder lacks are deleted; all other files and an edited README.md
+    stay. If the Hub refuses or cannot be reached, a `UserError` is raised and the repository is unchanged.
     """
     hub, repo_id, is_model = HfApi(), repository.id, repository.type == "model"
     there = {"repo_id": repo_id, "repo_type": repository.type}
@@ -113,7 +116,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
             except HfHubHTTPError as error:
                 if error.response.status_code != 409:
                     raise
-                sentence = f"{repo_id} is taken on the Hub by something that is no {repository.type}; name another."
+                sentence = f"{repo_id} exists on the Hub but is not a {repository.type}; use another name."
                 raise UserError(sentence) from error
         if repository.branch is not None:
             hub.create_branch(**there, branch=repository.branch, exist_ok=True)
@@ -123,11 +126,11 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
         if is_model and "README.md" in names:
             with tempfile.TemporaryDirectory() as cache:
                 card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))
-                is_written_here = WRITTEN in card.read_text(encoding="utf-8", errors="replace")
-            if not is_written_here:
+                is_replaceable = WRITTEN_LINE.search(card.read_text(encoding="utf-8", errors="replace"))
+            if is_replaceable is None:
                 del paths["README.md"]
                 print(
-                    f"The README.md of {repo_id} is someone's own and stays; delete it there for the card of {folder}."
+                    f"The README.md of {repo_id} was edited and is kept; delete it there to publish the card of {folder}."
                 )
         operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
         operations += [CommitOperationDelete(name) for name in stale]
@@ -135,17 +138,19 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
 
 
 def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:
-    """Fetch what other people would get into a cache of its own; refuse what is not, byte for byte, what was uploaded."""
+    """Download the repository into a separate cache; raise a `UserError` if a file differs from the uploaded one."""
     with _hub_errors(f"read {repo_id} back"):
         there = Path(HfApi().snapshot_download(repo_id, revision=commit, cache_dir=cache))
-    names = [name for name in published_files(compare_with) if name != "README.md"]  # which may have been kept
+    names = [name for name in published_files(compare_with) if name != "README.md"]  # may have been kept
     _, different, missing = filecmp.cmpfiles(compare_with, there, names, shallow=False)
     if wrong := sorted(different + missing):
-        raise UserError(f"{repo_id} on the Hub is not what was uploaded ({', '.join(wrong[:5])}); run this again.")
+        raise UserError(
+            f"Files of {repo_id} on the Hub differ from the uploaded ones ({', '.join(wrong[:5])}); run this command again."
+        )
 
 
 def _refuse_bad_metadata(card: Path, repo_type: str) -> None:
-    """Raise a `UserError` where the Hub says that it would not take the metadata."""
+    """Raise a `UserError` if the Hub does not accept the metadata."""
     try:
         RepoCard.load(card).validate(repo_type)
     except ValueError as error:
@@ -153,23 +158,23 @@ def _refuse_bad_metadata(card: Path, repo_type: str) -> None:
             reasons = "; ".join(problem["message"] for problem in json.loads(str(error))["errors"])
         except (ValueError, KeyError, TypeError):
             reasons = _on_one_line(error)
-        raise UserError(f"The Hub does not take the metadata of {card}: {reasons}; correct what is named.") from error
+        raise UserError(f"The Hub does not accept the metadata of {card}: {reasons}; correct these values.") from error
 
 
 @contextmanager
 def _hub_errors(action: str) -> Iterator[None]:
-    """Turn whatever the Hub, or the way to it, refuses into one sentence."""
-    again = "run this again: what has arrived is not sent twice"
+    """Turn errors of the Hub and of the network into one sentence."""
+    again = "run this command again; files that arrived are not sent twice"
     try:
         yield
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"Interrupted, could not {action}; {again}.") from error
     except (LocalTokenNotFoundError, UnicodeEncodeError) as error:
-        problem = "You are not logged in to the Hub, or by a token with characters that no token has"
+        problem = "You are not logged in to the Hub, or the token contains invalid characters"
         raise UserError(f"{problem}: run `hf auth login`, then this command again.") from error
     except HfHubHTTPError as error:
         raise UserError(f"Could not {action}: the Hub refused: {_on_one_line(error)}; {again}.") from error
-    # RuntimeError: from Xet. ValueError: an answer that is none of the Hub's own.
+    # RuntimeError: from Xet. ValueError: a response that is not from the Hub.
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise UserError(f"Could not {action}: the Hub cannot be reached ({_on_one_line(error)}); {again}.") from error
 

@@ -1,4 +1,4 @@
-"""Check that a published model works for others: loaded by a fresh process, offline, and compared with the run."""
+"""Verification of a published model: a fresh offline process loads it, and its results are compared with the run."""
 
 import json
 import math
@@ -28,10 +28,10 @@ ISOLATED_CHECK = Path(__file__).with_name("isolated_check.py")
 PROBE_TOKENS = 64
 SOME_WINDOWS = 16
 LOGITS_TOLERANCE = 1e-5  # of the largest logit: Transformers' GPT-2 computes gelu_new by other kernels than ours
-LOSS_TOLERANCE = 0.01  # nats a token: the run computed it in bf16, as a rule
-STANDARD_ERRORS = 5  # that the loss on some windows may differ from that on all
-FORWARD_FLOPS = 1e12  # spent on the loss: some ten seconds of two cores
-# All that a process gets of this one's environment: no token, no path of this repository, no address of a proxy.
+LOSS_TOLERANCE = 0.01  # nats per token: the run usually computed its loss in bf16
+STANDARD_ERRORS = 5  # allowed difference between the loss on a sample of windows and on all windows
+FORWARD_FLOPS = 1e12  # for the loss: about ten seconds on two cores
+# The only environment variables that the process inherits: no token, no path of this repository, no proxy.
 PASSED_ON = (
     *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT"),
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
@@ -40,24 +40,24 @@ PASSED_ON = (
 
 @dataclass(frozen=True)
 class Expected:
-    """What the model computes here, and what its run said of it."""
+    """Results of the model in this process, and the loss that its run recorded."""
 
     probe: torch.Tensor  # (1, T) ids
     logits: torch.Tensor  # (T, V)
     windows: dict[str, torch.Tensor] = field(default_factory=dict)  # inputs, targets, positions: (N, T) each
-    is_sample: bool = False  # whether the run scored other windows than these
+    is_sample: bool = False  # whether these windows are a sample of those that the run scored
     run_loss: float | None = None
     no_loss_because: str = ""
 
     @property
     def text(self) -> torch.Tensor:
-        """(B, T) ids, of the validation text if it is at hand."""
+        """(B, T) token ids, of the validation text if it is available."""
         return self.windows["inputs"][:SOME_WINDOWS] if self.windows else self.probe
 
 
 @dataclass(frozen=True)
 class Published:
-    """Where other people find the model: a folder, or a repository in a cache."""
+    """Location of a published model: a folder, or a repository in a cache."""
 
     name: str
     has_code: bool
@@ -72,7 +72,7 @@ class Published:
 
 @torch.no_grad()
 def expect(source: Source) -> Expected:
-    """Compute what others should get; raise a `UserError` where the model cannot be loaded."""
+    """Compute the expected results; raise a `UserError` if the model cannot be loaded."""
     model = load_own_model(source.model, torch.float32)
     config = model.config
     ids = torch.arange(min(PROBE_TOKENS, config.n_positions)) * 7919 % config.vocab_size
@@ -80,9 +80,9 @@ def expect(source: Source) -> Expected:
     if source.run is None:
         return replace(expected, no_loss_because=f"{source.model} has no run to compare its loss with")
     if (record := source.validation) is None:
-        return replace(expected, no_loss_because=f"the run was not validated at step {source.step:,}")
+        return replace(expected, no_loss_because=f"the run has no validation at step {source.step:,}")
     if (store := find_store(source.config.recipe)) is None:
-        gone = f"the text or token store of the run, {source.config.data.data}, is not there any more"
+        gone = f"the text or token store of the run, {source.config.data.data}, no longer exists"
         return replace(expected, no_loss_because=gone)
     scored = -(-int(record["eval_tokens"]) // config.n_positions)
     affordable = max(1, int(FORWARD_FLOPS / (2 * model.num_parameters() * config.n_positions)))
@@ -91,8 +91,10 @@ def expect(source: Source) -> Expected:
 
 
 def verify(published: Published, expected: Expected) -> None:
-    """Load and run the model as others will, and print the result; raise a `UserError` where it does not load, weights are
-    missing or left over, or it computes something else than the model here."""
+    """Load and run the published model in a fresh process and print the result.
+
+    Raise a `UserError` if it does not load, has missing or unexpected weights, or computes different results.
+    """
     answer, logits = _run_isolated(published, expected)
     difference = (logits - expected.logits).abs().max().item() if logits.shape == expected.logits.shape else math.inf
     found, vocab_size = Problems(), expected.logits.shape[-1]
@@ -101,20 +103,20 @@ def verify(published: Published, expected: Expected) -> None:
     if not difference <= LOGITS_TOLERANCE * max(1.0, expected.logits.abs().max().item()):
         found.add(f"{published} computes logits that differ by {difference:.1e} in a fresh process.")
     if answer["vocabulary"] != vocab_size:
-        found.add(f"{published} has a tokenizer of {answer['vocabulary']} tokens for {vocab_size} embeddings.")
+        found.add(f"{published} has a tokenizer of {answer['vocabulary']} tokens but {vocab_size} embeddings.")
     compared = f"validation loss not compared: {expected.no_loss_because}"
     if counts := answer["targets"]:
         loss, tolerance = sum(answer["nats"]) / sum(counts), LOSS_TOLERANCE
-        if expected.is_sample:  # the standard error of the mean, by how much the loss differs between windows
+        if expected.is_sample:  # standard error of the mean over windows
             means = [nats / count for nats, count in zip(answer["nats"], counts, strict=True) if count]
             error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
             tolerance += STANDARD_ERRORS * error
         if not abs(loss - expected.run_loss) <= tolerance:
             found.add(
-                f"{published} has a validation loss of {loss:.4f} in a fresh process, the run said "
-                f"{expected.run_loss:.4f}; was the token store exchanged?"
+                f"{published} has a validation loss of {loss:.4f} in a fresh process, but the run recorded "
+                f"{expected.run_loss:.4f}; was the token store replaced?"
             )
-        compared = f"validation loss {loss:.4f} (the run: {expected.run_loss:.4f})"
+        compared = f"validation loss {loss:.4f} (run: {expected.run_loss:.4f})"
     found.refuse()
     if published.subfolder:
         print(f"The native twin, without remote code: logits differ by {difference:.1e}.")
@@ -122,16 +124,16 @@ def verify(published: Published, expected: Expected) -> None:
     where = "the Hub" if published.cache is not None else "the folder"
     print(
         f"Verified in a fresh process (from {where}): no missing or unexpected weights, logits differ by "
-        f"{difference:.1e}, {compared}. It writes:\n  {answer['prompt']!r} -> {answer['text']!r}"
+        f"{difference:.1e}, {compared}. Sample:\n  {answer['prompt']!r} -> {answer['text']!r}"
     )
 
 
 def _run_isolated(published: Published, expected: Expected) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the answer of isolated_check.py, and the logits of the probe."""
+    """Return the answer of isolated_check.py and the logits of the probe."""
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = Path(folder)
         model, home = published.name, str(elsewhere / "home")
-        if published.cache is None:  # only what is published is near it, and the check cannot change what is uploaded
+        if published.cache is None:  # a copy: the check sees only published files and cannot change them
             model = str(shutil.copytree(published.name, elsewhere / "model", ignore=shutil.ignore_patterns(MARK)))
         request = {name: str(elsewhere / name) for name in ("files", "logits", "answer")} | {
             "model": model,
@@ -146,12 +148,12 @@ def _run_isolated(published: Published, expected: Expected) -> tuple[dict[str, A
         environment |= {"HOME": home, "HF_HOME": home, "PYTHONUSERBASE": site.getuserbase(), "HF_HUB_OFFLINE": "1"}
         if published.cache is not None:
             environment["HF_HUB_CACHE"] = str(published.cache)
-        command = [sys.executable, "-P", str(ISOLATED_CHECK), "request"]  # -P: it imports none of its neighbors
+        command = [sys.executable, "-P", str(ISOLATED_CHECK), "request"]  # -P: no imports from its folder
         result = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-            outcome = "so it is not published"
+            outcome = "so it was not published"
             if published.cache is not None:
-                outcome = "though it is on the Hub now; is a file in the way that the repository had before?"
+                outcome = "but it is now on the Hub; does an older file in the repository conflict?"
             raise UserError(f"{published} does not load in a fresh process, {outcome}: {last}")
         return json.loads(Path(request["answer"]).read_text(encoding="utf-8")), load_file(request["logits"])["logits"]

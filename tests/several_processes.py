@@ -144,7 +144,7 @@ def check_what_the_main_process_finds_all_know(accelerator: Accelerator) -> None
     assert distributed.on_main(accelerator, lambda: ["found", time.sleep(1)] if main else None) == ["found", None]
     with pytest.raises(UserError, match=r"^It cannot be\.$") as refused:
         distributed.on_main(accelerator, fail)
-    assert refused.value.is_said is not main
+    assert refused.value.is_reported is not main
 
 
 def check_the_scaler_of_fp16_sees_what_another_process_found(accelerator: Accelerator) -> None:

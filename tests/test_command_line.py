@@ -123,8 +123,8 @@ def test_first_arguments_without_a_flag_fill_the_positional_field():
         (["--learningrate=3"], "Unknown flag --learningrate=3. Did you mean --learning_rate?"),
         (["--confg", "a.yaml"], "Unknown flag --confg. Did you mean --config?"),
         (["--n_lay", "3"], "Unknown flag --n_lay. Did you mean --n_layer?"),
-        (["--zzz"], "Unknown flag --zzz. See --help for all of them."),
-        (["--n_layer", "3", "extra"], "Unknown flag extra. See --help for all of them."),
+        (["--zzz"], "Unknown flag --zzz. See --help for the list."),
+        (["--n_layer", "3", "extra"], "Unknown flag extra. See --help for the list."),
         (["--n_layer", "3.5"], "Argument --n_layer/--n-layer: invalid int value: '3.5'. See --help."),
         (["--n_layer"], "Argument --n_layer/--n-layer: expected one argument. See --help."),
         (["--input", "--n_layer", "2"], "Argument --input: expected at least one argument. See --help."),
@@ -196,14 +196,14 @@ def test_help_names_the_command(launch):
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        ("lr", "Here it is --learning_rate."),
-        ("batch_size", "Here it is --per_device_train_batch_size, --tokens_per_step."),
-        ("epochs", "Here it is --num_train_epochs."),
-        ("block-size", "Here it is --n_positions."),
-        ("dropout", "Here it is --embd_pdrop, --attn_pdrop, --resid_pdrop."),
-        ("wandb", "Here it is --report_to."),
-        ("fp16", "Here it is --mixed_precision."),
-        ("xy", "See --help for all of them."),
+        ("lr", "Use --learning_rate."),
+        ("batch_size", "Use --per_device_train_batch_size, --tokens_per_step."),
+        ("epochs", "Use --num_train_epochs."),
+        ("block-size", "Use --n_positions."),
+        ("dropout", "Use --embd_pdrop, --attn_pdrop, --resid_pdrop."),
+        ("wandb", "Use --report_to."),
+        ("fp16", "Use --mixed_precision."),
+        ("xy", "See --help for the list."),
     ],
 )
 def test_names_of_nanogpt_and_trainer_are_answered_with_ours(tmp_path, given, hint):
@@ -234,11 +234,11 @@ def test_flags_keys_and_values_that_are_wrong_come_together(yaml):
     arguments = ["--zzz", "1", "--torch_compile", "maybe", "--name", "a", "--name", "b", "extra"]
     assert refused("--config", path, *arguments, check=check).splitlines() == [
         f"{path}: Unknown key n_layers. Did you mean n_layer?",
-        f"{path}: Unknown key n-heads. See --help for all of them.",
-        f"{path}: Unknown key zzz. See --help for all of them.",
+        f"{path}: Unknown key n-heads. See --help for the list.",
+        f"{path}: Unknown key zzz. See --help for the list.",
         f"input in {path} is nested; keys are flat.",
         f"learning_rate in {path}: invalid float value: 'high'.",
-        "Unknown flag --zzz. See --help for all of them.",
+        "Unknown flag --zzz. See --help for the list.",
         "Argument --torch_compile/--torch-compile: Truthy value expected: got maybe but expected one of yes/no, true/false, "
         "t/f, y/n, 1/0 (case insensitive). See --help.",
         "--name is given twice; give it once, with all its values.",
@@ -261,12 +261,12 @@ def test_flags_keys_and_values_that_are_wrong_come_together(yaml):
         ("n_layer:", ("n_layer",)),
         ("torch_compile: maybe", ("torch_compile", "maybe")),
         ("lr_scheduler_type: cubic", ("lr_scheduler_type", "'cubic'", "cosine", "linear")),
-        ("- n_layer\n", ("must be a list of `name: value` lines, but holds a list",)),
-        ("just words", ("must be a list of `name: value` lines, but holds text",)),
+        ("- n_layer\n", ("must contain lines of the form `name: value`, but it contains a list",)),
+        ("just words", ("must contain lines of the form `name: value`, but it contains text",)),
         ("n_layer: [3\nname: x", ("is not valid YAML",)),
         ("n_layer:\t3\n\tname: x", ("is not valid YAML",)),
         ("name: café".encode("latin-1"), ("is not valid YAML",)),
-        ("n_layer: 1\nname: x\nn_layer: 2\n", ("has n_layer 2 times; keep one.",)),
+        ("n_layer: 1\nname: x\nn_layer: 2\n", ("contains n_layer 2 times; keep one.",)),
         ("n_layer: 1:30", ("n_layer", "'1:30'")),
         ("n_layer: 1e3", ("n_layer", "'1e3'")),
         ("n_layer: .inf", ("n_layer", "'.inf'")),
@@ -284,7 +284,7 @@ def test_flags_keys_and_values_that_are_wrong_come_together(yaml):
         (f"name: {'[' * 5000}", ("is not valid YAML: maximum recursion depth",)),
         ("[" * 5000, ("is not valid YAML: maximum recursion depth",)),
         ('name: "\\UFFFFFFFF"', ("is not valid YAML",)),
-        ("#" * 2_000_000, ("a file of settings has 1,048,576 at most.",)),
+        ("#" * 2_000_000, ("a settings file may have at most 1,048,576.",)),
     ],
 )
 def test_a_wrong_value_in_a_file_or_a_file_that_is_no_flat_yaml_is_one_sentence(yaml, content, words):
@@ -324,9 +324,9 @@ def test_a_config_file_that_is_not_there_is_answered_with_the_nearest(yaml, tmp_
     (tmp_path / "other.yaml").write_text("")
     path = yaml("")
     missing = Path(path).with_name("runn.yaml")
-    assert refused("--config", str(missing)) == f"There is no config file {missing}. Did you mean {path}?"
-    assert refused(f"--config={tmp_path}") == f"There is no config file {tmp_path}."
-    assert refused("--config=/nowhere/a.yaml") == "There is no config file /nowhere/a.yaml."
+    assert refused("--config", str(missing)) == f"Config file {missing} does not exist. Did you mean {path}?"
+    assert refused(f"--config={tmp_path}") == f"Config file {tmp_path} does not exist."
+    assert refused("--config=/nowhere/a.yaml") == "Config file /nowhere/a.yaml does not exist."
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

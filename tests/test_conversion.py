@@ -95,7 +95,7 @@ FOREIGN |= {"reorder_and_upcast_attn": True, "add_cross_attention": True}
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_an_option_that_we_do_not_have_is_refused_by_name(name):
-    with pytest.raises(ModelError, match=rf"no equivalent of {name}={FOREIGN[name]};"):
+    with pytest.raises(ModelError, match=rf"does not support {name}={FOREIGN[name]};"):
         from_gpt2(tiny_gpt2(**{name: FOREIGN[name]}))
 
 
@@ -373,7 +373,7 @@ def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path, launch):
     torch.save({"token_embedding.weight": Malicious(target)}, folder / "pytorch_model.bin")
     done = launch(*DOOR, folder, tmp_path / "ours")
     assert not target.exists()
-    assert_one_sentence(done.stderr, "pytorch_model.bin is not a plain state dict of tensors")
+    assert_one_sentence(done.stderr, "pytorch_model.bin is damaged or not a plain state dict of tensors")
     assert done.returncode == 1
     torch.load(folder / "pytorch_model.bin", weights_only=False)
     assert target.exists()  # the trap was real
@@ -424,14 +424,17 @@ SWIN = b'{"model_type": "swin", "embed_dim": 96}'
 
 
 WRONG_SOURCES = {
-    "no such source": (lambda folder: folder / "nowhere", "nowhere is neither a folder here nor a model on the Hub"),
+    "no such source": (lambda folder: folder / "nowhere", "nowhere is neither a local folder nor a model on the Hub"),
     "no config.json": (lambda folder: folder.mkdir() or folder, "config.json is missing"),
     "a file": (lambda folder: write_seed(folder)[0] / BIN, "config.json is missing"),
     "broken config.json": (with_file("config.json", lambda content: b'{"embed_dim": 16,'), "config.json"),
     "of another family": (saved(LlamaConfig), "'llama'; expected gpt2, gpt2scratch, or a seed checkpoint"),
-    "gpt2scratch already": (saved(tiny_ours), "is a gpt2scratch model already"),
+    "gpt2scratch already": (saved(tiny_ours), "already is a gpt2scratch model"),
     "missing bin": (with_file(BIN, lambda content: None), "pytorch_model.bin is missing"),
-    "truncated bin": (with_file(BIN, lambda content: content[:-2000]), "pytorch_model.bin is not a plain state dict"),
+    "truncated bin": (
+        with_file(BIN, lambda content: content[:-2000]),
+        "pytorch_model.bin is damaged or not a plain state dict",
+    ),
     "a whole trainer state": (with_state(lambda state: {"model": state, "step": 3}), "pytorch_model.bin"),
     "a missing tensor": (
         with_state(lambda state: {name: tensor for name, tensor in state.items() if name != "ln_f.bias"}),

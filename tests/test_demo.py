@@ -174,7 +174,10 @@ def test_a_character_that_a_model_has_never_seen_is_told_and_the_other_model_wri
     page.click("#start")
     page.wait_until_done()
     assert page.texts(".prompt") == ["<b>${1+1}</b>"]  # as it was written
-    assert "The prompt has '$', '+', '/', '1', '<', '>', '{', '}', which this model of" in page.texts(".text")[1]
+    assert (
+        "The prompt has '$', '+', '/', '1', '<', '>', '{', '}', which is not among this model's"
+        in page.texts(".text")[1]
+    )
 
 
 def test_an_example_is_written_into_the_prompt(address, browser):
@@ -237,7 +240,7 @@ def test_a_dry_run_leaves_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     demo.main(["me/small", "me/large", "--space", "me/try-them", "--dry_run"])
     folder = Path("runs/spaces/try-them")
-    assert capsys.readouterr().out == f"Not uploaded (--dry_run): {folder} is what would go to me/try-them.\n"
+    assert capsys.readouterr().out == f"Not uploaded (--dry_run): {folder} would be uploaded to me/try-them.\n"
     assert {path.name for path in folder.iterdir()} == FILES | {".gpt2scratch.json", "modeling_gpt2scratch"}
     assert {path.name for path in (folder / "modeling_gpt2scratch").iterdir()} == PACKAGE
     card = SpaceCard.load(folder / "README.md")
@@ -253,7 +256,7 @@ def test_a_space_is_published_with_models_that_everyone_can_see(hub, tmp_path, m
     demo.main(["me/a", "--space", "me/demo"])
     assert hub["spaces/me/demo"].files().keys() >= FILES
     assert capsys.readouterr().out.endswith("/spaces/me/demo\n")
-    with pytest.raises(UserError, match="me/hidden, me/none cannot be seen by everyone on the Hub"):
+    with pytest.raises(UserError, match="me/hidden, me/none does not exist as a public model on the Hub"):
         demo.main(["me/a", "me/hidden", "me/none", "--space", "me/other"])
     assert "spaces/me/other" not in hub.repositories
 
@@ -262,12 +265,12 @@ def test_a_space_is_published_with_models_that_everyone_can_see(hub, tmp_path, m
     ("arguments", "expected"),
     [
         ([], "Name one or more models"),
-        (["a/b", "a/c", "a/d", "a/e", "a/f"], "5 models are given; at most 4 fit"),
+        (["a/b", "a/c", "a/d", "a/e", "a/f"], "5 models are given; the page shows at most 4"),
         (["no/such/run"], "neither a folder here nor a Hub id"),
         (["nobody/nothing"], "nobody/nothing is not a local path"),
-        (["RUN", "me/b", "--space", "me/demo"], "is not on the Hub.*push_to_hub"),
-        (["me/a", "--dry_run"], "--dry_run is for a Space; add --space user/name"),
-        (["me/a", "--space", "me/demo", "--port", "7900"], "--port is for the page here"),
+        (["RUN", "me/b", "--space", "me/demo"], "is not a model on the Hub.*push_to_hub"),
+        (["me/a", "--dry_run"], "--dry_run applies only to a Space; add --space user/name"),
+        (["me/a", "--space", "me/demo", "--port", "7900"], "--port applies only to the local page"),
         (["me/a", "--space", "demo"], "it must be user/name"),
     ],
 )

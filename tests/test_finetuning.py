@@ -89,14 +89,14 @@ def test_chats_are_learned_and_what_is_forgotten_and_what_was_left_out_are_said(
     assert losses["chats"][1] < losses["chats"][0] - 1.5
     assert losses["original"][1] < losses["original"][0] + 0.2
     assert table((tuned[0] / "README.md").read_text()) == losses
-    said = "The learning rate rises to 0.0074 (width 64); 50% of the examples are replayed original text."
+    said = "Peak learning rate 0.0074 (width 64); 50% of the examples are replayed original text."
     assert said in tuned[1]
     card = (tuned[0] / "README.md").read_text()
     assert "| learning rate, epochs, seed | 0.0074, 3, 1337 |" in card
     assert "fine-tuned on 405 chats of chats.jsonl: 122,368\nparameters" in card
     assert "| replayed original text | 405 windows of 48 tokens, 50% of all examples |" in card
-    assert "Loss in nats per token, on 45 other chats of the same file, and on held-out text" in card
-    commands = tuned[1].split("holds the model. Next:\n")[1]
+    assert "Loss in nats per token on 45 held-out chats of the same file, and on held-out text" in card
+    commands = tuned[1].split("Next:\n")[1]
     assert f"  python push_to_hub.py {tuned[0]} --repo_id YOUR_NAME/model\n" in commands
     [_, prompt] = shlex.split(commands.split("\n  python push")[0])[-2:]
     assert re.fullmatch(r"User:\n(Who is he|Are they on it|Was it his)\?\n\nAssistant:\n", prompt)
@@ -201,8 +201,8 @@ def test_a_model_without_its_run_replays_nothing_and_says_so(run, tmp_path, caps
     data.write_text("They are not at it.\n" * 100)
     finetune_text.main([str(lone), "--data", str(data), "--output_dir", str(tmp_path / "out")])
     said = capsys.readouterr().out
-    assert "What is forgotten is not measured, for want of --original_data" in said
-    assert "none of them is replayed original text" in said
+    assert "Forgetting is not measured, because there is no --original_data" in said
+    assert "no example is replayed original text" in said
     assert list(table(said)) == ["text"]
 
 
@@ -215,19 +215,19 @@ def test_chats_beyond_the_context_are_cut_and_counted_and_those_asked_beyond_it_
     data.write_text(data.read_text() + 6 * chat("Who?", prose(1, 100)))
     finetune_chat.main([str(run), "--data", str(data), "--output_dir", str(tmp_path / "out")])
     said = capsys.readouterr().out
-    assert "5 of 11 chats are shorter than the context of 48 tokens, where others are cut." in said
+    assert "5 of 11 chats are shorter than the context of 48 tokens; the others are cut." in said
     data.write_text(4 * chat(prose(1, 100), "They are."))
-    with pytest.raises(UserError, match="assistant's turns begin beyond the context of 48 tokens"):
+    with pytest.raises(UserError, match="assistant's turns start after the context of 48 tokens"):
         finetune_chat.main([str(run), "--data", str(data), "--output_dir", str(tmp_path / "other")])
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('{"text": "Hi"}', "line 2 is no chat with an assistant"),
-        ('{"messages": [{"role": "user", "content": "Hi"}]}', "line 2 is no chat with an assistant"),
+        ('{"text": "Hi"}', "line 2 is not a chat with an assistant"),
+        ('{"messages": [{"role": "user", "content": "Hi"}]}', "line 2 is not a chat with an assistant"),
         ('{"messages": ', "line 2 is not JSON"),
-        ("[]", "line 2 is no JSON object"),
+        ("[]", "line 2 is not a JSON object"),
     ],
 )
 def test_what_is_no_chat_is_named_by_its_line(run, tmp_path, line, expected):
@@ -245,7 +245,7 @@ def test_what_cannot_be_is_said_at_once(run, tmp_path):
     for arguments, expected in (
         ([], "Name a model and a file"),
         ([*mine, *new, "--lora_rank", "-1", "--replay_fraction", "1"], "lora_rank is -1.*\n.*is 1.0"),
-        ([str(run), "--data", "nothing.jsonl", *new], "There is no file nothing.jsonl"),
+        ([str(run), "--data", "nothing.jsonl", *new], "nothing.jsonl is not a file"),
         ([*mine, "--output_dir", str(run)], "exists already"),
         ([str(tmp_path), "--data", data, *new], "holds no model"),
     ):
@@ -253,7 +253,7 @@ def test_what_cannot_be_is_said_at_once(run, tmp_path):
             finetune_chat.main(arguments)
     with pytest.raises(UserError, match="line 1 has no text"):
         finetune_text.main([*mine, *new])
-    with pytest.raises(UserError, match="The tokenizer of 3 tokens has none that ends a text"):
+    with pytest.raises(UserError, match="The tokenizer of 3 tokens has no end-of-text token"):
         finetune_chat.give_template(character_tokenizer(["abc"]))
 
 
@@ -261,5 +261,5 @@ def test_what_cannot_be_is_said_at_once(run, tmp_path):
 def test_a_missing_package_is_one_sentence(run, tmp_path, monkeypatch, missing, recipe):
     monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
     arguments = [str(run), "--data", str(chats_file(tmp_path / "chats.jsonl")), "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(UserError, match=rf"needs {missing}, which is not installed: pip install -e '\.\[finetuning\]'"):
+    with pytest.raises(UserError, match=rf"needs {missing}: run pip install -e '\.\[finetuning\]'"):
         recipe.main(arguments)

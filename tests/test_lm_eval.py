@@ -151,7 +151,7 @@ def test_results_stand_in_the_card_of_the_weights_that_they_are_of(results, mode
     assert listed["which", "acc"].metric_value == result["results"]["which"]["acc,none"]
     assert listed["which", "acc"].dataset_split == "test"
     assert listed["which", "acc"].source_name == f"lm-eval {lm_eval.__version__}, 0-shot"
-    assert "## Evaluation\n\n| task | metric | value | by |" in card.text
+    assert "## Evaluation\n\n| task | metric | value | source |" in card.text
     [path] = source.run.evaluations.glob("*/results_*.json")
     path.write_text(path.read_text().replace("step_00000030", "step_00000015"))  # of other weights
     assert harness_results(source) == []

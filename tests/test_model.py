@@ -352,7 +352,7 @@ def warned():
 
 
 WAYS_TO_GENERATE = WAYS_TO_BE_GREEDY | {"beams": {"num_beams": 2}, "drafts": {"assistant_early_exit": 1}}
-STOPS = "The prompt has 10 of the context's 32 tokens (n_positions), so generation stops after 22 more."
+STOPS = "The prompt has 10 tokens and the context 32 (n_positions), so generation stops after 22 new tokens."
 
 
 @pytest.mark.parametrize("way", WAYS_TO_GENERATE)

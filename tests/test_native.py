@@ -71,7 +71,7 @@ def test_what_other_programs_look_for_is_there_and_what_cannot_be_written_is_one
     assert described["tokenizer_class"] == "PreTrainedTokenizerFast"  # TokenizersBackend is unknown to 4.57
     assert described["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
     assert "extra_special_tokens" not in described  # a list of them breaks 4.57
-    with pytest.raises(UserError, match="is not empty; name a new folder"):
+    with pytest.raises(UserError, match="is not empty; use a new folder"):
         write_native(tmp_path / "model", tmp_path / "native")
-    with pytest.raises(UserError, match="neither a folder here nor a model on the Hub"):
+    with pytest.raises(UserError, match="neither a local folder nor a model on the Hub"):
         write_native(tmp_path / "nothing", tmp_path / "other")

@@ -48,17 +48,17 @@ def test_a_machine_is_lost_and_the_same_cells_go_on(store, tmp_path, monkeypatch
     parameters = {"DATA": str(store.folder), "RUN": str(run), "DRIVE": str(drive), "PROMPT": "the", "LOOK_HOURS": 1e-6}
     parameters["FLAGS"] = " ".join(flags(**TINY, vocab_size=300))
     said = execute("Train", **parameters)
-    assert "Device:  CPU" in said["What it will take"]
-    assert "step_00000006 is in" in said["What it will take"] + said["Train"]
+    assert "Device:  CPU" in said["Measure the speed"]
+    assert "step_00000006 is in" in said["Measure the speed"] + said["Train"]
 
     shutil.rmtree(run.parent)
     shutil.rmtree(drive / "tiny" / "checkpoints" / "step_00000006")  # the machine went before it was copied
-    said = execute("Before you end the session yourself", **parameters)
+    said = execute("End the session", **parameters)
     assert "step_00000003 is brought back" in said["Train"]
     assert "going on after step_00000003" in " ".join(said["Train"].split())  # wrapped to the terminal
     lines = re.findall(r"(?m)^step (\d)/6  loss .* lr .*$", said["Train"])
     assert lines == ["4", "5", "6"]  # and no progress bar:
     assert not any("\x1b" in text for text in said.values())
-    assert said["Read what it writes"].startswith("the")
+    assert said["Generate text"].startswith("the")
     assert "Not uploaded (--dry_run)" in said["Publish"]
     assert [path.name for path in sorted((drive / "tiny" / "checkpoints").glob("step_*"))][-1] == "step_00000006"

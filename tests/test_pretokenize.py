@@ -201,7 +201,7 @@ def test_a_tokenizer_that_would_lose_text_is_refused(tmp_path, text):
             ["--inptu", "a.txt", "--sample_bytes", "0"],
             "Unknown flag --inptu. Did you mean --input?\nsample_bytes is 0; it must be at least 1.\n--output is needed. See --help.",
         ),
-        (["my.txt", "--input", __file__, "--output", "store"], "Unknown flag my.txt. See --help for all of them."),
+        (["my.txt", "--input", __file__, "--output", "store"], "Unknown flag my.txt. See --help for the list."),
     ],
 )
 def test_flags_that_are_missing_or_unknown_are_named(arguments, sentence):

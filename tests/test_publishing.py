@@ -80,7 +80,7 @@ def test_a_dry_run_assembles_what_is_allowed_and_nothing_else(a_copy, capsys):
     assert {path.name for path in (a_copy / "hub").iterdir()} == {*ALWAYS, ".gpt2scratch.json"}
     said = capsys.readouterr().out
     loss = find_source(a_copy, None).validation["eval_loss"]
-    assert f"logits differ by 0.0e+00, validation loss {loss:.4f} (the run: {loss:.4f})" in said
+    assert f"logits differ by 0.0e+00, validation loss {loss:.4f} (run: {loss:.4f})" in said
     size = (newest / WEIGHTS).stat().st_size
     assert f"{size:>15,} bytes  model.safetensors" in said
     assert "Not uploaded (--dry_run)" in said
@@ -132,7 +132,7 @@ def test_a_full_disk_is_one_sentence(run, form):
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # less than the weights have
     try:
-        sentence = r"Could not publish .*step_00000006: .*File too large.*; correct that, then"
+        sentence = r"Could not publish .*step_00000006: .*File too large.*; fix that and"
         with pytest.raises(UserError, match=sentence) as refusal:
             push(run, "--dry_run", "--format", form)
     finally:
@@ -144,7 +144,7 @@ def test_a_link_to_elsewhere_is_not_followed(run, a_copy, tmp_path):
     (a_copy / "loss.png").unlink()
     (a_copy / "loss.png").symlink_to("/etc/hostname")
     with pytest.raises(
-        UserError, match=r"tiny cannot be published: loss\.png is a link out of the folder; put the file"
+        UserError, match=r"tiny cannot be published: loss\.png is a link out of the folder; replace the link"
     ):
         push(a_copy, "--dry_run")
     folder = as_a_folder(run, tmp_path / "linked")
@@ -209,9 +209,9 @@ def test_a_model_that_others_could_not_use_is_not_published(run, tmp_path, chang
 @pytest.mark.parametrize(
     ("attempt", "expected"),
     [
-        ("socket.create_connection(('127.0.0.1', 9))", "The model's code asks for the network"),
-        ("subprocess.run(['true'])", "The model's code starts another program"),
-        ("open(TOKEN)", "The model's code reads the token of the Hub"),
+        ("socket.create_connection(('127.0.0.1', 9))", "The model's code tries to use the network"),
+        ("subprocess.run(['true'])", "The model's code tries to start another program"),
+        ("open(TOKEN)", "The model's code tries to read the Hub token"),
         ("assert not [name for name in os.environ if 'TOKEN' in name], os.environ", None),
         ("assert os.environ['HOME'] == str(Path.home()) != HOME", None),
         ("assert sorted(os.listdir(FOLDER)) == sorted(NAMES) and PARENT not in FOLDER", None),
@@ -231,7 +231,7 @@ def test_code_of_a_folder_runs_only_where_it_is_trusted_and_alone(run, tmp_path,
     imports = "import json, os, socket, subprocess, sys\nfrom pathlib import Path\nimport torch\n"
     code.write_text(f"{head}{imports}{stated}{asked}{attempt}\n{rest}")
     with pytest.raises(
-        UserError, match=r"modeling_gpt2scratch\.py is of no version of this project; read it, then add --"
+        UserError, match=r"modeling_gpt2scratch\.py does not match any version of this project; read it, then add --"
     ):
         push(folder, "--dry_run")
     assert not (tmp_path / "theirs-hub").exists()
@@ -253,7 +253,7 @@ def test_the_current_code_is_published_in_place_of_any_older_one(run, tmp_path):
     assert json.loads((published / "config.json").read_text()) == config
     described = json.loads((folder / "tokenizer_config.json").read_text()) | {"auto_map": {}}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
-    with pytest.raises(UserError, match=r"tokenizer_config\.json names code of its own \(auto_map\)"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json names its own code \(auto_map\)"):
         push(folder, "--dry_run")
 
 
@@ -265,7 +265,7 @@ def test_every_version_of_the_code_is_known():
 
 def test_a_loss_that_is_not_what_the_run_said_is_not_published(a_copy):
     change_losses(a_copy, dict.fromkeys((2, 4, 6), find_source(a_copy, None).validation["eval_loss"] + 0.02))
-    with pytest.raises(UserError, match=r"has a validation loss of [\d.]+ in a fresh process, the run said"):
+    with pytest.raises(UserError, match=r"has a validation loss of [\d.]+ in a fresh process, but the run recorded"):
         push(a_copy, "--dry_run")
 
 
@@ -273,14 +273,14 @@ def test_without_the_text_the_loss_is_said_not_to_be_compared(a_copy, capsys):
     config = a_copy / "config.yaml"
     config.write_text(re.sub(r"^data: .*$", f"data: {a_copy / 'gone'}", config.read_text(), flags=re.MULTILINE))
     push(a_copy, "--dry_run")
-    assert f"the text or token store of the run, {a_copy / 'gone'}, is not there any more" in capsys.readouterr().out
+    assert f"the text or token store of the run, {a_copy / 'gone'}, no longer exists" in capsys.readouterr().out
 
 
 def test_an_untied_head_and_masked_documents_are_verified_too(train, tmp_path, capsys):
     run = train(tmp_path / "run", "--mask_documents", "--tie_word_embeddings", "false", max_steps=2, eval_steps=2)
     push(run, "--dry_run", "--format", "both")
     said = capsys.readouterr().out
-    assert re.search(r"logits differ by 0.0e\+00, validation loss ([\d.]+) \(the run: \1\)", said)
+    assert re.search(r"logits differ by 0.0e\+00, validation loss ([\d.]+) \(run: \1\)", said)
     assert re.search(r"The native twin, without remote code: logits differ by \d\.\de-0[6-9]|by 0\.0e\+00", said)
 
 
@@ -308,7 +308,7 @@ def test_the_native_format_brings_no_code_and_needs_none_and_is_not_ours(run, tm
         (["RUN"], "Name a repository: "),
         (["tests", "--repo_id", "me/tiny"], "is not a run folder"),
         (["RUN", "--repo_id", "tiny"], "it must be user/name"),
-        (["RUN", "--repo_id", "me/ti ny"], "is not a name the Hub accepts"),
+        (["RUN", "--repo_id", "me/ti ny"], "is not a name that the Hub accepts"),
         (["RUN", "--repo_id", "me/tiny", "--gguf", "q4"], "invalid choice: 'q4'"),
         (["RUN/model/config.json", "--repo_id", "me/tiny"], "is not a run folder"),
     ],
@@ -396,7 +396,8 @@ def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
     )
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
     assert '("me/tiny", subfolder="native")' in card
-    assert "for llama.cpp: `llama-completion -hf me/tiny:F16 -p ...`. Its logits are at most 0.001 from" in card
+    assert "for llama.cpp: `llama-completion -hf me/tiny:F16 -p ...`. On 256 tokens" in card
+    assert "differ from the model's by at most 0.001 and its loss by +1.0e-06" in card
 
 
 @pytest.mark.parametrize(
@@ -440,7 +441,7 @@ def test_what_the_harness_measured_on_files_of_this_machine_does_not_name_them(a
     assert "| mine | acc | 0.5000 |" in card
     assert "secret" not in card
     results.write_text('{"model_name')
-    with pytest.raises(UserError, match=r"results_1\.json is not whole; delete it"):
+    with pytest.raises(UserError, match=r"results_1\.json is incomplete or damaged; delete it"):
         card_of(a_copy)
 
 
@@ -548,13 +549,15 @@ def test_a_card_that_someone_made_their_own_stays(folder, hub, capsys):
         repository.commit("main", files | {"README.md": File(card, False)})
         upload(folder, MINE)
         assert repository.files()["README.md"] == expected
-    assert capsys.readouterr().out.count("The README.md of me/tiny is someone's own and stays; delete it there") == 1
+    assert capsys.readouterr().out.count("The README.md of me/tiny was edited and is kept; delete it there") == 1
 
 
 def test_cut_off_it_changes_nothing_and_goes_on_where_it_stopped(folder, hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.cut_uploads = 100
-    with pytest.raises(UserError, match=r"Could not upload to me/tiny: .*run this again: what has arrived is not sent"):
+    with pytest.raises(
+        UserError, match=r"Could not upload to me/tiny: .*run this command again; files that arrived are not sent"
+    ):
         upload(folder, MINE)
     assert hub["me/tiny"].files().keys() == {".gitattributes"}
     hub.cut_uploads = 0
@@ -584,7 +587,7 @@ def test_interrupted_it_says_how_to_go_on(run, tmp_path):
             _, said = process.communicate(timeout=600)
         assert process.returncode == 130
         assert said.splitlines()[-1] == (
-            "Interrupted, could not upload to me/tiny; run this again: what has arrived is not sent twice."
+            "Interrupted, could not upload to me/tiny; run this command again; files that arrived are not sent twice."
         )
         assert hub["me/tiny"].files().keys() == {".gitattributes"}
 
@@ -597,31 +600,31 @@ def switched_off(hub, patch):
 @pytest.mark.parametrize(
     ("trouble", "expected"),
     [
-        (lambda hub, patch: patch.delenv("HF_TOKEN"), "You are not logged in to the Hub, or by a token with"),
+        (lambda hub, patch: patch.delenv("HF_TOKEN"), "You are not logged in to the Hub, or the token contains"),
         (
             lambda hub, patch: patch.setenv("HF_TOKEN", "hf_" + "w" * 34),
-            "Could not look at me/tiny: the Hub refused: Invalid user token. The token from HF_TOKEN",
+            "Could not access me/tiny: the Hub refused: Invalid user token. The token from HF_TOKEN",
         ),
         (
             lambda hub, patch: patch.setenv("HF_TOKEN", "hf_é"),
-            "by a token with characters that no token has: run `hf auth login`",
+            "the token contains invalid characters: run `hf auth login`",
         ),
         (
             lambda hub, patch: hub.user["auth"]["accessToken"].update(role="read"),
-            "The token of me is for reading only",
+            "The token of me is read-only",
         ),
         (
             lambda hub, patch: hub.user.update(name="other", orgs=[]),
-            "me/tiny belongs to me, and you are logged in as other; name a repository of other,",
+            "me/tiny belongs to me, but you are logged in as other; use a repository of other,",
         ),
         (
             lambda hub, patch: patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9"),
-            "Could not look at me/tiny: the Hub cannot be reached",
+            "Could not access me/tiny: the Hub cannot be reached",
         ),
-        (switched_off, "Could not look at me/tiny: the Hub cannot be reached (Cannot reach http"),
+        (switched_off, "Could not access me/tiny: the Hub cannot be reached (Cannot reach http"),
         (
             lambda hub, patch: HfApi().create_repo("me/tiny"),
-            "me/tiny exists and is public, so --private cannot hide",
+            "me/tiny exists and is public, so --private has no effect",
         ),
     ],
 )
@@ -641,7 +644,7 @@ def test_what_the_hub_refuses_is_one_sentence(folder, hub):
     hub.taken.add("our/tiny")
     for repo_id, expected in (
         ("us/tiny", r"Could not upload to us/tiny: the Hub refused: [^\n]*$"),
-        ("our/tiny", r"our/tiny is taken on the Hub by something that is no model; name another\.$"),
+        ("our/tiny", r"our/tiny exists on the Hub but is not a model; use another name\.$"),
     ):
         with pytest.raises(UserError, match=expected):
             upload(folder, Repository(repo_id))
@@ -651,7 +654,7 @@ def test_what_the_hub_refuses_is_one_sentence(folder, hub):
 def test_metadata_that_the_hub_does_not_know_is_one_sentence(folder, hub, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "README.md").write_text("---\nlicense: my own\n---\n")
-    sentence = r"The Hub does not take the metadata of .*README\.md: \"license\" must be one of"
+    sentence = r"The Hub does not accept the metadata of .*README\.md: \"license\" must be one of"
     with pytest.raises(UserError, match=sentence) as refusal:
         upload(copy, MINE)
     assert "\n" not in str(refusal.value)
@@ -668,7 +671,7 @@ def test_a_folder_without_a_run_is_published_with_the_card_that_it_has(run, tmp_
     assert "Taught to chat.\n\n## Use" in card.text
     assert "## How\n\nWith LoRA." in card.text
     assert (tmp_path / "merged-hub" / WEIGHTS).is_file()
-    with pytest.raises(UserError, match="a model without a run, so there are no checkpoints for --revisions"):
+    with pytest.raises(UserError, match="a model without a run, so it has no checkpoints for --revisions"):
         push(folder, "--revisions")
 
 

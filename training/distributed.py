@@ -104,7 +104,7 @@ def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
     answer = json.loads(message[0])
     if "problem" in answer:
         error = UserError(answer["problem"])
-        error.is_said = True
+        error.is_reported = True
         raise error
     return answer["found"]
 
