@@ -23,16 +23,17 @@ PUSH = "python push_to_hub.py"
 # Commands that are run, and the flags that make them short or keep them from needing the Hub.
 RUN = {
     'python generate.py runs/quickstart --prompt "def "': "",
-    f"{PUSH} runs/quickstart --repo_id YOUR_NAME/quickstart": "--dry_run",
     f"{TRAIN} --data my.txt": f"{SHORT} --torch_compile false",
-    "python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/books --vocab_size 16000 --dedup exact": "",
+    "accelerate launch train_accelerate.py --data my.txt": f"{SHORT} --torch_compile false --output_dir runs/launched",
+    'python generate.py runs/my --prompt "Once upon a time"': "",
+    "python -m training.evaluate runs/my --compare --memorization": "",
+    f"{PUSH} runs/my --repo_id YOUR_NAME/my-model": "--dry_run",
+    "python -m modeling_gpt2scratch.conversion_gpt2scratch runs/my/model models/native --to gpt2": "",
+    "python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/books --dedup exact": "",
+    "accelerate launch --quiet --config_file launch/two_cpu_processes.yaml train_accelerate.py --output_dir runs/two": LIBRARY,
     f"{TRAIN} --config presets/gpt2_small_seed.yaml --data data/books --plan": f"{SMALL} --plan_steps 1",
     f"{TRAIN} --config presets/gpt2_small_seed.yaml --data data/books": SMALL,
     f"{TRAIN} --resume_from_checkpoint runs/gpt2_small_seed": "--max_steps 6",
-    "python -m modeling_gpt2scratch.conversion_gpt2scratch runs/quickstart/model models/twin --to gpt2": "",
-    f"{PUSH} runs/x --repo_id YOUR_NAME/x --checkpoint best --revisions": "--dry_run",
-    "python -m training.evaluate runs/x --compare --memorization": "",
-    "accelerate launch --quiet --config_file launch/two_cpu_processes.yaml train_accelerate.py --output_dir runs/two": LIBRARY,
     "python -m training.evaluate runs/quickstart --checkpoint best": "",
     f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb": "",
     f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt --profile": SMALL.replace(
@@ -50,26 +51,31 @@ GPUS = "accelerate launch --quiet --config_file launch"
 # Commands that are not run: the reason, by the command or the file of tests that is run in their place.
 INSTEAD = {
     f"{TRAIN} {LIBRARY}": {"make train": "installs"},
-    "tests/test_house.py": {"make test": "runs all tests", "pip install -e .": "installs"},
+    "tests/test_house.py": {
+        "make test": "runs all tests",
+        "make install": "installs",
+        "pip install -e .": "installs",
+        "pip install -c constraints.txt -e .": "installs",
+        "git clone REPOSITORY_URL gpt2scratch": "the address is not known",
+        "cd gpt2scratch": "the tests run in a clone already",
+    },
     "python -c pass": {
         "source .venv/bin/activate": "the environment of these tests is another",
+        "python3 -m venv .venv && source .venv/bin/activate": "the environment of these tests is another",
         "cd GPT2Scratch && source .venv/bin/activate": "the environment of these tests is another",
     },
     "tests/test_demo.py": {
         "pip install -e '.[demo]'": "installs",
-        "pip install -e '.[demo]' && python -m publishing.demo runs/quickstart": "installs; runs until Ctrl-C",
+        "pip install -e '.[demo]' && python -m publishing.demo runs/my": "installs; runs until Ctrl-C",
         "python -m publishing.demo runs/a runs/b": "runs until Ctrl-C",
         "python -m publishing.demo YOUR_NAME/a YOUR_NAME/b --space YOUR_NAME/demo": "needs the Hub",
     },
     "tests/test_conversion.py": {f"{CONVERT} openai-community/gpt2 models/gpt2": "needs the Hub"},
     "tests/test_publishing.py": {
-        f"{PUSH} runs/x --repo_id YOUR_NAME/x --format both --gguf f16 q8_0": "needs the extra gguf",
-        f"{PUSH} runs/my --repo_id YOUR_NAME/my-model": "ran for runs/quickstart",
-        f"{PUSH} runs/x --repo_id YOUR_NAME/x --dry_run": "ran for runs/quickstart",
+        f"{PUSH} runs/x --repo_id YOUR_NAME/x --dry_run": "ran for runs/my",
         f"{PUSH} runs/x --repo_id YOUR_NAME/x --license mit --language en": "needs the Hub",
         "hf auth login": "needs the Hub",
     },
-    "tests/test_finetuning.py": {"python -m examples.finetune_chat runs/x --data chats.jsonl": "needs TRL"},
     "tests/test_several_processes.py": {
         f"{GPUS}/one_node.yaml --num_processes 4 train_accelerate.py --config presets/gpt2.yaml --data data/my": "needs GPUs",
         f"{GPUS}/fsdp2.yaml --num_processes 4 train_accelerate.py --config presets/gpt2_xl.yaml --data data/my": "needs GPUs",
