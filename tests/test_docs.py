@@ -1,0 +1,56 @@
+"""The Markdown of the repository: links, anchors, line lengths, and the list of files in docs/architecture.md."""
+
+import re
+from urllib.parse import unquote
+
+import pytest
+
+from conftest import REPOSITORY
+
+FAKE_CUDA = REPOSITORY / "tests" / "fake_cuda" / "README.md"
+PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), FAKE_CUDA])
+LONGEST_CODE = 100  # characters that GitHub shows without a scroll bar
+
+
+def prose(page) -> str:
+    """Return the text of a page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).strip().lower()
+        anchor = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        repeats = sum(re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", other) is not None for other in found)
+        found.append(f"{anchor}-{repeats}" if repeats else anchor)
+    return set(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_links_lead_to_files_and_headings(page):
+    text = re.sub(r"`[^`\n]*`", "", prose(page))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):  # on the web
+            continue
+        path, _, anchor = unquote(target).partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{target}: no such file"
+        assert not anchor or file.suffix != ".md" or anchor in anchors(file), f"{target}: no such heading"
+
+
+def test_the_readme_is_short_and_its_code_fits_the_page():
+    lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
+    blocks = re.findall(r"^```.*?\n(.*?)^```", "\n".join(lines), re.DOTALL | re.MULTILINE)
+    assert len(lines) <= 225
+    assert [line for block in blocks for line in block.splitlines() if len(line) > LONGEST_CODE] == []
+
+
+def test_the_architecture_names_every_product_file():
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = ("modeling_gpt2scratch", "tokenizer", "training", "publishing")
+    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")]
+    assert [
+        path.name for path in (*REPOSITORY.glob("*.py"), *files) if path.name != "__init__.py" and path.name not in page
+    ] == []
