@@ -76,8 +76,10 @@ INSTEAD = {
         f"{PUSH} runs/x --repo_id YOUR_NAME/x --license mit --language en": "needs the Hub",
         "hf auth login": "needs the Hub",
     },
+    "tests/test_finetuning.py": {"python -m examples.finetune_chat runs/x --data chats.jsonl": "needs TRL"},
     "tests/test_several_processes.py": {
         f"{GPUS}/one_node.yaml --num_processes 4 train_accelerate.py --config presets/gpt2.yaml --data data/my": "needs GPUs",
+        f"{GPUS}/one_node.yaml --num_processes 4 train_accelerate.py --config presets/gpt2.yaml --data data/books": "needs GPUs",
         f"{GPUS}/fsdp2.yaml --num_processes 4 train_accelerate.py --config presets/gpt2_xl.yaml --data data/my": "needs GPUs",
     },
     f"{BOOKS} notes.jsonl.zst --output data/my --vocab_size 300": {
