@@ -1,4 +1,4 @@
-"""docs/performance.md and its plots, from whatever lies in benchmarks/results/. What was not measured is not in it.
+"""Write docs/performance.md and its plots from the files of benchmarks/results/.
 
 python -m benchmarks.performance
 """
@@ -18,10 +18,19 @@ OTHERS = "#9aa5b1"
 
 HEAD = """# Performance
 
-Made by `python -m benchmarks.performance` from the files of `benchmarks/results/`; a figure that was not measured is not in it.
-Every contestant runs in a fresh process, one after the other, in as many rounds as the command below it says (three unless it does; a
-single round shows nothing of the drift between processes); ours is `accelerate launch train_accelerate.py` itself. Figures are medians over all windows, in brackets the 10th to the 90th percentile; ratios are taken within a round,
-so that what the machine does to all of them does not count. What the numbers mean: [speed.md](speed.md)."""
+Compare the speed and memory of this project with nanoGPT and Transformers, and see the effect of each optimization.
+
+```bash
+python -m benchmarks.performance    # write this page from the files of benchmarks/results/
+```
+
+All figures were measured or counted. The command below a table repeats its measurement. In the tables, "ours" is `accelerate launch
+train_accelerate.py` itself, and MFU, memory and other terms are explained in [speed.md](speed.md).
+
+- Each program runs in a fresh process, one after the other, in as many rounds as the command shows (`--rounds`, three by default). A single round
+  shows nothing about the variation between processes.
+- Figures are medians over all windows, with the 10th to the 90th percentile in parentheses.
+- Ratios are computed within a round, so conditions of the machine that affect all programs cancel out."""
 
 
 def results(kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -51,7 +60,7 @@ def describe(workload: dict[str, Any]) -> str:
     dropout = f", dropout {workload['dropout']}" if workload["dropout"] else ""
     return (
         f"{workload['preset']} ({workload['n_layer']} layers, width {workload['n_embd']}, vocabulary "
-        f"{workload['vocab_size']:,}), {workload['sequences']} x {workload['n_positions']} tokens a step{dropout}"
+        f"{workload['vocab_size']:,}), {workload['sequences']} x {workload['n_positions']} tokens per step{dropout}"
     )
 
 
@@ -67,7 +76,7 @@ def train_step(path: Path, result: dict[str, Any]) -> str:
         ]
         for name, found in result["contestants"].items()
     ]
-    head = ["", "tokens/s", "ms a step", "ours is so many times as fast", "peak memory, GB"]
+    head = ["", "tokens/s", "ms per step", "speed of ours / speed of this row", "peak memory, GB"]
     ceilings = {
         name: max(each[name] for each in result["ceilings"])
         for name in result["ceilings"][0]
@@ -75,13 +84,13 @@ def train_step(path: Path, result: dict[str, Any]) -> str:
     }
     shapes = ", ".join(f"{name.removesuffix('_tflops')} {rate:,.2f}" for name, rate in ceilings.items())
     notes = [
-        f"Ours runs as: {ours['device_line']}.",
-        f"Making batches takes {100 * ours['data_share']:.2f}% of its time; graph breaks {ours['graph_breaks']}, recompiles "
-        f"{ours['recompiles']}.",
-        f"From the start of `accelerate launch` to the end of the first step, not compiled: "
-        f"{result['seconds_to_the_first_step_uncompiled']} s; compiled, with a warm cache: "
-        f"{ours['seconds_to_the_first_step']:.1f} s.",
-        f"Matrix products in bf16 alone reach, in TFLOP/s: {shapes}.",
+        f"Configuration of ours: {ours['device_line']}.",
+        f"Making batches takes {100 * ours['data_share']:.2f}% of its time; it has {ours['graph_breaks']} graph breaks and "
+        f"{ours['recompiles']} recompilations.",
+        f"Time from the start of `accelerate launch` to the end of the first step: "
+        f"{result['seconds_to_the_first_step_uncompiled']} s not compiled, {ours['seconds_to_the_first_step']:.1f} s compiled "
+        f"with a warm cache.",
+        f"For comparison, TFLOP/s of bare bf16 matrix products by shape: {shapes}.",
     ]
     return "\n\n".join(
         [f"### {describe(result['workload'])}", table(head, rows), " ".join(notes), measured_on(result, path)]
@@ -89,7 +98,7 @@ def train_step(path: Path, result: dict[str, Any]) -> str:
 
 
 def ladder(path: Path, result: dict[str, Any]) -> str:
-    head = ["rung, on top of the ones above", "tokens/s", "of the top", "peak memory, GB"]
+    head = ["optimization, added to those above", "tokens/s", "relative to the last row", "peak memory, GB"]
 
     def rows(group: str) -> list[list[str]]:
         return [
@@ -105,11 +114,11 @@ def ladder(path: Path, result: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             f"### {describe(result['workload'])}",
-            f"![The ladder]({path.stem}.png)",
+            f"![Tokens per second after each optimization]({path.stem}.png)",
             table(head, rows("ladder")),
-            "The top without one lever, or with one more:",
+            "The same without one of the optimizations, or with one more, relative to the last row above:",
             table(
-                ["", *head[1:]],
+                ["", "tokens/s", "relative", "peak memory, GB"],
                 [[f"without {row[0]}", *row[1:]] for row in rows("without_one")] + rows("with_one_more"),
             ),
             measured_on(result, path),
@@ -127,7 +136,7 @@ def draw_ladder(result: dict[str, Any], path: Path) -> None:
     bars = axes.barh(list(rungs), medians, xerr=errors, color=[OTHERS] * (len(rungs) - 1) + [OURS], ecolor="#555555")
     axes.bar_label(bars, [f"{rate:,.0f}" for rate in medians], padding=6)
     axes.invert_yaxis()
-    axes.set(xlabel="tokens a second", xlim=(0, 1.18 * max(medians)), title=describe(result["workload"]))
+    axes.set(xlabel="tokens per second", xlim=(0, 1.18 * max(medians)), title=describe(result["workload"]))
     axes.title.set_fontsize(9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
@@ -135,7 +144,7 @@ def draw_ladder(result: dict[str, Any], path: Path) -> None:
 
 WRITERS = {
     "gpt2": "Transformers' GPT-2",
-    "gpt2_compiled": "the same, static cache, compiled",
+    "gpt2_compiled": "Transformers' GPT-2, static cache, compiled",
     "gpt2scratch": "this model",
     "gpt2scratch_arranged": "this model, weights arranged as generate.py does on a CPU",
     "gpt2scratch_compiled": "this model, static cache, compiled",
@@ -143,7 +152,7 @@ WRITERS = {
 
 
 def generate(path: Path, result: dict[str, Any]) -> str:
-    head = ["", "tokens/s", "so many times as fast as Transformers' GPT-2"]
+    head = ["", "tokens/s", "speed / speed of Transformers' GPT-2"]
     sections = []
     for found in result["runs"]:
         ratios = found["times_as_fast"]
@@ -158,15 +167,15 @@ def generate(path: Path, result: dict[str, Any]) -> str:
         size = "4 layers x 256" if found["model"] == "small" else "124M"
         texts = f"{found['batch_size']} text{'s' * (found['batch_size'] > 1)} at once"
         sections.append(f"### {size}, {result['dtype']}, {texts}\n\n{table(head, rows)}")
-    told = (
-        f"Greedy, {result['new_tokens']['small']} and {result['new_tokens']['gpt2']} new tokens after {result['prompt_tokens']} "
-        f"of a prompt, from the first new token to the last; both models have the same weights."
+    intro = (
+        f"Greedy generation of {result['new_tokens']['small']} (4 layers x 256) and {result['new_tokens']['gpt2']} (124M) new tokens after a "
+        f"prompt of {result['prompt_tokens']} tokens, timed from the first new token to the last. Both models have the same weights."
     )
-    return "\n\n".join([told, *sections, measured_on(result, path)])
+    return "\n\n".join([intro, *sections, measured_on(result, path)])
 
 
 def fake_cuda(path: Path, result: dict[str, Any]) -> str:
-    """Counts, not times: see tests/fake_cuda/README.md."""
+    """Return the section of counted figures (no times), see tests/fake_cuda/README.md."""
     step = result["step"]
     rows = [
         [f"{found['preset']} on {found['card']}", *(f"{found[name]:,}" for name in ("micro_batch", "accumulation"))]
@@ -174,30 +183,30 @@ def fake_cuda(path: Path, result: dict[str, Any]) -> str:
         for found in result["memory"]
     ]
     head = ["not compiled, micro-batch auto", "micro-batch", "accumulation", "planned, GB", "the allocator's peak, GB"]
-    told = (
-        f"A step of {step['preset']}, takes {step['launches']} kernel launches, {step['triton_gb']:.1f} GB of reads and writes by Triton's "
+    intro = (
+        f"One step of {step['preset']}, needs {step['launches']} kernel launches, {step['triton_gb']:.1f} GB of reads and writes by Triton's "
         f"kernels, {step['synchronizations']} synchronizations and {step['copies']} copy of its batch; planned {step['planned_gb']:.2f} GB, peak "
         f"{step['peak_gb']:.2f} GB."
     )
-    return "\n\n".join([told, table(head, rows), measured_on(result, path)])
+    return "\n\n".join([intro, table(head, rows), measured_on(result, path)])
 
 
 CHAPTERS = {
-    "train-step": ("A training step", train_step),
-    "ladder": ("The ladder", ladder),
+    "train-step": ("Training", train_step),
+    "ladder": ("Optimizations, one at a time", ladder),
     "generate": ("Generation", generate),
-    "fake": ("A GPU's memory and launches, counted without a GPU", fake_cuda),
+    "fake": ("GPU memory and kernel launches, counted without a GPU", fake_cuda),
 }
 
 
 def page() -> str:
     parts = [HEAD]
+    if not list(RESULTS.glob("train-step-*-cuda.json")):
+        parts.append("Nothing has been measured on a GPU yet.")
     for kind, (title, section) in CHAPTERS.items():
         found = [section(path, result) for path, result in results(kind)]
         if found:
             parts += [f"## {title}", *found]
-    if not list(RESULTS.glob("train-step-*-cuda.json")):
-        parts.append("Nothing has been measured on a GPU yet.")
     return "\n\n".join(parts) + "\n"
 
 

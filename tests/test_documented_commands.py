@@ -111,7 +111,14 @@ INSTEAD = {
     f"{TRAIN} --data my.txt --report_to tensorboard --output_dir runs/tracked {SMALL}": {
         "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": "needs wandb"
     },
-    "tests/test_training.py": {"tensorboard --logdir runs": "runs until Ctrl-C"},
+    "tests/test_training.py": {
+        "tensorboard --logdir runs": "runs until Ctrl-C",
+        f"{TRAIN} --config presets/gpt2.yaml --data data/my": "too large",
+    },
+    "python -m tokenizer.inspect data/my": {
+        "python -m tokenizer.inspect data/books": "the store may have other settings"
+    },
+    "tests/test_benchmarks.py": {"python -m benchmarks.performance": "writes docs/performance.md"},
     "tests/vllm/run.sh": {"vllm serve YOUR_NAME/x --trust-remote-code": "needs vLLM"},
     "mkdir -p drive": {"mkdir -p /content/drive/MyDrive/runs": "the path is Colab's"},
     f"{TRAIN} --config presets/gpt2.yaml --data data/my --backup_dir drive --max_hours 11.5 {SMALL}": {
