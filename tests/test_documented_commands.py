@@ -39,6 +39,9 @@ RUN = {
     f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt --profile": SMALL.replace(
         "--max_steps 4", "--max_steps 8"
     ),
+    "cp presets/nano.yaml presets/mine.yaml": "",
+    f"{TRAIN} --config presets/mine.yaml --data my.txt --plan": f"{SMALL} --plan_steps 1",
+    f"{TRAIN} --config presets/mine.yaml --data my.txt": SMALL,
 }
 
 BOOKS = "python -m tokenizer.pretokenize --input books/"
@@ -76,7 +79,11 @@ INSTEAD = {
         f"{PUSH} runs/x --repo_id YOUR_NAME/x --license mit --language en": "needs the Hub",
         "hf auth login": "needs the Hub",
     },
-    "tests/test_finetuning.py": {"python -m examples.finetune_chat runs/x --data chats.jsonl": "needs TRL"},
+    "tests/test_finetuning.py": {
+        "pip install -e '.[finetuning]'": "installs",
+        "python -m examples.finetune_chat runs/x --data chats.jsonl": "needs TRL",
+        "python -m examples.finetune_text runs/x --data recipes.txt": "needs PEFT",
+    },
     "tests/test_several_processes.py": {
         f"{GPUS}/one_node.yaml --num_processes 4 train_accelerate.py --config presets/gpt2.yaml --data data/my": "needs GPUs",
         f"{GPUS}/one_node.yaml --num_processes 4 train_accelerate.py --config presets/gpt2.yaml --data data/books": "needs GPUs",
@@ -119,6 +126,9 @@ INSTEAD = {
         "python -m tokenizer.inspect data/books": "the store may have other settings"
     },
     "tests/test_benchmarks.py": {"python -m benchmarks.performance": "writes docs/performance.md"},
+    f"for rate in 1e-3 3e-3; do {TRAIN} --learning_rate $rate --output_dir runs/rate-$rate {LIBRARY} --torch_compile false; done": {
+        f"for rate in 1e-3 3e-3 1e-2; do {TRAIN} --learning_rate $rate --max_steps 300 --output_dir runs/rate-$rate; done": "takes long"
+    },
     "tests/vllm/run.sh": {"vllm serve YOUR_NAME/x --trust-remote-code": "needs vLLM"},
     "mkdir -p drive": {"mkdir -p /content/drive/MyDrive/runs": "the path is Colab's"},
     f"{TRAIN} --config presets/gpt2.yaml --data data/my --backup_dir drive --max_hours 11.5 {SMALL}": {
