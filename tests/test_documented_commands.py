@@ -65,7 +65,7 @@ INSTEAD = {
     "python -c pass": {
         "source .venv/bin/activate": "the environment of these tests is another",
         "python3 -m venv .venv && source .venv/bin/activate": "the environment of these tests is another",
-        "cd GPT2Scratch && source .venv/bin/activate": "the environment of these tests is another",
+        "cd gpt2scratch && source .venv/bin/activate": "the environment of these tests is another",
     },
     "tests/test_demo.py": {
         "pip install -e '.[demo]'": "installs",
