@@ -1,6 +1,6 @@
-"""Cleaning: what each stage does to texts of many scripts, what it leaves alone, what it drops and what it counts."""
+"""Cleaning: effects of each stage on texts of many scripts, unchanged text, dropped documents, and counts."""
 
-# ruff: noqa: RUF001  characters of many scripts, which look alike, are what this is about
+# ruff: noqa: RUF001  characters of many scripts, which look alike, are the subject of this file
 
 import random
 import time
@@ -37,7 +37,7 @@ ANY = [CODE, *SCRIPTS, "👩‍👩‍👧 ❤️ 1️⃣", "don’t — “so�
         *(("strict", text) for text in SCRIPTS),
     ],
 )
-def test_text_of_any_script_and_code_stay_as_they_are(stage, text):
+def test_cleaning_keeps_clean_text_of_any_script_and_code(stage, text):
     cleaner = Cleaner([stage])
     assert cleaner(text) == text
     assert cleaner.stats == {}
@@ -52,7 +52,7 @@ CASES = {
     ],
     "lenient": [
         ("co\u00adop\u200berate\u2060d \ue000\ufdd0x\U000f1234", "cooperated x"),
-        ("a \ufffd\ufffd b, don\ufffd\ufffdt, \ufffdc", "a  b, don\ufffdt, c"),  # one stays where a letter may be lost
+        ("a \ufffd\ufffd b, don\ufffd\ufffdt, \ufffdc", "a  b, don\ufffdt, c"),  # one stays for a possible letter
         ("ខ្មែរ\u200b\u200bភាសា a\u200bb", "ខ្មែរ\u200bភាសា ab"),
         ("a \t\nb\u00a0\u3000\n  \n    c  ", "a\nb\n\n    c"),
         ("a\n\n\n\n\nb\n \n\t\n\n\nc\n\n\nd", "a\n\n\nb\n\n\nc\n\n\nd"),
@@ -89,12 +89,12 @@ CASES = {
         ("a \t b\n    c   d\n\te", "a b\n    c d\n\te"),
         ("a\n...\n}\n♥\n7\n\nb", "a\n\n7\n\nb"),
     ],
-    "normalize balanced": [("e\u00ad\u0301 e&#769;", "é é")],  # levels bring in what needs composing again
+    "normalize balanced": [("e\u00ad\u0301 e&#769;", "é é")],  # a level can produce text that must be composed again
 }
 
 
 @pytest.mark.parametrize(("stages", "text", "expected"), [(s, *case) for s, cases in CASES.items() for case in cases])
-def test_a_stage_makes_of_a_text(stages, text, expected):
+def test_stage_converts_text(stages, text, expected):
     assert cleaned(text, *stages.split()) == expected
 
 
@@ -108,7 +108,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("stages", [["normalize"], *([level] for level in LEVELS), *(["normalize", x] for x in LEVELS)])
-def test_cleaning_twice_is_cleaning_once(stages):
+def test_cleaning_is_idempotent(stages):
     for seed in range(1500):
         choices = random.Random(seed).choices
         text = "".join(choices(choices(FRAGMENTS, k=12), k=20))
@@ -121,24 +121,24 @@ def words(count: int, start: int = 0) -> list[str]:
 
 
 def line(parts: list[str]) -> str:
-    """One line that ends in a full stop, in place of a letter."""
+    """Return one line that ends with a full stop in place of a letter."""
     return " ".join(parts)[:-1] + "."
 
 
 def lines(count: int, start: int = 0, ended: int = 1000) -> list[str]:
-    """Lines of ten words; the first `ended` of them end in a full stop."""
+    """Return lines of ten words; the first `ended` lines end with a full stop."""
     made = [words(10, start + 10 * i) for i in range(count)]
     return [line(parts) if i < ended else " ".join(parts) for i, parts in enumerate(made)]
 
 
 def often(n: int, times: int) -> str:
-    """100 words, in which one sequence of n words stands several times."""
+    """Return 100 words in which one sequence of n words occurs `times` times."""
     parts = [word for i in range(times) for word in [*words(n), words(1, 500 + i)[0]]]
     return line(parts + words(100 - len(parts), 600))
 
 
 def twice(n: int, sequences: int) -> str:
-    """1000 words, in which many sequences of n words stand twice."""
+    """Return 1000 words in which many sequences of n words occur twice."""
     once = [
         [word for i in range(sequences) for word in [*words(n, 20 * i), words(1, at + i)[0]]] for at in (2000, 3000)
     ]
@@ -150,7 +150,7 @@ HAN = "".join(map(chr, range(0x4E00, 0x4E40)))
 YES = ["Yes."]
 PAIRS = ["\n".join(lines(2, 20 * i)) for i in range(6)]  # paragraphs of two lines
 MARKED = {mark: [word + mark * (i < 10) for i, word in enumerate(words(100))] for mark in ("#", "...", "…")}
-# The rule, a document that is just good enough, and one that is not.
+# Each filter with a document that just passes and one that just fails.
 QUALITY = [
     ("short", line(words(50)), line(words(49))),
     ("short", HAN[:50] + "。", HAN[:49] + "。"),
@@ -177,7 +177,7 @@ QUALITY = [
 
 
 @pytest.mark.parametrize(("rule", "good", "bad"), QUALITY)
-def test_a_rule_drops_what_is_just_beyond_its_threshold(rule, good, bad):
+def test_quality_filter_drops_documents_just_beyond_its_threshold(rule, good, bad):
     assert failed_filter(good) is None
     assert failed_filter(bad) == f"quality.{rule}"
     cleaner = Cleaner(["quality"])
@@ -185,10 +185,10 @@ def test_a_rule_drops_what_is_just_beyond_its_threshold(rule, good, bad):
     assert cleaner.stats == {f"quality.{rule}": RuleStats(1, len(bad), [" ".join(bad.split())[:160]], dropped=True)}
 
 
-def test_every_rule_of_quality_is_tested_that_of_repeated_paragraphs_by_their_characters_too():
+def test_every_quality_filter_is_tested():
     assert (
         failed_filter("\n\n".join(lines(8) + lines(2))) == "quality.in_repeated_lines"
-    )  # 0.2 of paragraphs may repeat
+    )  # 0.2 of the characters in paragraphs may repeat
     assert failed_filter("\n\n".join(lines(7) + lines(3))) == "quality.in_repeated_paragraphs"
     assert {f"quality.{rule}" for rule, _, _ in QUALITY} | {"quality.in_repeated_paragraphs"} == set(FILTERS)
 
@@ -201,7 +201,7 @@ def test_every_rule_of_quality_is_tested_that_of_repeated_paragraphs_by_their_ch
         " ".join(["Kansainvälistymissuunnitelmassa", "on", "tietojenkäsittelytiede", "mukana", "ja", *words(50)]) + ".",
     ],
 )
-def test_short_good_text_passes_in_any_script(text):
+def test_good_short_text_passes_in_any_script(text):
     assert failed_filter(text) is None
     assert failed_filter("\n".join([text] * 3)) == "quality.repeated_lines"
 
@@ -213,15 +213,15 @@ BAD += "ខ\u200b~你“~\u0301~x  ~\t\n~a ~、「~...\n~&shy;a~<a\n--\n".split(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_no_text_takes_long(stage):
+def test_cleaning_time_is_not_quadratic(stage):
     for part in BAD:
         for text in (part * (300_000 // len(part)), "<a http://a&" + part * (300_000 // len(part)) + "-->1</script>"):
             start = time.process_time()
             cleaned(text, stage)
-            assert time.process_time() - start < 3, part  # minutes, were it quadratic
+            assert time.process_time() - start < 3, part  # a quadratic search would take minutes
 
 
-def test_outcomes_of_runs_add_up_wherever_they_are_divided():
+def test_statistics_of_parts_add_up():
     stages = ["normalize", "strict", "quality"]
     documents = [good for _, good, _ in QUALITY] + [bad for _, _, bad in QUALITY] + SCRIPTS + [CODE]
     documents += ["<p>a\r\nb</p> 😀", "http://a.b &amp; c\n\n\n\n\nd  e", "x!!!!\n---\n}\n“e\u0301” \x00\u00ad"] * 2
@@ -242,7 +242,7 @@ def test_outcomes_of_runs_add_up_wherever_they_are_divided():
         assert list(both) == list(whole)
 
 
-def test_outcomes_show_what_was_done():
+def test_statistics_have_counts_and_examples():
     cleaner = Cleaner(["normalize", "lenient"])
     texts = ["x" * 99 + "cafe\u0301\r\n", "a \r\r\nb", "\r" + "y" * 500, "\r", "fine"]
     assert [cleaner(text) for text in texts] == ["x" * 99 + "café\n", "a\n\nb", "\n" + "y" * 500, "\n", "fine"]
@@ -262,14 +262,14 @@ def test_outcomes_show_what_was_done():
         (["strickt"], "Unknown cleaning stage strickt. Did you mean strict?"),
         (
             ["xyz"],
-            "Unknown cleaning stage xyz. There are normalize, lenient, balanced, strict, quality; and none, alone.",
+            "Unknown cleaning stage xyz. Use some of normalize, lenient, balanced, strict, quality, or none alone.",
         ),
-        (["normalize", "normalize"], "cleaning is normalize normalize; give none alone, or some of normalize, one of "),
+        (["normalize", "normalize"], "cleaning is normalize normalize; give none alone, or normalize, one of "),
         *((names, f"cleaning is {' '.join(names)}; give") for names in (["none", "quality"], ["lenient", "strict"])),
         ([], "cleaning is empty; give none alone"),
     ],
 )
-def test_problems_are_sentences(stages, expected):
+def test_invalid_stages_are_reported_in_sentences(stages, expected):
     [sentence] = problems(CleaningArguments(stages))
     assert sentence.startswith(expected)
     assert CleaningArguments().cleaning == ["normalize"]

@@ -1,4 +1,4 @@
-"""Several machines, here several processes that share nothing but a folder: the same store to the byte."""
+"""Pretokenization on several machines, here processes that share only a folder: the same store to the byte."""
 
 import json
 import os
@@ -10,9 +10,9 @@ import pytest
 
 from conftest import REPOSITORY, prose
 
-# The door, with units of 20 kB in place of 16 MiB.
+# The command with units of 20 kB instead of 16 MiB.
 SMALL_UNITS = "from tokenizer import corpus; corpus.UNIT_BYTES = 20_000"
-DOOR = f"{SMALL_UNITS}; from command_line import run; from tokenizer.pretokenize import main; run(main)"
+PROGRAM = f"{SMALL_UNITS}; from command_line import run; from tokenizer.pretokenize import main; run(main)"
 FLAGS = ["--input", "texts", "--vocab_size", "400", "--dedup", "exact", "--num_proc", "1"]
 
 
@@ -25,14 +25,14 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def door(folder: Path, *more: str) -> subprocess.Popen:
+def start(folder: Path, *more: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", DOOR, *FLAGS, *more], cwd=folder, env=environment, **pipes)
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, *FLAGS, *more], cwd=folder, env=environment, **pipes)
 
 
 def succeeds(folder: Path, *more: str) -> None:
-    with door(folder, *more) as process:
+    with start(folder, *more) as process:
         _, wrong = process.communicate(timeout=600)
     assert (process.returncode, wrong) == (0, "")
 
@@ -42,8 +42,8 @@ def tokens_of(store: Path) -> dict[str, bytes]:
     return {name: (store / name).read_bytes() for name in [*names, "inputs.json", "tokenizer/tokenizer.json"]}
 
 
-def test_shards_at_the_same_time_and_a_merge_make_the_same_store(folder):
-    shards = [door(folder, "--output", "store", "--shard", f"{i}/3") for i in range(3)]
+def test_concurrent_shards_and_a_merge_build_the_same_store(folder):
+    shards = [start(folder, "--output", "store", "--shard", f"{i}/3") for i in range(3)]
     said = [shard.communicate(timeout=600) for shard in shards]
     assert [wrong for _, wrong in said] == [""] * 3
     assert [out.splitlines()[-1].startswith(f"Shard {i}/3 is done: ") for i, (out, _) in enumerate(said)] == [True] * 3
@@ -53,18 +53,18 @@ def test_shards_at_the_same_time_and_a_merge_make_the_same_store(folder):
     assert json.loads((folder / "store" / "metadata.json").read_text())["repeated_documents"] == 2
 
 
-def test_a_merge_is_refused_while_a_shard_is_missing_and_all_else_does_the_rest(folder):
+def test_merge_requires_all_shards_and_the_plain_command_completes_them(folder):
     succeeds(folder, "--output", "store", "--shard", "1/3")
-    with door(folder, "--output", "store", "--merge") as process:
+    with start(folder, "--output", "store", "--merge") as process:
         _, wrong = process.communicate(timeout=600)
-    assert "units of store are not done; run the shards that are missing, or the command without --merge" in wrong
+    assert "units of store are not done; run the missing shards, or run the command without --merge" in wrong
     assert not (folder / "store").exists()
     succeeds(folder, "--output", "store")
     assert tokens_of(folder / "store") == tokens_of(folder / "expected")
 
 
-def test_a_shard_that_was_killed_is_run_again(folder):
-    with door(folder, "--output", "store", "--shard", "0/2") as killed:
+def test_killed_shard_can_run_again(folder):
+    with start(folder, "--output", "store", "--shard", "0/2") as killed:
         while not list(folder.glob(".store.unfinished/parts/*.json")) and killed.poll() is None:
             pass
         killed.kill()
@@ -88,7 +88,7 @@ if __name__ == "__main__":
 """
 
 
-def test_datatroves_executors_make_the_same_store(folder, launch):
+def test_datatrove_executors_build_the_same_store(folder, launch):
     pytest.importorskip("datatrove")
     (folder / "pipeline.py").write_text(PIPELINE)
     done = launch("pipeline.py", folder=folder, PYTHONPATH=str(REPOSITORY))

@@ -1,4 +1,4 @@
-"""The corpus: what `--input` names, which kind and column it is read by, its units, and what is refused in which words."""
+"""Corpus: files of `--input`, their kinds and text columns, units, and error messages."""
 
 import csv
 import gzip
@@ -27,7 +27,7 @@ def corpus(*inputs, weights=(), **arguments) -> Corpus:
 
 
 def read(*inputs, **arguments) -> tuple[list[str], Counts]:
-    """All documents, and what was counted."""
+    """Return all documents and the counts."""
     source = corpus(*inputs, **arguments)
     reader = Reader(source.arguments.sample_by)
     texts, ended = [], True
@@ -79,44 +79,44 @@ def write_records(path: Path, records: list[dict]) -> Path:
     return path
 
 
-def test_a_folder_is_read_in_the_order_of_its_names_without_hidden_files(tmp_path):
+def test_folder_is_read_in_name_order_without_hidden_files(tmp_path):
     for name in ("b.txt", "a.txt", "sub/c.md", ".hidden.txt", ".git/config", "sub/.cache/d.txt"):
         write(tmp_path / "books" / name, name)
     assert documents(tmp_path / "books") == ["a.txt", "b.txt", "sub/c.md"]
     given = [tmp_path / "books" / name for name in ("b.txt", ".hidden.txt", "a.txt")]
-    assert documents(*given) == ["b.txt", ".hidden.txt", "a.txt"]  # files that are named: as they are
+    assert documents(*given) == ["b.txt", ".hidden.txt", "a.txt"]  # order and hidden files as given
 
 
-def test_a_glob_finds_every_file_once_in_a_fixed_order(tmp_path):
+def test_glob_finds_every_file_once_in_a_fixed_order(tmp_path):
     names = ["a.txt", "b.txt", "deep/er/c.txt", "deep/no.md", "en/d.txt"]
     for name in (*reversed(names), "deep/.hidden"):
         write(tmp_path / name, name)
     assert documents(tmp_path / "*.txt") == names[:2]
     assert documents(tmp_path / "**/*.txt") == [*names[:3], names[4]]
     assert documents(tmp_path / "**") == names
-    assert documents(tmp_path / "*e*") == names[2:]  # folders
+    assert documents(tmp_path / "*e*") == names[2:]  # matches folders
 
 
 @pytest.mark.parametrize("name", ["my notes", "Über 雪 👩‍👩‍👧", "50% #2?", "draft [1]", "a::b"])
-def test_a_file_may_have_any_name(tmp_path, name):
+def test_files_can_have_any_name(tmp_path, name):
     for path in (tmp_path / "a folder" / f"{name}.txt", tmp_path / "a folder" / name):
         assert documents(write(path, "text")) == ["text"]
     assert documents(write_records(tmp_path / "a folder" / f"{name}.jsonl", [{"text": "one"}])) == ["one"]
 
 
-def test_what_is_not_there_is_named(tmp_path, monkeypatch):
+def test_missing_input_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "books" / "a.txt", "text")
     write(tmp_path / "empty" / ".hidden", "text")
     for entry in ("nothing.txt", "no*.txt", "a b/c.txt", "~/nothing here", "one/two/three.txt", "books/b.txt"):
-        assert refusal(entry) == f"{entry} is no file, folder, glob or Hub dataset; nothing to read there."
+        assert refusal(entry) == f"{entry} matches no local file or folder and is not a Hub dataset; check the path."
     offline = "boks/a.txt is not a local path, and the Hub cannot be reached (HF_HUB_OFFLINE is set)."
     assert refusal("boks/a.txt") == offline
-    only = "holds no file but hidden files, links (which only a glob follows) and files that --exclude names; nothing to read there."
-    assert refusal("empty") == f"empty {only}"
+    only = "has no files except hidden files, links (only a glob follows them) and files that --exclude matches"
+    assert refusal("empty") == f"empty {only}; check the path."
 
 
-def test_a_tilde_is_the_home_folder_and_a_store_or_a_pipe_in_it_is_no_text(tmp_path, monkeypatch):
+def test_tilde_is_expanded_and_stores_and_pipes_are_not_text(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "a.txt", "text")
     os.mkfifo(tmp_path / "pipe")
@@ -128,7 +128,7 @@ def test_a_tilde_is_the_home_folder_and_a_store_or_a_pipe_in_it_is_no_text(tmp_p
     assert [Path(file.path).name for file in source.all_files] == ["a.txt", "store-notes.txt"]
 
 
-def test_the_standard_library_is_sources_without_tests_and_tables():
+def test_standard_library_excludes_tests_and_tables():
     source = corpus(STANDARD_LIBRARY)
     root = Path(sysconfig.get_path("stdlib"))
     paths = [Path(file.path).relative_to(root) for file in source.all_files]
@@ -140,7 +140,7 @@ def test_the_standard_library_is_sources_without_tests_and_tables():
     assert 3e6 < source.size < 30e6
 
 
-def test_links_in_a_folder_are_not_followed_and_a_named_one_is_unless_it_is_broken(tmp_path):
+def test_links_are_followed_only_if_given_by_name(tmp_path):
     write(tmp_path / "elsewhere" / "b.txt", "out")
     write(tmp_path / "books" / "a.txt", "in")
     (tmp_path / "books" / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
@@ -149,14 +149,14 @@ def test_links_in_a_folder_are_not_followed_and_a_named_one_is_unless_it_is_brok
     (tmp_path / "books" / "round").symlink_to(tmp_path / "books")
     assert documents(tmp_path / "books") == ["in"]
     assert corpus(tmp_path / "books").left_out_words(Counts()) == "4 links that were not followed"
-    assert "is not clean (4 links that were not followed), and --strict" in refusal(tmp_path / "books", strict=True)
+    assert "is not clean (4 links that were not followed), which" in refusal(tmp_path / "books", strict=True)
     write(tmp_path / "elsewhere" / "b.txt", "out")
     (tmp_path / "a.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
     (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
     assert documents(tmp_path / "a.txt") == documents(tmp_path / "folder") == documents(tmp_path / "*.txt") == ["out"]
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
-    assert "holds no file but hidden files, links (which only a glob follows) and" in refusal(tmp_path / "links")
+    assert "has no files except hidden files, links (only a glob follows them) and" in refusal(tmp_path / "links")
     assert documents(tmp_path / "links" / "*") == ["out"]
     for name, target in (("broken", "nothing"), ("round", "round")):
         link = tmp_path / name
@@ -164,13 +164,13 @@ def test_links_in_a_folder_are_not_followed_and_a_named_one_is_unless_it_is_brok
         assert refusal(link) == f"{link} is a broken link; correct it or leave it out."
 
 
-def test_a_file_that_is_named_twice_is_refused_with_the_remedy(tmp_path, monkeypatch):
+def test_duplicate_input_is_refused_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "books" / "a.txt", "text")
-    sentence = "books/a.txt is named twice, by books and by books/a.txt; name it once, with --weights 2 if it is to count twice."
-    assert refusal("books", "books/a.txt") == sentence
-    assert "is named twice, by books and by ./books" in refusal("books", "./books")
-    assert "is named twice, by books/*.txt and by books/a*" in refusal("books/*.txt", "books/a*")
+    sentence = "books/a.txt is given twice, by books and by books/a.txt; give it once, with --weights 2 to use it"
+    assert refusal("books", "books/a.txt") == f"{sentence} twice."
+    assert "is given twice, by books and by ./books" in refusal("books", "./books")
+    assert "is given twice, by books/*.txt and by books/a*" in refusal("books/*.txt", "books/a*")
 
 
 TWO = '{"text": "one"}\n{"text": "two"}\n'
@@ -186,11 +186,11 @@ TWO = '{"text": "one"}\n{"text": "two"}\n'
         ("a.json", '\ufeff{"prose": "one"}\n{"prose": "two"}\n'),
     ],
 )
-def test_records_are_known_by_the_suffix_and_json_may_be_a_list_or_a_record_a_line(tmp_path, name, content):
+def test_suffix_selects_the_format_and_json_can_be_a_list_or_lines(tmp_path, name, content):
     assert documents(write(tmp_path / name, content)) == ["one", "two"]
 
 
-def test_a_json_file_is_text_unless_it_holds_records_or_one_with_a_known_column(tmp_path):
+def test_json_without_records_is_text(tmp_path):
     one = '{"id": 1, "prose": "one"}\n'
     lines = '{\n  "text": "all on its own lines"\n}\n'
     for content in ('{"name": "GPT", "layers": 12}', lines, "[1, 2, 3]", "5", '{"broken": ', one):
@@ -201,42 +201,42 @@ def test_a_json_file_is_text_unless_it_holds_records_or_one_with_a_known_column(
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 @pytest.mark.parametrize("column", ["text", "content", "prose"])
-def test_a_record_is_a_document_and_its_text_column_is_found(tmp_path, suffix, column):
+def test_each_record_is_a_document_and_its_text_column_is_detected(tmp_path, suffix, column):
     texts = ['He said, "Ü 雪\n\n  twice".', " one\ttwo\r\n", "plain"]
     records = [{"id": i, column: text} for i, text in enumerate(texts)]
     assert documents(write_records(tmp_path / f"records.{suffix}", records)) == texts
 
 
-def test_text_goes_before_content_and_both_before_others(tmp_path):
+def test_text_column_precedes_content_and_other_columns(tmp_path):
     records = [{"title": "no", "content": "no", "text": "yes"}, {"title": "no", "content": "no", "text": "too"}]
     assert documents(write_records(tmp_path / "a.jsonl", records)) == ["yes", "too"]
-    assert documents(write(tmp_path / "a.csv", "id,score,prose\n1,-0.5,one\n2,3,two\n")) == ["one", "two"]  # no numbers
+    assert documents(write(tmp_path / "a.csv", "id,score,prose\n1,-0.5,one\n2,3,two\n")) == ["one", "two"]  # no number
     lines = ["broken", '{"id": 1}', *[json.dumps({"id": 1, "text": str(i)}) for i in range(300)]]
     assert documents(write(tmp_path / "a.jsonl", "\n".join(lines))) == [str(i) for i in range(300)]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_a_text_column_can_be_named_and_one_that_is_not_there_is_answered_with_those_that_are(tmp_path, suffix):
+def test_text_column_flag_selects_a_column_and_errors_list_existing_columns(tmp_path, suffix):
     path = write_records(tmp_path / f"a.{suffix}", [{"text": "no", "summary": "yes"}])
     assert documents(path, text_column="summary") == ["yes"]
     path = write_records(tmp_path / f"b.{suffix}", [{"question": "a", "answer": "b"}])
-    given = "its columns are question, answer: give one as --text_column."
+    given = "its columns are question, answer: choose one with --text_column."
     assert refusal(path, text_column="texts") == f"{path} has no column 'texts'; {given}"
-    assert refusal(path) == f"{path} does not say which column holds the text; {given}"
+    assert refusal(path) == f"{path} has no obvious text column; {given}"
 
 
-def test_columns_with_odd_names_are_named_on_one_line(tmp_path):
+def test_column_names_are_printed_on_one_line(tmp_path):
     path = write(tmp_path / "a.csv", '"the\nquestion",answer\none,two,and more\n')
-    assert "its columns are the question, answer: give one as --text_column." in refusal(path)
+    assert "its columns are the question, answer: choose one with --text_column." in refusal(path)
     assert documents(path, text_column="the\nquestion") == ["one"]
-    for name in ("a", "b"):  # all files are named whose column cannot be told
+    for name in ("a", "b"):  # the error names all files without a clear text column
         write_records(tmp_path / "in" / f"{name}.jsonl", [{"question": "a", "answer": "b"}])
     with pytest.raises(UserError) as error:
         corpus(tmp_path / "in").units()
     assert [Path(line.split()[0]).name for line in str(error.value).splitlines()] == ["a.jsonl", "b.jsonl"]
 
 
-def test_a_column_of_chats_is_found_where_none_of_text_is(tmp_path):
+def test_chat_column_is_used_without_a_text_column(tmp_path):
     chat = [{"role": "user", "content": "Hi"}]
     for column in ("messages", "conversations"):
         records = [{"id": "1", column: []}, {"id": "2", column: chat}]
@@ -252,7 +252,7 @@ def ranges(source: Corpus) -> list[list[tuple]]:
     return [[(Path(s.path).name, s.start, s.stop) for s in unit.ranges] for unit in source.units()]
 
 
-def test_small_files_share_a_unit_and_large_ones_are_divided_but_for_archives_and_json_lists(tmp_path, monkeypatch):
+def test_units_group_small_files_and_divide_large_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", 100)
     for name, size in {"a.txt": 40, "b.txt": 60, "c.txt": 1, "d.txt": 250, "e.txt.gz": 1000}.items():
         write(tmp_path / name, "x" * size)
@@ -266,7 +266,7 @@ def test_small_files_share_a_unit_and_large_ones_are_divided_but_for_archives_an
     ]
 
 
-def test_a_parquet_file_is_divided_by_its_row_groups(tmp_path, monkeypatch):
+def test_parquet_files_are_divided_by_row_groups(tmp_path, monkeypatch):
     texts = [f"{i} " * 50 for i in range(10)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=2)
     assert ranges(corpus(tmp_path)) == [[("a.parquet", 0, 5)]]
@@ -275,7 +275,7 @@ def test_a_parquet_file_is_divided_by_its_row_groups(tmp_path, monkeypatch):
     assert documents(tmp_path) == texts
 
 
-def test_inputs_do_not_share_units_which_keep_their_weights_when_written_down(tmp_path):
+def test_units_belong_to_one_input_and_keep_weights_in_json(tmp_path):
     write(tmp_path / "a.txt", GOOD)
     write_records(tmp_path / "b.jsonl", [{"prose": "one"}])
     units = corpus(tmp_path / "a.txt", tmp_path / "b.jsonl", weights=[1, 0.5]).units()
@@ -283,13 +283,13 @@ def test_inputs_do_not_share_units_which_keep_their_weights_when_written_down(tm
     assert schema.build(json.loads(json.dumps([unit.to_json() for unit in units])), list[Unit]) == units
 
 
-def test_identity_is_name_size_and_time_and_the_fingerprint_follows_content_kind_and_order(tmp_path):
+def test_identity_and_fingerprint_detect_changes(tmp_path):
     path = write(tmp_path / "雪.txt", "雪")
     os.utime(path, ns=(5, 7))
     assert corpus(tmp_path).identity() == [[str(path), 3, 7]]
     plain, packed = write(tmp_path / "a.txt", b"x" * 10), write(tmp_path / "b.txt.gz", b"x" * 100)
     source = corpus(plain, packed)
-    assert (source.size, source.text_sizes, source.text_size) == (110, [10, 400], 410)  # about
+    assert (source.size, source.text_sizes, source.text_size) == (110, [10, 400], 410)  # an estimate
     first = corpus(write(tmp_path / "a.txt", '{"text": "one"}\n')).fingerprint()
     os.utime(tmp_path / "a.txt", (1, 1))
     assert corpus(tmp_path / "a.txt").fingerprint() == first
@@ -310,12 +310,12 @@ def test_identity_is_name_size_and_time_and_the_fingerprint_follows_content_kind
         ("a.json", "[]\n", "nothing was found"),
     ],
 )
-def test_input_without_any_text_is_refused(tmp_path, name, content, why):
+def test_input_without_text_is_refused(tmp_path, name, content, why):
     path = write(tmp_path / name, content)
-    assert refusal(path) == f"{path} holds no text: {why}."
+    assert refusal(path) == f"{path} contains no text: {why}."
 
 
-def test_blank_documents_and_binary_files_are_left_out_and_counted(tmp_path):
+def test_blank_documents_and_binary_files_are_counted_as_left_out(tmp_path):
     contents = {"a": "text", "b": "", "c": " \n\t\u3000\r\n", "d": b"\x89PNG\x00\x00", "e": "\n more"}
     for name, content in contents.items():
         write(tmp_path / name, content)
@@ -328,33 +328,33 @@ def test_blank_documents_and_binary_files_are_left_out_and_counted(tmp_path):
     assert documents(clean.parent, strict=True) == ["très \ufffd clean\r\n"]
 
 
-def test_up_to_one_percent_of_all_bytes_may_be_invalid(tmp_path):
+def test_up_to_one_percent_of_bytes_can_be_invalid(tmp_path):
     def with_bad(number: int) -> Path:
         return write(tmp_path / "a.txt", b"x" * 490 + b"\n" + b"\xff" * number + b"x" * (509 - number))
 
     assert read(with_bad(10))[1].bad_bytes == 10
     path = with_bad(11)
-    sentence = f"{path} is not UTF-8 text: 11 of 1,000 bytes are invalid; the first in {path}, line 2; convert it."
-    assert refusal(path) == sentence
+    place = f"the first in {path}, line 2; convert it to UTF-8."
+    assert refusal(path) == f"{path} is not UTF-8 text: 11 of 1,000 bytes are invalid; {place}"
     latin = write(tmp_path / "a.txt", "é".encode("latin-1"))
     assert "a.txt is not UTF-8 text: 1 of 1 bytes are invalid; the first in" in refusal(latin)
-    assert documents(latin, write(tmp_path / "b.txt", GOOD)) == ["\ufffd", GOOD]  # the share is not of each file
+    assert documents(latin, write(tmp_path / "b.txt", GOOD)) == ["\ufffd", GOOD]  # the share of all files
 
 
 @pytest.mark.parametrize(
     "broken", ["broken", '{"id": 1}', '{"text": null}', '{"text": 5}', '{"text": ["a"]}', "[]", '"a"']
 )
-def test_up_to_one_percent_of_the_records_may_be_without_text(tmp_path, broken):
+def test_up_to_one_percent_of_records_can_lack_text(tmp_path, broken):
     good = [json.dumps({"text": f"document {i}"}) for i in range(99)]
     texts, counts = read(write(tmp_path / "few.jsonl", "\n".join([*good[:50], broken, *good[50:]])))
     assert texts == [f"document {i}" for i in range(99)]
     assert counts.empty_records == 1
     path = write(tmp_path / "many.jsonl", "\n".join([*good[:50], broken, broken, *good[50:]]))
     first = f"the first in {path}, line 51; name the right column with --text_column."
-    assert refusal(path) == f"{path}: 2 records hold no text against 99 that do; {first}"
+    assert refusal(path) == f"{path}: 2 records have no text and 99 have text; {first}"
 
 
-def test_a_check_on_the_way_counts_on_the_text_that_is_still_to_come_and_names_what_went_away(tmp_path):
+def test_intermediate_check_uses_the_total_size(tmp_path):
     source = corpus(write(tmp_path / "a.txt", GOOD))
     source.check(Counts(), is_all=False)
     source.check(Counts(documents=1, bytes=300, bad_bytes=11, empty_records=1), is_all=False)
@@ -379,10 +379,10 @@ def test_a_check_on_the_way_counts_on_the_text_that_is_still_to_come_and_names_w
         ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}', r"1 byte .*; the first in \S*/a.jsonl, line 2\.$"),
         ("a.csv", b"text,id\none,1\n\xff,2\n", r"1 byte that is not UTF-8\).*; the first in \S*/a.csv, line 3\.$"),
         ("a.json", b'[{"text": "one"}, {"text": 5}]', r"1 record .*; the first in \S*/a.json, record 2\.$"),
-        ("a.txt", b"x" * (1 << 20 | 1), r"1 run without a place to cut\).*; the first in \S*/a.txt\.$"),
+        ("a.txt", b"x" * (1 << 20 | 1), r"1 text run cut without a word boundary\).*; the first in \S*/a.txt\.$"),
     ],
 )
-def test_strict_refuses_what_is_otherwise_mended_and_says_where_it_stands(tmp_path, monkeypatch, name, content, what):
+def test_strict_refuses_unclean_text_with_its_place(tmp_path, monkeypatch, name, content, what):
     monkeypatch.setattr(documents_module, "LONGEST_RUN", 1 << 20)
     write(tmp_path / "good.txt", GOOD * 10)
     for i in range(100):
@@ -398,15 +398,15 @@ def folder_with(tmp_path: Path, name: str, content: bytes, words: str = GOOD * 1
     return write(tmp_path / "in" / name, content).parent
 
 
-def test_a_table_without_a_text_column_is_skipped_in_a_folder_and_refused_where_it_is_named(tmp_path):
+def test_table_without_text_column_is_skipped_unless_given_by_name(tmp_path):
     folder = folder_with(tmp_path, "numbers.csv", b"a,b\n1,2\n3,4\n")
     counts = read(folder)[1]
     assert (counts.documents, counts.tables, counts.unreadable_files) == (1, 1, 0)
     assert read(folder / "*")[1].tables == 1
-    assert "its columns are a, b: give one as --text_column." in refusal(folder / "numbers.csv", folder / "words.txt")
+    assert "its columns are a, b: choose one with --text" in refusal(folder / "numbers.csv", folder / "words.txt")
     assert "1 table without a text column" in refusal(folder, strict=True)
     (folder / "words.txt").unlink()
-    assert "its columns are a, b: give one as --text_column." in refusal(folder)  # nothing but tables
+    assert "its columns are a, b: choose one with --text_column." in refusal(folder)  # only tables
 
 
 UNREADABLE = {
@@ -421,7 +421,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_file_that_cannot_be_read_is_skipped_in_a_folder_up_to_one_percent(tmp_path, name):
+def test_unreadable_files_in_a_folder_are_skipped_up_to_one_percent(tmp_path, name):
     content, reason = UNREADABLE[name]
     folder = folder_with(tmp_path, name, content)
     counts = read(folder)[1]
@@ -432,11 +432,11 @@ def test_a_file_that_cannot_be_read_is_skipped_in_a_folder_up_to_one_percent(tmp
         sentence = refusal(folder)
         assert "1 files of 0.0 MB cannot be read, more than 1% of" in sentence
         assert f"the first in {folder / name} ({folder / name} {reason}" in sentence
-        assert sentence.endswith("Correct them, or leave them out with --exclude.")
+        assert sentence.endswith("Correct them, or skip them with --exclude.")
     assert read(folder, exclude=[name])[1].unreadable_files == 0
 
 
-def test_a_file_without_permission_is_skipped_in_a_folder():
+def test_file_without_permission_is_skipped_in_a_folder():
     with tempfile.TemporaryDirectory() as temporary:  # pytest's own folders are closed to other users
         folder = folder_with(Path(temporary), "closed/text.txt", GOOD.encode())
         write(Path(temporary) / "in" / "secret.txt", "secret")
@@ -465,11 +465,11 @@ def test_a_file_without_permission_is_skipped_in_a_folder():
     ],
 )
 @pytest.mark.parametrize("entry", ["in", "in/**"])
-def test_exclude_leaves_out_what_is_so_called(tmp_path, monkeypatch, patterns, found, entry):
+def test_exclude_skips_matching_files_and_folders(tmp_path, monkeypatch, patterns, found, entry):
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "d.csv", "sub/node_modules/c.txt", "sub/tables/b.txt", "sub/tables/b.csv"):
         write(tmp_path / "in" / name, "text\nwords\n")
     names = [os.path.relpath(file.path, "in") for file in corpus(entry, exclude=patterns).all_files]
     assert sorted(names) == found
-    assert len(corpus("in/d.csv", exclude=["*.csv"]).all_files) == 1  # which is named
-    assert "names; nothing to read there." in refusal(entry, exclude=["*"])
+    assert len(corpus("in/d.csv", exclude=["*.csv"]).all_files) == 1  # a file given by name is never excluded
+    assert "matches; check the path." in refusal(entry, exclude=["*"])

@@ -1,4 +1,4 @@
-"""Documents that repeat earlier ones: literal keys, repeats against a dictionary, near-duplicates that are found."""
+"""Deduplication: literal keys, repeats compared with a dictionary, and near-duplicates."""
 
 import random
 import sys
@@ -38,7 +38,7 @@ def repeats_of(keys: np.ndarray, memory: int = 128 << 20, block: int = 1000) -> 
     return repeated_keys(lambda: blocks(keys, block), len(keys), memory)
 
 
-def test_bands_are_these_numbers(hasher):
+def test_bands_have_expected_values(hasher):
     assert hasher.bands(FOX)[:3].tolist() == [10785064068555023202, 14965718624359287907, 2082176215953572380]
     assert hasher.bands(CHINESE)[:2].tolist() == [13011511918108775046, 12533474677868480444]
     assert hasher.bands("?!")[:2].tolist() == [10184276088777479603, 15594927824249659844]
@@ -46,10 +46,10 @@ def test_bands_are_these_numbers(hasher):
 
 @pytest.mark.parametrize("memory", [1, 2_000, 20_000])
 @pytest.mark.parametrize("block", [1, 97, 2000])
-def test_repeats_are_those_of_a_dictionary(memory, block):
+def test_repeats_match_a_dictionary(memory, block):
     rng = np.random.default_rng(0)
     digests = rng.integers(0, 1 << 64, (300, 2), dtype=np.uint64)
-    digests[:100, 0] = digests[100:200, 0]  # half a digest in common is nothing in common
+    digests[:100, 0] = digests[100:200, 0]  # documents that share only half a digest are different
     rows = np.concatenate([digests, digests[rng.integers(0, 300, 250)], np.repeat(digests[:1], 150, axis=0)])
     rows = rng.permutation(rows)
     for kind, keys in (("exact", rows), ("near", np.column_stack([rows, rng.permutation(rows), *[rows] * 6]))):
@@ -63,7 +63,7 @@ def test_repeats_are_those_of_a_dictionary(memory, block):
     assert not repeated("no", lambda column: iter(()), 3, memory).any()
 
 
-def test_keys_that_are_no_hashes_are_told_apart_and_the_first_of_a_chain_alone_stays():
+def test_small_keys_are_distinguished_and_only_the_first_of_a_chain_stays():
     keys = np.random.default_rng(0).integers(0, 50, 3000, np.uint64)
     marked = repeats_of(keys, memory=1000)
     assert np.flatnonzero(~marked).tolist() == sorted(np.unique(keys, return_index=True)[1].tolist())
@@ -74,11 +74,11 @@ def test_keys_that_are_no_hashes_are_told_apart_and_the_first_of_a_chain_alone_s
 
 
 @pytest.mark.parametrize("identical", [False, True])
-def test_repeats_are_found_within_the_memory_allowed(identical):
+def test_repeat_search_stays_within_its_memory(identical):
     keys = np.random.default_rng(0).integers(0, 1 << 64, 300_000, dtype=np.uint64)
     if identical:
         keys[:] = keys[0]
-    repeats_of(keys[:9])  # imports what it needs
+    repeats_of(keys[:9])  # imports pandas before memory is measured
     tracemalloc.start()
     marked = repeats_of(keys, memory=4 << 20)
     peak = tracemalloc.get_traced_memory()[1] - marked.nbytes
@@ -87,8 +87,8 @@ def test_repeats_are_found_within_the_memory_allowed(identical):
     assert peak < (8 << 20 if identical else 4 << 20)
 
 
-def test_a_few_changes_make_a_near_duplicate(hasher):
-    """Words, boilerplate, case and layout."""
+def test_slightly_changed_documents_are_near_duplicates(hasher):
+    """The changes are to words, boilerplate, case and layout."""
     for seed in range(20):
         words = essay(seed)
         text = " ".join(words)
@@ -100,8 +100,8 @@ def test_a_few_changes_make_a_near_duplicate(hasher):
     assert np.array_equal(hasher.bands(text), hasher.bands("\n".join(words).upper() + "!"))
 
 
-def test_texts_match_as_often_as_their_similarity_says_and_unrelated_ones_never(hasher):
-    """`ROWS` hashes in a band: at a Jaccard similarity of 0.685 half of all pairs share one of the `BANDS`."""
+def test_match_rate_follows_similarity(hasher):
+    """At a Jaccard similarity of 0.685, half of all pairs share one of the `BANDS`, which have `ROWS` hashes each."""
     hits = 0
     for seed in range(400):
         words = essay(seed, 2004)  # 2000 shingles, 374 of which differ
@@ -113,13 +113,13 @@ def test_texts_match_as_often_as_their_similarity_says_and_unrelated_ones_never(
 
 
 @pytest.mark.parametrize("text", [CHINESE, THAI])
-def test_scripts_without_blanks_have_near_duplicates(hasher, text):
+def test_near_duplicates_in_scripts_without_spaces(hasher, text):
     assert near(hasher, text, text[:40] + text[41:])
     assert near(hasher, text, text.replace(" ", "").replace("。", " "))
     assert not near(hasher, text, text[::-1])
 
 
-def test_short_texts_are_one_shingle_those_without_words_match_themselves_and_long_ones_are_cut(hasher):
+def test_bands_of_short_wordless_and_long_texts(hasher):
     assert np.array_equal(hasher.bands("Good morning!"), hasher.bands("good  morning"))
     for other in ("morning good", "good", "good morning you", "goodmorning"):
         assert not near(hasher, "good morning", other)
@@ -131,7 +131,7 @@ def test_short_texts_are_one_shingle_those_without_words_match_themselves_and_lo
     assert near(hasher, " ".join(words), " ".join(["One", "more", *words]))
 
 
-def test_a_missing_rensa_is_one_sentence(monkeypatch):
+def test_missing_rensa_is_reported_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "rensa", None)
-    with pytest.raises(UserError, match=r"needs rensa, which is not installed: pip install -e '\.\[dedup\]'"):
+    with pytest.raises(UserError, match=r"which is not installed: install it with pip install -e '\.\[dedup\]'"):
         MinHasher()

@@ -1,4 +1,4 @@
-"""Documents in pieces: nothing is lost at any border, no cut changes a token, and what is mended is counted."""
+"""Documents in pieces: no text is lost at a cut, no cut changes a token, and repairs are counted."""
 
 import codecs
 import gzip
@@ -59,7 +59,7 @@ def newer_bpe(text: str) -> Tokenizer:
 
 
 def pieces(path: Path, sample_by: str = "document") -> tuple[list[Piece], Counts]:
-    """Of all units, and what was counted."""
+    """Return the pieces of all units and the counts."""
     reader = Reader(sample_by)
     units = Corpus([str(path)], CorpusArguments(sample_by=sample_by)).units()
     parts = (part for unit in units for part in unit.ranges)
@@ -73,7 +73,7 @@ def joined(found: list[Piece]) -> str:
 @pytest.mark.parametrize(
     "text", ["  First line\r\n\r\n\tsecond\u2028line \n\n", "one\n", "one", "\n\none\n", "one\x00\n" + GOOD]
 )
-def test_a_text_file_is_one_document_kept_to_the_byte(tmp_path, text):
+def test_text_file_is_one_document_unchanged(tmp_path, text):
     texts, counts = read(write(tmp_path / "a.txt", text))
     assert texts == [text]
     assert counts == Counts(documents=1, bytes=len(text.encode()))
@@ -86,14 +86,14 @@ def test_a_text_file_is_one_document_kept_to_the_byte(tmp_path, text):
         ("paragraph", "\n\n1\r\n1\r\n\r\n  2\n2  \n \t\n\u3000\n\nthree\n", ["1\n1", "  2\n2  ", "three"], 0),
     ],
 )
-def test_lines_and_paragraphs_of_plain_text_are_documents(tmp_path, sample_by, text, expected, blank):
+def test_lines_and_paragraphs_can_be_documents(tmp_path, sample_by, text, expected, blank):
     texts, counts = read(write(tmp_path / "a.txt", text), sample_by=sample_by)
     assert texts == expected
     assert (counts.documents, counts.blank) == (len(expected), blank)
     assert documents(write_records(tmp_path / "a.jsonl", [{"text": text}]), sample_by=sample_by) == [text]
 
 
-def test_counts_of_several_parts_add_up_and_keep_the_first_place():
+def test_counts_of_parts_add_up_and_keep_the_first_place():
     counts = Counts()
     for part in ([("blank", 2, "a"), ("bad_bytes", 1, "a")], [("bad_bytes", 3, "b"), ("empty_records", 1, "b")]):
         later = Counts(documents=1, bytes=10)
@@ -117,11 +117,11 @@ def test_counts_of_several_parts_add_up_and_keep_the_first_place():
         ("a.jsonl", '{"text": "one"}\r\n\r\n{"text": "two"}', ["one", "two"]),
     ],
 )
-def test_fields_of_records(tmp_path, name, content, expected):
+def test_text_of_record_fields(tmp_path, name, content, expected):
     assert documents(write(tmp_path / name, content)) == expected
 
 
-def test_csv_rows_that_are_too_short_are_counted_and_too_long_ones_read(tmp_path):
+def test_short_csv_rows_are_counted_and_long_ones_read(tmp_path):
     rows = [*(f"{i},text {i}" for i in range(200)), "short", "long,text,more,,"]
     texts, counts = read(write(tmp_path / "a.csv", "\n".join(["id,text", *rows])))
     assert texts == [*(f"text {i}" for i in range(200)), "text"]
@@ -130,7 +130,7 @@ def test_csv_rows_that_are_too_short_are_counted_and_too_long_ones_read(tmp_path
 
 @pytest.mark.parametrize("last", ['{"text": "cut o', '{"text": "cut"', '{"te', "{", '{"text": "caf\\u00'])
 @pytest.mark.parametrize("value", ["true", '{"a": "b"}', "[" * 10_000 + "]" * 10_000, "1" * 5000, "NaN"])
-def test_a_broken_last_line_and_a_value_that_is_no_text_are_counted(tmp_path, last, value):
+def test_broken_last_lines_and_non_text_values_are_counted(tmp_path, last, value):
     lines = [json.dumps({"text": f"document {i}"}) for i in range(200)]
     lines = [*lines[:7], f'{{"text": {value}}}', *lines[7:], last]
     texts, counts = read(write(tmp_path / "a.jsonl", "\n".join(lines)))
@@ -138,7 +138,7 @@ def test_a_broken_last_line_and_a_value_that_is_no_text_are_counted(tmp_path, la
     assert (counts.empty_records, counts.documents) == (2, 200)
 
 
-def test_surrogates_and_bytes_in_a_record_that_are_not_utf8_are_replaced_and_counted(tmp_path):
+def test_invalid_bytes_and_surrogates_in_records_are_replaced_and_counted(tmp_path):
     lines = [json.dumps({"text": GOOD}), '{"text": "a\\ud800b\\udc00"}', '{"text": "\\ud83d\\ude42"}']
     texts, counts = read(write(tmp_path / "a.jsonl", "\n".join(lines)))
     assert texts == [GOOD, "a\ufffdb\ufffd", "🙂"]
@@ -148,12 +148,12 @@ def test_surrogates_and_bytes_in_a_record_that_are_not_utf8_are_replaced_and_cou
     assert (counts.bad_bytes, counts.first["bad_bytes"][1]) == (1, {"byte": len(GOOD) + 13})
 
 
-def test_a_record_that_is_too_long_for_the_memory_and_a_broken_list_are_refused_with_the_place(tmp_path, monkeypatch):
+def test_too_long_records_and_broken_lists_are_refused_with_the_place(tmp_path, monkeypatch):
     monkeypatch.setattr(records_module, "LONGEST_RECORD", 1 << 20)
     records = [{"text": "one"}, {"text": "words " * 200_000}]
     for name, sentence in (
         ("a.jsonl", r"a\.jsonl cannot be read: line 2 is longer than 1 MiB, too long for one record; correct it"),
-        ("a.json", "write it as jsonl, a record a line"),
+        ("a.json", "convert it to jsonl, one record per line"),
         ("a.csv", r"a\.csv cannot be read: line 3 is longer than 1 MiB, too long for one record; correct it"),
     ):
         assert re.search(sentence, refusal(write_records(tmp_path / name, records)))
@@ -165,18 +165,18 @@ def test_a_record_that_is_too_long_for_the_memory_and_a_broken_list_are_refused_
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int8(), pa.string())])
-def test_parquet_text_may_be_of_any_kind_and_in_many_row_groups(tmp_path, kind):
+def test_parquet_text_can_have_any_type_and_many_row_groups(tmp_path, kind):
     texts = [f"naïve {i}" for i in range(50)]
     table = pa.table({"id": range(50), "text": pa.array(texts).cast(kind)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
     assert documents(tmp_path / "a.parquet") == texts
 
 
-def test_a_parquet_file_without_rows_holds_no_text_and_nulls_and_broken_promises_of_utf8_are_counted(tmp_path):
+def test_empty_parquet_files_nulls_and_invalid_utf8(tmp_path):
     schema = pa.schema([("text", pa.string())])
     pq.ParquetWriter(tmp_path / "a.parquet", schema).close()
     pq.write_table(schema.empty_table(), tmp_path / "b.parquet")
-    assert "holds no text: nothing was found" in refusal(tmp_path)
+    assert "contains no text: nothing was found" in refusal(tmp_path)
     column = pa.array([GOOD.encode(), None, b"caf\xe9", *[b"more"] * 150]).view(pa.string())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=2)
     texts, counts = read(tmp_path / "a.parquet")
@@ -186,13 +186,13 @@ def test_a_parquet_file_without_rows_holds_no_text_and_nulls_and_broken_promises
 
 
 @pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-10], lambda b: b[:4] + b[100:], lambda b: b"text"])
-def test_a_damaged_parquet_file_is_refused(tmp_path, damage):
+def test_damaged_parquet_files_are_refused(tmp_path, damage):
     path = write_records(tmp_path / "a.parquet", [{"text": f"{i} {GOOD}"} for i in range(9)])
     write(path, damage(path.read_bytes()))
     assert re.search(r"a\.parquet cannot be read: .*; correct it or leave it out\.$", refusal(path))
 
 
-def test_a_byte_order_mark_at_the_start_is_no_text_and_one_inside_is_kept(tmp_path):
+def test_byte_order_mark_is_removed_only_at_the_start(tmp_path):
     mark = codecs.BOM_UTF8
     paths = [
         write(tmp_path / "a.txt", mark + "Ün\ufeffder".encode()),
@@ -208,13 +208,13 @@ def test_a_byte_order_mark_at_the_start_is_no_text_and_one_inside_is_kept(tmp_pa
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.jsonl", "a.json", "a.txt.gz"])
-def test_utf16_text_is_called_by_its_name(tmp_path, name, encoding):
+def test_utf16_text_is_refused_as_utf16(tmp_path, name, encoding):
     content = '{"text": "What Windows calls Unicode."}\r\n'.encode(encoding)
     path = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
     assert refusal(path) == f"{path} is UTF-16 text; save it as UTF-8."
 
 
-def test_some_nuls_are_text_many_a_binary_file_and_bytes_that_are_not_utf8_are_replaced_one_by_one(tmp_path):
+def test_binary_files_are_skipped_and_invalid_bytes_replaced(tmp_path):
     write(tmp_path / "a.txt", "one\0two" + GOOD)
     write(tmp_path / "b.txt", b"one" + b"\0two" * 100)
     texts, counts = read(tmp_path)
@@ -228,7 +228,7 @@ def test_some_nuls_are_text_many_a_binary_file_and_bytes_that_are_not_utf8_are_r
 
 
 @pytest.mark.parametrize("character", ["é", "雪", "🙂"])
-def test_characters_that_lie_across_read_blocks_are_kept_and_broken_ones_counted_once(tmp_path, character):
+def test_characters_across_read_blocks_are_kept_and_broken_ones_counted_once(tmp_path, character):
     size = len(character.encode())
     for lead in range(size):
         text = "a" * lead + character * (PIECE_BYTES // size + 1) + "é"
@@ -242,7 +242,7 @@ def test_characters_that_lie_across_read_blocks_are_kept_and_broken_ones_counted
 
 @pytest.mark.parametrize("sample_by", ["line", "paragraph"])
 @pytest.mark.parametrize("shift", [-2, -1, 0, 1])
-def test_line_ends_that_lie_across_read_blocks_are_ends(tmp_path, monkeypatch, sample_by, shift):
+def test_line_ends_across_read_blocks_are_recognized(tmp_path, monkeypatch, sample_by, shift):
     monkeypatch.setattr(documents_module, "PIECE_BYTES", 100)
     text = "x" * (200 + shift) + "\r\n\r\ny"
     found, _ = pieces(write(tmp_path / "a.txt", text), sample_by)
@@ -250,7 +250,7 @@ def test_line_ends_that_lie_across_read_blocks_are_ends(tmp_path, monkeypatch, s
     assert sum(piece.ends_document for piece in found) == 2
 
 
-def test_megabytes_of_nothing_are_one_blank_document_unless_text_follows(tmp_path):
+def test_megabytes_of_white_space_are_one_blank_document_unless_text_follows(tmp_path):
     found, counts = pieces(write(tmp_path / "a.txt", " \n" * 1_200_000))
     assert (found, counts.blank, counts.documents, counts.bytes) == ([], 1, 0, 0)
     text = "\n" * 2_500_000 + "text\n"
@@ -258,7 +258,7 @@ def test_megabytes_of_nothing_are_one_blank_document_unless_text_follows(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["jumble", "crlf", "one line"])
-def test_three_megabytes_come_in_pieces_that_encode_to_what_the_whole_does(tmp_path, kind):
+def test_pieces_of_three_megabytes_encode_like_the_whole(tmp_path, kind):
     lines = [f"{i} naïve sentences, each of them short; they don't  end in a full stop" for i in range(45_000)]
     text = {"jumble": jumble(0, 1_030_000), "crlf": "\r\n".join(lines), "one line": " ".join(lines)}[kind]
     assert len(text.encode()) > 3_000_000
@@ -276,7 +276,7 @@ def test_three_megabytes_come_in_pieces_that_encode_to_what_the_whole_does(tmp_p
 
 @pytest.mark.parametrize("make", [bpe, newer_bpe], ids=["GPT-2", "Llama 3"])
 @pytest.mark.parametrize("cut_by", ["pieces", "units"])
-def test_no_cut_changes_a_token(tmp_path, monkeypatch, make, cut_by):
+def test_cuts_do_not_change_tokens(tmp_path, monkeypatch, make, cut_by):
     tokenizer = make(jumble(0, 2000))
     monkeypatch.setattr(documents_module, "PIECE_BYTES", 600)
     monkeypatch.setattr(byte_range, "WINDOW_BYTES", 600)
@@ -293,7 +293,7 @@ def test_no_cut_changes_a_token(tmp_path, monkeypatch, make, cut_by):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv", "a.json"])
-def test_a_long_record_comes_in_pieces_too(tmp_path, name):
+def test_long_records_are_read_in_pieces(tmp_path, name):
     text = "A line of a long book.\n" * 150_000
     found, counts = pieces(write_records(tmp_path / name, [{"text": text}, {"text": "short"}]))
     assert joined(found) == text + "short"
@@ -302,7 +302,7 @@ def test_a_long_record_comes_in_pieces_too(tmp_path, name):
     assert max(len(piece.text) for piece in found) <= 2 * PIECE_BYTES
 
 
-def test_a_long_message_of_a_chat_comes_in_pieces_too(tmp_path):
+def test_long_chat_messages_are_read_in_pieces(tmp_path):
     long, chat = "A line of a long answer.\n" * 150_000, ChatTemplate(CHATML, CHATML_TOKENS)
     messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": long}]
     path = write_records(tmp_path / "a.jsonl", [{"messages": messages}])
@@ -318,11 +318,11 @@ def test_a_long_message_of_a_chat_comes_in_pieces_too(tmp_path):
     ("sample_by", "part"),
     [("document", "長い"), ("document", "/x"), ("document", "\u0301"), ("line", "x"), ("paragraph", "x")],
 )
-def test_a_long_line_without_any_place_to_cut_is_one_piece_up_to_a_limit(tmp_path, monkeypatch, sample_by, part):
+def test_line_without_a_place_to_cut_is_one_piece_up_to_a_limit(tmp_path, monkeypatch, sample_by, part):
     text = part * (2_200_000 // len(part))
     start = time.process_time()
     found, counts = pieces(write(tmp_path / "a.txt", text), sample_by)
-    assert time.process_time() - start < 3  # minutes, were it quadratic
+    assert time.process_time() - start < 3  # a quadratic search would take minutes
     assert [piece.text for piece in found if piece.text] == [text]
     assert counts.cut_words == 0
     monkeypatch.setattr(documents_module, "LONGEST_RUN", 1_200_000)
@@ -333,7 +333,7 @@ def test_a_long_line_without_any_place_to_cut_is_one_piece_up_to_a_limit(tmp_pat
 
 
 @pytest.mark.parametrize("part", ["\r\n", "\n\r"])
-def test_no_line_break_is_torn_where_there_is_no_place_to_cut(tmp_path, monkeypatch, part):
+def test_line_breaks_are_never_split(tmp_path, monkeypatch, part):
     monkeypatch.setattr(documents_module, "PIECE_BYTES", 50)
     monkeypatch.setattr(byte_range, "WINDOW_BYTES", 50)
     monkeypatch.setattr(documents_module, "LONGEST_RUN", 50)
@@ -374,14 +374,14 @@ def whole_documents(text: str, sample_by: str) -> list[str]:
 
 @pytest.fixture
 def any_text(monkeypatch):
-    """Random texts are full of NULs."""
+    """Accept NUL bytes, which random texts contain."""
     monkeypatch.setattr(files, "NUL_SHARE", 1)
 
 
 @pytest.mark.parametrize("sample_by", ["document", "line", "paragraph"])
 @pytest.mark.parametrize("unit_bytes", [1, 2, 3, 5, 7, 64, 1000])
-def test_the_documents_of_all_units_are_those_of_the_file(tmp_path, monkeypatch, any_text, sample_by, unit_bytes):
-    """Bytes that are not UTF-8 are counted once wherever units are cut."""
+def test_units_contain_all_documents_of_a_file(tmp_path, monkeypatch, any_text, sample_by, unit_bytes):
+    """Bytes that are not UTF-8 are counted once, for any unit size."""
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
     for content in [*(random_text(seed).encode() for seed in range(40)), *map(random_bytes, range(30))]:
         text, bad = re.subn("[\ud800-\udfff]", "\ufffd", content.decode(errors="surrogateescape"))
@@ -396,7 +396,7 @@ def test_the_documents_of_all_units_are_those_of_the_file(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 7, 30, 1000])
-def test_the_records_of_all_units_are_those_of_the_file(tmp_path, monkeypatch, unit_bytes):
+def test_units_contain_all_records_of_a_file(tmp_path, monkeypatch, unit_bytes):
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
     texts = [text for text in map(random_text, range(30)) if text.strip()]
     lines = [json.dumps({"text": text}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts)]
@@ -406,7 +406,7 @@ def test_the_records_of_all_units_are_those_of_the_file(tmp_path, monkeypatch, u
     assert (counts.documents, counts.empty_records) == (len(texts), 0)
 
 
-def test_words_across_units_are_not_cut_and_a_binary_file_of_several_is_counted_once(tmp_path, monkeypatch):
+def test_words_across_units_are_kept_and_binary_files_counted_once(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", 10)
     found, counts = pieces(write(tmp_path / "a.txt", "one two threefourfive six seven"))
     assert [piece.text for piece in found if piece.text] == ["one two threefourfive", " six seven"]
@@ -415,11 +415,11 @@ def test_words_across_units_are_not_cut_and_a_binary_file_of_several_is_counted_
     assert (found, counts.binary_files) == ([], 1)
 
 
-def test_a_file_that_became_shorter_meanwhile_is_refused_and_one_that_grew_read_to_its_end(tmp_path):
+def test_shortened_files_are_refused_and_grown_files_read_to_the_end(tmp_path):
     write(tmp_path / "a.text", "text")
     for kind in ("jsonl", "parquet"):
         write_records(tmp_path / f"a.{kind}", [{"text": "one"}])
-    sentence = r"cannot be read: it has become shorter since its parts were planned; correct it"
+    sentence = r"cannot be read: it became shorter after its parts were planned; correct it"
     for kind in ("text", "jsonl", "parquet"):
         with pytest.raises(UserError, match=sentence):
             list(Reader().pieces(ByteRange(str(tmp_path / f"a.{kind}"), kind, 10, 1000, "text")))
@@ -429,7 +429,7 @@ def test_a_file_that_became_shorter_meanwhile_is_refused_and_one_that_grew_read_
     assert joined(list(Reader().pieces(unit.ranges[0]))) == "text and more"
 
 
-def test_reading_leaves_no_file_open(tmp_path):
+def test_reading_closes_all_files(tmp_path):
     for kind in ("jsonl", "json", "csv", "parquet"):
         write_records(tmp_path / f"a.{kind}", [{"text": "one"}] * 9)
     write(tmp_path / "a.txt", "text")

@@ -1,4 +1,4 @@
-"""Encoding by each tokenizer's fastest way: the same ids as `tokenizers` gives, for any text."""
+"""Encoding with the fastest way for each tokenizer: the ids match `tokenizers` for any text."""
 # ruff: noqa: RUF001 (letters of all scripts look like each other)
 
 import json
@@ -19,7 +19,7 @@ from tokenizer.encode import NOTHING, CharacterEncoder, RustEncoder, WordEncoder
 from tokenizer.words import WordSplitter
 
 SPACES = " \t\n\v\f\r\x85\u00a0\u1680\u2000\u2003\u200a\u2028\u2029\u202f\u205f\u3000"
-NO_SPACES = "\x1c\x1d\x1e\x1f\u180e\u200b\u200d\u2060\ufeff"  # which some take for spaces
+NO_SPACES = "\x1c\x1d\x1e\x1f\u180e\u200b\u200d\u2060\ufeff"  # some programs treat these as spaces
 FRAGMENTS = [
     *(SPACES + SPACES + NO_SPACES),
     *("  ", "\r\n", "\n\n", " \n", "\u00a0 "),
@@ -42,7 +42,7 @@ SCRIPTS = {
 
 
 def random_text(pick: random.Random) -> str:
-    """Of fragments that are hard to split, and of any code points at all."""
+    """Return text of fragments that are hard to split, and of arbitrary code points."""
     text = []
     for _ in range(pick.randrange(12)):
         code = pick.randrange(0x110000) if pick.random() < 0.5 else pick.randrange(0x3000)
@@ -59,7 +59,7 @@ def fuzz() -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """The folder of a BPE with tokens of every script."""
+    """Folder of a BPE with tokens of every script."""
     folder = tmp_path_factory.mktemp("bpe")
     text = [*SCRIPTS.values(), prose(0, 1000), *(fragment * 3 for fragment in FRAGMENTS[:-3])]
     vocabulary.save(vocabulary.train_bpe(text * 3, 900, special_tokens=["<|x|>"]), folder)
@@ -72,7 +72,7 @@ def rust(trained) -> Tokenizer:
 
 
 def library(rust: Tokenizer, texts: list[str], followed_by: list[int]) -> tuple[list[int], list[int]]:
-    """What `tokenizers` makes of the texts, with what follows each."""
+    """Return the ids of `tokenizers`, with the id that follows each text, and the counts."""
     encodings = rust.encode_batch_fast(texts, add_special_tokens=False)
     pairs = zip(encodings, followed_by, strict=True)
     followed = [[*one.ids, *([next_] if next_ != NOTHING else [])] for one, next_ in pairs]
@@ -88,14 +88,14 @@ def assert_same(encode_, rust: Tokenizer, texts: list[str], followed_by: list[in
 
 
 def words_of(texts: list[str], splitter: WordSplitter) -> list[list[str]]:
-    """The words of each text, in ByteLevel's printable form."""
+    """Return the words of each text in ByteLevel's printable form."""
     shown = {byte: character for character, byte in byte_level_alphabet().items()}
     words = splitter.words([text.encode() for text in texts]).to_pylist()
     ends = [i for i, word in enumerate(words) if word == b"\xff"]
     return [["".join(map(shown.get, word)) for word in words[start + 1 : end]] for start, end in pairwise([-1, *ends])]
 
 
-def test_words_are_those_of_byte_level(fuzz):
+def test_words_match_byte_level(fuzz):
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     for text, words in zip(fuzz, words_of(fuzz, WordSplitter()), strict=True):
         assert words == [word for word, _ in byte_level.pre_tokenize_str(text)], repr(text)
@@ -118,22 +118,22 @@ def test_words_are_those_of_byte_level(fuzz):
         ("\u00a0 b", ["\u00a0", " b"]),
     ],
 )
-def test_texts_split_into_these_words(text, words):
+def test_texts_split_into_expected_words(text, words):
     assert [word.decode() for word in WordSplitter().words([text.encode()]).to_pylist()[:-1]] == words
 
 
-def test_every_code_point_is_of_the_class_that_byte_level_gives_it():
+def test_code_point_classes_match_byte_level():
     points = [chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000]
     texts = [f"a{point}1{point} {point}{point}" for point in points[::3]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     expected = [[word for word, _ in byte_level.pre_tokenize_str(text)] for text in texts]
     assert words_of(texts, WordSplitter()) == expected
-    texts = ["a", "", "b ", " c", "'", "s", "'r", "e", "\u3000", "\u3000", "d\n", ""]  # are split apart
+    texts = ["a", "", "b ", " c", "'", "s", "'r", "e", "\u3000", "\u3000", "d\n", ""]  # stay separate
     words = words_of(texts, WordSplitter())
     assert words == [word for text in texts for word in words_of([text], WordSplitter())]
 
 
-def test_fuzzed_texts_and_megabytes_of_source_code_become_the_ids_of_tokenizers(rust, fuzz):
+def test_fuzzed_texts_and_source_code_match_tokenizers(rust, fuzz):
     words = WordEncoder(rust, np.dtype("<u2"))
     for start in range(0, len(fuzz), 5000):
         assert_same(words, rust, fuzz[start : start + 5000])
@@ -148,7 +148,7 @@ RUNS = {text[:2]: text * 20_000 for text in ("x", " ", "\n", "é", "雪", "!", "
 
 
 @pytest.mark.parametrize("text", [*SCRIPTS.values(), *RUNS.values()], ids=[*SCRIPTS, *map(repr, RUNS)])
-def test_text_of_any_script_and_runs_without_an_end_become_the_ids_of_tokenizers(rust, text):
+def test_all_scripts_and_long_runs_match_tokenizers(rust, text):
     texts = [text, text + "a", "a" + text]
     if len(text) < 1000:
         pick = random.Random(0)
@@ -158,12 +158,12 @@ def test_text_of_any_script_and_runs_without_an_end_become_the_ids_of_tokenizers
 
 
 @pytest.mark.parametrize("longest", [1, 5, 10_000])
-def test_short_and_long_words_become_the_same_ids(rust, fuzz, monkeypatch, longest):
+def test_short_and_long_words_have_the_same_ids(rust, fuzz, monkeypatch, longest):
     monkeypatch.setattr(encode, "SHORT_WORD", longest)
     assert_same(WordEncoder(rust, np.dtype("<u2")), rust, fuzz[:2000])
 
 
-def test_a_bpe_that_does_not_know_every_byte_is_left_to_rust(rust, fuzz):
+def test_bpe_without_all_bytes_uses_rust(rust, fuzz):
     content = json.loads(rust.to_str())
     del content["model"]["vocab"]["\u0100"]  # NUL
     content["model"]["merges"] = [merge for merge in content["model"]["merges"] if "\u0100" not in "".join(merge)]
@@ -174,7 +174,7 @@ def test_a_bpe_that_does_not_know_every_byte_is_left_to_rust(rust, fuzz):
 
 
 @pytest.mark.parametrize("kind", [WordEncoder, RustEncoder])
-def test_each_text_is_followed_by_its_own_id_or_nothing(rust, fuzz, kind):
+def test_each_text_is_followed_by_its_own_id(rust, fuzz, kind):
     pick = random.Random(1)
     texts = [pick.choice([text, ""]) for text in fuzz[:3000]]
     assert_same(kind(rust, np.dtype("<u2")), rust, texts, [pick.choice([NOTHING, 0, 1, 2, 899]) for _ in texts])
@@ -182,7 +182,7 @@ def test_each_text_is_followed_by_its_own_id_or_nothing(rust, fuzz, kind):
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 @pytest.mark.parametrize("kind", [WordEncoder, RustEncoder])
-def test_texts_without_a_character_may_be_followed_too(rust, kind, dtype):
+def test_empty_texts_can_be_followed_by_an_id(rust, kind, dtype):
     for texts, followed_by in (([""], [NOTHING]), ([""], [0]), (["", "", ""], [0, NOTHING, 2])):
         ids, counts = kind(rust, np.dtype(dtype))([text.encode() for text in texts], followed_by)
         assert ids.tolist() == [follower for follower in followed_by if follower != NOTHING]
@@ -208,13 +208,13 @@ CHANGES = {
     "added control token": (WordEncoder, lambda rust: rust.add_special_tokens([TOOL])),
     "template": (WordEncoder, lambda rust: setattr(rust, "post_processor", TEMPLATE)),
     "offsets": (WordEncoder, lambda rust: setattr(rust, "post_processor", processors.ByteLevel(trim_offsets=True))),
-    # As Llama 3 and GPT-4's, which take whole words first.
+    # Like the tokenizers of Llama 3 and GPT-4, which look up whole words first.
     "whole words": (RustEncoder, lambda rust: setattr(rust.model, "ignore_merges", True)),
 }
 
 
 @pytest.mark.parametrize(("kind", "change"), CHANGES.values(), ids=CHANGES)
-def test_only_what_changes_words_leaves_a_bpe_to_the_library(trained, fuzz, kind, change):
+def test_bpe_uses_rust_only_if_its_words_differ(trained, fuzz, kind, change):
     rust = encode.load_rust(trained / "tokenizer.json")
     change(rust)
     ours = encoder(rust, np.dtype("<u2"))
@@ -224,7 +224,7 @@ def test_only_what_changes_words_leaves_a_bpe_to_the_library(trained, fuzz, kind
 
 
 def of_pieces() -> Tokenizer:
-    """In the form of Llama 2: a blank is a character of its words, an unknown character its bytes."""
+    """Return a tokenizer like Llama 2's: a space belongs to a word, and an unknown character becomes its bytes."""
     characters = sorted({*prose(0, 500), "▁"} - {" "})
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters, "▁t", "he", "▁the"]
     vocab, merges = {name: i for i, name in enumerate(names)}, [("▁", "t"), ("h", "e"), ("▁t", "he")]
@@ -236,7 +236,7 @@ def of_pieces() -> Tokenizer:
 
 
 def of_likely_pieces() -> Tokenizer:
-    """In the form of T5."""
+    """Return a tokenizer like T5's."""
     rust = Tokenizer(models.Unigram())
     rust.pre_tokenizer, rust.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
@@ -245,7 +245,7 @@ def of_likely_pieces() -> Tokenizer:
 
 
 def of_word_pieces() -> Tokenizer:
-    """In the form of BERT."""
+    """Return a tokenizer like BERT's."""
     rust = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     rust.pre_tokenizer, rust.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
     trainer = trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]"], show_progress=False)
@@ -254,7 +254,7 @@ def of_word_pieces() -> Tokenizer:
 
 
 @pytest.mark.parametrize("make", [of_pieces, of_likely_pieces, of_word_pieces])
-def test_tokenizers_of_another_kind_are_encoded_by_the_library(make, fuzz):
+def test_other_tokenizers_are_encoded_by_rust(make, fuzz):
     rust = make()
     ours = encoder(rust, np.dtype("<u2"))
     assert type(ours) is RustEncoder
@@ -262,9 +262,9 @@ def test_tokenizers_of_another_kind_are_encoded_by_the_library(make, fuzz):
     assert_same(ours, rust, texts, [0, 1, NOTHING, 2, 3, 4, 5, 6] + [NOTHING] * 500)
 
 
-def test_text_that_a_tokenizer_has_no_token_for_is_refused():
+def test_text_without_a_token_is_refused():
     rust = Tokenizer(models.Unigram([("a", -1.0), ("b", -2.0)]))
-    with pytest.raises(UserError, match=r"The tokenizer cannot express this text \(.*unknown token.*\); use another\."):
+    with pytest.raises(UserError, match=r"tokenizer cannot encode this text \(.*unknown token.*\); use another token"):
         encoder(rust, np.dtype("<u2"))([b"ab", b"c"], [NOTHING, NOTHING])
 
 
@@ -272,7 +272,7 @@ def characters_of(text: str) -> Tokenizer:
     return vocabulary.character_tokenizer([text]).backend_tokenizer
 
 
-def test_characters_become_the_ids_of_tokenizers(fuzz):
+def test_character_ids_match_tokenizers(fuzz):
     rust = characters_of("".join(fuzz))
     ours = encoder(rust, np.dtype("<u2"))
     assert type(ours) is CharacterEncoder
@@ -281,7 +281,7 @@ def test_characters_become_the_ids_of_tokenizers(fuzz):
     assert_same(ours, rust, ["", ""])
     few = characters_of("ab雪")
     assert token_bytes(few) == [b"a", b"b", "雪".encode()]
-    assert text_lengths(few) is None  # nothing can be lost
+    assert text_lengths(few) is None  # no text can be lost
 
 
 def letters(unknown: str, words: pre_tokenizers.PreTokenizer | None) -> Tokenizer:
@@ -294,9 +294,9 @@ def letters(unknown: str, words: pre_tokenizers.PreTokenizer | None) -> Tokenize
 EACH = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 
 
-def test_letters_alone_make_no_character_tokenizer():
+def test_single_letter_vocabulary_is_not_always_a_character_tokenizer():
     assert encode.is_character(letters("<unk>", EACH))
-    assert not encode.is_character(letters("?", EACH))  # which has an id for what it does not know
+    assert not encode.is_character(letters("?", EACH))  # it has an id for unknown characters
     assert not encode.is_character(letters("<unk>", None))
     assert not encode.is_character(letters("<unk>", pre_tokenizers.Whitespace()))
     lower = letters("<unk>", EACH)
@@ -306,14 +306,14 @@ def test_letters_alone_make_no_character_tokenizer():
     assert ids.tolist() == [0, 1, 2]
 
 
-def test_a_byte_level_bpe_stands_for_every_byte_and_what_reads_like_a_control_token_stays_text(rust, fuzz, trained):
+def test_byte_level_bpe_keeps_all_bytes_and_control_tokens_stay_text(rust, fuzz, trained):
     pieces = token_bytes(rust)
     assert len(pieces) == 900
     assert set(map(bytes, map(bytearray, ([byte] for byte in range(256))))) <= set(pieces)
     ids, counts = encoder(rust, np.dtype("<u2"))([text.encode() for text in fuzz], [0] * len(fuzz))
     for text, of_text in zip(fuzz, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
         assert b"".join(map(pieces.__getitem__, of_text.tolist())) == text.encode()
-    assert text_lengths(rust) is None  # nothing can be lost
+    assert text_lengths(rust) is None  # no text can be lost
     rust = encode.load_rust(trained / "tokenizer.json")
     for kind in (WordEncoder, RustEncoder):
         ids, _ = kind(rust, np.dtype("<u2"))([b"<|endoftext|><|pad|> <|x|>"], [NOTHING])
@@ -321,7 +321,7 @@ def test_a_byte_level_bpe_stands_for_every_byte_and_what_reads_like_a_control_to
         assert rust.decode(ids.tolist()) == "<|endoftext|><|pad|> <|x|>"
 
 
-def test_tokens_of_pieces_stand_for_their_blanks_and_bytes():
+def test_sentencepiece_tokens_include_their_spaces_and_bytes():
     rust = of_pieces()
     pieces = dict(zip(map(rust.id_to_token, range(rust.get_vocab_size())), token_bytes(rust), strict=True))
     assert [pieces[name] for name in ("<unk>", "<0x0A>", "<0xE9>", "▁", "▁t", "he", "▁the")] == [
@@ -334,7 +334,7 @@ def test_tokens_of_pieces_stand_for_their_blanks_and_bytes():
     assert text_lengths(rust)[ids].sum() == len(text.encode()) + 1
 
 
-def test_other_tokens_stand_for_as_much_as_they_decode_to_and_one_without_all_bytes_loses_text():
+def test_token_bytes_of_other_tokenizers_and_lossy_ones():
     for rust in (of_likely_pieces(), of_word_pieces()):
         ids = rust.encode(prose(1, 400)).ids
         lost = len(rust.decode(ids)) - text_lengths(rust)[ids].sum()

@@ -1,4 +1,4 @@
-"""The estimate of a large text's store, by a sample: every kind of file, against the store that is really made."""
+"""Estimate of a large text's store from a sample, compared with the real store for every kind of file."""
 
 import gzip
 import json
@@ -22,13 +22,13 @@ from tokenizer.vocabulary import VocabularyArguments
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """What is large is 100,000 bytes."""
+    """Treat 100,000 bytes as large."""
     for name, n_bytes in (("LARGE", 100_000), ("SAMPLE", 100_000), ("CHUNK", 4096), ("HEAD", 16384)):
         monkeypatch.setattr(estimate_module, f"{name}_BYTES", n_bytes)
 
 
 def texts(number: int) -> list[str]:
-    """500 documents: prose, and from one file to the next more and more digits, which take more tokens."""
+    """Return 500 documents of prose with more digits, which need more tokens, in each further file."""
     choice = random.Random(number)
     digits = " ".join(str(choice.randrange(10**6)) for _ in range(3000 * number))
     return [prose(number * 1000 + i, 64) + digits[i * 40 * number : (i + 1) * 40 * number] for i in range(500)]
@@ -62,7 +62,7 @@ def estimated(text: Path, tmp_path: Path, **corpus) -> Estimate | None:
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "jsonl.zst", "csv", "parquet"])
-def test_it_is_near_the_store_that_is_made(suffix, tmp_path):
+def test_estimate_is_close_to_the_real_store(suffix, tmp_path):
     text, tokens = written(tmp_path / "text", suffix), 234_778 if suffix == "txt" else 236_774
     made = pretokenize(recipe(text), tmp_path / "made", lambda line: None).metadata
     assert made.train.tokens + made.val.tokens == tokens
@@ -75,19 +75,19 @@ def test_it_is_near_the_store_that_is_made(suffix, tmp_path):
     assert 4 < tokens / tokens_read < 14
 
 
-def test_little_text_is_not_estimated(tmp_path):
+def test_small_text_is_not_estimated(tmp_path):
     (tmp_path / "a.txt").write_text(prose(0, 4000))
     assert estimated(tmp_path / "a.txt", tmp_path) is None
 
 
-def test_what_is_wrong_is_said_to_be_of_a_sample(tmp_path):
+def test_errors_name_the_sample(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 and more of it \n" * 10_000)
-    sentence = r"^In a sample of .*a.txt: it is not UTF-8 text: [0-9,]+ of .* in .*/a.txt, line 1; convert it.$"
+    sentence = r"^In a sample of .*a.txt: it is not UTF-8 text: [0-9,]+ of .* in .*/a.txt, line 1; convert it to UTF"
     with pytest.raises(UserError, match=sentence):
         estimated(tmp_path / "a.txt", tmp_path)
 
 
-def test_a_folder_of_nothing_but_damaged_files_is_refused(tmp_path):
+def test_folder_of_only_damaged_files_is_refused(tmp_path):
     (tmp_path / "text").mkdir()
     packed = gzip.compress("".join(texts(3)).encode())
     (tmp_path / "text" / "a.txt.gz").write_bytes(packed[:1000] + b"\xff" * 9000 + packed[10_000:])
@@ -98,7 +98,7 @@ def test_a_folder_of_nothing_but_damaged_files_is_refused(tmp_path):
         estimated(tmp_path / "text", tmp_path)
 
 
-def test_a_plan_that_is_ended_leaves_no_sample(launch):
+def test_killed_plan_leaves_no_sample(launch):
     program = """if True:
         import os, signal
         from training import forecast

@@ -317,4 +317,4 @@ def test_a_model_is_scored_only_on_a_store_of_its_own_tokenizer(many, store, tmp
     GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2)).save_pretrained(folder)
     assert "is a GPT2LMHeadModel; convert it first" in refusal(many)
     (folder / "tokenizer.json").unlink()
-    assert "holds no tokenizer.json" in refusal(many)
+    assert "has no tokenizer.json" in refusal(many)

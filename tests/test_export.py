@@ -1,4 +1,4 @@
-"""A store as a dataset for the Hub: what `datasets` reads are the tokens of the store."""
+"""Export as a Hub dataset: `datasets` reads the tokens of the store."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def documents(store: TokenStore, split: str) -> list[list[int]]:
     return [store.memory_map(split)[start:end].tolist() for start, end in pairwise(store.offsets(split))]
 
 
-def test_a_row_is_a_document(made):
+def test_each_row_is_a_document(made):
     folder = export.to_parquet(made)
     assert folder == made.folder.with_name("books-parquet")
     for ours, theirs in (("train", "train"), ("val", "validation")):
@@ -43,7 +43,7 @@ def test_a_row_is_a_document(made):
     assert parquet.read_schema(next(folder.glob("data/train-*"))).field("input_ids").type.value_type == "uint16"
 
 
-def test_long_documents_and_many_go_into_several_rows_and_files(made, monkeypatch):
+def test_long_documents_span_rows_and_large_splits_span_files(made, monkeypatch):
     monkeypatch.setattr(export, "ROW_TOKENS", 100)
     monkeypatch.setattr(export, "GROUP_TOKENS", 1000)
     monkeypatch.setattr(export, "SHARD_BYTES", 10_000)
@@ -56,12 +56,12 @@ def test_long_documents_and_many_go_into_several_rows_and_files(made, monkeypatc
     assert list(joined.items()) == list(enumerate(documents(made, "train")))
 
 
-def test_datasets_loads_both_splits_by_a_card_that_names_no_folder_of_this_machine(made, tmp_path):
+def test_datasets_loads_both_splits_and_the_card_names_no_local_folder(made, tmp_path):
     folder = export.to_parquet(made)
     program = (
         "import os, sys, datasets; loaded = datasets.load_dataset(sys.argv[1], streaming=True); "
         "print({split: sum(len(row['input_ids']) for row in rows) for split, rows in loaded.items()}, flush=True); "
-        "os._exit(0)"  # threads of pyarrow, still reading ahead, abort an interpreter that ends by itself
+        "os._exit(0)"  # pyarrow's threads, which read ahead, abort an interpreter that exits normally
     )
     done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -77,11 +77,11 @@ def test_datasets_loads_both_splits_by_a_card_that_names_no_folder_of_this_machi
         assert file.is_dir() or str(tmp_path).encode() not in file.read_bytes(), file.name
 
 
-def test_exporting_again_leaves_what_is_there(made):
+def test_exporting_again_keeps_the_existing_export(made):
     taken = made.folder.with_name("books-parquet")
     (taken / "data").mkdir(parents=True)
     (taken / "data" / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"books-parquet exists and is not .*books as parquet; move it away"):
+    with pytest.raises(UserError, match=r"books-parquet exists and is not an export of .*books; move it away"):
         export.to_parquet(made)
     assert len(list(taken.rglob("*"))) == 2
     taken.rename(made.folder.with_name("elsewhere"))
@@ -91,16 +91,16 @@ def test_exporting_again_leaves_what_is_there(made):
     assert (taken / "README.md").read_text() == "mine"
 
 
-def test_the_door_exports_and_packs_what_it_made_even_later(made, tmp_path, capsys):
+def test_command_exports_and_packs_new_and_existing_stores(made, tmp_path, capsys):
     arguments = ["--input", str(tmp_path / "secret place"), "--output", str(made.folder), "--vocab_size", "300"]
     main([*arguments, "--validation_fraction", "0.2", "--export", "parquet", "--compress"])
     said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith("holds these tokens already.")
+    assert said[0].endswith("already contains these tokens.")
     assert (tmp_path / "books.tar.zst").is_file()
     assert rows(tmp_path / "books-parquet", "train")
 
 
-def test_uint32_ids_stay_what_they_are(tmp_path):
+def test_uint32_ids_are_exported_unchanged(tmp_path):
     large = vocabulary.character_tokenizer([chr(0x10000 + i) for i in range(70_000)])
     vocabulary.save(large, tmp_path / "large")
     (tmp_path / "a.txt").write_text("".join(chr(0x10000 + i) for i in range(0, 70_000, 7)), encoding="utf-8")

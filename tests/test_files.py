@@ -1,4 +1,4 @@
-"""Files, plain and compressed: whole archives are the text they hold, broken and boundless ones a sentence."""
+"""Plain and compressed files: intact archives are read, and damaged ones and decompression bombs are refused."""
 
 import bz2
 import gzip
@@ -26,7 +26,7 @@ def content(path) -> bytes:
         return file.read()
 
 
-def test_a_plain_file_is_its_bytes_also_if_it_is_hidden_and_called_as_archives_end(tmp_path, suffix):
+def test_plain_files_are_read_unchanged_even_if_named_like_a_suffix(tmp_path, suffix):
     assert content(write(tmp_path / "a.txt", b"one\xff\r\n")) == b"one\xff\r\n"
     assert documents(write(tmp_path / f".{suffix}", "text")) == ["text"]
 
@@ -41,16 +41,16 @@ def test_a_plain_file_is_its_bytes_also_if_it_is_hidden_and_called_as_archives_e
         ("a.csv", '\ufefftext,id\n"one",1\ntwo,2\n'),
     ],
 )
-def test_records_are_read_from_archives_too(tmp_path, suffix, name, text):
+def test_records_are_read_from_compressed_files(tmp_path, suffix, name, text):
     path = write(tmp_path / f"{name}.{suffix.upper()}", COMPRESS[suffix](text.encode()))
     assert documents(path) == ["one", "two"]
 
 
-def test_frames_may_end_anywhere_and_those_to_be_skipped_are_no_text(tmp_path):
+def test_frames_can_end_anywhere_and_skippable_frames_are_not_text(tmp_path):
     for size in range(490, 520):  # the file is read in blocks of 512 bytes
         text = os.urandom(size)
         assert content(write(tmp_path / "a.zst", COMPRESS["zst"](text) + COMPRESS["zst"](b"end"))) == text + b"end"
-    table = struct.pack("<II", 0x184D2A5E, 700) + b"x" * 700  # as seekable archives end with
+    table = struct.pack("<II", 0x184D2A5E, 700) + b"x" * 700  # seekable archives end with such a frame
     one, two = (COMPRESS["zst"](text) for text in (b"one ", b"two"))
     assert content(write(tmp_path / "a.zst", table + one + table + two + table)) == b"one two"
     assert content(write(tmp_path / "a.gz", gzip.compress(b"text") + b"\0" * 1000)) == b"text"
@@ -61,14 +61,14 @@ def test_frames_may_end_anywhere_and_those_to_be_skipped_are_no_text(tmp_path):
     [{}, {"window_log": 27, "enable_ldm": True}, {"window_log": 31, "enable_ldm": True}],
     ids=["usual", "long window of large crawls", "longest window"],
 )
-def test_frames_of_unknown_size_and_with_long_windows_are_read(tmp_path, parameters):
+def test_frames_of_unknown_size_and_long_windows_are_read(tmp_path, parameters):
     parameters = zstandard.ZstdCompressionParameters(**parameters)
     frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     archive = b"".join(frame.compress(line.encode()) for line in TEXT.splitlines(True)) + frame.flush()
     assert content(write(tmp_path / "a.zst", archive)) == TEXT.encode()
 
 
-def test_a_compressed_text_is_the_text_it_holds_whatever_the_name_and_where_blocks_end(tmp_path, suffix):
+def test_compressed_text_is_read_for_any_name_and_block_size(tmp_path, suffix):
     text = "a" + "雪🙂é" * 100_000
     for name in (f"a.txt.{suffix}", f"notes.{suffix}", f"Notes of 5.7.{suffix}"):
         path = write(tmp_path / name, COMPRESS[suffix](text.encode()))
@@ -77,19 +77,19 @@ def test_a_compressed_text_is_the_text_it_holds_whatever_the_name_and_where_bloc
     assert documents(write(tmp_path / f"a.{suffix}", COMPRESS[suffix](b'{"text": "one"}'))) == ['{"text": "one"}']
 
 
-def test_an_archive_of_nothing_is_a_blank_document_and_archives_on_end_are_one_text(tmp_path, suffix):
+def test_empty_archives_are_blank_and_concatenated_archives_one_text(tmp_path, suffix):
     path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](b""))
     assert content(path) == b""
-    assert refusal(path) == f"{path} holds no text: 1 blank document."
+    assert refusal(path) == f"{path} contains no text: 1 blank document."
     parts = [TEXT[:1000], "", TEXT[1000:1001], TEXT[1001:]]
     path = write(tmp_path / f"a.{suffix}", b"".join(COMPRESS[suffix](part.encode()) for part in parts))
     assert content(path) == TEXT.encode()
 
 
-def test_a_plain_archive_is_not_taken_for_a_tar(tmp_path):
+def test_uncompressed_zst_named_file_is_not_a_tar(tmp_path):
     header = b"a.txt".ljust(100, b"\0") + b"0000644\0" + bytes(404)
     path = write(tmp_path / "a.tar.gz", gzip.compress(header + b"text".ljust(512, b"\0") + bytes(1024)))
-    assert refusal(path) == f"{path} holds no text: 1 binary file."
+    assert refusal(path) == f"{path} contains no text: 1 binary file."
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_a_plain_archive_is_not_taken_for_a_tar(tmp_path):
         ("a.Parquet", ".parquet", False, True),
     ],
 )
-def test_the_name_tells_what_a_file_is(name, kind, is_compressed, is_packed):
+def test_file_kind_follows_the_name(name, kind, is_compressed, is_packed):
     assert (files.suffix(name), files.is_compressed(name), files.is_packed(name)) == (kind, is_compressed, is_packed)
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.99, -1, 20, 5, 1, 0])
-def test_a_truncated_archive_is_refused(tmp_path, suffix, kept):
+def test_truncated_archives_are_refused(tmp_path, suffix, kept):
     archive = COMPRESS[suffix](TEXT.encode())
     archive = archive[: int(kept * len(archive)) if isinstance(kept, float) else kept]
     path = write(tmp_path / f"a.{suffix}", archive)
@@ -114,7 +114,7 @@ def test_a_truncated_archive_is_refused(tmp_path, suffix, kept):
     assert sentence.endswith("; correct it or leave it out.")
 
 
-def test_a_truncated_archive_is_read_up_to_there_and_what_is_damaged_or_no_archive_refused(tmp_path, suffix):
+def test_truncated_archives_are_read_partly_and_damaged_ones_refused(tmp_path, suffix):
     text = os.urandom(1_000_000).hex().encode()
     path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](text)[:-100])
     with files.opened(str(path)) as file:
@@ -129,7 +129,7 @@ def test_a_truncated_archive_is_read_up_to_there_and_what_is_damaged_or_no_archi
     assert "cannot be read" in refusal(followed)
 
 
-def test_an_archive_that_inflates_a_thousandfold_is_refused_and_no_block_takes_much_memory(tmp_path, suffix):
+def test_decompression_bombs_are_refused_in_little_memory(tmp_path, suffix):
     path = write(tmp_path / f"a.{suffix}", COMPRESS[suffix](b"a" * (files.BOMB_BYTES + (1 << 20))))
     assert path.stat().st_size < files.BOMB_BYTES / 500
     with pytest.raises(UserError, match=r"it inflates to more than 200 times its size.*decompress it first;"):
@@ -138,7 +138,7 @@ def test_an_archive_that_inflates_a_thousandfold_is_refused_and_no_block_takes_m
     assert max(map(len, files.inflated(str(path)))) <= 16 << 20
 
 
-def test_text_that_packs_well_is_read(tmp_path, suffix, monkeypatch):
+def test_highly_compressible_text_is_read(tmp_path, suffix, monkeypatch):
     monkeypatch.setattr(files, "BOMB_BYTES", 1 << 16)
     text = "".join(f"INFO {i:06} of the same kind of line as ever, again and again and again\n" for i in range(20_000))
     archive = COMPRESS[suffix](text.encode())

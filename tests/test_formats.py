@@ -1,4 +1,4 @@
-"""Formats of the past and of the future: folders that older versions wrote (tests/formats/) are read, newer ones refused.
+"""Compatibility of formats: folders of older versions (tests/formats/) are read, newer formats are refused.
 
 The folders of format 1 were written by the version of 2026-11-21 02:26, those of format 2 by that of 2026-11-22 07:00.
 """
@@ -28,7 +28,7 @@ FORMATS = REPOSITORY / "tests" / "formats"
 
 @pytest.fixture
 def old(tmp_path):
-    """A copy of what older versions wrote, which tests may change."""
+    """Copy of folders that older versions wrote, which tests may change."""
     return shutil.copytree(FORMATS, tmp_path / "formats")
 
 
@@ -38,7 +38,7 @@ def train(*arguments):
 
 
 @pytest.mark.parametrize(("version", "loss"), [(1, 3.35865), (2, 3.35542)])
-def test_a_run_of_an_older_format_writes_and_resumes_to_the_loss_that_it_reached_then(old, version, loss, capsys):
+def test_older_run_generates_and_resumes_to_its_original_loss(old, version, loss, capsys):
     run = old / f"run_v{version}"
     generate.main([str(run), "--prompt", "The ", "--max_new_tokens", "4", "--temperature", "0"])
     assert len(capsys.readouterr().out.strip("\n")) == len("The ") + 4
@@ -48,7 +48,7 @@ def test_a_run_of_an_older_format_writes_and_resumes_to_the_loss_that_it_reached
     assert read_metrics(run / "metrics.jsonl")[-1]["eval_loss"] == pytest.approx(loss, abs=1e-5)
 
 
-def test_the_same_command_resumes_a_run_whose_version_did_not_know_a_setting(old):
+def test_same_command_resumes_a_run_that_lacks_a_new_setting(old):
     run, command = old / "run_v2", old / "command.yaml"
     content = (run / "config.yaml").read_text().replace("data: data/store", f"data: {old / 'store_v2'}")
     command.write_text(content)
@@ -59,11 +59,11 @@ def test_the_same_command_resumes_a_run_whose_version_did_not_know_a_setting(old
 
 
 @pytest.mark.parametrize(("version", "ends"), [(1, [439]), (2, [444, 773, 1119])])
-def test_a_store_of_an_older_format_is_read(old, version, ends, capsys):
+def test_older_store_is_read(old, version, ends, capsys):
     store = TokenStore(old / f"store_v{version}")
     assert store.offsets("val").tolist() == [0, *ends]
     inspect.main([str(store.folder)])
-    assert "Every hash is right, and so are the indexes" in capsys.readouterr().out
+    assert "All hashes and indexes are correct" in capsys.readouterr().out
     inspect.main([str(store.folder), "--split", "val", "--document", "0"])
     text = (old / "unfinished_v1" / "text" / ("05.txt" if version == 1 else "00.txt")).read_text()
     assert capsys.readouterr().out == text + "\n"
@@ -71,19 +71,19 @@ def test_a_store_of_an_older_format_is_read(old, version, ends, capsys):
         assert unpack.unpack(old / "store_v2.tar.zst", old / "unpacked").metadata == store.metadata
 
 
-def test_a_store_of_format_1_is_used_as_it_is_and_what_it_cannot_do_is_refused(old, capsys):
+def test_format_1_store_is_used_unchanged_and_unsupported_uses_are_refused(old, capsys):
     before = contents(old / "store_v1")
     text = str(old / "unfinished_v1" / "text")
     pretokenize.main(["--input", text, "--output", str(old / "store_v1"), "--tokenizer_type", "character"])
-    assert "it is used as it is" in capsys.readouterr().out
+    assert "it is used unchanged" in capsys.readouterr().out
     assert contents(old / "store_v1") == before
-    sentence = r"make it again with another --output\. It was made by: python -m tokenizer"
+    sentence = r"build it again with another --output\. It was created by: python -m tokenizer"
     for export_as in (unpack.pack, export.to_parquet):
         with pytest.raises(UserError, match=sentence):
             export_as(TokenStore(old / "store_v1"))
 
 
-def test_unfinished_work_of_an_older_version_is_finished(old, monkeypatch, capsys):
+def test_unfinished_work_of_an_older_version_is_completed(old, monkeypatch, capsys):
     monkeypatch.chdir(old / "unfinished_v1")
     plan = json.loads((old / "unfinished_v1" / ".store.unfinished" / "plan.json").read_text())
     for name, _, modified in plan["inputs"]:
@@ -95,17 +95,17 @@ def test_unfinished_work_of_an_older_version_is_finished(old, monkeypatch, capsy
     assert TokenStore("store").metadata.identity == TokenStore("fresh").metadata.identity
 
 
-def test_what_was_evaluated_is_read(old):
+def test_older_evaluations_are_read(old):
     run = RunFolder(old / "run_v2")
     results = json.loads((run.evaluation / "evaluation.json").read_text())
     shutil.copytree(run.checkpoints / "step_00000004", run.model)
-    assert evaluation_of(run, run.model) is None  # of other weights: those of step 6
+    assert evaluation_of(run, run.model) is None  # it evaluated other weights, those of step 6
     results["weights_sha256"] = [file_sha256(run.model / "model.safetensors")]
     (run.evaluation / "evaluation.json").write_text(json.dumps(results))
     assert evaluation_of(run, run.model)["panel"]["rows"]
 
 
-def test_the_cached_store_of_a_run_and_those_that_an_update_may_have_left_over_are_named(old, monkeypatch):
+def test_cached_stores_of_a_run_and_of_older_versions_are_named(old, monkeypatch):
     monkeypatch.setattr(data, "CACHE", old)
     with pytest.raises(UserError, match=r"the run was trained on \S+/store_v2: --data \S+/store_v2 resumes it"):
         train("--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v1")
@@ -118,8 +118,8 @@ def test_the_cached_store_of_a_run_and_those_that_an_update_may_have_left_over_a
     assert (old / "cache" / "text-0123456789ab" / "train.bin").is_file()
 
 
-def test_the_names_of_cached_stores_stay_the_same():
-    """A change here would make every cached store of every user again: leave a new setting out of `Recipe.settings` at its default."""
+def test_names_of_cached_stores_stay_the_same():
+    """A change here would rebuild all cached stores of all users: omit a new setting from `Recipe.settings` at its default."""
     corpus = {"text_column": None, "sample_by": "document", "chat_template": None, "strict": False}
     tokens = {"vocab_size": None, "tokenizer_type": "bpe", "tokenizer": None, "sample_bytes": 200000000}
     rest = {"pad_token": "<|pad|>", "special_tokens": [], "cleaning": ["normalize"], "dedup": "no", "input": ["x"]}
@@ -149,7 +149,7 @@ def resume(old):
         ),
     ],
 )
-def test_what_a_newer_version_wrote_is_refused_and_stays(old, file, use, monkeypatch):
+def test_files_of_newer_versions_are_refused_and_kept(old, file, use, monkeypatch):
     monkeypatch.chdir(old)
     content = json.loads((old / file).read_text()) | {"format_version": 9, "of_tomorrow": [1]}
     (old / file).write_text(json.dumps(content))

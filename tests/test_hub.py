@@ -1,4 +1,4 @@
-"""Datasets of the Hub: what their ids mean, and reading them from a server on this machine that answers as the Hub does."""
+"""Hub datasets: their ids, and reading them from a local server that answers like the Hub."""
 
 import ast
 import io
@@ -34,14 +34,14 @@ from tokenizer.vocabulary import save, train_bpe
         ("user/name:config:test@0123abc", HubDataset("user/name", "config", "test", "0123abc")),
     ],
 )
-def test_an_id_has_a_configuration_a_split_and_a_revision_as_needed(tmp_path, monkeypatch, entry, expected):
+def test_hub_ids_have_optional_config_split_and_revision(tmp_path, monkeypatch, entry, expected):
     monkeypatch.chdir(tmp_path)
     assert HubDataset.parse(entry) == expected
     assert str(expected) == entry
     assert opened(entry) == expected
 
 
-def test_other_paths_and_what_begins_with_a_folder_that_is_here_are_no_ids(tmp_path, monkeypatch):
+def test_local_paths_are_not_hub_ids(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = (
         "name a/b/c /user/name ./name ../name ~/name user/ user/*.txt user/** a.txt C:\\texts https://hub.co/user/name"
@@ -50,7 +50,7 @@ def test_other_paths_and_what_begins_with_a_folder_that_is_here_are_no_ids(tmp_p
         assert HubDataset.parse(entry) is None
     (tmp_path / "user").mkdir()
     assert HubDataset.parse("user/name") is None
-    as_planned = HubDataset("user/name", revision="main")  # an id when the work was planned
+    as_planned = HubDataset("user/name", revision="main")  # it was a Hub id when the work was planned
     assert opened("user/name@main") == as_planned
 
 
@@ -95,7 +95,7 @@ FILES = {
 
 @contextmanager
 def serving_datasets(**datasets: dict[str, dict[str, bytes]]):
-    """A Hub with the commits of datasets of one user, and its address."""
+    """Serve a Hub with the commits of one user's datasets; yield it and its address."""
     with serving() as (hub, address):
         for name, commits in datasets.items():
             files = {sha: {path: File(content, False) for path, content in commits[sha].items()} for sha in commits}
@@ -104,11 +104,11 @@ def serving_datasets(**datasets: dict[str, dict[str, bytes]]):
 
 
 def environment(address: str, home: Path) -> dict[str, str]:
-    # Whoever waits before the next try hardly waits.
+    # Waits between retries are shortened.
     hasty = "import time\nsleep = time.sleep\ntime.sleep = lambda seconds: sleep(min(seconds, 0.001))\n"
     write(home / "hasty" / "sitecustomize.py", hasty)
     online = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
-    return online | {"PYTHONPATH": str(home / "hasty"), "USE_TORCH": "0"}  # torch, which `datasets` would import
+    return online | {"PYTHONPATH": str(home / "hasty"), "USE_TORCH": "0"}  # otherwise `datasets` would import torch
 
 
 READ = """
@@ -142,7 +142,7 @@ def output_of(launch, script: str, entries: list[str], environment: dict[str, st
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, launch) -> dict[str, list[list[str]] | str]:
-    """The texts of every unit of every entry, or the sentence that it ends in."""
+    """Texts of every unit per entry, or the error sentence."""
     texts = {FIRST: FILES | {"test.jsonl": jsonl("of the first version")}, NEWEST: FILES}
     with serving_datasets(name=texts, tables={NEWEST: {"rows.parquet": parquet(*ROWS)}}) as (hub, address):
         hub.lost["shaky.jsonl"] = 2
@@ -154,38 +154,38 @@ def found(tmp_path_factory, launch) -> dict[str, list[list[str]] | str]:
 @pytest.mark.parametrize(
     ("entry", "units"),
     [
-        ("user/name", [["one", "naïve 雪"], ["three"]]),  # shard by shard
+        ("user/name", [["one", "naïve 雪"], ["three"]]),  # one unit per shard
         ("user/name:default:test", [["held out"]]),
         ("user/name:default:test@v1", [["of the first version"]]),
         (f"user/name:default:test@{FIRST}", [["of the first version"]]),
         ("user/name:chats", [["<|im_start|>user\nHi<|im_end|>\n"]]),
-        ("user/name:shaky", [["shaky"]]),  # whose connection is lost for a moment
+        ("user/name:shaky", [["shaky"]]),  # its connection is lost for a moment
     ],
 )
-def test_configurations_splits_revisions_tables_and_chats_are_read(found, entry, units):
+def test_configs_splits_revisions_tables_and_chats_are_read(found, entry, units):
     assert found[entry] == units
-    assert [text for unit in found["user/tables"] for text in unit] == ROWS  # with its only column
+    assert [text for unit in found["user/tables"] for text in unit] == ROWS  # the only text column is used
 
 
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
         ("user/nothing", r"user/nothing is not a local path, and the Hub has no such dataset\."),
-        ("user/name@v9", r".*, and the Hub has no revision v9 of it; leave it out or name another\."),
+        ("user/name@v9", r".*, and the Hub has no revision v9 of it; omit the revision or name another one\."),
         ("user/name:nothing", rf"user/name:nothing@{NEWEST} cannot be read from the Hub: .*'nothing' not found.*\."),
         (
             "user/name:default:nothing",
             r"user/name:default:nothing@2+ cannot be read from the Hub: Bad split: nothing\. .*[^.]\.",
         ),
         ("user/name:secret", r"user/name:secret@2+ cannot be read from the Hub: 403 Forbidden.*[^.]\."),
-        ("user/name:broken", r"user/name:broken@2+ cannot be read further: .*\. The same command resumes from here\."),
+        ("user/name:broken", r"Reading user/name:broken@2+ stopped: .*\. The same command resumes from here\."),
     ],
 )
-def test_what_cannot_be_read_ends_in_one_sentence(found, entry, sentence):
+def test_unreadable_datasets_end_in_one_sentence(found, entry, sentence):
     assert re.fullmatch(sentence, found[entry]), found[entry]
 
 
-def test_a_lost_connection_ends_in_one_sentence_and_the_same_command_goes_on_at_the_same_commit(launch, tmp_path):
+def test_lost_connection_ends_in_one_sentence_and_the_command_resumes_at_the_same_commit(launch, tmp_path):
     texts = [prose(i, 80) for i in range(300)]
     files = {"data/train-0.parquet": parquet(*texts[:250]), "data/train-1.parquet": parquet(*texts[250:])}
     save(train_bpe(texts, 300), tmp_path / "tokenizer")
@@ -201,9 +201,7 @@ def test_a_lost_connection_ends_in_one_sentence_and_the_same_command_goes_on_at_
         again = launch(*command, **environment(address, tmp_path / "home"))
     assert (first.returncode, "Traceback" in first.stderr) == (1, False), first.stderr
     [error] = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
-    assert re.fullmatch(
-        rf"error: user/name@{FIRST} cannot be read further: .*\. The same command resumes from here\.", error
-    )
+    assert re.fullmatch(rf"error: Reading user/name@{FIRST} stopped: .*\. The same command resumes from here\.", error)
     assert again.returncode == 0, again.stderr
     assert "store: 1 of 2 units of work are done." in again.stdout
     store = TokenStore(tmp_path / "store")
@@ -231,8 +229,8 @@ for entry in sys.argv[1:]:
 """
 
 
-def test_a_large_dataset_is_estimated_by_its_number_of_records(tmp_path, launch):
-    """100 records of 10 sentences in each of two shards; what is small is read to its end; what says no number is refused."""
+def test_large_datasets_are_estimated_from_their_number_of_records(tmp_path, launch):
+    """The large one has two shards with 100 records of 10 sentences; a small one is read whole; one without a count is refused."""
     shards = {f"{shard}.jsonl": jsonl(*(prose(100 * shard + i, 80) for i in range(100))) for shard in range(2)}
     known = b"---\ndataset_info:\n  splits:\n  - {name: train, num_bytes: 1, num_examples: 200}\n---\n"
     datasets = {"large": {"README.md": known, **shards}, "unsaid": shards, "small": {"0.jsonl": jsonl("one", "two")}}
@@ -243,20 +241,20 @@ def test_a_large_dataset_is_estimated_by_its_number_of_records(tmp_path, launch)
     assert read == "61 of 200 records"
     assert tokens == pytest.approx(25_523, rel=0.02)
     assert unsaid == (
-        "user/unsaid does not say how much text it has, so nothing can be planned before it was read; tokenize it first "
-        "(python -m tokenizer.pretokenize --input user/unsaid --output data/unsaid), and plan with that as --data."
+        "user/unsaid does not state its number of records, so its size cannot be estimated; tokenize it first "
+        "(python -m tokenizer.pretokenize --input user/unsaid --output data/unsaid), and use that store as --data."
     )
     assert small == "None"
 
 
-# Nothing listens at port 9. The tests' own processes are kept from the Hub by HF_HUB_OFFLINE; these have to find it out.
+# Nothing listens on port 9. HF_HUB_OFFLINE keeps the tests' own process from the Hub; these processes must notice the failure.
 NO_NETWORK = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}
 RUN = REPOSITORY / "tests" / "formats" / "run_v2"
 
 
 @pytest.fixture
 def cache(tmp_path):
-    """A cache of the Hub that holds the model me/cached."""
+    """Environment with a Hub cache that contains the model me/cached."""
     snapshot = tmp_path / "hub" / "models--me--cached" / "snapshots" / ("0" * 40)
     shutil.copytree(RUN / "checkpoints" / "step_00000004", snapshot)
     (snapshot.parents[1] / "refs").mkdir()
@@ -273,7 +271,7 @@ def cache(tmp_path):
         ("-m modeling_gpt2scratch.conversion_gpt2scratch me/other {}/out", "a model"),
     ],
 )
-def test_without_a_network_one_sentence_says_so(launch, tmp_path, cache, command, what):
+def test_missing_network_is_reported_in_one_sentence(launch, tmp_path, cache, command, what):
     done = launch(*command.format(tmp_path).split(), **cache)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
@@ -289,7 +287,7 @@ def test_without_a_network_one_sentence_says_so(launch, tmp_path, cache, command
         "generate.py me/cached --prompt The --max_new_tokens 2",
     ],
 )
-def test_without_a_network_the_cache_is_used(launch, tmp_path, cache, command):
+def test_cache_is_used_without_a_network(launch, tmp_path, cache, command):
     done = launch(*command.format(tmp_path).split(), **cache)
     assert done.returncode == 0, done.stderr
     assert "Retrying" not in done.stderr

@@ -1,4 +1,4 @@
-"""What a store shows of itself, and what is said of one that was changed."""
+"""Inspection of a token store: its content, and errors for changed files."""
 
 import json
 import re
@@ -34,19 +34,19 @@ def change(path: Path, at: int = -2) -> None:
     path.write_bytes(content)
 
 
-def test_it_shows_what_is_in_it(store, original, capsys):
+def test_inspect_shows_the_content(store, original, capsys):
     inspect.main([str(store)])
     shown = capsys.readouterr().out
-    assert "BPE tokenizer of 400 tokens, ids as uint16" in shown
+    assert "BPE tokenizer with 400 tokens, ids stored as uint16" in shown
     for split in (original.metadata.train, original.metadata.val):
         for number in (split.tokens, split.documents, split.bytes):
             assert f" {number:,} " in shown
     assert original.metadata.train.documents + original.metadata.val.documents == 300
     assert "302 documents found, 300 in the store\nleft out or changed: 2 records without text; examples in" in shown
-    assert shown.endswith("Every hash is right, and so are the indexes; every id is in the vocabulary.\n")
+    assert shown.endswith("All hashes and indexes are correct, and every token id is in the vocabulary.\n")
 
 
-def test_any_document_is_decoded(store, original, capsys):
+def test_inspect_decodes_any_document(store, original, capsys):
     texts = set()
     for split, count in (("train", original.metadata.train.documents), ("val", original.metadata.val.documents)):
         for number in range(count):
@@ -55,7 +55,7 @@ def test_any_document_is_decoded(store, original, capsys):
     assert texts == {f"{i}: {prose(i, 80)} naïve 雪 <|endoftext|> and more\n" for i in range(300)}
 
 
-def test_a_changed_byte_of_every_file_is_found(store, original):
+def test_changed_byte_in_any_file_is_found(store, original):
     names = ["train.bin", "val.bin", "train.bin.index", "val.bin.index"]
     for number, name in enumerate(names, start=1):
         change(store / name)
@@ -65,11 +65,11 @@ def test_a_changed_byte_of_every_file_is_found(store, original):
         assert {sentence.split(" was ")[0] for sentence in sentences} == {str(store / one) for one in names[:number]}
         for sentence in sentences:
             assert re.search(
-                r" was changed or damaged: its SHA-256 is \w+, and metadata.json states .* again\.$", sentence
+                r" was changed or damaged: its SHA-256 is \w+, but metadata.json states .* again\.$", sentence
             )
     shutil.rmtree(store)
     shutil.copytree(original.folder, store)
-    change(store / "val.idx")  # of Megatron
+    change(store / "val.idx")  # the index for Megatron
     (store / "train.idx").unlink()
     with pytest.raises(UserError, match=r"train\.idx is missing\. .*\n.*val\.idx was changed: it is not the index"):
         inspect.main([str(store)])
@@ -81,20 +81,20 @@ def test_a_changed_byte_of_every_file_is_found(store, original):
         ([], "Name a store"),
         (["nowhere"], "nowhere is not a token store"),
         (["--split", "test"], "invalid choice: 'test'"),
-        (["--document", "300"], "there is no 300"),
+        (["--document", "300"], "Document 300 does not exist"),
     ],
 )
-def test_what_is_not_there_is_said(store, arguments, sentence):
+def test_missing_stores_and_documents_are_reported(store, arguments, sentence):
     arguments = [str(store), *arguments] if arguments and arguments[0].startswith("-") else arguments
     with pytest.raises(UserError, match=sentence):
         inspect.main(arguments)
 
 
-def test_the_report_says_what_was_left_out_and_changed_and_names_tokens_with_examples(store):
+def test_report_lists_left_out_text_and_tokens_with_examples(store):
     text = (store / "report.md").read_text(encoding="utf-8")
     assert "302 documents found, 300 in the store; " in text
     assert "- 2 records without text, the first in " in text
-    assert "### lenient.invisible: 300 documents changed, 300 characters less" in text
+    assert "### lenient.invisible: 300 documents changed, 300 characters removed" in text
     section = text.split("### lenient.invisible")[1].split("\n\n")[1]
     examples = section.splitlines()
     assert len(examples) == 3

@@ -1,4 +1,4 @@
-"""Parts become a store: documents as often as asked, repeated ones left out, and no byte different after any kill."""
+"""Merging parts into a store: weights, deduplication, splits, and identical bytes after any kill."""
 
 import importlib.util
 import itertools
@@ -37,11 +37,11 @@ LINES = "".join(f"Line {i}: naïve 雪 words, don't they?\r\n" for i in range(60
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     monkeypatch.setattr(corpus, "UNIT_BYTES", 2000)
-    monkeypatch.setattr(merge, "LONG_BYTES", merge.LONG_BYTES)  # which a test may set
+    monkeypatch.setattr(merge, "LONG_BYTES", merge.LONG_BYTES)  # restored after tests that set it
 
 
 def written(folder: Path, *inputs: list[str]) -> list[str]:
-    """A file of records for each input, in which a text is a document."""
+    """Write one file of records per input, with one document per text."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, texts in enumerate(inputs):
         lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
@@ -58,7 +58,7 @@ def builder_of(
     tokenizer_type: str = "bpe",
     seed: int = SEED,
 ) -> StoreBuilder:
-    """All planned and nothing done. A token is a byte, or the end of a document."""
+    """Return a builder whose work is planned and not started. A token is a byte, or the end of a document."""
     recipe = Recipe(
         paths,
         CorpusArguments(validation_fraction=fraction),
@@ -74,7 +74,7 @@ def builder_of(
 
 
 def with_parts(builder: StoreBuilder) -> StoreBuilder:
-    """All units done, and nothing put together."""
+    """Process all units without merging them."""
     processor = UnitProcessor(builder.work)
     for number in range(len(processor.units)):
         processor.process(number)
@@ -117,7 +117,7 @@ def for_training(texts: list[str], fraction: float = 0.1) -> list[str]:
     return [text for text in texts if share(text.encode(), SEED) >= fraction]
 
 
-def test_documents_come_in_the_order_of_the_text_and_each_input_by_its_own_weight(tmp_path):
+def test_documents_keep_their_order_and_inputs_have_their_own_weights(tmp_path):
     store = store_of(tmp_path, DOCUMENTS, DOCUMENTS)
     assert trained_on(store) == for_training(DOCUMENTS) * 2
     assert (len(trained_on(store)), len(held_out(store))) == (2 * 179, 2 * 21)
@@ -130,7 +130,7 @@ def test_documents_come_in_the_order_of_the_text_and_each_input_by_its_own_weigh
 
 
 @pytest.mark.parametrize(("weight", "tokenizer_type"), [(2, "bpe"), (30, "bpe"), (2, "character")])
-def test_a_whole_weight_is_so_many_passes_of_every_document(tmp_path, weight, tokenizer_type):
+def test_integer_weight_repeats_every_document(tmp_path, weight, tokenizer_type):
     settings = {"tokenizer_type": tokenizer_type}
     once, often = (store_of(tmp_path, DOCUMENTS[:60], weights=some, **settings) for some in ((), (weight,)))
     assert trained_on(often) == trained_on(once) * weight
@@ -138,20 +138,20 @@ def test_a_whole_weight_is_so_many_passes_of_every_document(tmp_path, weight, to
     assert once.metadata.eos_token_id == (None if tokenizer_type == "character" else 0)
 
 
-def test_with_weight_half_about_half_of_the_documents_come_the_same_every_time(tmp_path):
+def test_weight_one_half_selects_the_same_half_every_time(tmp_path):
     once, half, again = (store_of(tmp_path, DOCUMENTS, weights=weights) for weights in ((), (0.5,), (0.5,)))
     chosen = trained_on(half)
     assert len(chosen) == 90
     assert chosen == trained_on(again)
     assert chosen == [text for text in trained_on(once) if text in set(chosen)]
     assert len(held_out(half)) == 9
-    beside = store_of(tmp_path, ["another\n"] * 9, DOCUMENTS[::-1], weights=(1, 0.5))
-    assert set(trained_on(beside)) - {"another\n"} == set(chosen)
+    mixed = store_of(tmp_path, ["another\n"] * 9, DOCUMENTS[::-1], weights=(1, 0.5))
+    assert set(trained_on(mixed)) - {"another\n"} == set(chosen)
     more = store_of(tmp_path, DOCUMENTS, weights=(2.5,))
     assert trained_on(more) == for_training(DOCUMENTS) * 2 + chosen
 
 
-def test_a_document_of_several_units_is_weighed_as_a_whole(tmp_path):
+def test_document_of_several_units_has_one_weight(tmp_path):
     texts = [f"{i}\n{LINES[: 700 * i]}" for i in range(12)]
     paths = [tmp_path / f"{i:02}.txt" for i in range(12)]
     for path, text in zip(paths, texts, strict=True):
@@ -168,13 +168,15 @@ def test_a_document_of_several_units_is_weighed_as_a_whole(tmp_path):
     assert more == [text for text in train if text in more]
 
 
-def test_repeated_documents_are_left_out_wherever_they_stand_and_the_first_that_is_used_decides_the_weight(tmp_path):
+def test_repeated_documents_are_left_out_and_the_first_used_one_sets_the_weight(tmp_path):
     texts = [*DOCUMENTS[:90], *DOCUMENTS[:5], *DOCUMENTS[90:], *DOCUMENTS[50:60]]
     store = store_of(tmp_path, texts, [*DOCUMENTS[::-1], "One more.\n"], dedup="exact")
     assert trained_on(store) == for_training([*DOCUMENTS, "One more.\n"])
     assert len(trained_on(store)) + len(held_out(store)) == 201
     assert store.metadata.repeated_documents == 215
-    store = store_of(tmp_path, DOCUMENTS[:80], DOCUMENTS[60:100], weights=(1, 2), dedup="exact")  # the first decides
+    store = store_of(
+        tmp_path, DOCUMENTS[:80], DOCUMENTS[60:100], weights=(1, 2), dedup="exact"
+    )  # the first sets the weight
     assert trained_on(store) == for_training([*DOCUMENTS[:100], *DOCUMENTS[80:100]])
     assert store.metadata.repeated_documents == 20
     store = store_of(tmp_path, DOCUMENTS[60:100], DOCUMENTS[:80], weights=(2, 1), dedup="exact")
@@ -182,10 +184,10 @@ def test_repeated_documents_are_left_out_wherever_they_stand_and_the_first_that_
     store = store_of(tmp_path, DOCUMENTS, DOCUMENTS, weights=(0.5, 1), dedup="exact")
     first = trained_on(store_of(tmp_path, DOCUMENTS, weights=(0.5,)))
     assert trained_on(store) == first + [text for text in for_training(DOCUMENTS) if text not in first]
-    assert store.metadata.repeated_documents == 99  # those that are used of the first
+    assert store.metadata.repeated_documents == 99  # the documents that the first input uses
 
 
-def test_a_long_document_is_repeated_where_all_of_it_is(tmp_path):
+def test_long_documents_repeat_only_as_a_whole(tmp_path):
     changed = {"c": LINES[:-9] + "otherwise", "d": "O" + LINES[1:], "e": LINES + "more"}
     names = {**dict.fromkeys("abf", LINES), **changed}
     for name, text in names.items():
@@ -199,7 +201,7 @@ def test_a_long_document_is_repeated_where_all_of_it_is(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("rensa") is None, reason="rensa is not installed")
-def test_nearly_repeated_documents_are_left_out_wherever_they_stand(tmp_path):
+def test_near_duplicates_are_left_out_at_any_position(tmp_path):
     texts = [prose(i, 240) for i in range(20)]
     near = [text.replace("\n", " \n", 3).replace("Of", "For", 1) for text in texts[::2]]
     store = store_of(tmp_path, texts, [*near, prose(99, 240)], weights=(1, 2), dedup="near")
@@ -209,7 +211,7 @@ def test_nearly_repeated_documents_are_left_out_wherever_they_stand(tmp_path):
 
 @pytest.mark.parametrize("dedup", ["no", "exact"])
 @pytest.mark.parametrize("weights", [(1, 1), (2, 0.5)])
-def test_no_document_is_in_both_splits(tmp_path, dedup, weights):
+def test_splits_share_no_document(tmp_path, dedup, weights):
     texts = DOCUMENTS * 3
     random.Random(0).shuffle(texts)
     store = store_of(tmp_path, texts, DOCUMENTS, dedup=dedup, weights=weights, fraction=0.3)
@@ -223,7 +225,7 @@ def test_no_document_is_in_both_splits(tmp_path, dedup, weights):
 
 
 def seed_apart(texts: list[str], fraction: float, all_to_validation: bool = False) -> int:
-    """A seed by which all of the texts fall to one split."""
+    """Return a seed that assigns all texts to one split."""
 
     def falls_so(text: str, seed: int) -> bool:
         return (share(text.encode(), seed) < fraction) == all_to_validation
@@ -232,7 +234,7 @@ def seed_apart(texts: list[str], fraction: float, all_to_validation: bool = Fals
 
 
 def seed_of_long(path: Path, fraction: float, to_validation: bool) -> int:
-    """Write LINES; return a seed by which it falls to one split. The first piece of a long document decides."""
+    """Write LINES; return a seed that assigns them to one split. The first piece of a long document decides."""
     path.write_bytes(LINES.encode())
     start = LINES.encode()[: place_to_cut(str(path), 2000, "document")[0]].decode()
     return seed_apart([start], fraction, to_validation)
@@ -241,9 +243,7 @@ def seed_of_long(path: Path, fraction: float, to_validation: bool) -> int:
 @pytest.mark.parametrize("to_validation", [False, True])
 @pytest.mark.parametrize("weight", [1, 2, 3])
 @pytest.mark.parametrize("tokenizer_type", ["bpe", "character"])
-def test_the_tail_of_a_lone_document_is_validated_with_and_never_trained_on(
-    tmp_path, weight, to_validation, tokenizer_type
-):
+def test_end_of_a_single_document_is_held_out(tmp_path, weight, to_validation, tokenizer_type):
     seed = seed_of_long(tmp_path / "a.txt", 0.3, to_validation)
     builder = builder_of([str(tmp_path / "a.txt")], tmp_path / "store", (weight,), "no", 0.3, tokenizer_type, seed)
     assert len(builder.plan.units) == 13
@@ -261,8 +261,8 @@ FIRST, SECOND = DOCUMENTS[1:7], DOCUMENTS[7:13]
 
 @pytest.mark.parametrize("weights", [(2, 2), (1, 2), (2, 1), (1, 3)])
 @pytest.mark.parametrize("fraction", [0.02, 0.2, 0.4])
-def test_no_copy_goes_beyond_the_cut_where_no_document_fell_to_validation(tmp_path, weights, fraction):
-    """The end of the text is cut off, within a document or between two."""
+def test_no_copy_passes_the_cut_if_no_document_is_held_out(tmp_path, weights, fraction):
+    """The end of the text is held out: part of a document, or whole documents."""
     settings = {"fraction": fraction, "seed": seed_apart(FIRST + SECOND, fraction)}
     once, store = (store_of(tmp_path, FIRST, SECOND, weights=some, **settings) for some in ((), weights))
     assert "".join(trained_on(once) + held_out(once)) == "".join(FIRST + SECOND)
@@ -279,7 +279,7 @@ def test_no_copy_goes_beyond_the_cut_where_no_document_fell_to_validation(tmp_pa
     assert more == [text for text in train if text in more]
 
 
-def test_the_tail_may_take_whole_inputs_and_a_document_below_the_share_stays_whole(tmp_path):
+def test_tail_can_include_whole_inputs_and_small_documents_stay_whole(tmp_path):
     settings = {"fraction": 0.6, "seed": seed_apart(FIRST + SECOND, 0.6)}
     store = store_of(tmp_path, FIRST, SECOND, weights=(1, 3), **settings)
     assert "".join(trained_on(store) + held_out(store)) == "".join(FIRST + SECOND)
@@ -291,8 +291,8 @@ def test_the_tail_may_take_whole_inputs_and_a_document_below_the_share_stays_who
 
 
 @pytest.mark.parametrize("to_validation", [False, True])
-def test_a_long_document_gives_its_end_wherever_its_hash_would_send_it_and_to_no_further_copy(tmp_path, to_validation):
-    """A document of 24,490 bytes in 13 units, and 200 short ones."""
+def test_end_of_a_long_document_is_held_out_once_for_any_hash(tmp_path, to_validation):
+    """The text has one document of 24,490 bytes in 13 units and 200 short ones."""
     merge.LONG_BYTES = 5000
     seed = seed_of_long(tmp_path / "long.txt", 0.1, to_validation)
     paths = [str(tmp_path / "long.txt"), *written(tmp_path, DOCUMENTS)]
@@ -306,7 +306,7 @@ def test_a_long_document_gives_its_end_wherever_its_hash_would_send_it_and_to_no
     assert Counter(train + val) == Counter(DOCUMENTS)
     assert [ids[-1] for split in SPLITS for ids in ids_of_documents(store, split)] == [0] * 202
     assert json.loads((store.folder / "metadata.json").read_text())["counts"]["tails"] == 1
-    assert "1 document split in two, the end for validation" in (store.folder / "report.md").read_text()
+    assert "1 document split in two, with the end held out for validation" in (store.folder / "report.md").read_text()
     thrice = finished(builder_of(paths, tmp_path / "thrice", (3, 1), seed=seed))
     assert held_out(thrice) == [tail, *val]
     assert trained_on(thrice) == [head, *train, head, head]
@@ -337,7 +337,7 @@ def merged(builder: StoreBuilder, work: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize(("block", "between"), [(1, 1 << 30), (100, 500), (1 << 22, 0), (7, 0)])
-def test_blocks_and_records_of_any_size_give_the_same_bytes(tmp_path, monkeypatch, name, block, between):
+def test_block_and_record_sizes_do_not_change_the_bytes(tmp_path, monkeypatch, name, block, between):
     builder = parts_of(tmp_path, name)
     shutil.copytree(builder.work, tmp_path / "copy")
     expected = merged(builder, builder.work)
@@ -346,11 +346,11 @@ def test_blocks_and_records_of_any_size_give_the_same_bytes(tmp_path, monkeypatc
     monkeypatch.setattr(merge, "BLOCK_TOKENS", block)
     monkeypatch.setattr(merge, "BYTES_BETWEEN_RECORDS", between)
     assert merged(builder, tmp_path / "copy") == expected
-    assert merged(builder, tmp_path / "copy") == expected  # once more when all is done
+    assert merged(builder, tmp_path / "copy") == expected  # again after everything is done
 
 
 def is_killed_at(step: int, builder: StoreBuilder, work: Path) -> bool:
-    """Merges in a process that is killed before that step, if there are so many."""
+    """Merge in a process that is killed before `step`; return whether there are that many steps."""
     process = multiprocessing.get_context("fork").Process(target=merge_until, args=(step, merger_of(builder, work)))
     process.start()
     process.join(600)
@@ -359,7 +359,7 @@ def is_killed_at(step: int, builder: StoreBuilder, work: Path) -> bool:
 
 
 def merge_until(last: int, merger: Merger) -> None:
-    """A step reads a block, or changes a file."""
+    """Merge until step `last`; a step reads a block or changes a file."""
     steps = itertools.count(1)
 
     def counted(do):
@@ -379,7 +379,7 @@ def merge_until(last: int, merger: Merger) -> None:
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_killed_at_any_step_and_again_and_again_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, name):
+def test_merge_killed_at_any_step_resumes_to_the_same_bytes(tmp_path, monkeypatch, name):
     builder = parts_of(tmp_path, name)
     shutil.copytree(builder.work, tmp_path / "whole")
     expected = merged(builder, tmp_path / "whole")
@@ -393,7 +393,7 @@ def test_killed_at_any_step_and_again_and_again_it_goes_on_to_the_same_bytes(tmp
         assert merged(builder, work) == expected
         shutil.rmtree(work)
     assert killed_at > 50
-    steps = itertools.count(20)  # and again and again
+    steps = itertools.count(20)  # repeated kills
     while is_killed_at(next(steps), builder, builder.work):
         pass
     assert next(steps) > 24
@@ -401,7 +401,7 @@ def test_killed_at_any_step_and_again_and_again_it_goes_on_to_the_same_bytes(tmp
 
 
 @pytest.mark.parametrize("changed", [{"tails": None}, {"cut": None}, {"end": {"first": [0, 0]}}])
-def test_the_record_of_an_older_version_is_refused(tmp_path, changed):
+def test_merge_record_of_an_older_version_is_refused(tmp_path, changed):
     builder = parts_of(tmp_path, "a tail that is cut off")
     merged(builder, builder.work)
     record = builder.work / "merged.json"
@@ -414,7 +414,7 @@ def test_the_record_of_an_older_version_is_refused(tmp_path, changed):
 
 @pytest.mark.parametrize("name", ["train", "val", "rows", "json"])
 @pytest.mark.parametrize("damage", [lambda content: content[:-3], lambda content: b"\0" * len(content)])
-def test_a_part_that_a_power_cut_damaged_is_made_again(tmp_path, name, damage):
+def test_damaged_part_is_written_again(tmp_path, name, damage):
     builder = parts_of(tmp_path, "weights and dedup")
     expected = merged(builder, shutil.copytree(builder.work, tmp_path / "copy"))
     path = next(path for path in sorted(builder.work.glob(f"parts/*.{name}")) if path.stat().st_size)
@@ -422,7 +422,7 @@ def test_a_part_that_a_power_cut_damaged_is_made_again(tmp_path, name, damage):
     if name == "json":
         assert Part.read(builder.work, int(path.stem)) is None
     else:
-        sentence = rf"{path.name} was damaged, by a power cut or a broken disk; the same command"
+        sentence = rf"{path.name} was damaged, by a power failure or a broken disk; the same command"
         with pytest.raises(UserError, match=sentence):
             merged(builder, builder.work)
     UnitProcessor(builder.work).process(int(path.stem))

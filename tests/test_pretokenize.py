@@ -1,4 +1,4 @@
-"""The door `python -m tokenizer.pretokenize`: done once, safe to repeat, and clear about what is wrong."""
+"""Command `python -m tokenizer.pretokenize`: output, safe repetition, and error messages."""
 
 import json
 import os
@@ -55,18 +55,18 @@ def decoded(folder: Path) -> str:
     return tokenizer.decode(np.concatenate(tokens))
 
 
-def test_text_becomes_a_store_in_one_command(launch, tmp_path, text):
+def test_one_command_builds_a_store(launch, tmp_path, text):
     output = tmp_path / "データ" / "my store"
     done = launch("-m", "tokenizer.pretokenize", "--input", text, f"--output={output}", "--vocab-size", "300")
     assert (done.returncode, done.stderr) == (0, "")
     assert decoded(output) == LINES + "<|endoftext|>"
-    counted = "1 document found, 2 in the store, of 0.0 MB read (left out or changed: 1 document split in two"
+    counted = "1 document found, 2 in the store, 0.0 MB read (left out or changed: 1 document split in two"
     assert done.stdout.splitlines()[-1].startswith(counted)
     command = json.loads((output / "metadata.json").read_text(encoding="utf-8"))["command"]
     assert command.startswith(f"python -m tokenizer.pretokenize --input '{text}'")
 
 
-def test_of_two_processes_with_the_same_output_the_second_is_refused(launch, tmp_path, text):
+def test_second_process_with_the_same_output_is_refused(launch, tmp_path, text):
     text.write_text(LINES * 100, encoding="utf-8")
     arguments = ("-m", "tokenizer.pretokenize", "--input", text, "--output", tmp_path / "store", *SMALL)
     command = [sys.executable, *map(str, arguments)]
@@ -82,7 +82,7 @@ def test_of_two_processes_with_the_same_output_the_second_is_refused(launch, tmp
     assert decoded(tmp_path / "store") == LINES * 100 + "<|endoftext|>"
 
 
-def test_whoever_finds_another_process_at_a_cache_waits(tmp_path, text):
+def test_second_process_waits_for_a_cache(tmp_path, text):
     recipe = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300))
     program = (
         "import sys; from pathlib import Path; from tokenizer.store_builder import pretokenize; from tokenizer.recipe import "
@@ -99,10 +99,10 @@ def test_whoever_finds_another_process_at_a_cache_waits(tmp_path, text):
             assert not waiting.done()
             os.kill(first.pid, signal.SIGCONT)
             assert waiting.result().metadata.train.tokens > 0
-    assert said == [f"{tmp_path / 'cache'} holds these tokens already."]
+    assert said == [f"{tmp_path / 'cache'} already contains these tokens."]
 
 
-def test_a_cache_that_was_begun_from_another_text_is_begun_anew(tmp_path, text):
+def test_unfinished_cache_of_another_text_is_discarded(tmp_path, text):
     recipe = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300))
     assert StoreBuilder(recipe, tmp_path / "cache", print, Workers(), 1, is_cache=True).plan.units
     text.write_text("other text\n" * 100)
@@ -110,12 +110,12 @@ def test_a_cache_that_was_begun_from_another_text_is_begun_anew(tmp_path, text):
     assert decoded(tmp_path / "cache") == "other text\n" * 100 + "<|endoftext|>"
 
 
-def test_the_same_command_twice_says_that_it_is_there_and_other_settings_need_another_output(tmp_path, text, capsys):
+def test_same_command_reuses_the_store_and_other_settings_are_refused(tmp_path, text, capsys):
     pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
     written = (tmp_path / "store" / "train.bin").stat().st_mtime_ns
     capsys.readouterr()
     pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
-    assert capsys.readouterr().out == f"{tmp_path / 'store'} holds these tokens already.\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'store'} already contains these tokens.\n"
     assert (tmp_path / "store" / "train.bin").stat().st_mtime_ns == written
     before = TokenStore(tmp_path / "store").metadata
     for settings, changed in (
@@ -129,34 +129,36 @@ def test_the_same_command_twice_says_that_it_is_there_and_other_settings_need_an
         (["--tokenizer_type=character"], "vocab_size was 300 and is None; tokenizer_type was 'bpe' and is 'character'"),
     ):
         sentence = refused("--input", text, "--output", tmp_path / "store", *settings)
-        assert f"store is a store of other text or other settings ({changed}); name another --output" in sentence
+        assert f"store was built from other text or settings ({changed}); name another --output" in sentence
         assert TokenStore(tmp_path / "store").metadata == before
 
 
-def test_another_output_is_asked_for_where_the_text_its_kind_or_the_tokenizer_differs(tmp_path):
+def test_changed_text_kind_or_tokenizer_requires_another_output(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(300)))
     pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
     records = text.rename(tmp_path / "a.jsonl")
-    assert f"{text} is gone; {records} is new)" in refused("--input", records, "--output", tmp_path / "store", *SMALL)
+    assert f"{text} is missing; {records} is new)" in refused(
+        "--input", records, "--output", tmp_path / "store", *SMALL
+    )
     text.write_text(records.read_text().replace("299", "298"))
     sentence = refused("--input", text, "--output", tmp_path / "store", *SMALL)
-    assert f"is a store of other text or other settings ({text} was changed); name another --output" in sentence
+    assert f"was built from other text or settings ({text} was changed); name another --output" in sentence
     theirs, command = tmp_path / "theirs", ("--input", text, "--output", tmp_path / "exchanged", "--tokenizer")
     vocabulary.save(train_bpe([LINES], 300), theirs)
     pretokenize(*command, theirs)
     vocabulary.save(train_bpe(["quite another text " * 20], 280), theirs)
-    assert "other settings (tokenizer_json was '" in refused(*command, theirs)
+    assert "text or settings (tokenizer_json was '" in refused(*command, theirs)
 
 
-def test_a_store_within_the_folder_of_its_text_is_not_taken_for_text(tmp_path, text, capsys):
+def test_store_inside_its_text_folder_is_not_read_as_text(tmp_path, text, capsys):
     for _ in range(2):
         pretokenize("--input", tmp_path, "--output", tmp_path / "store", *SMALL)
-    assert "holds these tokens already" in capsys.readouterr().out
+    assert "already contains these tokens" in capsys.readouterr().out
     assert decoded(tmp_path / "store") == LINES + "<|endoftext|>"
 
 
-def test_documents_of_several_inputs_end_up_in_one_store(tmp_path, text, capsys):
+def test_several_inputs_become_one_store(tmp_path, text, capsys):
     records = tmp_path / "more records.jsonl"
     records.write_text("".join(json.dumps({"id": i, "body": f"record {i}"}) + "\n" for i in range(40)))
     flags = ("--text_column", "body", "--validation_fraction", "0.1", "--seed", "7")
@@ -168,7 +170,7 @@ def test_documents_of_several_inputs_end_up_in_one_store(tmp_path, text, capsys)
     assert metadata.val.documents == sum(share(document.encode(), 7) < 0.1 for document in found)
 
 
-def test_text_of_unknown_characters_or_bytes_or_of_none_is_refused(tmp_path, text):
+def test_unknown_characters_and_empty_text_are_refused(tmp_path, text):
     pretokenize("--input", text, "--output", tmp_path / "store", "--tokenizer_type", "character")
     (tmp_path / "other.txt").write_text(LINES + "Ω", encoding="utf-8")
     arguments = ("--input", tmp_path / "other.txt", "--output", tmp_path / "other")
@@ -176,12 +178,12 @@ def test_text_of_unknown_characters_or_bytes_or_of_none_is_refused(tmp_path, tex
     (tmp_path / "latin.txt").write_bytes("déjà vu ".encode("latin-1") * 100)
     assert "latin.txt is not UTF-8 text" in refused("--input", tmp_path / "latin.txt", "--output", tmp_path / "other")
     (tmp_path / "blank.txt").write_text(" \n" * 100)
-    assert "blank.txt holds no text" in refused("--input", tmp_path / "blank.txt", "--output", tmp_path / "other")
+    assert "blank.txt contains no text" in refused("--input", tmp_path / "blank.txt", "--output", tmp_path / "other")
     assert not os.path.lexists(tmp_path / "other")
 
 
-def test_a_tokenizer_that_would_lose_text_is_refused(tmp_path, text):
-    lossy = Tokenizer(models.BPE())  # no alphabet of all bytes and no unknown token: what it has not seen is dropped
+def test_lossy_tokenizer_is_refused(tmp_path, text):
+    lossy = Tokenizer(models.BPE())  # without an alphabet of all bytes and an unknown token, unseen text is dropped
     lossy.pre_tokenizer, lossy.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     lossy.train_from_iterator(["only these letters\n"], trainers.BpeTrainer(vocab_size=100, show_progress=False))
     PreTrainedTokenizerFast(tokenizer_object=lossy).save_pretrained(tmp_path / "lossy")
@@ -192,19 +194,19 @@ def test_a_tokenizer_that_would_lose_text_is_refused(tmp_path, text):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "--input is needed. See --help.\n--output is needed. See --help."),
+        ([], "--input is required. See --help.\n--output is required. See --help."),
         (
             ["--input", "no.txt"],
-            "--output is needed. See --help.\nno.txt is no file, folder, glob or Hub dataset; nothing to read there.",
+            "--output is required. See --help.\nno.txt matches no local file or folder and is not a Hub dataset; check the path.",
         ),
         (
             ["--inptu", "a.txt", "--sample_bytes", "0"],
-            "Unknown flag --inptu. Did you mean --input?\nsample_bytes is 0; it must be at least 1.\n--output is needed. See --help.",
+            "Unknown flag --inptu. Did you mean --input?\nsample_bytes is 0; it must be at least 1.\n--output is required. See --help.",
         ),
         (["my.txt", "--input", __file__, "--output", "store"], "Unknown flag my.txt. See --help for the list."),
     ],
 )
-def test_flags_that_are_missing_or_unknown_are_named(arguments, sentence):
+def test_missing_and_unknown_flags_are_named(arguments, sentence):
     with pytest.raises(UserError) as error:
         main(arguments)
     assert str(error.value) == sentence
@@ -224,13 +226,13 @@ def test_flags_that_are_missing_or_unknown_are_named(arguments, sentence):
         ("--tokenizer", "/nowhere/at/all", "No tokenizer can be loaded from /nowhere/at/all"),
     ],
 )
-def test_a_value_that_cannot_be_is_answered_in_one_sentence(tmp_path, text, flag, value, sentence):
+def test_invalid_values_are_reported_in_one_sentence(tmp_path, text, flag, value, sentence):
     assert sentence in refused("--input", text, "--output", tmp_path / "store", flag, value)
     assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("output", ["full", "full/", "full/notes.txt", "full/notes.txt/store", ".", "full/../full"])
-def test_an_output_that_is_taken_is_left_alone(tmp_path, text, monkeypatch, output):
+def test_existing_output_is_kept(tmp_path, text, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
@@ -238,10 +240,10 @@ def test_an_output_that_is_taken_is_left_alone(tmp_path, text, monkeypatch, outp
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
 
 
-def test_seeds_may_be_large_a_tilde_is_the_home_folder_and_an_empty_folder_an_output(tmp_path, text, monkeypatch):
+def test_large_seeds_tilde_and_empty_output_folders_are_accepted(tmp_path, text, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    long = "".join(f"{i} bottles of beer on the wall\r\n" for i in range(150_000))  # of many batches
+    long = "".join(f"{i} bottles of beer on the wall\r\n" for i in range(150_000))  # many batches
     text.write_text(long, encoding="utf-8", newline="")
     for seed in ("0", str(2**63 - 1)):
         (tmp_path / seed).mkdir()
@@ -253,18 +255,18 @@ def test_seeds_may_be_large_a_tilde_is_the_home_folder_and_an_empty_folder_an_ou
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ([], (5, "1 document split in two, the end for validation")),
-        (["--weights", "2"], (9, "5 documents more after --weights and a split for validation")),
+        ([], (5, "1 document split in two, with the end held out for validation")),
+        (["--weights", "2"], (9, "5 documents more after --weights and the validation split")),
     ],
 )
-def test_documents_found_left_out_and_kept_add_up(tmp_path, capsys, more, expected):
+def test_document_counts_add_up(tmp_path, capsys, more, expected):
     texts = [prose(i % 4, 400) for i in range(6)] + ["7 7 7 7"] * 3 + ["\n"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     flags = ["--cleaning", "normalize", "quality", "--dedup", "exact", *more]
     pretokenize("--input", tmp_path / "a.jsonl", "--output", tmp_path / "store", *SMALL, *flags)
     kept, split = expected
     assert capsys.readouterr().out.splitlines()[-1].split(" -> ")[0] == (
-        f"10 documents found, {kept} in the store, of 0.0 MB read (left out or changed: 1 blank document; 3 documents "
+        f"10 documents found, {kept} in the store, 0.0 MB read (left out or changed: 1 blank document; 3 documents "
         f"dropped by quality.short; 2 documents that repeat an earlier one; {split})"
     )
     metadata = TokenStore(tmp_path / "store").metadata
@@ -272,7 +274,7 @@ def test_documents_found_left_out_and_kept_add_up(tmp_path, capsys, more, expect
     assert f"10 documents found, {kept} in the store" in (tmp_path / "store" / "report.md").read_text()
 
 
-def test_what_was_skipped_is_counted_also_where_shards_are_put_together_later(tmp_path, text, capsys):
+def test_skipped_files_are_counted_after_a_merge_of_shards(tmp_path, text, capsys):
     (tmp_path / "in").mkdir()
     text.rename(tmp_path / "in" / "words.txt")
     (tmp_path / "in" / "numbers.csv").write_text("a,b\n1,2\n")

@@ -490,7 +490,7 @@ NONSENSE = [
     ({"position": []}, "step is 0"),
     ({"settings": {}}, "data"),
     ({"settings": None}, "settings is None, not an object"),
-    ({"losses": [float("nan")]}, "it holds NaN"),
+    ({"losses": [float("nan")]}, "it contains NaN"),
     ({"unlogged": 10**9}, "unlogged"),
     ({"grad_scaler": {"scale": "x"}}, "grad_scaler"),
 ]

@@ -1,4 +1,4 @@
-"""The token store: what nanoGPT reads from it, what its metadata promises, how it is split, and what damage says."""
+"""Token store: format for nanoGPT, metadata, validation split, and errors for damaged files."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ LINES = "".join(f"Line {i}: naïve 雪 words, don't they?\r\n  and more\n" for i
 
 
 def make(folder: Path, *texts: str, seed: int = 1, fraction: float = 0.01, **settings) -> TokenStore:
-    """A store of `texts`, each a document of its own, not a character of them changed."""
+    """Build a store in which each text is one unchanged document."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, text in enumerate(texts):
         (folder / f"{i:04}.txt").write_bytes(text.encode())
@@ -45,7 +45,7 @@ def make(folder: Path, *texts: str, seed: int = 1, fraction: float = 0.01, **set
 
 
 def documents(store: TokenStore, split: str) -> list[str]:
-    """As whoever has only numpy, transformers and the description of the format reads them."""
+    """Read documents with numpy and transformers only, according to the description of the format."""
     tokens = np.fromfile(store.folder / f"{split}.bin", dtype="<u2")
     ends = np.fromfile(store.folder / f"{split}.bin.index", dtype="<u8").tolist()
     tokenizer = AutoTokenizer.from_pretrained(store.folder / "tokenizer")
@@ -53,10 +53,10 @@ def documents(store: TokenStore, split: str) -> list[str]:
     return [tokenizer.decode(tokens[start:end]) for start, end in pairwise([0, *ends])]
 
 
-# ---- what is in it --------------------------------------------------------------------------------------------------
+# ---- content --------------------------------------------------------------------------------------------------------
 
 
-def test_nanogpt_reads_the_tokens_as_they_are(tmp_path):
+def test_nanogpt_reads_the_token_files(tmp_path):
     store = make(tmp_path / "text", LINES)
     tokenizer = AutoTokenizer.from_pretrained(store.folder / "tokenizer")
     read = [np.memmap(store.folder / f"{split}.bin", dtype=np.uint16, mode="r") for split in ("train", "val")]
@@ -65,7 +65,7 @@ def test_nanogpt_reads_the_tokens_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "dtype", "itemsize"), [(65_499, "uint16", 2), (65_500, "uint32", 4)])
-def test_tokens_are_uint16_below_65500_and_uint32_from_there_on(tmp_path, size, dtype, itemsize):
+def test_tokens_are_uint16_below_65500_and_uint32_above(tmp_path, size, dtype, itemsize):
     vocabulary.save(character_tokenizer([chr(0x10000 + i) for i in range(size)]), tmp_path / "theirs")
     ids = [0, 258, size - 1] * 2
     text = "".join(chr(0x10000 + i) for i in ids)
@@ -76,7 +76,7 @@ def test_tokens_are_uint16_below_65500_and_uint32_from_there_on(tmp_path, size, 
     store.check_ids("train")
 
 
-def test_metadata_says_what_is_in_the_store(tmp_path):
+def test_metadata_describes_the_store(tmp_path):
     texts = [f"Document {i} of ü 雪 <|endoftext|>\n" * (i + 1) for i in range(50)]
     store = make(tmp_path / "text", *texts, fraction=0.2)
     found = documents(store, "train") + documents(store, "val")
@@ -97,7 +97,7 @@ def test_metadata_says_what_is_in_the_store(tmp_path):
             "index_sha256": sha256(store.folder / f"{split}.bin.index"),
         }
         tokens, offsets = store.memory_map(split), store.offsets(split)
-        assert np.flatnonzero(tokens == 0).tolist() == (offsets[1:] - 1).tolist()  # and nowhere else
+        assert np.flatnonzero(tokens == 0).tolist() == (offsets[1:] - 1).tolist()  # only at the ends of documents
     assert metadata["train"]["documents"] + metadata["val"]["documents"] == 50
     assert metadata["train"]["bytes"] + metadata["val"]["bytes"] == len("".join(texts).encode())
 
@@ -106,7 +106,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_store_has_the_same_bytes_every_time(tmp_path):
+def test_building_a_store_is_deterministic(tmp_path):
     one, other = (make(tmp_path / name / "text", LINES, "a", "b") for name in ("one", "other"))
     assert one.metadata.identity == other.metadata.identity
     names = sorted(path.name for path in one.folder.iterdir())
@@ -121,7 +121,7 @@ def test_a_store_has_the_same_bytes_every_time(tmp_path):
 # ---- the split ------------------------------------------------------------------------------------------------------
 
 
-def test_the_seed_alone_decides_the_split(tmp_path):
+def test_split_depends_only_on_the_seed(tmp_path):
     texts = [f"This is document {i}.\n" for i in range(100)]
     first = documents(make(tmp_path / "first" / "text", *texts, fraction=0.3), "val")
     again = documents(make(tmp_path / "again" / "text", *reversed(texts), fraction=0.3), "val")
@@ -130,7 +130,7 @@ def test_the_seed_alone_decides_the_split(tmp_path):
 
 
 @pytest.mark.parametrize("more", [[], ["x"]], ids=["", "and a tiny last document"])
-def test_where_the_hash_picks_no_document_some_text_is_held_out_all_the_same(tmp_path, more):
+def test_some_text_is_held_out_even_if_no_document_is_selected(tmp_path, more):
     texts = [*(f"{i}\n{LINES[:2000]}" for i in range(5)), *more]
     seed = next(seed for seed in range(100) if all(share(text.encode(), seed) >= 0.01 for text in texts))
     store = make(tmp_path / "text", *texts, seed=seed)
@@ -142,11 +142,11 @@ def test_where_the_hash_picks_no_document_some_text_is_held_out_all_the_same(tmp
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        ("My title\n" + "a word or two and then more of it " * 100, {}),  # the title is not all that is trained on
+        ("My title\n" + "a word or two and then more of it " * 100, {}),  # the cut is not after the title
         ("🙂" * 1000, {"vocab_size": 258, "fraction": 0.0123}),  # no cut within a character
     ],
 )
-def test_a_long_line_is_cut_between_characters(tmp_path, text, settings):
+def test_long_lines_are_cut_between_characters(tmp_path, text, settings):
     store = make(tmp_path / "text", text, **settings)
     assert "".join(documents(store, "train") + documents(store, "val")) == text + "<|endoftext|>"
     assert 0 < store.metadata.val.bytes < len(text.encode()) / 10
@@ -156,7 +156,7 @@ CHARACTER = {"tokenizer_type": "character", "vocab_size": None}
 
 
 @pytest.mark.parametrize("settings", [{}, CHARACTER], ids=["bpe", "character"])
-def test_text_that_is_too_short_to_split_is_refused_and_two_characters_are_enough(tmp_path, settings):
+def test_text_too_short_to_split_is_refused(tmp_path, settings):
     with pytest.raises(UserError, match="too short") as error:
         make(tmp_path / "text", "a", **settings)
     assert "\n" not in str(error.value)
@@ -195,7 +195,7 @@ def edit(folder: Path, **values) -> None:
         (lambda f: shorten(f / "train.bin.index", 8), r"train\.bin\.index is 0 bytes long, not 8: it is truncated"),
         (lambda f: (f / "val.bin").unlink(), r"val\.bin is missing"),
         (lambda f: (f / "tokenizer" / "tokenizer.json").unlink(), r"tokenizer/tokenizer\.json is missing"),
-        (lambda f: vocabulary.save(character_tokenizer(["ab"]), f / "tokenizer"), r"is another tokenizer than the one"),
+        (lambda f: vocabulary.save(character_tokenizer(["ab"]), f / "tokenizer"), r"is not the tokenizer that these"),
         (lambda f: shorten(f / "metadata.json", 100), r"metadata\.json is not the metadata of a token store"),
         (lambda f: (f / "metadata.json").write_text("[]"), r"metadata\.json is not the metadata of a token store"),
         (lambda f: edit(f, dtype="floating"), r"metadata\.json is not the metadata of a token store .*floating"),
@@ -207,53 +207,53 @@ def edit(folder: Path, **values) -> None:
         (lambda f: edit(f, counts={"first": {}}), r"token store \(it has no counts\.documents\)"),
         (
             lambda f: edit(f, cleaning={"rule": {"documents": None}}),
-            r"cleaning\.'rule'\.documents is None, not a number",
+            r"cleaning\.'rule'\.documents is None, not a whole number",
         ),
-        (lambda f: edit(f, vocab_size=-1), r"vocab_size is -1, not a number from 0 on"),
-        (lambda f: edit(f, vocab_size=10**30), r"vocab_size is 10+, not a number from 0 on"),
+        (lambda f: edit(f, vocab_size=-1), r"vocab_size is -1, not a whole number of at least 0"),
+        (lambda f: edit(f, vocab_size=10**30), r"vocab_size is 10+, not a whole number of at least 0"),
         (lambda f: edit(f, vocab_size=70_000), r"its dtype is uint16 and its vocab_size 70,000"),
         (lambda f: edit(f, eos_token_id=300), r"its eos_token_id is 300 and its vocab_size 300"),
-        (lambda f: edit(f, eos_token_id=True), r"eos_token_id is True, not a number from 0 on"),
+        (lambda f: edit(f, eos_token_id=True), r"eos_token_id is True, not a whole number of at least 0"),
         (lambda f: edit(f, tokenizer_sha256="0"), r"its SHA-256 of tokenizer/tokenizer\.json is '0'"),
         (
             lambda f: edit(f, settings={"input": ["a"], "weights": [None]}),
             r"settings\.weights\[0\] is None, not a number",
         ),
         (lambda f: edit(f, sources="a"), r"sources is 'a', not a list"),
-        (lambda f: edit(f, more=1), r"it has an unknown key 'more'"),
-        (lambda f: edit(f, format_version=None), r"format_version is None, not a number"),
-        (lambda f: edit(f, repeated_documents=float("nan")), r"it holds NaN"),
+        (lambda f: edit(f, more=1), r"it has the unknown key 'more'"),
+        (lambda f: edit(f, format_version=None), r"format_version is None, not a whole number"),
+        (lambda f: edit(f, repeated_documents=float("nan")), r"it contains NaN"),
         (lambda f: (f / "metadata.json").write_text("[" * 100_000), r"it is nested too deeply"),
         (lambda f: replaced(f / "train.bin", Path.mkdir), r"train\.bin is not a regular file"),
         (lambda f: replaced(f / "val.bin", os.mkfifo), r"val\.bin is not a regular file"),
         (lambda f: replaced(f / "val.bin.index", lambda p: p.symlink_to(p)), r"val\.bin\.index is not a regular file"),
     ],
 )
-def test_a_damaged_store_is_refused_with_the_remedy(finished, damage, sentence):
+def test_damaged_stores_are_refused_with_the_remedy(finished, damage, sentence):
     damage(finished)
-    with pytest.raises(UserError, match=sentence + r".* Delete it and make it again\.$") as error:
+    with pytest.raises(UserError, match=sentence + r".* Delete it and build it again\.$") as error:
         TokenStore(finished)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("ends", [[4], [-1], [2**62], [10**6, 4], []])
-def test_an_index_that_does_not_divide_the_tokens_is_refused(finished, ends):
+def test_index_that_does_not_divide_the_tokens_is_refused(finished, ends):
     store = TokenStore(finished)
     np.array(ends, dtype="<i8").tofile(finished / "val.bin.index")
-    with pytest.raises(UserError, match=r"val\.bin\.index is not the index of \d+ tokens: .* make it again\.$"):
+    with pytest.raises(UserError, match=r"val\.bin\.index is not the index of \d+ tokens: .* build it again\.$"):
         store.offsets("val")
 
 
 @pytest.mark.parametrize("values", [{"vocab_size": 299}, {"eos_token_id": 1}])
-def test_metadata_that_do_not_describe_their_tokenizer_are_refused(finished, values):
+def test_metadata_of_another_tokenizer_are_refused(finished, values):
     edit(finished, **values)
     with pytest.raises(UserError, match=r"its tokenizer has 300 tokens and end-of-text id 0: one of them was changed"):
         TokenStore(finished).load_tokenizer()
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "train.bin", "tokenizer/tokenizer.json", "tokenizer", "."])
-def test_a_store_that_may_not_be_read_is_refused(finished, name):
-    """By another user, because nothing is forbidden to root."""
+def test_store_without_read_permission_is_refused(finished, name):
+    """Run as another user, because root has all permissions."""
     (finished / name).chmod(0)
     for folder in list(finished.parents)[:-2]:
         folder.chmod(folder.stat().st_mode | 0o555)
@@ -267,7 +267,7 @@ def test_a_store_that_may_not_be_read_is_refused(finished, name):
     )
 
 
-def test_all_damage_is_reported_together_and_a_store_without_metadata_is_unfinished(finished):
+def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finished):
     (finished / "val.bin").unlink()
     shorten(finished / "train.bin", 2)
     with pytest.raises(UserError) as error:
@@ -283,18 +283,18 @@ def test_all_damage_is_reported_together_and_a_store_without_metadata_is_unfinis
 
 
 @pytest.mark.parametrize("name", ["empty", "nowhere", "file"])
-def test_what_is_no_store_is_said_to_be_none(tmp_path, name):
+def test_folders_without_a_store_are_refused(tmp_path, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
     with pytest.raises(UserError, match=rf"{name} is not a token store.*python -m tokenizer\.pretokenize --input"):
         TokenStore(tmp_path / name)
 
 
-def test_an_id_beyond_the_vocabulary_is_found(finished):
+def test_id_beyond_the_vocabulary_is_found(finished):
     tokens = np.memmap(finished / "val.bin", dtype=np.uint16, mode="r+")
     tokens[5] = 300
     tokens.flush()
     store = TokenStore(finished)
     store.check_ids("train")
-    with pytest.raises(UserError, match=r"val\.bin holds token id 300, beyond its vocabulary of 300; .* again"):
+    with pytest.raises(UserError, match=r"val\.bin contains token id 300, but its vocabulary has only 300 tok.* again"):
         store.check_ids("val")

@@ -1,4 +1,4 @@
-"""A store in one file: the same bytes come out, or one sentence."""
+"""Packed stores: unpacking returns the same bytes, or reports one error."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def refused(packed: Path, folder: Path) -> str:
     return sentence
 
 
-def test_what_is_unpacked_is_the_store_and_a_changed_one_is_not_packed(store, packed, tmp_path):
+def test_unpacked_store_equals_the_original_and_changed_stores_are_not_packed(store, packed, tmp_path):
     assert packed.name == "my.store.tar.zst"
     unpacked = unpack.unpack(packed, tmp_path / "elsewhere" / "store")
     assert contents(unpacked.folder) == contents(store.folder)
@@ -58,7 +58,7 @@ def test_what_is_unpacked_is_the_store_and_a_changed_one_is_not_packed(store, pa
     assert {path.name for path in tmp_path.iterdir()} == {"my.store", "elsewhere"}
 
 
-def test_the_same_store_packs_to_the_same_bytes_and_another_file_of_that_name_is_kept(packed, tmp_path):
+def test_packing_is_deterministic_and_keeps_other_files(packed, tmp_path):
     store, before = TokenStore(tmp_path / "my.store"), packed.stat().st_mtime_ns
     assert unpack.pack(store) == packed
     assert packed.stat().st_mtime_ns == before
@@ -66,20 +66,20 @@ def test_the_same_store_packs_to_the_same_bytes_and_another_file_of_that_name_is
     (tmp_path / "my.store" / "train.bin").touch()
     assert unpack.pack(store).read_bytes() == first.read_bytes()
     packed.write_bytes(b"mine")
-    with pytest.raises(UserError, match=r"my\.store\.tar\.zst exists and is not .*my\.store, packed; move it away"):
+    with pytest.raises(UserError, match=r"my\.store\.tar\.zst exists and is not the packed .*my\.store; move it away"):
         unpack.pack(store)
     assert packed.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9, 0.999, "changed"])
-def test_a_truncated_or_changed_file_is_refused(packed, tmp_path, share):
+def test_truncated_or_changed_archives_are_refused(packed, tmp_path, share):
     content = bytearray(packed.read_bytes())
     if share == "changed":
         content[len(content) // 2] ^= 1
     else:
         content = content[: int(share * len(content))]
     packed.write_bytes(content)
-    assert refused(packed, tmp_path / "out").endswith("get it again.")
+    assert refused(packed, tmp_path / "out").endswith("copy or download it again.")
 
 
 def changed(name: str, change):
@@ -92,28 +92,28 @@ CHANGES = {
         changed("val.bin", lambda text: text[:-2] + b"\1\0"),
         "val.bin was changed or damaged: its SHA-256 is",
     ),
-    "larger": (changed("train.bin", lambda text: text + b"\0\0"), "train.bin in it has"),  # before it is written
+    "larger": (changed("train.bin", lambda text: text + b"\0\0"), "its train.bin has"),  # refused before it is written
     "newer format": (
         changed("metadata.json", lambda text: json.dumps(json.loads(text) | {"format_version": 3}).encode()),
         "was written by a newer version of GPT2Scratch (format 3; this version reads formats up to 2). Update with `git pull`.",
     ),
     "lacking": (lambda files: files[:-1], "lacks val.bin: it is truncated or damaged"),
-    "reversed": (lambda files: files[::-1], "is not a packed store"),  # metadata come first
+    "reversed": (lambda files: files[::-1], "is not a packed store"),  # metadata must come first
     "brackets": (changed("metadata.json", lambda text: b"[" * 200_000), "it is nested too deeply"),
-    "long name": (lambda files: [LONG, *files], "'././@LongLink' in it is none of a store's files"),
-    "long name at the end": (lambda files: [*files, LONG], "'././@LongLink' in it is none of a store's files"),
+    "long name": (lambda files: [LONG, *files], "'././@LongLink', which is not a file of a store"),
+    "long name at the end": (lambda files: [*files, LONG], "'././@LongLink', which is not a file of a store"),
 }
 
 
 @pytest.mark.parametrize(("change", "sentence"), CHANGES.values(), ids=CHANGES)
-def test_what_its_metadata_do_not_say_is_refused(packed, tmp_path, change, sentence):
+def test_members_that_contradict_the_metadata_are_refused(packed, tmp_path, change, sentence):
     assert sentence in refused(repacked(packed, change(members(packed))), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     "name", ["../evil", "/evil", "store/../../evil", "store/evil.py", "store/tokenizer/../x.json", "store/train.bin"]
 )
-def test_what_is_no_file_of_a_store_is_not_written(packed, tmp_path, name):
+def test_unknown_members_are_not_written(packed, tmp_path, name):
     files = [*members(packed), (tarfile.TarInfo(name), b"evil")]
     assert "is not a packed store" in refused(repacked(packed, files), tmp_path / "out")
     assert not list(tmp_path.rglob("evil*"))
@@ -121,7 +121,7 @@ def test_what_is_no_file_of_a_store_is_not_written(packed, tmp_path, name):
 
 
 @pytest.mark.parametrize(("limit", "value"), [("METADATA_BYTES", 1000), ("OTHER_BYTES", 1000), ("OTHER_FILES", 7)])
-def test_members_share_one_budget(packed, tmp_path, monkeypatch, limit, value):
+def test_other_members_share_one_limit(packed, tmp_path, monkeypatch, limit, value):
     monkeypatch.setattr(unpack, limit, value)
     assert "is not a packed store: " in refused(packed, tmp_path / "out")
 
@@ -131,23 +131,23 @@ def test_links_and_devices_are_refused(packed, tmp_path, kind):
     info = tarfile.TarInfo("store/report.md")
     info.type, info.linkname = kind, "/etc/passwd"
     files = [(info, b"") if known.name == info.name else (known, text) for known, text in members(packed)]
-    assert "is none of a store's files" in refused(repacked(packed, files), tmp_path / "out")
+    assert "is not a file of a store" in refused(repacked(packed, files), tmp_path / "out")
 
 
-def test_too_little_room_and_an_output_that_is_taken_are_said_before_the_work(packed, tmp_path, monkeypatch):
+def test_full_disk_and_existing_output_are_reported_before_unpacking(packed, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not an empty folder; name another"):
         unpack.unpack(packed, tmp_path / "my.store")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     assert "has 0.0 GB free; make room or name a folder on another disk." in refused(packed, tmp_path / "out")
 
 
-def test_the_door_names_the_folder_by_the_file_and_asks_for_what_it_needs(packed, tmp_path, capsys):
+def test_unpack_command_derives_the_folder_and_names_missing_arguments(packed, tmp_path, capsys):
     shutil.rmtree(tmp_path / "my.store")
     unpack.main([str(packed)])
-    assert capsys.readouterr().out.startswith(f"{tmp_path / 'my.store'} holds ")
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'my.store'} has ")
     TokenStore(tmp_path / "my.store")
     with pytest.raises(UserError, match="Name a packed store"):
         unpack.main([])
-    for name, sentence in (("my.zip", r"my\.zip does not end in \.tar\.zst"), ("no.tar.zst", "no file no")):
+    for name, sentence in (("my.zip", r"my\.zip does not end in \.tar\.zst"), ("no.tar.zst", "does not exist")):
         with pytest.raises(UserError, match=sentence):
             unpack.main([name])

@@ -33,7 +33,7 @@ def test_a_flipped_bit_ends_the_run_before_a_checkpoint_is_complete(train, copy,
     stated = file_sha256(copy / name)
     flip(copy / name)
     sentence = (
-        rf"{name} was changed or damaged: its SHA-256 is {file_sha256(copy / name)}, and metadata.json states {stated}"
+        rf"{name} was changed or damaged: its SHA-256 is {file_sha256(copy / name)}, but metadata.json states {stated}"
     )
     with pytest.raises(UserError, match=sentence):
         train(tmp_path / "run", data=copy, data_placement=placement)

@@ -1,4 +1,4 @@
-"""Tokenizers: made from text, saved, loaded with AutoTokenizer, and exact to the last byte."""
+"""Tokenizers: training on text, saving, loading with AutoTokenizer, and lossless encoding."""
 
 import json
 import logging
@@ -40,14 +40,14 @@ WITHOUT_BLANKS = TEXTS | {"one_letter": lambda pick, n_bytes: "a" * n_bytes}
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-    """Trained, saved and loaded as anyone would load it."""
+    """BPE that was trained, saved, and loaded with AutoTokenizer."""
     folder = tmp_path_factory.mktemp("bpe")
     vocabulary.save(train_bpe([PROSE], 400), folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
 def encoded(tokenizer, *texts: str) -> list[np.ndarray]:
-    """The ids of each text, as a store gets them."""
+    """Return the ids of each text as they are written to a store."""
     rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     rust.encode_special_tokens = True
     rust.no_truncation()
@@ -68,26 +68,26 @@ def made(*texts: str, **arguments):
 
 
 @pytest.mark.parametrize("text", UNICODE.values(), ids=UNICODE)
-def test_a_bpe_gives_any_text_back(bpe, text):
+def test_bpe_decodes_any_text_exactly(bpe, text):
     [ids] = encoded(bpe, text)
     assert bpe.decode(ids) == text
     assert as_bytes(bpe, ids) == text.encode()
 
 
-def test_ids_survive_saving_and_loading_with_and_without_autotokenizer(tmp_path):
+def test_ids_are_equal_after_saving_and_loading(tmp_path):
     tokenizer = train_bpe([PROSE], 400)
     vocabulary.save(tokenizer, tmp_path, context=64)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded(PROSE).input_ids == tokenizer(PROSE).input_ids == encoded(loaded, PROSE)[0].tolist()
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.model_max_length == 64
-    assert loaded.decode(loaded("a , b . don 't").input_ids) == "a , b . don 't"  # nothing is cleaned up
+    assert loaded.decode(loaded("a , b . don 't").input_ids) == "a , b . don 't"  # spaces are not cleaned up
     ours = vocabulary.load(tmp_path)
     assert ours.special_tokens_map == loaded.special_tokens_map
     assert ours(PROSE).input_ids == loaded(PROSE).input_ids
 
 
-def test_training_is_repeatable_however_a_text_is_divided_and_words_are_counted_a_batch_at_a_time(monkeypatch):
+def test_bpe_training_does_not_depend_on_text_division(monkeypatch):
     whole = train_bpe([PROSE], 400).backend_tokenizer.to_str()
     assert train_bpe([PROSE], 400).backend_tokenizer.to_str() == whole
     assert train_bpe(re.split("(?=[;.])", PROSE), 400).backend_tokenizer.to_str() == whole
@@ -100,11 +100,11 @@ def test_training_is_repeatable_however_a_text_is_divided_and_words_are_counted_
 
 
 @pytest.mark.parametrize("name", WITHOUT_BLANKS)
-def test_long_words_train_the_bpe_in_pieces_and_are_encoded_as_tokenizers_does(name, capsys):
+def test_long_words_are_trained_in_pieces_and_encoded_whole(name, capsys):
     text = WITHOUT_BLANKS[name](random.Random(0), 1 << 18)
     counts, cut = vocabulary.count_words([text, "a few short words"])
     assert (cut > 0) == (name in ("one_letter", "dna", "chinese"))
-    assert max(map(len, counts)) <= vocabulary.LONGEST_COUNTED_WORD  # the trainer's time grows with its square
+    assert max(map(len, counts)) <= vocabulary.LONGEST_COUNTED_WORD  # the trainer's time is quadratic in the length
     assert sum(len(word) * number for word, number in counts.items()) == len(text.encode()) + 17
     tokenizer = train_bpe([text], 600)
     assert (f"{cut} word of more than 1,024 bytes" in capsys.readouterr().out) == (cut > 0)
@@ -113,7 +113,7 @@ def test_long_words_train_the_bpe_in_pieces_and_are_encoded_as_tokenizers_does(n
     assert ids.tolist() == rust.encode(text).ids
 
 
-def test_of_very_many_pieces_some_stand_for_all_and_of_very_many_words_those_that_occur_once_are_let_go(monkeypatch):
+def test_too_many_pieces_are_sampled_and_rare_words_dropped(monkeypatch):
     monkeypatch.setattr(vocabulary, "COUNTED_PIECE_BYTES", 10_000)
     text = TEXTS["dna"](random.Random(0), 1 << 18)
     counts, _ = vocabulary.count_words([text, text])
@@ -126,11 +126,11 @@ def test_of_very_many_pieces_some_stand_for_all_and_of_very_many_words_those_tha
     assert len(counts) < 60
 
 
-def test_words_are_trained_on_by_their_frequency_however_many_there_are(monkeypatch):
+def test_words_are_trained_in_proportion_to_their_frequency(monkeypatch):
     text = "abab " * 400 + "cdcd " * 80 + "efef " * 8 + "ghgh"
     monkeypatch.setattr(vocabulary, "TRAINED_WORDS", 10)
     tokens = encode.token_bytes(train_bpe([text], 1000).backend_tokenizer)
-    # Of 48 occurrences one is kept; words of a text but the first begin with a blank.
+    # One of 48 occurrences is kept. All words of a text except the first begin with a space.
     assert {b"abab", b"cdcd"} & set(tokens) == set()
     assert {b" abab", b" cdcd"} <= set(tokens)
     assert b" efef" not in tokens
@@ -146,11 +146,11 @@ def test_words_are_trained_on_by_their_frequency_however_many_there_are(monkeypa
         (32_000, "many words, many words", 267),
     ],
 )
-def test_a_vocabulary_is_as_large_as_asked_for_or_as_the_text_allows(size, text, tokens):
+def test_vocabulary_has_the_requested_size_or_fewer_tokens(size, text, tokens):
     assert len(made(text, vocab_size=size)) == tokens
 
 
-def test_a_vocabulary_too_small_for_bytes_and_control_tokens_is_refused():
+def test_vocab_size_below_bytes_and_control_tokens_is_refused():
     for size in (257, 1):
         [sentence] = problems(VocabularyArguments(vocab_size=size))
         assert re.match(rf"vocab_size {size} is too small .* needs 258 \(256 bytes and 2 special tokens\)", sentence)
@@ -160,12 +160,12 @@ def test_a_vocabulary_too_small_for_bytes_and_control_tokens_is_refused():
         build(arguments, None, lambda: [PROSE], CHATML_TOKENS)
 
 
-def test_special_tokens_have_the_first_two_ids_and_stay_text_in_text(bpe):
+def test_special_tokens_have_the_first_ids_and_stay_text_in_text(bpe):
     assert bpe.convert_ids_to_tokens([0, 1]) == ["<|endoftext|>", "<|pad|>"]
     assert (bpe.eos_token_id, bpe.bos_token_id, bpe.pad_token_id) == (0, 0, 1)
     assert encode.token_bytes(bpe.backend_tokenizer)[:2] == [b"", b""]
     text = UNICODE["a literal special token"]
-    assert 0 in bpe(text).input_ids  # what Transformers does on its own
+    assert 0 in bpe(text).input_ids  # the default of Transformers
     [ids] = encoded(bpe, text)
     assert not {0, 1} & set(ids.tolist())
 
@@ -174,7 +174,7 @@ def test_special_tokens_have_the_first_two_ids_and_stay_text_in_text(bpe):
     ("pad_token", "found", "pad_token_id"),
     [("none", None, None), ("<pad>", "<pad>", 1), ("<|endoftext|>", "<|endoftext|>", 0)],
 )
-def test_a_padding_token_can_be_named_or_left_out(tmp_path, pad_token, found, pad_token_id):
+def test_padding_token_can_be_named_or_omitted(tmp_path, pad_token, found, pad_token_id):
     vocabulary.save(made(PROSE, vocab_size=300, pad_token=pad_token), tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert (loaded.pad_token, loaded.pad_token_id, len(loaded)) == (found, pad_token_id, 300)
@@ -182,7 +182,7 @@ def test_a_padding_token_can_be_named_or_left_out(tmp_path, pad_token, found, pa
     assert loaded.decode(encoded(loaded, PROSE)[0]) == PROSE
 
 
-def test_control_tokens_survive_saving_and_autotokenizer_without_a_warning(tmp_path, caplog, monkeypatch):
+def test_control_tokens_load_with_autotokenizer_without_warnings(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level(logging.WARNING):
         arguments = VocabularyArguments(
@@ -202,18 +202,18 @@ def test_control_tokens_survive_saving_and_autotokenizer_without_a_warning(tmp_p
 
 
 @pytest.mark.parametrize("token", ["user", "a", "###", "Ġthe", "é", "12", " ", ""])
-def test_a_special_token_that_text_might_become_is_refused(token):
-    if token in ("user", "###"):  # what would happen
+def test_special_tokens_that_could_be_text_are_refused(token):
+    if token in ("user", "###"):  # shows the problem
         tokenizer = train_bpe([f"{token}\n" * 99], 300, "none", [token])
         assert encoded(tokenizer, token)[0].tolist() == [1]
     sentence = re.escape(f"{token!r} cannot be a special token")
-    if token != " ":  # no name of a token holds a blank
+    if token != " ":  # names of tokens contain no spaces
         assert re.match(sentence, " ".join(problems(VocabularyArguments(special_tokens=[token]))))
         assert re.match(sentence, " ".join(problems(VocabularyArguments(pad_token=token))))
 
 
 @pytest.mark.parametrize("token", ["<|user|>", "<pad>", "</s>", "[INST]", "<unused 1>", "雪", "❤"])
-def test_other_special_tokens_are_not(token):
+def test_other_special_tokens_are_accepted(token):
     assert problems(VocabularyArguments(special_tokens=[token], pad_token="none")) == []
     tokenizer = train_bpe([f"{token}\n" * 99], 400, "none", [token])
     assert tokenizer.convert_tokens_to_ids(token) == 1
@@ -222,9 +222,9 @@ def test_other_special_tokens_are_not(token):
     assert as_bytes(tokenizer, ids) == token.encode()
 
 
-def test_what_would_be_ignored_or_cannot_be_is_said():
+def test_ignored_and_impossible_settings_are_reported():
     assert problems(VocabularyArguments()) == []
-    ignored = "special_tokens are for a BPE that is made from text; leave them out, or tokenizer and tokenizer_type."
+    ignored = "special_tokens apply only to a BPE trained on the text; leave out special_tokens, or tokenizer and tokenizer_type."
     assert problems(VocabularyArguments(tokenizer="x", special_tokens=["<|a|>"])) == [ignored]
     assert problems(VocabularyArguments(tokenizer_type="character", special_tokens=["<|a|>"])) == [ignored]
     assert problems(VocabularyArguments(tokenizer_type="character", vocab_size=65)) == []
@@ -235,7 +235,7 @@ def store_of(folder: Path, **arguments) -> TokenStore:
     return tokenized(folder, output, {"validation_fraction": 0.1}, "none", **{"vocab_size": 350} | arguments)
 
 
-def test_a_tokenizer_is_made_from_a_sample_the_same_every_time(tmp_path, monkeypatch):
+def test_tokenizer_from_a_sample_is_deterministic(tmp_path, monkeypatch):
     monkeypatch.setattr("tokenizer.corpus.UNIT_BYTES", 10_000)
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -255,7 +255,7 @@ def test_a_tokenizer_is_made_from_a_sample_the_same_every_time(tmp_path, monkeyp
 CHARACTERS = "To be,\tor not\r\nto be 雪🙂e\u0301 ."
 
 
-def test_a_character_tokenizer_holds_exactly_the_characters_and_names_an_unseen_one(tmp_path):
+def test_character_tokenizer_has_exactly_the_characters_of_the_text(tmp_path):
     tokenizer = made(CHARACTERS[:9], CHARACTERS[9:], tokenizer_type="character")
     assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == sorted(set(CHARACTERS))
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (None, None, None)
@@ -273,7 +273,7 @@ def test_a_character_tokenizer_holds_exactly_the_characters_and_names_an_unseen_
     assert "\n" not in str(error.value)
 
 
-def test_a_tokenizer_in_the_form_of_gpt2_is_loaded_from_its_folder(tmp_path):
+def test_gpt2_tokenizer_files_are_loaded_from_a_folder(tmp_path):
     theirs = train_bpe([PROSE], 400, "none")
     folder = tmp_path / "gpt2"
     folder.mkdir()
@@ -298,7 +298,7 @@ def test_a_tokenizer_in_the_form_of_gpt2_is_loaded_from_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "tokenizer_type"])
-def test_an_existing_tokenizer_is_taken_as_it_is_and_another_vocab_size_answered_with_both(tmp_path, kind):
+def test_existing_tokenizer_is_used_unchanged_and_another_vocab_size_refused(tmp_path, kind):
     theirs = train_bpe([PROSE], 280)
     vocabulary.save(theirs, tmp_path / "theirs")
     recipe = Recipe(["any"], vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "theirs")))
@@ -314,9 +314,9 @@ def test_an_existing_tokenizer_is_taken_as_it_is_and_another_vocab_size_answered
 
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"version": "1.0"}', '{"model": {}, "added_tokens": []}'])
 @pytest.mark.parametrize("made_here", [False, True])
-def test_a_damaged_tokenizer_or_description_of_one_is_refused(bpe, tmp_path, content, made_here):
+def test_damaged_tokenizer_files_are_refused(bpe, tmp_path, content, made_here):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         vocabulary.load(tmp_path)
     (tmp_path / "config.json").unlink()
     if made_here:
@@ -331,7 +331,7 @@ def test_a_damaged_tokenizer_or_description_of_one_is_refused(bpe, tmp_path, con
         vocabulary.load(tmp_path)
 
 
-def test_a_tokenizer_whose_words_begin_with_a_blank_loses_nothing_of_a_text(tmp_path):
+def test_tokenizer_with_leading_spaces_loses_no_text(tmp_path):
     pieces = Tokenizer(models.Unigram())
     pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
@@ -344,7 +344,7 @@ def test_a_tokenizer_whose_words_begin_with_a_blank_loses_nothing_of_a_text(tmp_
     assert store.load_tokenizer().decode(ids) == prose(1)
 
 
-def test_added_tokens_stand_for_their_own_text_and_control_tokens_stay_out_of_it():
+def test_added_tokens_encode_their_text_and_control_tokens_do_not():
     theirs = train_bpe([PROSE], 300).backend_tokenizer
     theirs.add_tokens(["    ", "é ", AddedToken("<|tool|>", special=True)])  # as in the tokenizers of GPT-NeoX and Phi
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=theirs, eos_token="<|endoftext|>")
@@ -356,7 +356,7 @@ def test_added_tokens_stand_for_their_own_text_and_control_tokens_stay_out_of_it
     assert encode.token_bytes(tokenizer.backend_tokenizer)[302] == b""
 
 
-def test_truncation_and_padding_of_an_existing_tokenizer_are_left_out(tmp_path):
+def test_truncation_and_padding_of_an_existing_tokenizer_are_ignored(tmp_path):
     pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "[CLS]": 1, "hello": 2, "##s": 3}, unk_token="[UNK]"))
     pieces.pre_tokenizer = pre_tokenizers.Split(Regex(" "), behavior="removed")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pieces, unk_token="[UNK]", cls_token="[CLS]")

@@ -1,4 +1,4 @@
-"""Units of work in processes that may be killed at any moment: what comes out is the same to the byte."""
+"""Worker processes that are killed at any time: the resulting store is the same to the byte."""
 
 import json
 import os
@@ -28,9 +28,9 @@ from tokenizer.store_builder import StoreBuilder, pretokenize
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.worker import UnitProcessor, Workers
 
-# The door, with units of 30 kB in place of 16 MiB: a small text is many of them.
+# The command with units of 30 kB instead of 16 MiB, so that a small text has many units.
 UNIT_BYTES = 30_000
-DOOR = (
+PROGRAM = (
     f"import sys; from tokenizer import corpus; corpus.UNIT_BYTES = {UNIT_BYTES}; from command_line import run; "
     "from tokenizer.pretokenize import main; sys.stdout.reconfigure(line_buffering=True); run(main)"
 )
@@ -39,7 +39,7 @@ FLAGS = ("--output", "store", "--vocab_size", "400", "--sample_bytes", "100000",
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
-    """0.9 MB in all kinds of files; some documents twice, some in several units."""
+    """Folder with 0.9 MB of text in all kinds of files; some documents occur twice, some span several units."""
     folder = tmp_path_factory.mktemp("texts")
     for i in range(12):
         (folder / f"{i:02}.txt").write_text(prose(i % 9, 8000), encoding="utf-8")
@@ -50,7 +50,7 @@ def texts(tmp_path_factory) -> Path:
 
 
 def command(texts: Path, *more: object) -> list[str]:
-    return [sys.executable, "-c", DOOR, "--input", str(texts), *FLAGS, *map(str, more)]
+    return [sys.executable, "-c", PROGRAM, "--input", str(texts), *FLAGS, *map(str, more)]
 
 
 def start(arguments: list[str], folder: Path, **settings) -> subprocess.Popen:
@@ -61,7 +61,7 @@ def start(arguments: list[str], folder: Path, **settings) -> subprocess.Popen:
 
 
 def hear_ctrl_c() -> None:
-    """In the child; also where whoever runs these tests lets none through, as a shell does to what it runs behind."""
+    """Restore Ctrl-C in the child, because a shell ignores it for background jobs."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -73,7 +73,7 @@ def finish(arguments: list[str], folder: Path) -> str:
 
 
 def failed(process: subprocess.Popen) -> str:
-    """The one sentence of a process that does not."""
+    """Return the only error line of a process that fails."""
     _, wrong = process.communicate(timeout=600)
     assert process.returncode == 1, wrong
     [line] = wrong.splitlines()
@@ -83,7 +83,7 @@ def failed(process: subprocess.Popen) -> str:
 
 
 def contents(store: Path) -> dict[str, bytes]:
-    """Every file of a store, without the command that made it."""
+    """Return the content of all files of a store, without the recorded command."""
     found = conftest.contents(store)
     made_by = json.loads(found["metadata.json"])["command"]
     for name in ("metadata.json", "report.md"):
@@ -109,7 +109,7 @@ def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
 
 def is_alive(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE  # ended, whether or not anybody took note
+        return process.status() != psutil.STATUS_ZOMBIE  # a zombie has ended
     except psutil.NoSuchProcess:
         return False
 
@@ -128,7 +128,7 @@ def planned(texts, tmp_path, monkeypatch) -> Iterator[StoreBuilder]:
         yield builder
 
 
-def test_the_order_in_which_units_are_done_makes_no_difference(planned, expected, tmp_path):
+def test_unit_order_does_not_change_the_store(planned, expected, tmp_path):
     processor = UnitProcessor(planned.work)
     assert len(processor.units) > 20
     for number in random.Random(0).sample(range(len(processor.units)), len(processor.units)):
@@ -138,16 +138,16 @@ def test_the_order_in_which_units_are_done_makes_no_difference(planned, expected
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_same_command_goes_on_after_kills_at_any_moment(texts, expected, tmp_path, seed):
+def test_same_command_resumes_after_kills_at_any_time(texts, expected, tmp_path, seed):
     random_number = random.Random(seed).random
     for _ in range(4):
         with start(command(texts, "--num_proc", 2), tmp_path) as process:
-            if process.stdout.readline():  # it is there, and begins
+            if process.stdout.readline():  # the process has started its work
                 time.sleep(0.6 * random_number())
             workers = workers_of(process)
             process.kill()
         wait_until(lambda workers=workers: not any(is_alive(worker) for worker in workers))
-    finish(command(texts, "--num_proc", 2 + seed), tmp_path)  # any number makes the same store
+    finish(command(texts, "--num_proc", 2 + seed), tmp_path)  # any number of processes builds the same store
     assert contents(tmp_path / "store") == expected
     assert sorted(os.listdir(tmp_path)) == [".store.lock", "store"]
 
@@ -155,18 +155,18 @@ def test_the_same_command_goes_on_after_kills_at_any_moment(texts, expected, tmp
 @pytest.mark.parametrize(
     "file", ["store/tokenizer/tokenizer.json", "plan.json", "parts/000001.json", "store/train.bin", "merged.json"]
 )
-def test_the_same_command_goes_on_where_it_was_killed_when_a_file_appeared(texts, expected, tmp_path, file):
+def test_same_command_resumes_after_a_kill_at_any_file(texts, expected, tmp_path, file):
     with start(command(texts, "--num_proc", 2), tmp_path) as process:
         wait_until((tmp_path / ".store.unfinished" / file).exists)
         process.kill()
     done = len(list(tmp_path.glob(".store.unfinished/parts/*.json")))
     said = finish(command(texts, "--num_proc", 2), tmp_path)
     if "merge" in file:
-        assert f"Going on with store: {done} of {done} units of work are done." in said
+        assert f"Resuming store: {done} of {done} units of work are done." in said
     assert contents(tmp_path / "store") == expected
 
 
-def test_a_worker_that_is_killed_ends_in_one_sentence_also_between_two_units(texts, expected, tmp_path):
+def test_killed_worker_is_reported_in_one_sentence(texts, expected, tmp_path):
     with Workers() as workers:
         workers.start(1)
         workers.processes[0].kill()
@@ -176,12 +176,12 @@ def test_a_worker_that_is_killed_ends_in_one_sentence_also_between_two_units(tex
     with start(command(texts, "--num_proc", 2), tmp_path) as process:
         wait_until(lambda: len(workers_of(process)) == 2)
         workers_of(process)[0].kill()
-        assert "A worker process ended with status -9 (-9: killed, often for want of memory)" in failed(process)
+        assert "A worker process ended with status -9 (-9: killed, often because memory ran out)" in failed(process)
     finish(command(texts, "--num_proc", 2), tmp_path)
     assert contents(tmp_path / "store") == expected
 
 
-def test_ctrl_c_ends_all_of_it_and_the_same_command_goes_on(texts, expected, tmp_path):
+def test_ctrl_c_ends_all_processes_and_the_same_command_resumes(texts, expected, tmp_path):
     with start(command(texts, "--num_proc", 2), tmp_path, preexec_fn=hear_ctrl_c) as process:
         wait_until((tmp_path / ".store.unfinished" / "parts" / "000000.json").exists)
         workers = workers_of(process)
@@ -194,8 +194,8 @@ def test_ctrl_c_ends_all_of_it_and_the_same_command_goes_on(texts, expected, tmp
 
 
 @pytest.mark.parametrize("file_bytes", [0, 1000, 20_000, 40_000, 100_000])
-def test_a_full_disk_ends_in_one_sentence_and_the_same_command_goes_on(texts, expected, tmp_path, file_bytes):
-    """No file may grow beyond some bytes: the tokenizer, the plan, parts, or the tokens put together."""
+def test_full_disk_ends_in_one_sentence_and_the_same_command_resumes(texts, expected, tmp_path, file_bytes):
+    """A limit on file sizes stops the tokenizer, the plan, the parts, or the merged tokens."""
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
@@ -209,7 +209,7 @@ def test_a_full_disk_ends_in_one_sentence_and_the_same_command_goes_on(texts, ex
 
 
 @pytest.mark.parametrize(("weights", "needed"), [([], 2), ([3.0, 0.5], 4.5), ([0.5, 0.5], 1)])
-def test_room_is_needed_for_parts_and_copies_which_is_said_before_the_work(tmp_path, monkeypatch, weights, needed):
+def test_missing_disk_space_is_reported_before_the_work(tmp_path, monkeypatch, weights, needed):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("x" * 10**6)
     vocabulary = VocabularyArguments(tokenizer_type="character")
@@ -220,7 +220,7 @@ def test_room_is_needed_for_parts_and_copies_which_is_said_before_the_work(tmp_p
         if fits:
             assert builder.plan.units
         else:
-            sentence = r"tokens will take about 0\.0 GB, and .* has 0\.0 GB free; make room"
+            sentence = r"tokens will need about 0\.0 GB, and .* has 0\.0 GB free; make room"
             with pytest.raises(UserError, match=sentence):
                 assert builder.plan.units
             assert not list(tmp_path.rglob("parts"))
@@ -240,8 +240,8 @@ def refused(recipe: Recipe) -> str:
     with pytest.raises(UserError) as error:
         pretokenize(recipe, Path("store"), lambda text: None)
     [sentence] = str(error.value).splitlines()
-    assert sentence.startswith("store was begun with other text or settings (")
-    assert sentence.endswith("; undo that, or delete .store.unfinished to start over.")
+    assert sentence.startswith("store was started with other text or settings (")
+    assert sentence.endswith("; undo the change, or delete .store.unfinished to start over.")
     return sentence.split("(")[1].split(")")[0]
 
 
@@ -249,26 +249,26 @@ def refused(recipe: Recipe) -> str:
     ("old", "new", "problem"),
     [
         (b'"seed": 1337', b'"seed": 1338', "it was changed since it was written"),
-        (b'"sha256"', b'"sha2567"', "it has an unknown key 'sha2567'"),
+        (b'"sha256"', b'"sha2567"', "it has the unknown key 'sha2567'"),
         (b'"units": [', b'"units": [5, ', "it was changed since it was written"),
         (b'"', b"\xff", "'utf-8' codec can't decode byte 0xff in position 1: invalid start byte"),
         (b"{", b"[" * 100_000, "it is nested too deeply"),
     ],
 )
-def test_a_plan_that_was_changed_is_refused(begun, old, new, problem):
+def test_changed_plan_is_refused(begun, old, new, problem):
     path = Path(".store.unfinished/plan.json")
     path.write_bytes(path.read_bytes().replace(old, new, 1))
     with pytest.raises(UserError) as error:
         pretokenize(recipe_of(Path("texts")), Path("store"))
-    assert str(error.value) == f"{path} is damaged ({problem}); delete .store.unfinished to begin again."
+    assert str(error.value) == f"{path} is damaged ({problem}); delete .store.unfinished to start over."
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(begun):
-    with pytest.raises(UserError, match=r"'o\\udcff' is not a name in UTF-8; name another --output\.$"):
+def test_unwritable_output_is_refused_before_the_work(begun):
+    with pytest.raises(UserError, match=r"'o\\udcff' is not a UTF-8 name; name another --output\.$"):
         pretokenize(recipe_of(Path("texts")), Path("o\udcff"), lambda text: None)
 
 
-def test_settings_and_files_that_changed_in_between_are_named_and_undoing_it_goes_on(begun):
+def test_changed_settings_and_files_are_named_and_undoing_them_resumes(begun):
     of = {"inputs": ["texts"], "vocabulary": recipe_of(begun).vocabulary, "dedup": DedupArguments("exact")}
     assert refused(Recipe(**of, seed=2)) == "seed was 1337 and is 2"
     assert refused(Recipe(**of | {"dedup": DedupArguments("no")})) == "dedup was 'exact' and is 'no'"
@@ -283,17 +283,17 @@ def test_settings_and_files_that_changed_in_between_are_named_and_undoing_it_goe
     Path("texts/d.txt").unlink()
     content, stat = file.read_text(), file.stat()
     file.unlink()
-    assert refused(recipe) == "texts/b.txt is gone"
+    assert refused(recipe) == "texts/b.txt is missing"
     file.write_text(content + "more")
     assert refused(recipe) == "texts/b.txt was changed"
     file.write_text(content)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     pretokenize(recipe, Path("store"), said.append)
-    assert said[0] == "Going on with store: 0 of 1 units of work are done."
+    assert said[0] == "Resuming store: 0 of 1 units of work are done."
     assert TokenStore("store").metadata.train.documents + TokenStore("store").metadata.val.documents >= 3
 
 
-def test_a_file_that_goes_away_during_the_work_is_named(planned, texts):
+def test_file_deleted_during_the_work_is_named(planned, texts):
     unit = next(i for i, unit in enumerate(planned.plan.units) if unit.ranges[0].path.endswith("long.txt"))
     moved = (texts / "long.txt").rename(texts / "gone.txt")
     try:
@@ -304,7 +304,7 @@ def test_a_file_that_goes_away_during_the_work_is_named(planned, texts):
 
 
 @pytest.mark.parametrize("change", [lambda text: text + "more", lambda text: ""])
-def test_a_file_that_grows_or_shrinks_while_it_is_read_is_named(begun, monkeypatch, change):
+def test_file_changed_while_it_is_read_is_named(begun, monkeypatch, change):
     file, do = Path("texts/b.txt"), Workers.do
 
     def changed_meanwhile(self, *arguments) -> None:
@@ -312,13 +312,13 @@ def test_a_file_that_grows_or_shrinks_while_it_is_read_is_named(begun, monkeypat
         do(self, *arguments)
 
     monkeypatch.setattr(Workers, "do", changed_meanwhile)
-    sentence = r"^texts/b\.txt was changed while it was read: it had [\d,]+ bytes and has [\d,]+\. "
+    sentence = r"^texts/b\.txt was changed while it was read: it had [\d,]+ bytes and now has [\d,]+\. "
     with pytest.raises(UserError, match=sentence):
         pretokenize(recipe_of(Path("texts")), Path("store"), lambda text: None)
     assert not Path("store").exists()
 
 
-def test_what_was_put_into_the_output_meanwhile_is_kept(planned, tmp_path):
+def test_files_added_to_the_output_during_the_work_are_kept(planned, tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="store exists and is not an empty folder; name another --output"):

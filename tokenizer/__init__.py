@@ -1,1 +1,1 @@
-"""Text -> tokens: read a corpus, make a tokenizer, write a token store."""
+"""Pretokenization: read a corpus, train or load a tokenizer, write a token store."""

@@ -1,7 +1,7 @@
-"""Byte-pair encoding (Sennrich et al. 2016) of many words at once in numpy, with the results of `tokenizers`.
+"""Byte-pair encoding (Sennrich et al. 2016) of many words at once in numpy, identical to the results of `tokenizers`.
 
-In every word, the pair of tokens that the merges name first becomes one token, until none is named. One round does it in
-all words; those without a pair leave.
+Each round merges, in every word, the pair of tokens that comes first in the list of merges. A word without such a pair is
+finished.
 """
 
 import json
@@ -9,19 +9,19 @@ import json
 import numpy as np
 from tokenizers import Tokenizer, models
 
-NONE = np.int32(2**31 - 1)  # the rank of a pair that is not merged
+NONE = np.int32(2**31 - 1)  # rank of a pair that is not merged
 PLAIN = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable stand-in for each byte: printable Latin-1 as itself, the others from U+0100 on."""
+    """Map GPT-2's printable characters to bytes: printable Latin-1 to itself, U+0100 and up to the other bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def is_plain(rust: Tokenizer) -> bool:
-    """Return whether the model is a BPE over bytes, each of which it knows, whose tokens depend on nothing else."""
+    """Return whether the model is a BPE whose vocabulary has every byte and whose tokens depend on merges alone."""
     if not isinstance(rust.model, models.BPE):
         return False
     plain = all(getattr(rust.model, name) in (value, "" if value is None else value) for name, value in PLAIN.items())
@@ -29,11 +29,12 @@ def is_plain(rust: Tokenizer) -> bool:
 
 
 class Merges:
-    """The merges of a plain byte-level BPE: `made`, (merges,), is the token of each."""
+    """Merges of a plain byte-level BPE. `made`, (merges,), is the token that each merge produces."""
 
     def __init__(self, rust: Tokenizer):
-        """Raise a `ValueError` where the model is not plain, or merges a token before the last merge that makes it, which
-        training never does: then the pairs of a rank could not all be merged in one round."""
+        """Read the merges of `rust`.
+        Raise a `ValueError` if the model is not plain or uses a token before the last merge that produces it. Training never
+        does that, and one round could then not merge all pairs of a rank."""
         if not is_plain(rust):
             raise ValueError("tokens depend on more than merges of bytes")
         model = json.loads(rust.to_str())["model"]
@@ -59,15 +60,11 @@ class Merges:
         self.rank_of_bytes = self.ranks(self.of_byte[pairs >> 8], self.of_byte[pairs & 0xFF])
 
     def encode(self, text: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Encode `text`, (n,) uint8: words on end, none empty, that begin at `bounds`, (words + 1,) with the end.
-
-        Returns ids, (m,) int32, and the number of each word's ids, (words,) int32.
-        """
-        tokens, begins = (
-            self.of_byte.take(text),
-            np.ones(len(text), dtype=bool),
-        )  # the result: a token at its first byte
-        # Unfinished words, in order: tokens, their first bytes, the rank of each with the next, the last of a word.
+        """Encode the words of `text`, (n,) uint8, that begin at `bounds`, (words + 1,) with the end; no word is empty.
+        Returns ids, (m,) int32, and the number of ids per word, (words,) int32."""
+        # The result: each token is stored at its first byte.
+        tokens, begins = self.of_byte.take(text), np.ones(len(text), dtype=bool)
+        # Unfinished words, in order: tokens, their first bytes, whether a token is a word's last, rank with the next token.
         token, place, last = tokens.copy(), np.arange(len(text), dtype=np.int32), np.zeros(len(text), dtype=bool)
         last[bounds[1:] - 1] = True
         rank = np.full(len(text), NONE, dtype=np.int32)
@@ -85,7 +82,7 @@ class Merges:
             sizes = np.diff(np.flatnonzero(last), prepend=-1)
             first = np.flatnonzero(rank == np.repeat(least[works], sizes))  # of each pair that is merged
             follows = np.diff(first, prepend=-2) == 1
-            if follows.any():  # aaaa: every other one of a run
+            if follows.any():  # overlapping pairs, as in aaaa: merge every second one
                 nth = np.arange(len(first))
                 first = first[(nth - np.maximum.accumulate(np.where(follows, 0, nth))) % 2 == 0]
             token[first] = tokens[place.take(first)] = self.made.take(rank.take(first))
@@ -102,19 +99,19 @@ class Merges:
 
 
 class PairTable:
-    """The ranks of pairs of tokens: a hash table for many lookups at once."""
+    """Hash table of the ranks of token pairs, for many lookups at once."""
 
     def __init__(self, left: np.ndarray, right: np.ndarray, small: bool):
-        """`small`: whether ids are below 2^16 - 1."""
+        """Build the table; `small`: whether ids are below 2^16 - 1."""
         self.dtype, self.half, factor = (np.uint32, 16, 0x9E3779B1) if small else (np.uint64, 32, 0x9E3779B97F4A7C15)
         self.factor = self.dtype(factor)
         bits = (8 * len(left)).bit_length()
         self.shift = self.dtype(2 * self.half - bits)
-        self.free = np.iinfo(self.dtype).max  # no pair of tokens
+        self.free = np.iinfo(self.dtype).max  # not a pair of tokens
         self.pairs = np.full((1 << bits) + len(left), self.free, dtype=self.dtype)
         self.rank = np.full(len(self.pairs), NONE, dtype=np.int32)
         pairs = self._pairs(left, right)
-        _, latest = np.unique(pairs[::-1], return_index=True)  # of a merge that is named twice, the last counts
+        _, latest = np.unique(pairs[::-1], return_index=True)  # if a merge is listed twice, the last counts
         todo = len(pairs) - 1 - latest
         slots = self._slots(pairs[todo])
         while len(todo):
@@ -131,7 +128,7 @@ class PairTable:
         return (pairs * self.factor >> self.shift).astype(np.int64)
 
     def __call__(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return (n,) int32: the ranks of the pairs."""
+        """Return the ranks of the pairs, (n,) int32."""
         pairs = self._pairs(left, right)
         slots = self._slots(pairs)
         found = self.pairs.take(slots)

@@ -1,7 +1,7 @@
-"""Byte ranges: parts of files that are read on their own, and the places where a document may be cut.
+"""Byte ranges: parts of files that are read separately, and the places where a document can be cut.
 
-The cut places are those where the word patterns of GPT-2, Llama 3 (cl100k) and o200k all end a word, so that the parts
-encode to the tokens of the whole.
+A document is cut only where the word patterns of GPT-2, Llama 3 (cl100k) and o200k all end a word, so that its parts
+encode to the same tokens as the whole.
 """
 
 import codecs
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
 WINDOW_BYTES = 1 << 20  # searched at a time for a place to cut
-SHORTER = "it has become shorter since its parts were planned"
+SHORTER = "it became shorter after its parts were planned"
 
 BETWEEN_WORDS = r"(?:\S(?= \S)|[^\W\d_](?=[,.;:!?，。、；：！？])|[A-Za-z](?=[0-9])|[^\W_](?=\r?\n))"  # noqa: RUF001
-BEFORE_LINE_BREAK = r"\S(?=\r?\n)"  # a word's end in GPT-2's pattern only, and so for our own BPE
+BEFORE_LINE_BREAK = r"\S(?=\r?\n)"  # ends a word only in GPT-2's pattern, which our own BPE uses
 LAST_CUTS = [re.compile(f".*{place}", re.DOTALL) for place in (BETWEEN_WORDS, BEFORE_LINE_BREAK)]
 FIRST_CUTS = [re.compile(place) for place in (BETWEEN_WORDS, BEFORE_LINE_BREAK)]
 SEPARATORS = {"line": re.compile(rb"\n"), "paragraph": re.compile(rb"\n[ \t\r]*\n")}
@@ -22,39 +22,37 @@ SEPARATORS = {"line": re.compile(rb"\n"), "paragraph": re.compile(rb"\n[ \t\r]*\
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A file or a part of it, or a shard of a Hub dataset.
-
-    `start` and `stop` are bytes; row groups of a parquet file; `start` alone is the number of a shard. A compressed or csv
-    file is read whole, or, for a sample, the lines in about its first `limit` bytes; of a parquet file, so many rows.
-    """
+    """File, part of a file, or shard of a Hub dataset.
+    `start` and `stop` count bytes, or row groups of a parquet file. For a shard, `start` is its number. A compressed or
+    csv file is read whole. `limit`, for samples, reads only the lines in about the first `limit` bytes of such a file, or
+    `limit` rows of a parquet file."""
 
     path: str
     kind: Literal["text", "jsonl", "json", "csv", "parquet", "hub"]
     start: int = 0
     stop: int | None = None  # None: to the end
-    column: str | None = None  # of a record, which holds its text or its chat
-    may_skip: bool = False  # where it cannot be read: it was found in a folder, not named
+    column: str | None = None  # column with the text or chat of a record
+    may_skip: bool = False  # skip it if it cannot be read: it was found in a folder, not given by name
     limit: int | None = None
 
     @property
     def n_bytes(self) -> int:
-        """Size in bytes; of a parquet file, all of it."""
+        """Size in bytes; for a parquet file, the size of the whole file."""
         size = os.path.getsize(self.path)
         return size if self.kind == "parquet" else (size if self.stop is None else self.stop) - self.start
 
 
 def last_cut(text: str, start: int) -> int:
-    """Return the last place to cut after `start`; 0 where there is none."""
+    """Return the last place to cut after `start`; 0 if there is none."""
     found = next(filter(None, (pattern.match(text, start) for pattern in LAST_CUTS)), None)
     return found.end() if found else 0
 
 
 def bounds(part: ByteRange, sample_by: str) -> tuple[int, int | None, bool]:
-    """Return the bytes where a part really begins and ends: its nominal bounds, moved to the next place to cut, which is
-    the same for both neighbors of a bound. Also return whether no word is cut at its beginning.
+    """Return the actual first byte and end of a part, and whether it begins between words.
 
-    Raise a `ValueError` where the file has become shorter.
-    """
+    Each nominal bound moves to the next place to cut, which is the same for the parts on both sides of it.
+    Raise a `ValueError` if the file became shorter."""
     by = "line" if part.kind == "jsonl" else sample_by
     if max(part.start, part.stop or 0) > os.path.getsize(part.path):
         raise ValueError(SHORTER)
@@ -65,12 +63,10 @@ def bounds(part: ByteRange, sample_by: str) -> tuple[int, int | None, bool]:
 
 
 def place_to_cut(path: str, offset: int, by: str, limit: int | None = None) -> tuple[int | None, bool]:
-    """Return the first byte at or after `offset` where a document may be cut (`by` is `document`) or where a line or
-    paragraph begins, and True. Without such a place in a window: the byte of the next character, and False.
-
-    The byte is None where no line or paragraph begins up to `limit`: otherwise each part of a line of gigabytes would
-    read all that follows.
-    """
+    """Return the first byte at or after `offset` where a document can be cut, and True.
+    If `by` is `line` or `paragraph`, the byte is the beginning of one. Without a place to cut in the window, return the
+    byte of the next character and False. The byte is None if no line or paragraph begins before `limit`: otherwise each
+    part of a line of several gigabytes would read the rest of the line."""
     with open(path, "rb") as file:
         file.seek(offset - 1)
         if by != "document":
@@ -79,7 +75,7 @@ def place_to_cut(path: str, offset: int, by: str, limit: int | None = None) -> t
     lead = 1  # bytes before the first character
     while lead < min(4, len(window)) and 0x80 <= window[lead] < 0xC0:
         lead += 1
-    lead += window[lead - 1 : lead + 1] == b"\r\n"  # a line break is not torn
+    lead += window[lead - 1 : lead + 1] == b"\r\n"  # never cut within a line break
     text = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape").decode(window[lead:])  # whole characters
     found = next(filter(None, (pattern.search(text) for pattern in FIRST_CUTS)), None)
     if found is None and len(window) < WINDOW_BYTES:
@@ -89,13 +85,13 @@ def place_to_cut(path: str, offset: int, by: str, limit: int | None = None) -> t
 
 
 def _end_of(separator: re.Pattern, file: BinaryIO, limit: int | None) -> int | None:
-    """Return the end of the next separator in `file`, or of the file; None where none begins up to `limit`."""
+    """Return the end of the next separator, or of the file; None if no separator begins before `limit`."""
     position, held = file.tell(), b""
     while block := file.read(WINDOW_BYTES):
         held += block
         if found := separator.search(held):
             return position + found.end()
-        kept = held[-1024:]  # a separator may lie across blocks
+        kept = held[-1024:]  # a separator can span two blocks
         position, held = position + len(held) - len(kept), kept
         if limit is not None and position > limit:
             return None

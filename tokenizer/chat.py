@@ -1,4 +1,4 @@
-"""Chats as text: the messages of a record, rendered by a chat template (Jinja, as in Transformers)."""
+"""Chat templates: render the messages of a record as text (Jinja, as in Transformers)."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 
 from errors import UserError
 
-# OpenAI's ChatML, as in most templates on the Hub. TRL can take the loss of the text between the `generation` marks alone.
+# OpenAI's ChatML, as in most templates on the Hub. TRL can limit the loss to the text between the `generation` marks.
 # With `add_generation_prompt`, a chat ends with an open turn of the assistant.
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}{{ '\\n' }}"
@@ -17,8 +17,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-MARKS = range(0x100000, 0x10FFFE)  # private use: replace the first characters of text that reads like a control token
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # as ShareGPT names them
+MARKS = range(0x100000, 0x10FFFE)  # private use: replace the first characters of text that looks like a control token
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # ShareGPT's names
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ChatTemplate:
 
     @staticmethod
     def read(name: str) -> str:
-        """Return the source of `chatml` or of a file; raise a `UserError` where it is not a template."""
+        """Return the source of `chatml` or of a file; raise a `UserError` if it is not a template."""
         from jinja2 import TemplateSyntaxError
 
         if name == "chatml":
@@ -41,13 +41,13 @@ class ChatTemplate:
             source = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UserError(
-                f"The chat template {name} cannot be read ({error}); give a file of Jinja source, or chatml."
+                f"The chat template {name} cannot be read ({error}); give a Jinja file, or chatml."
             ) from error
         try:
             ChatTemplate(source, ()).segments([{"role": "user", "content": ""}])
-        except ValueError as error:  # only its syntax matters, not that it refuses this chat
+        except ValueError as error:  # only the syntax is checked; a template may refuse this chat
             if isinstance(syntax := error.__cause__, TemplateSyntaxError):
-                raise UserError(f"{name}, line {syntax.lineno}: {syntax.message}; mend the template.") from error
+                raise UserError(f"{name}, line {syntax.lineno}: {syntax.message}; correct the template.") from error
         return source
 
     @cached_property
@@ -56,15 +56,13 @@ class ChatTemplate:
         return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
     def segments(self, messages: Any) -> list[tuple[str, str | None]]:
-        """Render a chat as (text, the control token after it or None); raise a `ValueError` where that cannot be done.
-
-        Text of a message that reads like a control token stays text.
-        """
+        """Render a chat as pairs of text and the control token after it, or None; raise a `ValueError` if that fails.
+        Text of a message that looks like a control token stays text."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         chat = normalised(messages)
         if chat is None:
-            raise ValueError("no list of messages with role and content")
+            raise ValueError("it is not a list of messages with role and content")
         said = "".join(part for message in chat for part in message.values())
         free = (chr(mark) for mark in MARKS if chr(mark) not in said)
         marks: dict[str, str] = {}
@@ -77,12 +75,12 @@ class ChatTemplate:
 
         for message in chat:
             for name in message:
-                while self.control.search(message[name]):  # a token may hold another
+                while self.control.search(message[name]):  # a token can contain another one
                     message[name] = self.control.sub(marked, message[name])
         try:
             [rendered], _ = render_jinja_template([chat], chat_template=self.source, **self.variables)
-        except Exception as error:  # any, by the template
-            raise ValueError(f"the chat template cannot write it: {' '.join(str(error).split())[:200]}") from error
+        except Exception as error:  # a template can raise any exception
+            raise ValueError(f"the chat template cannot render it: {' '.join(str(error).split())[:200]}") from error
         *parts, rest = self.control.split(rendered)  # text, token, text, token, ..., text
         unmarked = {ord(mark): first for first, mark in marks.items()}
         texts = [part.translate(unmarked) if marks else part for part in (*parts[::2], rest)]
@@ -90,7 +88,7 @@ class ChatTemplate:
 
 
 def normalised(messages: Any) -> list[dict[str, str]] | None:
-    """Return `role` and `content` of every message; None where `messages` is not a chat."""
+    """Return `role` and `content` of every message; None if `messages` is not a chat."""
     if not isinstance(messages, list) or not messages:
         return None
     chat = []

@@ -1,4 +1,4 @@
-"""Pretokenization as a step of a datatrove pipeline: each task does a share of the units, on any machine.
+"""Pretokenization as a step of a datatrove pipeline: each task processes a share of the units, on any machine.
 
 from datatrove.executor import SlurmPipelineExecutor
 from tokenizer.cluster import Pretokenize
@@ -16,14 +16,15 @@ from tokenizer import pretokenize
 
 @dataclass(frozen=True)
 class Pretokenize:
-    """`python -m tokenizer.pretokenize` with these flags, of which each task does its shard. A single task does all."""
+    """Pipeline step that runs `python -m tokenizer.pretokenize` with `flags`; each task processes one shard."""
 
     flags: list[str]
 
     def __call__(self, data: Any, rank: int, world_size: int) -> None:
-        """Do the shard; raise a `ValueError` where steps before it give documents, which it would not read, and a `UserError`
-        as the command does: the executor counts the task as failed, and does it again when run again."""
+        """Process shard `rank` of `world_size`.
+        Raise a `ValueError` if an earlier step yields documents, which this step would not read, and a `UserError` like the
+        command. The executor counts the task as failed, and repeats it in its next run."""
         if data is not None:
-            raise ValueError("Pretokenize reads its own --input; it has to be the first step of the pipeline.")
+            raise ValueError("Pretokenize reads its own --input; it must be the first step of the pipeline.")
         shard = ["--shard", f"{rank}/{world_size}"] if world_size > 1 else []
         pretokenize.main([*self.flags, *shard])

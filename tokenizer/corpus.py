@@ -1,7 +1,7 @@
-"""The corpus: files and Hub datasets named by `--input`, and their division into units of work.
+"""Corpus: the files and Hub datasets of `--input`, divided into units of work.
 
-A unit is what one process reads at a time: 16 MiB of a file, some small files, a compressed file, a shard of a Hub dataset.
-Units are the same for any number of processes, and so is the store made of them.
+One process reads one unit at a time: 16 MiB of a file, some small files, a compressed file, or a shard of a Hub dataset.
+Units do not depend on the number of processes, so neither does the store.
 """
 
 import codecs
@@ -29,13 +29,13 @@ from tokenizer.hub import HubDataset
 from tokenizer.records import CHAT_COLUMNS, TEXT_COLUMNS, parsed, records, text_column
 
 UNIT_BYTES = 16 << 20
-# Text that is not quite clean is replaced or skipped and counted up to this share; beyond, it is refused.
+# Unclean text is replaced or skipped, and counted, up to this share. Above it, the corpus is refused.
 TOLERATED_SHARE = 0.01
-SAMPLED_RECORDS = 100  # records at the head of a file, to find the column of its text
+SAMPLED_RECORDS = 100  # records read at the head of a file to find its text column
 INFLATION = 4.0  # of compressed text, for estimates
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
-# The text every Python machine has: the standard library's sources, without tests and without tables of data.
+# Text that every Python installation has: the sources of the standard library, without tests and data tables.
 STANDARD_LIBRARY = "python-standard-library"
 NOT_LIBRARY_SOURCE = {
     *("test", "tests", "idlelib", "site-packages", "dist-packages"),
@@ -49,7 +49,7 @@ LEFT_OUT = {
     "unreadable_files": ("file that cannot be read", "files that cannot be read"),
     "bad_bytes": ("byte that is not UTF-8", "bytes that are not UTF-8"),
     "empty_records": ("record without text", "records without text"),
-    "cut_words": ("run without a place to cut", "runs without a place to cut"),
+    "cut_words": ("text run cut without a word boundary", "text runs cut without a word boundary"),
 }
 LINK = ("link that was not followed", "links that were not followed")
 
@@ -57,34 +57,34 @@ LINK = ("link that was not followed", "links that were not followed")
 @dataclass
 class CorpusArguments:
     text_column: str | None = setting(
-        None, "Column of a record that holds its text or chat; found where it is `text` or alone."
+        None, "Column with the text or chat of a record; detected if it is named `text` or is the only text column."
     )
     exclude: list[str] = setting(
-        [], "Leave out what folders and globs find by these names: '*.csv' node_modules 'tables/*.json'."
+        [], "Skip files found in folders or by globs that match a pattern: '*.csv' node_modules 'tables/*.json'."
     )
     sample_by: Literal["document", "paragraph", "line"] = setting(
-        "document", "What is a document in a plain text file: all of it, each paragraph, or each line."
+        "document", "One document of a plain text file: the whole file, a paragraph, or a line."
     )
     chat_template: str | None = setting(
-        None, "How chats become text: a file of Jinja source, or chatml; else the tokenizer's own."
+        None, "Template that renders chats as text: a Jinja file, or chatml; by default the tokenizer's own template."
     )
     validation_fraction: float = setting(
         0.01,
         "Share of the text held out for validation, above 0 and below 1: whole documents, and the end of each "
-        "document that is longer than 1 MiB and than this share of all text; of a lone document, its end.",
+        "document longer than both 1 MiB and this share of all text. If there is only one document, its end.",
         above=0,
         below=1,
     )
-    strict: bool = setting(False, "Refuse text that is not clean instead of mending and counting up to 1 percent.")
+    strict: bool = setting(False, "Refuse unclean text, instead of fixing or skipping and counting up to 1 percent.")
 
 
 @dataclass(frozen=True)
 class Unit:
-    copies: float  # how many times its documents are trained on
+    copies: float  # number of times that its documents are used for training
     ranges: tuple[ByteRange, ...]
 
     def to_json(self) -> list:
-        """Return a list of the values, which is shorter than an object."""
+        """Return the values as a list, which is shorter than a JSON object."""
         return [self.copies, [list(vars(part).values()) for part in self.ranges]]
 
 
@@ -93,31 +93,29 @@ class TextFile:
     path: str
     size: int  # bytes
     modified: int  # nanoseconds
-    is_named: bool = False  # on the command line, and not found in a folder or by a glob
+    is_named: bool = False  # given on the command line, not found in a folder or by a glob
 
     @staticmethod
     def at(path: str | Path, is_named: bool = False) -> "TextFile":
-        """Raise a `UserError` for what cannot be read twice: a broken link, a pipe."""
+        """Return the file at `path`; raise a `UserError` if it cannot be read twice (a broken link, a pipe)."""
         try:
             status = os.stat(path)
         except OSError as error:
             what = "is a broken link" if os.path.islink(path) else f"cannot be read: {error.strerror}"
             raise UserError(f"{path} {what}; correct it or leave it out.") from error
         if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} is a pipe or a device, and text is read twice; save it as a file first.")
+            raise UserError(f"{path} is a pipe or a device, but the text is read twice; save it as a file first.")
         return TextFile(str(path), status.st_size, status.st_mtime_ns, is_named)
 
 
 class NoTextColumnError(UserError):
-    """A file of records that does not say which column holds the text."""
+    """Error for a file of records whose text column cannot be determined."""
 
 
 class Corpus:
-    """The text that `inputs` name.
-
-    `files`: of each input. `links`: in folders, not followed. `has_chats`, and `skipped` files, are known once there are units.
-    A store among its own text, `left_out`, is not read.
-    """
+    """Text of `inputs`.
+    `files` has one list per input. `links` counts links in folders, which are not followed. `has_chats` and `skipped` are
+    complete after `units`. `left_out` is the store's own folder, which is not read as text."""
 
     def __init__(
         self, inputs: list[str], arguments: CorpusArguments, weights: Iterable[float] = (), left_out: Path | None = None
@@ -137,8 +135,8 @@ class Corpus:
                     continue
                 if path in seen:
                     raise UserError(
-                        f"{file.path} is named twice, by {seen[path]} and by {entry}; name it once, with --weights 2 if it "
-                        f"is to count twice."
+                        f"{file.path} is given twice, by {seen[path]} and by {entry}; give it once, with --weights 2 to use "
+                        f"it twice."
                     )
                 seen[path] = entry
                 self.files[-1].append(file)
@@ -149,12 +147,12 @@ class Corpus:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of all local files."""
+        """Total bytes of all local files."""
         return sum(file.size for file in self.all_files)
 
     @cached_property
     def text_sizes(self) -> list[int]:
-        """Bytes of the text of each input; estimated where it is compressed."""
+        """Bytes of text per input; an estimate for compressed files."""
         return [
             sum(int(file.size * (INFLATION if files.is_packed(file.path) else 1)) for file in of_entry)
             for of_entry in self.files
@@ -166,35 +164,33 @@ class Corpus:
 
     @property
     def most_bytes(self) -> float:
-        """Bytes that the text has at most, as far as that is known before all of it was read."""
+        """Upper bound of the bytes of text; infinite if it is not known before the text is read."""
         is_known = not any(self.hub) and not any(files.is_packed(file.path) for file in self.all_files)
         return self.text_size if is_known else math.inf
 
     def check(self, counts: Counts, is_all: bool = True) -> None:
-        """Raise a `UserError` if too much of the text is unclean; where not all was read, too much for all of it."""
+        """Raise a `UserError` if too much of the text is unclean; before all was read, if too much for the whole text."""
         where, left_out = ", ".join(self.inputs), self.left_out_words(counts)
         if counts.documents == 0 and is_all:
-            raise UserError(f"{where} holds no text: {left_out or 'nothing was found'}.")
+            raise UserError(f"{where} contains no text: {left_out or 'nothing was found'}.")
         unclean = [name for name in LEFT_OUT if name in counts.first]  # blank documents have no place
         if self.arguments.strict and (unclean or self.links):
-            raise UserError(
-                f"{where} is not clean ({left_out}), and --strict allows nothing else{_first(counts, *unclean)}."
-            )
+            raise UserError(f"{where} is not clean ({left_out}), which --strict refuses{_first(counts, *unclean)}.")
         size = max(counts.bytes - 2 * counts.bad_bytes, 0 if is_all else self.most_bytes)  # U+FFFD takes three bytes
         if counts.bad_bytes > TOLERATED_SHARE * size:
             raise UserError(
                 f"{where} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid{_first(counts, 'bad_bytes')}; "
-                f"convert it."
+                f"convert it to UTF-8."
             )
         if counts.unreadable_bytes > TOLERATED_SHARE * self.size:
             raise UserError(
                 f"{where}: {counts.unreadable_files:,} files of {counts.unreadable_bytes / 1e6:,.1f} MB cannot be read, more "
-                f"than 1% of {self.size / 1e6:,.1f} MB{_first(counts, 'unreadable_files')}. Correct them, or leave them out "
+                f"than 1% of {self.size / 1e6:,.1f} MB{_first(counts, 'unreadable_files')}. Correct them, or skip them "
                 f"with --exclude."
             )
         if is_all and counts.empty_records > TOLERATED_SHARE * (counts.documents + counts.empty_records):
             raise UserError(
-                f"{where}: {counts.empty_records:,} records hold no text against {counts.documents:,} that do"
+                f"{where}: {counts.empty_records:,} records have no text and {counts.documents:,} have text"
                 f"{_first(counts, 'empty_records')}; name the right column with --text_column."
             )
 
@@ -203,7 +199,7 @@ class Corpus:
         return ", ".join(counted(number, *words) for number, *words in numbers if number)
 
     def fingerprint(self) -> str:
-        """Return a hash of the content, order and kind of all text, which it reads."""
+        """Read all text and return a hash of its content, order and kind."""
         digest = hashlib.sha256()
         for file in self.all_files:
             try:
@@ -221,12 +217,12 @@ class Corpus:
         return digest.hexdigest()
 
     def identity(self) -> list[list]:
-        """Return name, size and modification time of every file, which are compared before interrupted work resumes."""
+        """Return name, size and modification time of every file, to compare before interrupted work resumes."""
         return [[file.path, file.size, file.modified] for file in self.all_files]
 
     def units(self) -> list[Unit]:
-        """Divide the text into units; raise a `UserError` for all files of records whose column is ambiguous, one a line,
-        and for a Hub dataset that cannot be read."""
+        """Divide the text into units.
+        Raise a `UserError` if the text column of files is ambiguous (one line per file), or a Hub dataset cannot be read."""
         problems, tables, units = [], [], []
         for of_entry, hub, copies in zip(self.files, self.hub, self.weights, strict=True):
             ranges: list[tuple[int, ByteRange]] = []
@@ -245,7 +241,7 @@ class Corpus:
                 column, shards = self._column(str(hub), pinned.records()), range(pinned.stream.num_shards)
                 ranges = [(UNIT_BYTES, ByteRange(str(pinned), "hub", shard, column=column)) for shard in shards]
             units += [Unit(copies, group) for group in _grouped(ranges)]
-        if not problems and not units:  # nothing but tables
+        if not problems and not units:  # only tables
             problems = tables
         if problems:
             raise UserError("\n".join(problems[:20]))
@@ -253,7 +249,7 @@ class Corpus:
         return units
 
     def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
-        """Return the parts of a file that are read on their own, with their sizes."""
+        """Return the sizes and ranges of the parts of a file that are read separately."""
         name, size = file.path, file.size
         kind, column = kind_of(name, self.arguments.text_column), None
         if kind != "text":
@@ -271,7 +267,7 @@ class Corpus:
         ]
 
     def _column(self, label: str, records: Iterable[dict[str, Any] | None]) -> str | None:
-        """Return the column of the text; None where there are no records."""
+        """Return the text column; None if there are no records."""
         head = list(itertools.islice(records, SAMPLED_RECORDS))
         known, wanted = list(filter(None, head)), self.arguments.text_column
         for record in known:
@@ -280,21 +276,21 @@ class Corpus:
                 return column
         if not known:
             return TEXT_COLUMNS[0] if head else None
-        missing = f"has no column {wanted!r}" if wanted else "does not say which column holds the text"
-        # csv has None for what a row has more than the header.
+        missing = f"has no column {wanted!r}" if wanted else "has no obvious text column"
+        # In csv, None is the key of the values beyond the header.
         names = ", ".join(" ".join(str(name).split()) for name in known[0] if name is not None)
         raise NoTextColumnError(
-            f"{label} {missing}; its columns are {names[:300] or 'none'}: give one as --text_column."
+            f"{label} {missing}; its columns are {names[:300] or 'none'}: choose one with --text_column."
         )
 
     def _find(self, entry: str) -> list[TextFile]:
-        """Return the files that an entry of `--input` names, in a fixed order; raise a `UserError` if it names none."""
+        """Return the files of one entry of `--input` in a fixed order; raise a `UserError` if there are none."""
         if entry == STANDARD_LIBRARY:
             return list(map(TextFile.at, _library_sources(Path(sysconfig.get_path("stdlib")))))
         path = Path(entry).expanduser()
         is_one = os.path.lexists(path)
         named = [str(path)] if is_one else sorted(glob.glob(str(path), recursive=True), key=lambda p: Path(p).parts)
-        if "**" in entry:  # which matches folders as well as all that is in them
+        if "**" in entry:  # it matches folders, and also all files in them
             named = [match for match in named if os.path.isfile(match)]
         root = os.path.dirname(re.split(r"[*?[]", str(path))[0])
         found = []
@@ -309,24 +305,24 @@ class Corpus:
                 self.skipped.note_unreadable(match, 0, UserError("it is a broken link"))
         if not found:
             left_out = (
-                "holds no file but hidden files, links (which only a glob follows) and files that --exclude names"
+                "has no files except hidden files, links (only a glob follows them) and files that --exclude matches"
             )
-            what = left_out if named else "is no file, folder, glob or Hub dataset"
-            raise UserError(f"{entry} {what}; nothing to read there.")
+            what = left_out if named else "matches no local file or folder and is not a Hub dataset"
+            raise UserError(f"{entry} {what}; check the path.")
         return found
 
     def _is_excluded(self, path: str) -> bool:
-        """Return whether the end of `path`, below an input, or of a folder above it matches a pattern of --exclude."""
+        """Return whether a pattern of --exclude matches the end of `path`, relative to its input, or of a parent folder."""
         paths = [PurePath(path), *PurePath(path).parents]
         return any(each.match(pattern) for pattern in self.arguments.exclude for each in paths)
 
     def _walk(self, folder: str, below: str = "") -> Iterator[TextFile]:
-        """Yield the files in a folder; `below` is its path from the input on."""
+        """Yield the files in a folder; `below` is its path relative to the input."""
         try:
             with os.scandir(folder) as inside:
                 entries = [entry for entry in inside if not entry.name.startswith(".")]
         except OSError as error:
-            problem = UserError(f"{folder} cannot be read: {error.strerror}; mend that or leave it out.")
+            problem = UserError(f"{folder} cannot be read: {error.strerror}; correct it or leave it out.")
             if not below:
                 raise problem from error
             self.skipped.note_unreadable(folder, 0, problem)
@@ -354,7 +350,7 @@ def _library_sources(folder: Path) -> Iterator[Path]:
 
 
 def kind_of(path: str, text_column: str | None = None) -> str:
-    """Return how a file is read. A .json file without records or a list of them, such as a configuration, is text."""
+    """Return the kind of a file. A .json file that has neither records nor a list, such as a configuration, is text."""
     suffix = files.suffix(path)
     if suffix != ".json":
         return KINDS.get(suffix, "text")
@@ -370,7 +366,7 @@ def kind_of(path: str, text_column: str | None = None) -> str:
 
 
 def _row_groups(name: str) -> Iterator[tuple[int, int, int]]:
-    """Yield (bytes, first, end) of runs of row groups of about a unit."""
+    """Yield (bytes, first, end) of consecutive row groups that together have about one unit."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(name) as file:
@@ -384,7 +380,7 @@ def _row_groups(name: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _grouped(ranges: Iterable[tuple[int, ByteRange]]) -> Iterator[tuple[ByteRange, ...]]:
-    """Yield ranges in their order, small ones together."""
+    """Yield ranges in order, with small ones grouped into one unit."""
     group, size = [], 0
     for n_bytes, part in ranges:
         if group and size + n_bytes > UNIT_BYTES:

@@ -1,7 +1,7 @@
-"""Documents in pieces of about a megabyte, so that none has to fit in memory.
+"""Documents, read in pieces of about a megabyte, so that no document has to fit in memory.
 
-A plain text file is one document, or each of its lines or paragraphs is; so is each record of a jsonl, json, csv or
-parquet file or of a Hub dataset. Broken text is replaced or skipped, and counted.
+A document is a plain text file, or each of its lines or paragraphs, or a record of a jsonl, json, csv or parquet file or
+of a Hub dataset. Broken text is replaced or skipped, and counted.
 """
 
 import codecs
@@ -18,34 +18,34 @@ from tokenizer.files import UnreadableError
 from tokenizer.records import records
 
 PIECE_BYTES = 1 << 20
-LONGEST_RUN = 16 << 20  # characters; text without any place to cut is one piece up to this, and beyond it is cut
+LONGEST_RUN = 16 << 20  # characters; text without a place to cut is one piece up to this length, and is cut above it
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Piece(NamedTuple):
-    """A part of one document. Pieces of a document come in order, one document after the other."""
+    """Part of one document. Pieces come in order, one document after the other."""
 
     text: str
     starts_document: bool
     ends_document: bool
-    control: str | None = None  # a control token that follows the text, in a chat
+    control: str | None = None  # control token after the text, in a chat
 
 
 @dataclass
 class Counts:
-    """What was read, replaced and left out."""
+    """Counts of text that was read, replaced and left out."""
 
     documents: int = 0
-    bytes: int = 0  # of their text, in UTF-8, as it was read
-    blank: int = 0  # documents
+    bytes: int = 0  # of their text as read, in UTF-8
+    blank: int = 0  # blank documents
     binary_files: int = 0
-    bad_bytes: int = 0  # bytes that are not UTF-8, and lone surrogates: now U+FFFD
-    empty_records: int = 0  # broken ones, and those without text
-    cut_words: int = 0  # runs without any place to cut, which may have become other tokens for that
-    first: dict[str, list] = field(default_factory=dict)  # where the first of each stands: a path, and a byte or a line
-    tables: int = 0  # files of records without a column of text
-    unreadable_files: int = 0  # or parts of them
-    unreadable_bytes: int = 0  # of the files
+    bad_bytes: int = 0  # bytes that are not UTF-8, and lone surrogates, all replaced by U+FFFD
+    empty_records: int = 0  # broken records, and records without text
+    cut_words: int = 0  # cuts in runs without a place to cut, which may change tokens
+    first: dict[str, list] = field(default_factory=dict)  # first occurrence of each: a path, and a byte or a line
+    tables: int = 0  # files of records without a text column
+    unreadable_files: int = 0  # files, or parts of files
+    unreadable_bytes: int = 0  # size of these files
 
     def note(self, name: str, number: int, path: str, **place: Any) -> None:
         if number:
@@ -65,17 +65,17 @@ class Counts:
 
 @dataclass
 class Reader:
-    """Reads parts of files as documents; `counts` grows with what is read."""
+    """Reader of files as documents; it updates `counts`."""
 
-    sample_by: str = "document"  # what is a document in a plain text: document, paragraph or line
+    sample_by: str = "document"  # unit of a plain text file that becomes a document: document, paragraph or line
     chat: ChatTemplate | None = None
     counts: Counts = field(default_factory=Counts)
 
     def pieces(self, part: ByteRange) -> Iterator[Piece]:
-        """Yield every document that is not blank; raise a `UserError` for a file that cannot be read to its end, unless
-        it may be skipped: then its documents end there."""
-        held: list[Piece] = []  # the blank head of a document, until something visible follows
-        blank, ended = False, True  # what continues a document from an earlier part is not blank
+        """Yield the pieces of all documents that are not blank.
+        Raise a `UserError` if the file cannot be read to its end. A file that may be skipped ends there instead."""
+        held: list[Piece] = []  # the blank head of a document, until visible text follows
+        blank, ended = False, True  # a document that continues from an earlier part is not blank
         try:
             for piece in self._of_text(part) if part.kind == "text" else self._of_records(part):
                 text, starts, ends, control = piece
@@ -133,8 +133,8 @@ class Reader:
     def _in_pieces(
         self, texts: Iterable[tuple[str, bool]], path: str, starts: bool = True, stops: bool = True
     ) -> Iterator[Piece]:
-        """Turn (text, whether a document ends with it) into pieces, cut between words. `starts` and `stops`: whether the
-        first and the last text are the ends of a document."""
+        """Turn pairs of text and whether a document ends with it into pieces, cut between words.
+        `starts`: whether the first text begins a document. `stops`: whether the last text ends one."""
         rest, ends, searched = "", True, 0
         for text, ends in texts:
             rest += text
@@ -145,16 +145,16 @@ class Reader:
                 cut = last_cut(rest, searched)
                 if not cut and len(rest) > LONGEST_RUN:
                     self.counts.note("cut_words", 1, path)
-                    cut = len(rest) - rest.endswith("\r")  # a line break is not torn
+                    cut = len(rest) - rest.endswith("\r")  # never cut within a line break
                 if cut:
                     yield Piece(rest[:cut], starts, False)
                     rest, starts = rest[cut:], False
-                searched = 0 if cut else len(rest) - 2  # whether the last two are a place depends on what follows
+                searched = 0 if cut else len(rest) - 2  # a cut at the last two characters depends on the next text
         if not ends:
             yield Piece(rest, starts, stops)
 
     def _blocks(self, part: ByteRange) -> Iterator[str]:
-        """Yield the text of a part of a file, a quarter of a piece at a time; nothing of a binary file."""
+        """Yield the text of a part of a file in quarters of a piece; yield nothing for a binary file."""
         path = part.path
         with files.readable(path):
             if part.start and files.is_binary(files.head(path), path):
@@ -173,7 +173,7 @@ class Reader:
                 yield self._valid(decoder.decode(b"", final=True), path)
 
     def _valid(self, text: str, path: str, **place: Any) -> str:
-        """Replace surrogates, which also stand for bytes that are not UTF-8, by U+FFFD."""
+        """Replace surrogates, which also represent bytes that are not UTF-8, with U+FFFD."""
         if text.isascii():
             return text
         try:
@@ -184,11 +184,11 @@ class Reader:
         return text
 
 
-# ---- what is a document in a plain text: blocks -> (text, whether a document ends with it) ----------------------------
+# ---- splitters of plain text: blocks -> (text, whether a document ends with it) ---------------------------------------
 
 
 def _lines(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield lines without their ends; one of more than a megabyte in several parts."""
+    """Yield lines without line ends; a line of more than a megabyte comes in several parts."""
     rest, within = "", False
     for block in blocks:
         *lines, rest = (rest + block).split("\n")
@@ -196,7 +196,7 @@ def _lines(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
             yield line.removesuffix("\r"), True
         within = within and not lines
         if len(rest) > PIECE_BYTES:
-            kept = -1 if rest.endswith("\r") else len(rest)  # which the line may end with
+            kept = -1 if rest.endswith("\r") else len(rest)  # \r may belong to the line end
             yield rest[:kept], False
             rest, within = rest[kept:], True
     if rest or within:
@@ -204,7 +204,7 @@ def _lines(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _paragraphs(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield what stands between blank lines."""
+    """Yield paragraphs, which blank lines separate."""
     in_paragraph = in_line = False
     for line, ends in _lines(blocks):
         if ends and not in_line and not line.strip():

@@ -1,4 +1,7 @@
-"""Encoding: text to ids, for each kind of tokenizer in its fastest exact way. Imports nothing large, for worker processes."""
+"""Encoding of text to token ids, by the fastest exact way for each kind of tokenizer.
+
+Imports nothing large, so that worker processes start fast.
+"""
 
 import hashlib
 import re
@@ -14,21 +17,22 @@ from errors import UserError
 from tokenizer.bpe import Merges, byte_level_alphabet
 from tokenizer.words import WordSplitter
 
-NOTHING = -1  # no token follows a text
+NOTHING = -1  # no token follows the text
 SHORT_WORD = 32  # bytes
-# A longer word is encoded in overlapping windows: Rust takes 45 bytes of memory a byte, and more time a byte in long words.
+# Longer words are encoded in overlapping windows: Rust needs 45 bytes of memory per byte, and its time per byte grows with
+# the length of the word.
 WINDOW, OVERLAP = 1 << 16, 1 << 12  # bytes
 UNKNOWN = 0xFFFFFFFF
-FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte
+FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's notation for a byte
 
 
-# Maps texts (UTF-8) and the id that follows each of them, or NOTHING, to the ids of all texts in one array (n,) of the
-# store's dtype, and the number of ids of each text with its follower, (texts,) int64.
+# Takes texts (UTF-8) and the id that follows each text, or NOTHING. Returns the ids of all texts in one array, (n,) of the
+# store's dtype, and the number of ids of each text including the id that follows, (texts,) int64.
 Encoder = Callable[[list[bytes], list[int]], tuple[np.ndarray, np.ndarray]]
 
 
 def load_rust(file: Path) -> Tokenizer:
-    """Load a `tokenizer.json` as an encoder of plain text: control tokens in the text stay text."""
+    """Load a `tokenizer.json` to encode plain text, in which control tokens stay text."""
     rust = Tokenizer.from_file(str(file))
     rust.encode_special_tokens = True
     rust.no_truncation()
@@ -40,7 +44,7 @@ def encoder(rust: Tokenizer, dtype: np.dtype) -> Encoder:
     if is_character(rust):
         return CharacterEncoder(rust, dtype)
     if has_gpt2_words(rust):
-        with suppress(ValueError):  # a word is more than its merges
+        with suppress(ValueError):  # the tokens of a word depend on more than merges
             return WordEncoder(rust, dtype)
     return RustEncoder(rust, dtype)
 
@@ -50,12 +54,12 @@ def sha256(rust: Tokenizer) -> str:
 
 
 def kind(rust: Tokenizer) -> str:
-    """Return `character`, or the kind of the model: `bpe`, `unigram`, `wordpiece` ..."""
+    """Return the kind of a tokenizer: `character`, or its model: `bpe`, `unigram`, `wordpiece` ..."""
     return "character" if is_character(rust) else type(rust.model).__name__.lower()
 
 
 def is_character(rust: Tokenizer) -> bool:
-    """Return whether each known character is a token, and any other an error."""
+    """Return whether every token is one character, and unknown characters are errors."""
     if not isinstance(rust.model, models.WordLevel) or rust.normalizer is not None or rust.pre_tokenizer is None:
         return False
     tokens = rust.get_vocab().keys()
@@ -64,18 +68,16 @@ def is_character(rust: Tokenizer) -> bool:
 
 
 def has_gpt2_words(rust: Tokenizer) -> bool:
-    """Return whether a text is encoded word by word with GPT-2's pattern."""
+    """Return whether the tokenizer encodes text word by word with GPT-2's pattern."""
     words, added = rust.pre_tokenizer, rust.get_added_tokens_decoder().values()
     pattern = isinstance(words, pre_tokenizers.ByteLevel) and words.use_regex and not words.add_prefix_space
     return pattern and rust.normalizer is None and all(token.special for token in added)
 
 
 class WordEncoder:
-    """A BPE with GPT-2's words, which encodes each distinct word of some megabytes once.
-
-    Exactly what `encode_batch_fast` gives, an order of magnitude faster. Short words are merged all at once in numpy, which
-    takes a round for each merge of the longest; long words one by one in Rust. Raises a `ValueError`, as `Merges` does.
-    """
+    """Encoder for a BPE with GPT-2's words: it encodes each distinct word of some megabytes once.
+    The ids are those of `encode_batch_fast`, an order of magnitude faster. Short words are merged all at once in numpy, with
+    one round per merge of the longest word; long words are encoded one by one in Rust. Raises a `ValueError`, as `Merges`."""
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
         self.model = rust.model
@@ -88,12 +90,12 @@ class WordEncoder:
         words = self.splitter.words(texts).dictionary_encode()
         pool, first, length = self._encode(words.dictionary)
         of_word = np.frombuffer(words.indices.buffers()[1], dtype=np.int32, count=len(words))  # (words,) into distinct
-        ends = np.flatnonzero(of_word == of_word[-1])  # (texts,) the words 0xFF
+        ends = np.flatnonzero(of_word == of_word[-1])  # (texts,) positions of the words 0xFF
         follower = np.array(followed_by, dtype=np.int64)
         follows = follower != NOTHING
         first, length = first.take(of_word), length.take(of_word)  # twice as fast as first[of_word]
         length[ends] = follows
-        until = np.cumsum(length, dtype=np.int32)  # (words,) ids up to the end of each word
+        until = np.cumsum(length, dtype=np.int32)  # (words,) number of ids up to the end of each word
         where = np.repeat(first - (until - length), length)  # (n,) into the pool
         where += np.arange(len(where), dtype=np.int32)
         ids, until = pool.take(where), until[ends]
@@ -101,7 +103,7 @@ class WordEncoder:
         return ids, np.diff(until, prepend=0).astype(np.int64)
 
     def _encode(self, words: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids of an Arrow array of words, (n,), and the first and the number of each word's own, (words,) int32."""
+        """Return the ids of an Arrow array of words, (n,), and each word's first index and number of ids, (words,) int32."""
         _, bounds, text = words.buffers()
         bounds = np.frombuffer(bounds, dtype=np.int32, count=len(words) + 1)
         text = np.frombuffer(text, dtype=np.uint8, count=bounds[-1])
@@ -117,11 +119,9 @@ class WordEncoder:
         return np.concatenate([pool.astype(self.dtype), *long]), first, length
 
     def _encode_long(self, word: bytes) -> np.ndarray:
-        """(n,) ids of a word of any length.
-
-        Ids are those of a word if every two neighbors are the ids of their own text, because no merge then reaches across. So
-        the ids of two windows are joined where the second begins with an id of the first.
-        """
+        """Return the ids of a word of any length, (n,).
+        A sequence of ids is correct if every two neighbors are the ids of their own text, because then no merge reaches across.
+        So two windows can be joined if the second begins with an id of the first."""
         joined, start, stop = [], 0, WINDOW
         ids = self._window(word, start, stop)
         while stop < len(word):
@@ -135,7 +135,7 @@ class WordEncoder:
             else:
                 stop, first = 2 * stop - start, ids[0]
                 ids = self._window(word, start, stop)
-                if start and ids[0] != first:  # which the window before is joined with
+                if start and ids[0] != first:  # the window before is joined at this id
                     return self._window(word, 0, len(word))
         return np.concatenate([*joined, ids])
 
@@ -145,24 +145,24 @@ class WordEncoder:
 
 
 class RustEncoder:
-    """Encodes with `tokenizers`, for any other tokenizer."""
+    """Encoder for all other tokenizers, with `tokenizers`."""
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
         self.rust = rust
         self.dtype = dtype
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode; raise a `UserError` for text that the tokenizer does not know, where it has no token for that."""
+        """Encode; raise a `UserError` for unknown text if the tokenizer has no token for it."""
         try:
             encodings = self.rust.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-        except Exception as error:  # the Rust library raises nothing narrower
-            raise UserError(f"The tokenizer cannot express this text ({error}); use another.") from error
+        except Exception as error:  # the Rust library raises no narrower class
+            raise UserError(f"The tokenizer cannot encode this text ({error}); use another tokenizer.") from error
         encoded = [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
         return _with_followers(np.concatenate(encoded), [len(ids) for ids in encoded], followed_by)
 
 
 class CharacterEncoder:
-    """Encodes each character as one id, by a table."""
+    """Encoder with one id per character, from a table."""
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
         self.dtype = dtype
@@ -180,7 +180,7 @@ class CharacterEncoder:
             character = chr(points[ids == UNKNOWN][0])
             raise UserError(
                 f"The character {character!r} (U+{ord(character):04X}) is not among the {self.size} that this "
-                f"character tokenizer knows; leave it out, or make the tokenizer from text that has it."
+                f"character tokenizer knows; remove it, or build the tokenizer from text that contains it."
             )
         return _with_followers(ids.astype(self.dtype), [len(text) for text in decoded], followed_by)
 
@@ -192,7 +192,7 @@ def _with_followers(ids: np.ndarray, counts: list[int], followed_by: list[int]) 
 
 
 def token_bytes(rust: Tokenizer) -> list[bytes]:
-    """Return the text of each id in UTF-8; special tokens and the unknown one have none."""
+    """Return the text of each id in UTF-8; it is empty for special tokens and the unknown token."""
     added, to_byte = rust.get_added_tokens_decoder(), byte_level_alphabet()
     byte_level = isinstance(rust.decoder, decoders.ByteLevel)
     unknown = getattr(rust.model, "unk_token", None)
@@ -205,7 +205,7 @@ def token_bytes(rust: Tokenizer) -> list[bytes]:
             return token.encode()
         if byte_level:
             return bytes(map(to_byte.get, token)) if to_byte.keys() >= set(token) else token.encode()
-        # The second of two, because many decoders take the blank off the first of a text.
+        # Decode the id twice and use the second text, because many decoders strip the space at the beginning.
         first, both = rust.decode([i], skip_special_tokens=False), rust.decode([i, i], skip_special_tokens=False)
         byte = FALLBACK.fullmatch(token)
         return bytes.fromhex(byte[1]) if byte and first != token else both[len(first) :].encode()
@@ -214,8 +214,8 @@ def token_bytes(rust: Tokenizer) -> list[bytes]:
 
 
 def text_lengths(rust: Tokenizer) -> np.ndarray | None:
-    """Return (vocab_size,) int64: bytes of text of each id; None where no text can be lost: a BPE that has a token for
-    every byte, and a character tokenizer, which refuses unknown characters."""
+    """Return the bytes of text of each id, (vocab_size,) int64, or None if the tokenizer cannot lose text.
+    A BPE with a token for every byte cannot, nor can a character tokenizer, which refuses unknown characters."""
     all_bytes = isinstance(rust.decoder, decoders.ByteLevel) and byte_level_alphabet().keys() <= rust.get_vocab().keys()
     if is_character(rust) or all_bytes:
         return None

@@ -1,4 +1,4 @@
-"""Estimate of a large text's token store: a sample of the text becomes a store with the same settings, scaled by bytes."""
+"""Estimate the token store of a large text from a sample, tokenized with the same settings and scaled by bytes."""
 
 import copy
 import json
@@ -18,36 +18,36 @@ from tokenizer.store import RESUMES, TokenStore
 from tokenizer.store_builder import StoreBuilder, cores
 from tokenizer.worker import Workers
 
-LARGE_BYTES = 50_000_000  # of text: less is tokenized in seconds
-# Of text, about. A BPE fits the text that it is made from: of 600 MB, 16, 32 and 64 MB said 3.2, 1.8 and 0.8% too few
-# tokens, in 7.0, 6.3 and 7.8 s.
+LARGE_BYTES = 50_000_000  # a smaller text is tokenized in seconds
+# Approximate size of the sample. A BPE fits the text that it is trained on: for 600 MB of text, samples of 16, 32 and 64 MB
+# estimated 3.2, 1.8 and 0.8% too few tokens, in 7.0, 6.3 and 7.8 s.
 SAMPLE_BYTES = 32_000_000
-CHUNK_BYTES = 1 << 20  # of plain text and jsonl, read at one place
-HEAD_BYTES = 4 << 20  # at least, of a file of another kind
+CHUNK_BYTES = 1 << 20  # read from one place of plain text or jsonl
+HEAD_BYTES = 4 << 20  # minimum read from the head of other files
 
 
 @dataclass(frozen=True)
 class Estimate:
     sample: TokenStore
-    whole: TokenStore  # the sample's store with the number of tokens of the whole; the tokens are still those of the sample
-    read: str  # 32 of 9,800 MB
-    seconds: float  # that tokenizing the whole should take
+    whole: TokenStore  # the sample's store with the estimated token counts of the whole text
+    read: str  # for example 32 of 9,800 MB
+    seconds: float  # estimated time to tokenize the whole text
 
 
 class SampledCorpus(Corpus):
-    """Parts of the files of one input, evenly spread. `size` is of all text, `text_sizes` are of the parts once there are units."""
+    """Evenly spread sample of the files of one input. `size` counts all files; `text_sizes`, after `units`, the sample."""
 
-    owed = taken = 0.0  # bytes of files so far
+    owed = taken = 0.0  # bytes of files, so far
 
     def units(self) -> list[Unit]:
         parts = [part for unit in super().units() for part in unit.ranges]
         self.text_sizes = [self.text_size * self.taken / self.size]
-        of_each = math.ceil(len(parts) / cores()) or 1  # so that all processes are busy, as with the whole
+        of_each = math.ceil(len(parts) / cores()) or 1  # keep all processes busy, as with the whole text
         return [Unit(1.0, tuple(parts[i : i + of_each])) for i in range(0, len(parts), of_each)]
 
     def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
-        """Return about what is owed: places in plain text and jsonl, its beginning and its end among them; rows of some row
-        groups of a parquet file; of others the head."""
+        """Return the parts of a file to sample, about `owed` bytes.
+        Plain text and jsonl: chunks, including the beginning and the end. Parquet: rows of some row groups. Others: the head."""
         self.owed += file.size * SAMPLE_BYTES / self.text_size
         parts = [part for _, part in super()._ranges(file)] if self.owed > 0 else []
         if not parts:
@@ -55,7 +55,7 @@ class SampledCorpus(Corpus):
         part = parts[0]
         is_plain = part.kind in ("text", "jsonl") and not files.is_compressed(part.path)
         taken = max(self.owed, 2 * CHUNK_BYTES if is_plain else HEAD_BYTES)
-        if taken >= file.size or part.kind == "json":  # one list, which has no parts
+        if taken >= file.size or part.kind == "json":  # a json list cannot be divided
             taken = file.size
         elif part.kind == "parquet":
             taken, parts = _rows(part, taken, file.size)
@@ -71,7 +71,7 @@ class SampledCorpus(Corpus):
 
 
 def _rows(part: ByteRange, n_bytes: float, size: int) -> tuple[float, list[ByteRange]]:
-    """Return the first rows of some row groups, about `n_bytes` of a parquet file of `size`, and how many bytes that is."""
+    """Return a sample of about `n_bytes` of a parquet file of `size` bytes: its bytes, and the first rows of row groups."""
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(part.path)
@@ -85,11 +85,8 @@ def _rows(part: ByteRange, n_bytes: float, size: int) -> tuple[float, list[ByteR
 
 
 def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estimate | None:
-    """Estimate the store of the recipe's one input; `folder`, an empty one, gets the sample. None where there is little text.
-
-    Raises:
-        UserError: there is no text, it is bad, or a Hub dataset does not state its size.
-    """
+    """Estimate the store of the recipe's only input, with a sample in the empty `folder`; None if the text is small.
+    Raise a `UserError` if the text is missing or bad, or a Hub dataset does not state its size."""
     [data] = recipe.inputs
     corpus: Corpus = SampledCorpus([data], recipe.corpus)
     dataset, records = corpus.hub[0], folder / "records.jsonl"
@@ -104,7 +101,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
             corpus = Corpus(recipe.inputs, recipe.corpus)
         builder = StoreBuilder(recipe, folder / "store", lambda line: None, workers, cores())
         builder.corpus, builder.inputs = corpus, []
-        workers.start(cores())  # which takes time, but once
+        workers.start(cores())  # before the clock starts: it takes time once, for any size of text
         times = [time.perf_counter()]
         try:
             units = len(builder.plan.units)
@@ -130,8 +127,8 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
 
 
 def _copy_records(dataset: HubDataset, to: Path) -> tuple[float, str] | None:
-    """Copy the first records as jsonl; return how many times larger the whole is and what was read, or None where these are
-    all; raise a `UserError` where the dataset does not state how many it has."""
+    """Copy the first records as jsonl; return the scale from sample to dataset and the amount read, or None if these are all.
+    Raise a `UserError` if the dataset does not state its number of records."""
     pinned, size, count = dataset.pinned(), 0, 0
     with to.open("w", encoding="utf-8") as file:
         for record in pinned.records():
@@ -144,8 +141,8 @@ def _copy_records(dataset: HubDataset, to: Path) -> tuple[float, str] | None:
     split = (pinned.stream.info.splits or {}).get(pinned.split or "train")
     if split is None or not split.num_examples:
         raise UserError(
-            f"{dataset} does not say how much text it has, so nothing can be planned before it was read; tokenize it first "
-            f"(python -m tokenizer.pretokenize --input {dataset} --output data/{dataset.name.split('/')[1]}), and plan with "
-            f"that as --data."
+            f"{dataset} does not state its number of records, so its size cannot be estimated; tokenize it first "
+            f"(python -m tokenizer.pretokenize --input {dataset} --output data/{dataset.name.split('/')[1]}), and use "
+            f"that store as --data."
         )
     return split.num_examples / count, f"{count:,} of {split.num_examples:,} records"

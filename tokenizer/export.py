@@ -1,4 +1,4 @@
-"""Export of a store as a dataset for the Hub: parquet files of token ids, with a card."""
+"""Export a token store as a dataset for the Hub: parquet files of token ids, with a dataset card."""
 
 import itertools
 import shlex
@@ -16,22 +16,22 @@ from tokenizer.recipe import Recipe
 from tokenizer.store import SPLITS, Metadata, TokenStore, index_file, sequences, tokens_file
 
 ROW_TOKENS = 1 << 20  # a longer document continues in the next row
-GROUP_TOKENS = 1 << 22  # of a row group: what a writer and a reader hold in memory
-SHARD_BYTES = 1 << 29  # of ids
+GROUP_TOKENS = 1 << 22  # tokens per row group, which a writer and a reader hold in memory
+SHARD_BYTES = 1 << 29  # bytes of ids per file
 HUB_SPLITS = {"train": "train", "val": "validation"}
-MADE_OF = b"token_store"  # in the files: the identity of the store
-NO_FLAGS = ("input", "tokenizer_json", "chat_template_source")  # settings that the command states otherwise, or not
+MADE_OF = b"token_store"  # key of the store's identity in the parquet metadata
+NO_FLAGS = ("input", "tokenizer_json", "chat_template_source")  # settings that are not written as flags of the command
 SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "n>1B")
 
 
 def to_parquet(store: TokenStore) -> Path:
-    """Write a store as a dataset for the Hub to `NAME-parquet/` next to it, unless that exists already."""
+    """Write a store as a Hub dataset to `NAME-parquet/` next to it, unless it was already exported there."""
     store.require_indexes()
     folder = store.folder.with_name(f"{store.folder.name}-parquet")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if exported_identity(folder) == store.metadata.identity:
             return folder
-        raise UserError(f"{folder} exists and is not {store.folder} as parquet; move it away or delete it.")
+        raise UserError(f"{folder} exists and is not an export of {store.folder}; move it away or delete it.")
     store.check_hashes()
     files = ("data/*.parquet", "tokenizer/*", "README.md")
     with disk_errors(folder), unfinished_path(folder.resolve(), ".exporting", files) as unfinished:
@@ -43,7 +43,7 @@ def to_parquet(store: TokenStore) -> Path:
 
 
 def exported_identity(folder: Path) -> str | None:
-    """Return the identity of the store that a folder is the export of; None where it is something else."""
+    """Return the identity of the store that was exported to `folder`; None if it is not an export."""
     import pyarrow
     from pyarrow import parquet
 
@@ -70,7 +70,7 @@ def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
             groups, lambda group: min(int(group[1][0]) // shard_tokens, shards - 1)
         ):
             path = folder / f"{HUB_SPLITS[split]}-{number:05d}-of-{shards:05d}.parquet"
-            # Written plainly: a dictionary of ids cuts them into odd numbers of bits, and zstd finds less, 71% against 59%.
+            # No dictionary: it packs ids into odd numbers of bits, which zstd compresses to 71% instead of 59%.
             with parquet.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
                 for document, starts, ends in of_shard:
                     ids = np.fromfile(file, dtype=dtype.newbyteorder("<"), count=int(ends[-1] - starts[0]))
@@ -82,7 +82,7 @@ def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
 
 
 def _row_groups(index: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield what `sequences` does, cut where a row passes a multiple of GROUP_TOKENS, so that no group lies in two shards."""
+    """Yield `sequences`, divided where a row passes a multiple of GROUP_TOKENS, so that each group is in one shard."""
     for document, starts, ends in sequences(index, ROW_TOKENS):
         cuts = np.flatnonzero(np.diff(starts // GROUP_TOKENS)) + 1
         for first, stop in itertools.pairwise([0, *cuts.tolist(), len(starts)]):
@@ -116,12 +116,12 @@ def _card(store: TokenStore, rows: int) -> str:
 
 
 def _public(source: str) -> str:
-    """Return a source without the folders of this machine."""
+    """Return the name of a source without local folders."""
     return source if HubDataset.parse(source) is not None else Path(source).name
 
 
 def _public_command(metadata: Metadata) -> str:
-    """Return the command with the settings that are not defaults."""
+    """Return the command with all settings that differ from the defaults."""
     usual = Recipe(metadata.sources).settings()
     parts = ["python", "-m", "tokenizer.pretokenize", "--input", *map(_public, metadata.sources)]
     for name, value in metadata.settings.items():

@@ -1,4 +1,4 @@
-"""Files, plain or compressed, as streams of bytes, and the checks that they hold text."""
+"""Plain and compressed files as streams of bytes, and checks that they contain text."""
 
 import bz2
 import codecs
@@ -18,22 +18,22 @@ from errors import UserError
 from tokenizer.byte_range import SHORTER
 
 INFLATED_BLOCK = 1 << 18
-ZST_BLOCK = 512  # bytes, all of which inflate at once: to 16 MiB in a bomb
-ZST_WINDOW = 1 << 31  # of `zstd --long=31`, by which large crawls are packed
-BOMB_BYTES, BOMB_RATIO = 64 << 20, 200  # text packs 3 to 10 times smaller, logs 50 times
+ZST_BLOCK = 512  # bytes that are inflated at once: to 16 MiB in a decompression bomb
+ZST_WINDOW = 1 << 31  # window of `zstd --long=31`, which large crawls are packed with
+BOMB_BYTES, BOMB_RATIO = 64 << 20, 200  # text compresses by factors of 3 to 10, logs by 50
 BLOCK_BYTES = 1 << 20
 HEAD_BYTES = 8192
-NUL_SHARE = 0.01  # a file with more of them is not text
+NUL_SHARE = 0.01  # a file with a larger share of NUL bytes is not text
 ASCII_TEXT = re.compile(rb"[\t\n\r -~]{8,}")
 
 
 class UnreadableError(UserError):
-    """A file that is damaged, or is not what its name says. Found in a folder, it is skipped and counted."""
+    """Error for a damaged file or a wrong file suffix. If the file was found in a folder, it is skipped and counted."""
 
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Turn errors of reading `path` into a `UserError`; an `UnreadableError` unless the file was changed meanwhile."""
+    """Turn errors of reading `path` into a `UserError`: an `UnreadableError` unless the file was changed or deleted."""
     try:
         yield
     except (ValueError, OSError, EOFError, RecursionError, csv.Error, zlib.error) as error:
@@ -50,7 +50,7 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zst(file: BinaryIO) -> Iterator[bytes]:
-    """zstandard's own stream reader ends silently in a truncated frame."""
+    """Yield the content of a .zst file; zstandard's own stream reader ends silently in a truncated frame."""
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=ZST_WINDOW)
@@ -58,7 +58,7 @@ def _zst(file: BinaryIO) -> Iterator[bytes]:
     try:
         while block := file.read(ZST_BLOCK):
             while block:
-                if frame.eof:  # one after the other
+                if frame.eof:  # the next frame follows
                     frame = decompressor.decompressobj()
                 yield frame.decompress(block)
                 block = frame.unused_data
@@ -80,7 +80,7 @@ def is_compressed(path: str) -> bool:
 
 
 def is_packed(path: str) -> bool:
-    """Return whether a file is smaller than its text."""
+    """Return whether a file is compressed, and so smaller than its text."""
     return is_compressed(path) or path.lower().endswith(".parquet")
 
 
@@ -91,10 +91,8 @@ def suffix(path: str) -> str:
 
 
 def opened(path: str, limit: int | None = None) -> BinaryIO:
-    """Open a file, decompressed if its name says so; with `limit`, the lines in about its first `limit` bytes.
-
-    Of an archive that is truncated, damaged, or inflates without end, reading raises what `readable` catches.
-    """
+    """Open a file, decompressed according to its suffix; with `limit`, only the lines in about its first `limit` bytes.
+    If an archive is truncated or damaged, or inflates without end, reading it raises an error that `readable` catches."""
     if limit is not None:
         with open(path, "rb") as file:
             head = b"".join(inflated(path, limit)) if is_compressed(path) else file.read(limit)
@@ -103,7 +101,7 @@ def opened(path: str, limit: int | None = None) -> BinaryIO:
 
 
 def inflated(path: str, limit: float = math.inf) -> Iterator[bytes]:
-    """Yield the content of a compressed file up to the block for which more than `limit` bytes had to be read."""
+    """Yield the content of a compressed file until more than `limit` compressed bytes were read."""
     size = 0
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
@@ -112,7 +110,7 @@ def inflated(path: str, limit: float = math.inf) -> Iterator[bytes]:
             size += len(block)
             if size > max(BOMB_BYTES, BOMB_RATIO * file.tell()):
                 raise ValueError(
-                    f"it inflates to more than {BOMB_RATIO} times its size, which text does not; if it is text all the same, "
+                    f"it inflates to more than {BOMB_RATIO} times its size, which is unusual for text; if it is text, "
                     f"decompress it first"
                 )
             yield block
@@ -121,7 +119,7 @@ def inflated(path: str, limit: float = math.inf) -> Iterator[bytes]:
 
 
 class _BlockStream(io.RawIOBase):
-    """Blocks of bytes as a file."""
+    """File object that reads an iterator of blocks."""
 
     def __init__(self, blocks: Iterator[bytes]):
         self.blocks, self.rest = blocks, memoryview(b"")
@@ -143,7 +141,7 @@ class _BlockStream(io.RawIOBase):
         super().close()
 
 
-# ---- is it text? ------------------------------------------------------------------------------------------------------
+# ---- text or binary ---------------------------------------------------------------------------------------------------
 
 
 def head(path: str) -> bytes:
@@ -152,7 +150,7 @@ def head(path: str) -> bytes:
 
 
 def is_binary(head: bytes, path: str) -> bool:
-    """Return whether a file with this head is not text; raise an `UnreadableError` for UTF-16."""
+    """Return whether a file that begins with `head` is binary; raise an `UnreadableError` for UTF-16."""
     has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     even, odd = head[::2], head[1::2]
     if has_mark or any(not nul.strip(b"\0") and ASCII_TEXT.fullmatch(text) for text, nul in ((even, odd), (odd, even))):
@@ -161,7 +159,7 @@ def is_binary(head: bytes, path: str) -> bool:
 
 
 def line_number(path: str, byte: int) -> int:
-    """Return the number of the line, from 1 on, that holds a byte of the content."""
+    """Return the number, from 1 on, of the line that contains a byte of the content."""
     number = 1
     with opened(path) as file:
         while byte > 0 and (block := file.read(min(byte, BLOCK_BYTES))):
@@ -171,7 +169,7 @@ def line_number(path: str, byte: int) -> int:
 
 
 def first_bad_line(path: str) -> int:
-    """Return the number of the first line that is not UTF-8; of the last line where all are."""
+    """Return the number of the first line that is not UTF-8; if all lines are, of the last line."""
     number = 1
     with io.TextIOWrapper(opened(path), encoding="utf-8", errors="surrogateescape", newline="") as file:
         while (line := file.readline(BLOCK_BYTES)) and not re.search("[\ud800-\udfff]", line):

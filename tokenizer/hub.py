@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: whether it can be reached, and its datasets, streamed so that they need not fit on the disk."""
+"""Hugging Face Hub: connection check, and datasets, which are streamed so that they need not fit on the disk."""
 
 import os
 import re
@@ -18,11 +18,9 @@ REACHED_WITHIN = 10  # seconds
 
 
 def unreachable() -> str | None:
-    """Return why the Hub cannot be reached; None where it answers.
-
-    Asks once per process: left to themselves, its libraries try each file six times, for a minute and more. Without an
-    answer, the libraries of this process and of its children are set to use their cache alone.
-    """
+    """Return why the Hub cannot be reached; None if it answers.
+    The check runs once per process: by default, the Hub's libraries try each file six times, for a minute or more. Without
+    an answer, the libraries of this process and its children are set to use only their cache."""
     from huggingface_hub import constants, get_session
 
     endpoint = constants.ENDPOINT
@@ -32,19 +30,19 @@ def unreachable() -> str | None:
         _reasons[endpoint] = None
         try:
             get_session().head(endpoint, timeout=REACHED_WITHIN)
-        except Exception as error:  # the HTTP library behind the Hub, and its exceptions, differ by version
+        except Exception as error:  # the Hub's HTTP library, and so its exceptions, differ by version
             constants.HF_HUB_OFFLINE = True
             os.environ["HF_HUB_OFFLINE"] = "1"
             _reasons[endpoint] = f"{endpoint}: {shortened(error) or type(error).__name__}"
     return _reasons[endpoint]
 
 
-_reasons: dict[str, str | None] = {}  # why an endpoint does not answer; None where it does
+_reasons: dict[str, str | None] = {}  # reason why an endpoint does not answer; None if it answers
 
 
 def require(name: str, what: str, *files: str) -> None:
-    """Raise a `UserError` for a Hub id that cannot be loaded: the Hub cannot be reached, and none of `files` is cached. Other
-    names are not checked. `what` is a noun with its article."""
+    """Raise a `UserError` for a Hub id if the Hub cannot be reached and none of `files` is cached.
+    Names that are not Hub ids are not checked. `what` is a noun with its article."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -66,7 +64,7 @@ def shortened(error: Exception) -> str:
 
 @dataclass
 class HubDataset:
-    """`user/name`, with `:config`, `:config:split` and `@revision` as needed."""
+    """Hub dataset, written as `user/name`, `user/name:config` or `user/name:config:split`, each with an optional `@revision`."""
 
     name: str
     config: str | None = None
@@ -75,7 +73,7 @@ class HubDataset:
 
     @classmethod
     def parse(cls, entry: str) -> Self | None:
-        """Return None where `entry` is not such an id, or names a local path."""
+        """Return the dataset that `entry` names; None if it is not such an id, or is a local path."""
         found = ID.fullmatch(entry)
         if found is None or Path(entry).exists() or Path(entry.split("/")[0]).exists():
             return None
@@ -87,8 +85,8 @@ class HubDataset:
         )
 
     def pinned(self) -> Self:
-        """Return the dataset at its present commit; raise a `UserError` where it or its revision does not exist, or the Hub
-        cannot be reached."""
+        """Return the dataset at its current commit.
+        Raise a `UserError` if the dataset or its revision does not exist, or the Hub cannot be reached."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -96,40 +94,40 @@ class HubDataset:
             raise UserError(f"{self.name} is not a local path, and the Hub cannot be reached ({why}).")
         reasons = {
             RepositoryNotFoundError: "has no such dataset",
-            RevisionNotFoundError: f"has no revision {self.revision} of it; leave it out or name another",
+            RevisionNotFoundError: f"has no revision {self.revision} of it; omit the revision or name another one",
         }
         try:
             commit = HfApi().dataset_info(self.name, revision=self.revision).sha
-        except Exception as error:  # the HTTP library behind the Hub, and its exceptions, differ by version
-            reason = reasons.get(type(error), f"cannot be asked for it ({shortened(error)})")
+        except Exception as error:  # the Hub's HTTP library, and so its exceptions, differ by version
+            reason = reasons.get(type(error), f"does not return it ({shortened(error)})")
             raise UserError(f"{self.name} is not a local path, and the Hub {reason}.") from error
         return type(self)(self.name, self.config, self.split, commit)
 
     @cached_property
     def stream(self) -> Any:
-        """The dataset as `datasets` streams it; a `UserError` for an unknown configuration or split, or unreadable files."""
+        """Stream of the dataset; raises a `UserError` for an unknown configuration or split, or unreadable files."""
         import datasets
 
         try:
             return datasets.load_dataset(
                 self.name, self.config, split=self.split or "train", revision=self.revision, streaming=True
             )
-        except Exception as error:  # by version, and by what is behind the Hub
+        except Exception as error:  # depends on the versions of `datasets` and of the Hub's HTTP library
             raise UserError(f"{self} cannot be read from the Hub: {shortened(error)}.") from error
 
     def records(self, shard: int | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the records, or those of one of `stream.num_shards` shards; raise a `UserError` where the connection is lost or
-        the data are broken."""
+        """Yield the records of the dataset, or of one of its `stream.num_shards` shards.
+        Raise a `UserError` if the connection is lost, or the data are broken."""
         stream = self.stream if shard is None else self.stream.shard(self.stream.num_shards, shard)
         try:
             yield from stream
         except Exception as error:
             raise UserError(
-                f"{self} cannot be read further: {shortened(error)}. The same command resumes from here."
+                f"Reading {self} stopped: {shortened(error)}. The same command resumes from here."
             ) from error
 
 
 @cache
 def opened(pinned: str) -> HubDataset:
-    """Open a dataset by its `str`, even if a local folder has its name now."""
+    """Open a dataset by its `str`, even if a local folder now has the same name."""
     return HubDataset(**ID.fullmatch(pinned).groupdict())

@@ -1,4 +1,4 @@
-"""Show what is in a token store, decode its documents, and verify every hash.
+"""Show the content of a token store, decode its documents, and verify every hash.
 
 python -m tokenizer.inspect data/my
 python -m tokenizer.inspect data/my --split val --document 3
@@ -24,7 +24,7 @@ from tokenizer.store import SPLITS, TokenStore
 class InspectArguments:
     store: str | None = setting(
         None,
-        "Folder of the store; may be given without its flag.",
+        "Folder of the store; can be given without the flag.",
         needed=("a store", "python -m tokenizer.inspect data/my"),
     )
     split: Literal["train", "val"] = setting("train", "Split of the document to decode.")
@@ -40,26 +40,26 @@ def main(arguments: list[str]) -> None:
     show(store)
     store.check_hashes()
     if found := [problem for split in SPLITS for problem in problems(store, split)]:
-        raise UserError("\n".join(f"{problem} Delete the store and make it again." for problem in found))
-    print("Every hash is right, and so are the indexes; every id is in the vocabulary.")
+        raise UserError("\n".join(f"{problem} Delete the store and build it again." for problem in found))
+    print("All hashes and indexes are correct, and every token id is in the vocabulary.")
 
 
 def show(store: TokenStore) -> None:
     metadata = store.metadata
     kind = report.tokenizer_kind(metadata)
-    print(f"{store.folder}: {kind} of {metadata.vocab_size:,} tokens, ids as {metadata.dtype}\n")
+    print(f"{store.folder}: {kind} with {metadata.vocab_size:,} tokens, ids stored as {metadata.dtype}\n")
     print(report.render("splits.md.j2", {"metadata": metadata}))
-    print(f"made from {', '.join(metadata.sources)} by: {metadata.command}")
+    print(f"source: {', '.join(metadata.sources)}\ncommand: {metadata.command}")
     print(report.documents(metadata))
     if left_out := report.left_out(metadata):
         print(f"left out or changed: {'; '.join(left_out)}; examples in {store.folder / 'report.md'}")
 
 
 def decode(store: TokenStore, split: str, document: int) -> str:
-    """Return the text of one document; raise a `UserError` where there is none of that number."""
+    """Return the text of one document; raise a `UserError` if no document has that number."""
     offsets = store.offsets(split)
     if not 0 <= document < len(offsets) - 1:
-        raise UserError(f"{split} has documents 0 to {len(offsets) - 2:,}; there is no {document}.")
+        raise UserError(f"Document {document} does not exist: {split} has documents 0 to {len(offsets) - 2:,}.")
     ids: np.ndarray = store.memory_map(split)[offsets[document] : offsets[document + 1]]
     if len(ids) and ids[-1] == store.metadata.eos_token_id:
         ids = ids[:-1]
@@ -67,10 +67,10 @@ def decode(store: TokenStore, split: str, document: int) -> str:
 
 
 def problems(store: TokenStore, split: str) -> Iterator[str]:
-    """Yield what is wrong with the index for Megatron and the ids of a split, whose hashes are right."""
+    """Yield the problems of a split's Megatron index and token ids, after its hashes were checked."""
     path = store.folder / f"{split}.idx"
     if store.metadata.format_version == 1:
-        pass  # which had no index for Megatron
+        pass  # format 1 has no index for Megatron
     elif not path.is_file():
         yield f"{path} is missing."
     elif not megatron.is_index(store.folder, split, store.metadata.dtype):
@@ -78,7 +78,7 @@ def problems(store: TokenStore, split: str) -> Iterator[str]:
     try:
         store.check_ids(split)
     except UserError as error:
-        yield str(error).removesuffix(" Delete it and make it again.")
+        yield str(error).removesuffix(" Delete it and build it again.")
 
 
 if __name__ == "__main__":

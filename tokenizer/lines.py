@@ -1,4 +1,4 @@
-"""Cleaning rules for lines: blanks, rulers, repeated marks."""
+"""Cleaning rules for lines: white space, ruler lines, repeated punctuation marks."""
 
 # ruff: noqa: RUF001  marks of many scripts, which look alike, are the subject of this file
 
@@ -9,8 +9,8 @@ from tokenizer.characters import BLANKS
 from tokenizer.markup import TAG_BEGUN
 
 RULER = "-=*_~#+|.·•─━│┃═║—–" + BLANKS
-# Marks of prose and of rulers. Brackets, quotes, slashes and number signs are not among them: code and Markdown count
-# them. Three stay, because three are an ellipsis or a dash.
+# Marks of prose and of ruler lines. Brackets, quotes, slashes and number signs are not included: in code and Markdown their
+# number has a meaning. Three marks stay, because three are an ellipsis or a dash.
 MARKS = ".!?,;:-_=*~…·•–—‥。！？、，；：・～؟،؛۔।॥"
 REPEATED_MARK = re.compile(rf"([{re.escape(MARKS)}])\1{{3,}}")
 WORDLIKE = re.compile(r"[^\W_]")  # a letter or a number
@@ -39,7 +39,7 @@ def remove_rulers(text: str) -> str:
 
 
 def _is_ruler(line: str) -> bool:
-    """Return whether a line has only symbols; three dots are a statement in Python and a pause in prose."""
+    """Return whether a line has only symbols, except `...`, which is a statement in Python and a pause in prose."""
     return not line.strip(RULER) and (bare := line.strip(BLANKS)) != "" and bare != "..."
 
 
@@ -47,7 +47,7 @@ def _remove_lines(text: str, is_removed: Callable[[str], bool]) -> str:
     lines = text.split("\n")
     if not any(map(is_removed, lines)):
         return text
-    kept, in_tag = [], False  # removing a line inside an open bracket could complete a tag
+    kept, in_tag = [], False  # removing a line inside an open angle bracket could complete a tag
     for line in lines:
         if in_tag or not is_removed(line):
             kept.append(line)

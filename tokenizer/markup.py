@@ -1,4 +1,4 @@
-"""Cleaning rules for what web pages leave behind: entities, tags, URLs and mail addresses."""
+"""Cleaning rules for remains of web pages: entities, tags, URLs and mail addresses."""
 
 import html
 import re
@@ -7,12 +7,12 @@ from html.entities import html5
 
 from tokenizer.characters import CONTROL, INVISIBLE, remove_invisible, single_blank
 
-# A well-formed entity; escaped more than once, as in `&amp;amp;lt;`, it is one entity.
+# A well-formed entity. An entity that is escaped more than once, as in `&amp;amp;lt;`, is matched as one entity.
 ENTITY = re.compile(
     r"&(?:(?:amp|AMP|#0{0,5}38|#[xX]0{0,4}26);)*"
     r"(#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});"
 )
-# Where an entity may have begun, and characters that, when decoded or removed there, would complete one.
+# The possible beginning of an entity, and the characters that would complete it if they were decoded or removed there.
 ENTITY_BEGUN = re.compile(r"&[#A-Za-z0-9]*\Z")
 ENTITY_LENGTH = 40
 MAKES_ENTITY = re.compile(rf"[#;A-Za-z0-9{INVISIBLE}]*")
@@ -33,7 +33,7 @@ def decode_entities(text: str) -> str:
 
 
 def _entity_text(entity: str) -> str:
-    """Return the text of an entity; an unknown one stands for itself."""
+    """Return the text of an entity; an unknown entity stays as it is."""
     if entity[0] == "#":
         return CONTROL.sub("", html.unescape(f"&{entity};").replace("\r", "\n"))
     return html5.get(f"{entity};", f"&{entity};")
@@ -44,7 +44,7 @@ INLINE_ELEMENTS = (
     "strong sub sup tt u var wbr"
 )
 CELL_ELEMENTS = "td th"
-LINE_ELEMENTS = (  # a new line begins there
+LINE_ELEMENTS = (  # they begin a new line
     "address article aside blockquote body br caption center col colgroup dd details dialog dir div dl dt fieldset "
     "figcaption figure footer form frame frameset h1 h2 h3 h4 h5 h6 head header hgroup hr html legend li link main "
     "menu meta nav ol optgroup option p pre search section select summary table tbody tfoot thead title tr ul"
@@ -69,10 +69,10 @@ ATTRIBUTE = (
     r"""\s++(?:[\w@:][\w@:.-]*+\s*+=\s*+(?:"[^"<]*+"|'[^'<]*+'|[^\s"'<>=`]++)"""
     rf"""|(?:{_any(FLAGS)}|data-[\w-]++)(?=[\s/>]))"""
 )
-WORD = r"[\w\u0300-\u036f\u0653-\u0655\u093c\u3099\u309a]"  # and the marks that NFC joins to a letter
-# Tags of elements that HTML has, in one case throughout. `List<Object>` and `get<i>(t)` are none: a tag without
-# attributes that follows a word directly breaks a line, or is inline and closed before the next tag. Repetitions are
-# possessive, so that no text is read again and again.
+WORD = r"[\w\u0300-\u036f\u0653-\u0655\u093c\u3099\u309a]"  # with the marks that NFC joins to a letter
+# Tags of HTML elements, all in lower or all in upper case. `List<Object>` and `get<i>(t)` are not tags: a tag without
+# attributes directly after a word must break a line, or be inline and closed before the next tag. Repetitions are
+# possessive, so that no text is scanned repeatedly.
 TAG = (
     r"<(?=/?(?:[a-z0-9]++|[A-Z0-9]++)[\s/>])(?:"
     rf"/{ELEMENT}\s*+|{ELEMENT}(?:{ATTRIBUTE})++\s*+/?|(?<!{WORD}<){ELEMENT}\s*+/?|(?i:br|wbr)\s*+/?"
@@ -82,9 +82,9 @@ TAG = (
 TAGS = re.compile(rf"(?:(?:{TAG})\s*+)++")
 LINE_TAG = re.compile(rf"</?{_any(LINE_ELEMENTS)}[\s/>]")
 CELL_TAG = re.compile(rf"</?{_any(CELL_ELEMENTS)}[\s/>]|>\s")
-# A tag inside what is not closed yet, as in `<a <b>href=x>`, stays: its removal would make a tag of the text around it.
+# A tag inside an unclosed tag, as in `<a <b>href=x>`, stays: without it, the text around it would become a tag.
 TAG_BEGUN = re.compile(r"<(?:[/!?]?[^\W\d_][^<>]*|[/!?][^<>\n]*)?\Z")
-# Elements that are removed with their content: the pattern of the whole, and how it ends.
+# Elements that are removed with their content: pattern, and end marker.
 ENCLOSED = [(re.compile("<!--.*?--> ?", re.DOTALL), "-->")] + [
     (re.compile(rf"<{name}(?:\s[^<>]*+)?>.*?</{name}> ?", re.DOTALL), f"</{name}>")
     for name in ("script", "SCRIPT", "style", "STYLE")
@@ -96,7 +96,7 @@ def remove_markup(text: str) -> str:
         return text
     for enclosed, end in ENCLOSED:
         last = text.rfind(end)
-        if last >= 0:  # up to there every element that opens also closes, so no search is quadratic
+        if last >= 0:  # before `last`, every open element also closes, so no search is quadratic
             text = _replace(text, enclosed.finditer(text, 0, last + len(end) + 1), single_blank)
     return _replace(text, TAGS.finditer(text), _tag_replacement)
 
@@ -111,7 +111,7 @@ def _replace(text: str, matches: Iterable[re.Match], replacement: Callable[[re.M
 
 
 def _tag_replacement(match: re.Match, end_before: int) -> str:
-    """Return the line breaks and blanks that a reader of the page sees in place of the tags."""
+    """Return the line breaks and spaces that a browser displays in place of the tags."""
     text, start = match.string, match.start()
     tags = match[0].rstrip()
     space = match[0][len(tags) :]
@@ -133,8 +133,8 @@ def _tag_replacement(match: re.Match, end_before: int) -> str:
     return space
 
 
-# A URL continues through letters of Latin, Greek and Cyrillic, but not through scripts that put no blank after it. Marks
-# that end a sentence or close a bracket do not belong to its end.
+# A URL continues through Latin, Greek and Cyrillic letters, but not through scripts that put no space after a URL. Marks
+# that end a sentence or close a bracket do not belong to the URL's end.
 IN_URL = r"[!#-'*-;=?-\[\]_a-z~\u00c0-\u052f]"
 URL = re.compile(
     r"[hfwHFW](?<![A-Za-z0-9@].)(?i:(?<=h)ttps?://|(?<=f)tp://|(?<=w)ww\.)[A-Za-z0-9\u00c0-\u052f]"

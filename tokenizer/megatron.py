@@ -1,4 +1,4 @@
-"""Indexes for Megatron's IndexedDataset, beside the same bytes: `train` and `val` become its prefixes."""
+"""Indexes that make a store's `train` and `val` prefixes of Megatron's IndexedDataset; the token files stay as they are."""
 
 import struct
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from atomic import fsync
 from tokenizer.store import SPLITS, index_file, sequences
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
-DTYPES = {"uint16": 8, "uint32": 4}  # codes; 4 is int32, the same bytes for ids below 2^31
-LONGEST_SEQUENCE = 2**31 - 1  # tokens, of Megatron's int32
+DTYPES = {"uint16": 8, "uint32": 4}  # Megatron's codes; 4 is int32, which has the same bytes for ids below 2^31
+LONGEST_SEQUENCE = 2**31 - 1  # tokens: Megatron counts in int32
 
 
 def write_indexes(folder: Path, dtype: str) -> None:
-    """Write train.idx and val.idx, from the indexes of the store."""
+    """Write train.idx and val.idx from the indexes of the store."""
     for split in SPLITS:
         with (folder / f"{split}.idx").open("wb") as file:
             for block in _index(folder, split, dtype):
@@ -24,16 +24,17 @@ def write_indexes(folder: Path, dtype: str) -> None:
 
 
 def is_index(folder: Path, split: str, dtype: str) -> bool:
-    """Return whether the `.idx` of a split states what its other index does."""
+    """Return whether the `.idx` of a split agrees with the split's `.bin.index`."""
     with (folder / f"{split}.idx").open("rb") as file:
         same = all(file.read(len(block)) == block for block in _index(folder, split, dtype))
         return same and not file.read(1)
 
 
 def _index(folder: Path, split: str, dtype: str) -> Iterator[bytes]:
-    """Magic, version, dtype code, numbers of sequences and of document bounds; lengths, int32; first bytes, int64; the
-    sequence that each document begins with, and their end, int64. A document is one sequence, unless int32 cannot count it.
-    """
+    """Yield the bytes of an `.idx`.
+    Header: magic, version, dtype code, number of sequences, number of document bounds. Then lengths, int32; first bytes,
+    int64; and the number of the first sequence of each document, with the end, int64. A document is one sequence, unless
+    its length exceeds int32."""
     index, itemsize = folder / index_file(split), np.dtype(dtype).itemsize
     count = sum(len(starts) for _, starts, _ in sequences(index, LONGEST_SEQUENCE))
     yield struct.pack("<9sQBQQ", MAGIC, VERSION, DTYPES[dtype], count, index.stat().st_size // 8 + 1)

@@ -1,7 +1,7 @@
-"""Merging: parts become the files of both splits, without repeated documents and with each document as often as asked.
+"""Merge the parts into the files of both splits, without repeated documents and with the copies that `--weights` sets.
 
-A document goes to the split that its hash chose, but a long one gives its end for validation and the rest for training.
-Interrupted merging resumes: `merged.json` records the sizes of the files, and the ids of a part are deleted only once
+The hash of a document selects its split, but the end of a long document goes to validation and the rest to training.
+Interrupted merging resumes: `merged.json` records the sizes of the files, and the ids of a part are deleted only after
 they are recorded.
 """
 
@@ -25,24 +25,24 @@ from tokenizer.store import SPLITS, index_file, tokens_file
 from tokenizer.worker import Part, Settings, part_file, row_type
 
 BLOCK_TOKENS = 1 << 21
-LONG_BYTES = 1 << 20  # a document beyond this, and beyond the validation share of the text, gives its end
-CUT_REACH = 4 << 20  # bytes around the wanted place that are searched for a line to cut a text at
+LONG_BYTES = 1 << 20  # a document above this and above the validation share of the text is divided between the splits
+CUT_REACH = 4 << 20  # bytes around the target position that are searched for the beginning of a line
 BYTES_BETWEEN_RECORDS = 64 << 20
 DEDUP_BYTES = 128 << 20
-DROPPED, TRAIN, VAL, HEAD = range(4)  # destinations of a row; HEAD: train, while the rest of its document goes to val
+DROPPED, TRAIN, VAL, HEAD = range(4)  # destinations of a row; HEAD: to train, and the rest of its document to val
 TARGETS = {"train": (TRAIN, HEAD), "val": (VAL,)}
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of a long document, or of all text, which becomes validation text. Rows are counted through all parts."""
+    """End of a long document, or of all text, that becomes validation text. Rows are numbered across all parts."""
 
-    first: int  # row of the document
-    cut: int  # row in which the tail begins,
-    tokens: int  # after so many tokens
-    bytes: int  # and bytes of that row
-    last: int  # row
+    first: int  # first row of the document
+    cut: int  # row in which the tail begins
+    tokens: int  # tokens of that row before the tail
+    bytes: int  # bytes of that row before the tail
+    last: int  # last row of the document
 
 
 @dataclass
@@ -54,30 +54,30 @@ class SplitSize:
 
 @dataclass
 class MergeProgress:
-    """`merged.json`."""
+    """Content of `merged.json`."""
 
-    done: int  # parts, in the order in which they are used
+    done: int  # uses of parts that were merged, in their order
     splits: dict[str, SplitSize]
     tails: list[Tail]  # of long documents
-    end: Tail | None  # of all text, where the documents' hashes leave a split empty
+    end: Tail | None  # of all text, if the hashes of the documents leave a split empty
 
 
 class Merger:
     def __init__(self, work: Path, folder: Path, settings: Settings, copies: list[float]):
-        """`work` holds the parts; the files go to `folder`. `copies`: of each unit. Raise a `UserError` for a damaged part, and
-        for too little text."""
+        """Read and verify the parts in `work`, whose files will go to `folder`; `copies` has one value per unit.
+        Raise a `UserError` if a part is damaged, or there is too little text."""
         self.work, self.folder, self.settings, self.copies = work, folder, settings, copies
         self.dtype = np.dtype(settings.dtype).newbyteorder("<")
         self.row_type = row_type(dedup.KEYS[settings.dedup])
         self.parts = [Part.read(work, unit) for unit in range(len(copies))]
-        self.intact: set[Path] = set()  # files of ids that were compared with their hashes
-        self.first_row, self.first_document = [0], [0]  # of each unit, and the number of all
+        self.intact: set[Path] = set()  # files of ids whose hashes were checked
+        self.first_row, self.first_document = [0], [0]  # per unit, and at the end the total number
         for unit in range(len(copies)):
             rows = self._rows(unit)
             self._verify(unit, "rows", xxhash.xxh3_64_hexdigest(rows))
             self.first_row.append(self.first_row[-1] + len(rows))
             self.first_document.append(self.first_document[-1] + int(rows["ends"].sum()))
-        memory = max(DEDUP_BYTES, psutil.virtual_memory().available // 4)  # fewer passes where keys are many
+        memory = max(DEDUP_BYTES, psutil.virtual_memory().available // 4)  # more memory, fewer passes over keys
         self.repeats = dedup.repeated(settings.dedup, self._keys, self.first_document[-1] + 1, memory)
         self.repeated = int(self.repeats.sum())
         self.documents, size, is_split, long = self._survey()
@@ -89,11 +89,11 @@ class Merger:
             return schema.read(self.record, MergeProgress)
         except ValueError as error:
             raise UserError(
-                f"{self.record} is damaged or was written by an older version ({error}); delete {self.work} to begin again."
+                f"{self.record} is damaged or was written by an older version ({error}); delete {self.work} to start over."
             ) from error
 
     def _begun(self, size: int, is_split: bool, long: list[tuple[int, int, int]]) -> MergeProgress:
-        """Find the tails, see `_survey`; raise a `UserError` for too little text."""
+        """Return the progress before merging, with the tails that `_survey` requires; raise a `UserError` for too little text."""
         share = self.settings.validation_fraction
         tails = [self._tail(n_bytes * share, n_bytes, first, last) for n_bytes, first, last in long]
         progress = MergeProgress(0, {split: SplitSize() for split in SPLITS}, list(filter(None, tails)), None)
@@ -101,7 +101,7 @@ class Merger:
             progress.end = self._tail(size * share, size, 0, self.first_row[-1] - 1, CUT_REACH)
             if progress.end is None:
                 raise UserError(
-                    f"The text is too short: {size} bytes cannot be split into text to train on and text to validate with."
+                    f"The text is too short: {size} bytes cannot be split into training text and validation text."
                 )
         return progress
 
@@ -109,17 +109,17 @@ class Merger:
         return np.fromfile(part_file(self.work, unit, "rows"), dtype=self.row_type)
 
     def _verify(self, unit: int, name: str, digest: str) -> None:
-        """Raise a `UserError` if a file of a part is not what was written. The part then counts as not done."""
+        """Raise a `UserError` if a file of a part changed after it was written, and mark the part as not done."""
         if digest != self.parts[unit].hashes[name]:
             part_file(self.work, unit, "json").unlink()
             raise UserError(
-                f"{part_file(self.work, unit, name)} was damaged, by a power cut or a broken disk; the same command makes "
-                f"it again and goes on."
+                f"{part_file(self.work, unit, name)} was damaged, by a power failure or a broken disk; the same command "
+                f"writes it again and resumes."
             )
 
     def _keys(self, column: int) -> Iterator[np.ndarray]:
-        """Yield (documents of a part,) uint64. The key of a document of several parts is mixed from theirs."""
-        so_far = np.zeros(1, dtype=np.uint64)  # of a document that the next part continues
+        """Yield one column of keys, (documents of a part,) uint64; a document in several parts gets a mix of their keys."""
+        so_far = np.zeros(1, dtype=np.uint64)  # key of a document that continues in the next part
         for unit in range(len(self.copies)):
             rows = self._rows(unit)
             keys = rows["keys"][rows["ends"], column]
@@ -131,18 +131,18 @@ class Merger:
             yield keys
 
     def _chosen(self, unit: int, rows: np.ndarray, nth: int) -> np.ndarray:
-        """Return (rows,) bool: those that are used the nth time."""
+        """Return a mask of the rows that are used the nth time, (rows,) bool."""
         document = self.first_document[unit] + np.cumsum(rows["ends"]) - rows["ends"]
         return (rows["copies"] > nth) & ~self.repeats[document]
 
     # ---- tails ----------------------------------------------------------------------------------------------------------
 
     def _survey(self) -> tuple[int, int, bool, list[tuple[int, int, int]]]:
-        """Return the documents and bytes of the first use of all parts, whether the hashes leave text to both splits, and
-        the bytes, first and last row of each document that is longer than `LONG_BYTES` and than the validation share of all
-        text: by its hash, it would leave the validation split without any of its text, or fill it."""
-        long, documents, size, tokens = [], 0, 0, np.zeros(2)  # tokens: of training and validation
-        before, first = 0, 0  # bytes before the document that continues, and its first row
+        """Return documents and bytes of the parts' first use, whether the hashes give text to both splits, and long documents.
+        A long document, as (bytes, first row, last row), exceeds both `LONG_BYTES` and the validation share of all text:
+        assigned by its hash, it would leave the validation split without any of its text, or fill it."""
+        long, documents, size, tokens = [], 0, 0, np.zeros(2)  # tokens for training and for validation
+        before, first = 0, 0  # bytes before the current document, and its first row
         for unit in range(len(self.copies)):
             rows = self._rows(unit)
             chosen = self._chosen(unit, rows, 0)
@@ -161,8 +161,9 @@ class Merger:
         return documents, size, bool(tokens.all()), long
 
     def _tail(self, wanted: float, size: int, first: int, last: int, reach: int = 0) -> Tail | None:
-        """Return about `wanted` bytes at the end of a text of `size`: from the start of a line or document if there is one
-        in the row or, with `reach`, within so many bytes; otherwise from that of a character. None: no place to cut."""
+        """Return about `wanted` bytes at the end of a text of `size` bytes; None if there is no place to cut.
+        The tail begins at the start of a line or document if there is one in the row or, with `reach`, within `reach` bytes;
+        otherwise at the start of a character."""
         least, most = max(wanted / 2, wanted - reach), min(2 * wanted, wanted + reach)
         best, found = (True, math.inf), None
         behind = 0  # bytes
@@ -183,13 +184,13 @@ class Merger:
     def _best_cut(
         self, unit: int, row: int, rows: np.ndarray, behind: int, size: int, wanted: float
     ) -> tuple[tuple[bool, float], int, int] | None:
-        """Return how good the best cut in a row is, smaller is better, and its tokens and bytes before the cut.
+        """Return the cost of the best cut in a row (lower is better), and the row's tokens and bytes before the cut.
         `behind`: bytes of the text after the row."""
         ids = self._ids(unit, row, rows)
         lengths, starts_character, ends_line = self.table
         from_end = behind + lengths[ids][::-1].cumsum()[::-1]
         if len(ids) and (not rows["starts"][row] or behind + rows["bytes"][row] >= size):
-            from_end[0] = size  # the head keeps a token, unless a document begins here that is not the first
+            from_end[0] = size  # the head keeps a token, unless a later document begins here
         cuts = np.flatnonzero(starts_character[ids] & (from_end < size))
         if not len(cuts):
             return None
@@ -202,10 +203,10 @@ class Merger:
         return (not opens[best], float(distance[best])), cut, n_bytes
 
     def _ids(self, unit: int, row: int, rows: np.ndarray) -> np.ndarray:
-        """Return the ids of a row, from a file whose hash is right."""
+        """Return the ids of a row, after checking the hash of their file."""
         split = "val" if rows["val"][row] else "train"
         path = part_file(self.work, unit, split)
-        if path not in self.intact:  # a text of many short documents has many rows to look at
+        if path not in self.intact:  # checked once, because a text of many short documents has many rows
             with path.open("rb") as file:
                 self._verify(unit, split, hashlib.file_digest(file, xxhash.xxh3_64).hexdigest())
             self.intact.add(path)
@@ -214,7 +215,7 @@ class Merger:
 
     @cached_property
     def table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bytes of each token, whether it starts a character, whether it ends a line."""
+        """For each token: its bytes, whether it starts a character, and whether it ends a line."""
         texts = encode.token_bytes(encode.load_rust(self.folder / "tokenizer" / "tokenizer.json"))
         return (
             np.array([len(text) for text in texts], dtype=np.int64),
@@ -227,14 +228,15 @@ class Merger:
     def merge(self) -> None:
         """Write both splits; raise an `OSError` for a full disk."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path, size in self._files():  # what was written and not recorded is cut off
+        for path, size in self._files():  # cut off data that was written but not recorded
             path.touch()
             os.truncate(path, size)
         passes = range(math.ceil(max(self.copies)))
-        # Copies of a document lie an epoch of their source apart.
+        # Copies of a document are one epoch of their source apart.
         order = [(unit, nth) for nth in passes for unit, copies in enumerate(self.copies) if nth < math.ceil(copies)]
         last_use = {unit: position for position, (unit, _) in enumerate(order)}
-        used = [unit for unit, position in last_use.items() if position < self.progress.done]  # or killed before that
+        # Deletes these again, in case the deletion was interrupted.
+        used = [unit for unit, position in last_use.items() if position < self.progress.done]
         recorded = sum(size for _, size in self._files())
         for position in range(self.progress.done, len(order)):
             unit, nth = order[position]
@@ -251,7 +253,7 @@ class Merger:
                 used, recorded = [], written
 
     def _append(self, unit: int, split: str, nth: int) -> None:
-        """Append what a part has in its file for `split`, in blocks."""
+        """Append a part's file for `split` to the files of the store, in blocks."""
         rows, to = self._destinations(unit, split, nth)
         if nth > 0 and not to.any():
             return
@@ -264,7 +266,7 @@ class Merger:
                 count = int(block["tokens"].sum(dtype=np.int64))
                 ids = np.fromfile(source, dtype=self.dtype, count=count)
                 digest.update(ids)
-                if len(ids) < count:  # the hash differs then
+                if len(ids) < count:  # the file is truncated, so its hash differs
                     break
                 for target in SPLITS:
                     use = np.isin(places, TARGETS[target])
@@ -274,8 +276,8 @@ class Merger:
         self._verify(unit, split, digest.hexdigest())
 
     def _destinations(self, unit: int, source: str, nth: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of a part that lie in its file `source`, and (rows,) where they go the nth time. A row in which a
-        tail begins becomes two."""
+        """Return the rows in a part's file `source`, and their destinations in the nth use, (rows,).
+        A row in which a tail begins becomes two rows."""
         rows, progress = self._rows(unit), self.progress
         chosen = self._chosen(unit, rows, nth)
         to = np.where(rows["val"], VAL, TRAIN)
@@ -298,12 +300,12 @@ class Merger:
         return rows[in_file], to[in_file]
 
     def _write(self, split: str, rows: np.ndarray, ids: np.ndarray, is_head: np.ndarray) -> None:
-        """Append rows and their ids to a split; a head gets an end-of-text of its own."""
+        """Append rows and their ids to a split; each head gets its own end-of-text token."""
         written, tokens = self.progress.splits[split], rows["tokens"].astype(np.int64)
         if self.settings.eos is not None and is_head.any():
             ids, tokens = np.insert(ids, np.cumsum(tokens)[is_head], self.settings.eos), tokens + is_head
         with (self.folder / tokens_file(split)).open("ab") as file:
-            file.write(ids)  # `tofile` does not say why it fails
+            file.write(ids)  # `tofile` does not report why it fails
         until = written.tokens + np.cumsum(tokens)
         with (self.folder / index_file(split)).open("ab") as file:
             file.write(until[rows["ends"]].astype("<u8"))
@@ -312,7 +314,7 @@ class Merger:
         written.bytes += int(rows["bytes"].sum(dtype=np.int64))
 
     def _files(self) -> Iterator[tuple[Path, int]]:
-        """Yield every file with its recorded size."""
+        """Yield every file of the splits with its recorded size."""
         for split, written in self.progress.splits.items():
             yield self.folder / tokens_file(split), written.tokens * self.dtype.itemsize
             yield self.folder / index_file(split), written.documents * 8

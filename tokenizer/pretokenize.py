@@ -1,11 +1,11 @@
-"""Text -> token store.
+"""Convert text into a token store.
 
 python -m tokenizer.pretokenize --input my.txt --output data/my
 python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/books --vocab_size 16000 --dedup near
 python -m tokenizer.pretokenize --input user/dataset:config:split@revision --tokenizer openai-community/gpt2 --output data/theirs
 python -m tokenizer.pretokenize --input crawl/ --output data/crawl --shard 3/64      # on one of 64 machines; then --merge
 
-Interrupted, the same command resumes, and what it makes is the same to the byte, in any number of processes.
+After an interruption, the same command resumes. The store is the same to the byte for any number of processes.
 """
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
@@ -37,41 +37,47 @@ MAIN = (  # flags that --help explains
 class PretokenizeArguments:
     input: list[str] = setting(
         [],
-        "Text: files, folders, globs (plain, jsonl, csv, parquet; .gz, .zst, .bz2 of them), or Hub datasets as "
-        "user/name:config:split@revision.",
+        "Text: files, folders or globs (plain text, jsonl, json, csv, tsv, parquet; also as .gz, .zst or .bz2), or Hub datasets "
+        "as user/name:config:split@revision.",
     )
     output: str | None = setting(None, "Folder of the token store to write.")
     weights: list[float] = setting(
         [],
-        "How many times the documents of each input are trained on: 2, 0.5 (half of them), ...",
+        "Number of times that the documents of each input are used for training: 2, 0.5 (half of them), ...",
         above=0,
         maximum=1000,
     )
-    seed: int = setting(SEED, "Decides which documents are held out for validation.", minimum=-(10**30), maximum=10**30)
-    num_proc: int | None = setting(None, "Worker processes; one a core where left out.", minimum=1, maximum=1024)
-    shard: str | None = setting(None, "Do only share i of n, as i/n from 0/n on; afterwards run once with --merge.")
-    merge: bool = setting(False, "Put the shards together; refused while any is missing.")
+    seed: int = setting(
+        SEED, "Seed for selecting the documents held out for validation.", minimum=-(10**30), maximum=10**30
+    )
+    num_proc: int | None = setting(
+        None, "Number of worker processes; by default one per core.", minimum=1, maximum=1024
+    )
+    shard: str | None = setting(
+        None, "Process only shard i of n, given as i/n with i from 0 to n - 1; run once with --merge afterwards."
+    )
+    merge: bool = setting(False, "Merge the shards; refused while any is missing.")
     export: Literal["parquet"] | None = setting(
-        None, "Also write the store as a Hub dataset, with its card, to OUTPUT-parquet."
+        None, "Also write the store as a Hub dataset, with a dataset card, to OUTPUT-parquet."
     )
     compress: bool = setting(
-        False, "Also pack the store into OUTPUT.tar.zst, which `python -m tokenizer.unpack` verifies."
+        False, "Also pack the store into OUTPUT.tar.zst, which `python -m tokenizer.unpack` unpacks and verifies."
     )
-    quiet: bool = setting(False, "Say nothing but what is wrong.")
+    quiet: bool = setting(False, "Print errors only.")
 
     @property
     def share(self) -> tuple[int, int] | None:
         return tuple(map(int, self.shard.split("/"))) if self.shard is not None else None
 
     def problems(self) -> list[str]:
-        found = [f"--{name} is needed. See --help." for name in ("input", "output") if not getattr(self, name)]
+        found = [f"--{name} is required. See --help." for name in ("input", "output") if not getattr(self, name)]
         others = [name for name in ("merge", "export", "compress") if getattr(self, name)]
         if self.shard is None:
             return found
         if not re.fullmatch(r"\d{1,9}/\d{1,9}", self.shard) or not self.share[0] < self.share[1]:
-            found.append(f"shard is {self.shard}; it must be i/n with i from 0 to n - 1, as 0/4, 1/4, 2/4, 3/4.")
+            found.append(f"shard is {self.shard}; it must be i/n with i from 0 to n - 1: 0/4, 1/4, 2/4, 3/4.")
         if others:
-            found.append(f"shard and {' and '.join(others)} are given together; run all shards first, then --merge.")
+            found.append(f"shard cannot be combined with {' and '.join(others)}: run all shards first, then --merge.")
         return found
 
     def recipe(self, *parts) -> Recipe:
@@ -79,9 +85,9 @@ class PretokenizeArguments:
 
 
 def check(options: PretokenizeArguments, *parts) -> None:
-    """Raise a `UserError` with all that can be known to be wrong before the text is read, one problem a line."""
+    """Raise a `UserError` with all problems that can be found before the text is read, one per line."""
     problems = options.problems() + options.recipe(*parts).problems()
-    if problems:  # otherwise the text is looked for once
+    if problems:  # otherwise `pretokenize` looks for the text
         try:
             Corpus(options.input, parts[0])
         except UserError as error:
@@ -97,7 +103,7 @@ def main(arguments: list[str]) -> None:
     folder = Path(options.output).expanduser()
     store = pretokenize(options.recipe(*parts), folder, say, options.num_proc, options.share, options.merge)
     if store is not None and options.compress:
-        say(f"{unpack.pack(store)} is the packed store; `python -m tokenizer.unpack` takes it out and verifies it.")
+        say(f"{unpack.pack(store)} is the packed store; `python -m tokenizer.unpack` unpacks and verifies it.")
     if store is not None and options.export:
         say(f"{export.to_parquet(store)} is the store as a Hub dataset.")
 

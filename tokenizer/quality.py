@@ -1,4 +1,4 @@
-"""Quality filters: documents that are not running text, by the rules of Gopher and FineWeb."""
+"""Quality filters that drop documents without running text, by the rules of Gopher and FineWeb."""
 
 # ruff: noqa: RUF001  marks of many scripts, which look alike, are the subject of this file
 
@@ -11,24 +11,24 @@ import numpy as np
 
 from tokenizer.characters import UNSPACED_CHARACTER, UNSPACED_CLASS
 
-# Gopher's 3 to 10 are made for English. Pages of translated program messages, 20 messages each, have means of 5.6 to
-# 9.8 in German, 6.1 to 11.2 in Finnish, 7.9 to 10.3 in Malayalam and 2.7 to 6.6 in Korean. Beyond lie lists of URLs
-# and hashes, and tables of digits.
+# Gopher's range, 3 to 10, is for English. Pages of translated program messages, 20 messages each, have means of 5.6 to
+# 9.8 in German, 6.1 to 11.2 in Finnish, 7.9 to 10.3 in Malayalam and 2.7 to 6.6 in Korean. Lists of URLs and hashes and
+# tables of digits are outside the range.
 MEAN_WORD_LENGTH = (2, 15)
-# Gopher, table A1: largest shares of text in sequences of n words, of the most frequent one and of all that repeat.
+# Gopher, table A1: maximum share of text in the most frequent sequence of n words, and in all repeated sequences.
 MOST_IN_TOP_SEQUENCE = {2: 0.20, 3: 0.18, 4: 0.16}
 MOST_IN_REPEATED_SEQUENCES = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
-# Where characters count as words, a sequence of n words is one of 3 n characters: a word has roughly two in Chinese
-# and four, with their marks, in Thai.
+# In scripts in which each character counts as a word, a sequence of n words has 3 n characters: a word has roughly two
+# characters in Chinese and four, with their marks, in Thai.
 CHARACTERS_A_WORD = 3
 
-# A character of an unspaced script with the marks around it, or a run without blanks.
+# A character of an unspaced script with the marks around it, or a run without spaces.
 UNSPACED_WORD = re.compile(rf"[^\w\s]*+[{UNSPACED_CLASS}][^\w\s]*+|[^\s{UNSPACED_CLASS}]+")
 BULLETS = {*"•‣⁃∙▪▫◦●○■□◆◇►▶➢➤·・*+-"}
 LETTER = re.compile(r"[^\W\d_]")
 ELLIPSES = ("...", "…")
-# Unicode's sentence terminals (property STerm), those of Sinhala and Tibetan, ellipses, quotes that close; and any
-# letter of Thai and Lao, which end a sentence with a blank.
+# Unicode's sentence terminals (property STerm), those of Sinhala and Tibetan, ellipses, closing quotes; and any letter of
+# Thai and Lao, which end a sentence with a space.
 ENDS = {
     *"!.?։؝؞؟۔܀܁܂߹࠷࠹࠽࠾।॥၊။።፧፨᙮᜵᜶។៕᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᭽᭾᰻᰼᱾᱿․‼‽⁇⁈⁉⳹⳺⳻⸮⸼⹓⹔。꓿꘎꘏꛳꛷꡶꡷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫︒︕︖﹒﹖﹗！．？｡",
     *"෴།༎…‥\"'”’»›」』〉》",
@@ -38,7 +38,7 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Page:
-    """A document as the quality filters see it; costly views are computed on first use."""
+    """Document in the form that the quality filters use; costly views are computed on first use."""
 
     def __init__(self, text: str):
         self.text = text
@@ -49,21 +49,21 @@ class Page:
         else:
             self.words = UNSPACED_WORD.findall(text)
             self.spaced_words = list(filterfalse(UNSPACED_CHARACTER.search, self.words))
-        self.is_spaced = 2 * len(self.spaced_words) > len(self.words)  # most words stand between blanks
+        self.is_spaced = 2 * len(self.spaced_words) > len(self.words)  # most words are separated by spaces
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """(words + 1,) characters up to the end of each word, without blanks."""
+        """Characters up to the end of each word, without spaces, (words + 1,)."""
         return np.concatenate([[0], np.cumsum(np.fromiter(map(len, self.words), np.int64, len(self.words)))])
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """(words,) a number for each word, equal for equal words."""
+        """Number of each word, the same for equal words, (words,)."""
         number = {word: i for i, word in enumerate(dict.fromkeys(self.words), start=1)}
         return np.fromiter(map(number.__getitem__, self.words), np.uint64, len(self.words))
 
     def sequences(self, n: int) -> tuple[np.ndarray, int]:
-        """Return a number for each sequence of n words, equal for equal ones, and the number of words in each."""
+        """Return a number for each sequence of n words, the same for equal sequences, and the words per sequence."""
         length = n if self.is_spaced else n * CHARACTERS_A_WORD
         count = max(0, len(self.words) - length + 1)
         keys = np.zeros(count, np.uint64)
@@ -72,11 +72,11 @@ class Page:
         return keys, length
 
     def share_of_top_sequence(self, n: int) -> float:
-        """Return the share of characters in the most frequent sequence of n words; the longest where several are."""
+        """Return the share of characters in the most frequent sequence of n words, or in the longest of several."""
         keys, length = self.sequences(n)
         _, first, counts = np.unique(keys, return_index=True, return_counts=True)
         if counts.max(initial=1) == 1:
-            return 0.0  # nothing repeats; in a short text a single sequence may be a large share
+            return 0.0  # no repetition; in a short text, a single sequence can be a large share
         top = first[counts == counts.max()]
         return float(counts.max() * (self.ends[top + length] - self.ends[top]).max() / self.ends[-1])
 
@@ -93,7 +93,8 @@ class Page:
 
     @cached_property
     def has_repeated_sequences(self) -> bool:
-        """Repeated sequences of many words contain repeated sequences of few: one check mostly settles all filters."""
+        """Whether the shortest repeated sequences exceed the smallest limit.
+        Long repeated sequences contain short ones, so this one check decides most documents for all filters."""
         fewest = min(MOST_IN_REPEATED_SEQUENCES)
         return self.share_of_repeated_sequences(fewest) > min(MOST_IN_REPEATED_SEQUENCES.values())
 
@@ -119,8 +120,8 @@ def _has_odd_words(page: Page) -> bool:
     return page.is_spaced and not shortest <= sum(map(len, words)) / len(words) <= longest
 
 
-# The first filter that holds drops the document; costly ones come last. Numbers are Gopher's (Rae et al. 2021,
-# arXiv:2112.11446, appendix A.1.1 and table A1), those marked FineWeb's (Penedo et al. 2024, arXiv:2406.17557, section 3.6).
+# The first filter that returns true drops the document; costly filters come last. Numbers are Gopher's (Rae et al. 2021,
+# arXiv:2112.11446, appendix A.1.1 and table A1) or, where marked, FineWeb's (Penedo et al. 2024, arXiv:2406.17557, section 3.6).
 FILTERS: dict[str, Callable[[Page], bool]] = {
     "quality.short": lambda page: len(page.words) < 50,
     "quality.word_length": _has_odd_words,
@@ -133,7 +134,7 @@ FILTERS: dict[str, Callable[[Page], bool]] = {
     "quality.repeated_paragraphs": lambda page: _repeated(page.paragraphs) > 0.3,
     "quality.in_repeated_paragraphs": lambda page: _in_repeated(page.paragraphs) > 0.2,
     "quality.repeated_lines": lambda page: _repeated(page.lines) > 0.3,
-    "quality.in_repeated_lines": lambda page: _in_repeated(page.lines) > 0.1,  # FineWeb's, for Gopher's 0.2
+    "quality.in_repeated_lines": lambda page: _in_repeated(page.lines) > 0.1,  # FineWeb's; Gopher's is 0.2
     **{
         f"quality.top_{n}_words": lambda page, n=n, most=most: page.share_of_top_sequence(n) > most
         for n, most in MOST_IN_TOP_SEQUENCE.items()
@@ -148,6 +149,6 @@ FILTERS: dict[str, Callable[[Page], bool]] = {
 
 
 def failed_filter(text: str) -> str | None:
-    """Return the name of the first filter that drops a document; None for a good one."""
+    """Return the name of the first filter that drops a document; None if no filter does."""
     page = Page(text)
     return next((name for name, drops in FILTERS.items() if drops(page)), None)

@@ -1,4 +1,4 @@
-"""Recipe of a token store: every setting that decides about its tokens."""
+"""Recipe of a token store: all settings that determine its tokens."""
 
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -18,7 +18,7 @@ SEED = 1337
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every setting that decides about the tokens of a store."""
+    """All settings that determine the tokens of a store."""
 
     inputs: list[str]
     corpus: CorpusArguments = field(default_factory=CorpusArguments)
@@ -27,26 +27,27 @@ class Recipe:
     dedup: DedupArguments = field(default_factory=DedupArguments)
     seed: int = SEED
     weights: list[float] = field(default_factory=list)
-    vocab_size_must_fit: bool = True  # False where it comes from a run's YAML file: a tokenizer's own size overrides it
+    vocab_size_must_fit: bool = True  # False for a value from a run's YAML file: a tokenizer's own size overrides it
 
     def problems(self) -> list[str]:
         found = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary)
         if self.weights and len(self.weights) != len(self.inputs):
             found.append(
-                f"There are {len(self.weights)} weights for {len(self.inputs)} inputs; give one for each, in their order."
+                f"There are {len(self.weights)} weights for {len(self.inputs)} inputs: give one weight per input, in the same "
+                f"order."
             )
         return found
 
     @cached_property
     def existing_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer that the settings name, loaded."""
+        """Loaded tokenizer of the `tokenizer` setting, if one is given."""
         return None if self.vocabulary.tokenizer is None else vocabulary.load(self.vocabulary.tokenizer)
 
     def settings(self) -> dict[str, Any]:
-        """Every setting under its flag's name, and the content of what some of them name."""
+        """Return all settings by flag name, and the content of the files that some of them name."""
         parts = (self.corpus, self.vocabulary, self.cleaning, self.dedup)
         settings = {name: value for part in parts for name, value in asdict(part).items()}
-        if not settings["exclude"]:  # added later: stores and names of cached stores without it are still recognized
+        if not settings["exclude"]:  # added later: an empty one keeps older stores, and the names of cached ones, valid
             del settings["exclude"]
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
         if self.existing_tokenizer is not None:

@@ -1,4 +1,4 @@
-"""The report of a token store: what was read, changed and left out, in `report.md` and in the last line of the command."""
+"""Report of a token store, `report.md` and the command's last line: text that was read, changed and left out."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,24 +14,24 @@ from tokenizer import encode
 from tokenizer.corpus import LEFT_OUT, LINK
 from tokenizer.store import Metadata, TokenStore
 
-COUNTED_TOKENS = 1 << 22  # evenly spread, for the most frequent ones
+COUNTED_TOKENS = 1 << 22  # evenly spread sample for the most frequent tokens
 SHOWN = 12
 
 
 def summary(store: TokenStore) -> str:
-    """Return the last line of the command."""
+    """Return the last line that the command prints."""
     metadata = store.metadata
     train, val = metadata.train, metadata.val
     noted = "; ".join(left_out(metadata))
     return (
-        f"{documents(metadata)}, of {metadata.counts['bytes'] / 1e6:,.1f} MB read"
-        f"{f' (left out or changed: {noted})' if noted else ''} -> {train.tokens:,} tokens to train on and {val.tokens:,} to "
-        f"validate with ({(train.bytes + val.bytes) / (train.tokens + val.tokens):.2f} bytes a token) in {store.folder}"
+        f"{documents(metadata)}, {metadata.counts['bytes'] / 1e6:,.1f} MB read"
+        f"{f' (left out or changed: {noted})' if noted else ''} -> {train.tokens:,} tokens for training and {val.tokens:,} for "
+        f"validation ({(train.bytes + val.bytes) / (train.tokens + val.tokens):.2f} bytes per token) in {store.folder}"
     )
 
 
 def documents(metadata: Metadata) -> str:
-    """Return how many documents were found, and how many are in the store: their difference is among `left_out`."""
+    """Return the number of documents found and in the store, as words; `left_out` explains the difference."""
     kept = metadata.train.documents + metadata.val.documents
     if not metadata.counts:  # a store of format 1
         return f"{counted(kept, 'document')} in the store"
@@ -69,7 +69,7 @@ def tokenizer_kind(metadata: Metadata) -> str:
 
 
 def left_out(metadata: Metadata, with_places: bool = False) -> list[str]:
-    """Return what was left out or changed, one thing a line; `with_places`: and where its first occurrence stands."""
+    """Return what was left out or changed, one item per line; `with_places` adds the place of the first occurrence."""
     counts, lines = metadata.counts, []
     for name, words in (LEFT_OUT | {"links": LINK}).items():
         if counts.get(name):
@@ -87,9 +87,9 @@ def left_out(metadata: Metadata, with_places: bool = False) -> list[str]:
         more = metadata.train.documents + metadata.val.documents - unique
         if more and metadata.settings.get("weights"):
             change = "more" if more > 0 else "fewer"
-            lines.append(f"{counted(abs(more), 'document')} {change} after --weights and a split for validation")
+            lines.append(f"{counted(abs(more), 'document')} {change} after --weights and the validation split")
         elif more:
-            lines.append(f"{counted(more, 'document')} split in two, the end for validation")
+            lines.append(f"{counted(more, 'document')} split in two, with the end held out for validation")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""JSON files as the types that their dataclasses state: a file that was changed is refused where it is read, not where it is used."""
+"""Typed JSON files: the content must match a dataclass, so that a changed file is refused when it is read, not later."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ from typing import Any, Literal, NewType, NoReturn, Union, get_args, get_origin,
 
 LARGEST = 2**63 - 1
 _hints = functools.cache(get_type_hints)
-Signed = NewType("Signed", int)  # of any size
-SEAL = "sha256"  # a key of files that carry their own hash; older versions ignore it and wrote none
+Signed = NewType("Signed", int)  # an integer of any sign and size
+SEAL = "sha256"  # key of a file's own hash; older versions ignore it and did not write it
 
 
 def read(path: Path, kind: Any = Any) -> Any:
-    """Return the content of a JSON file as a `kind`, see `build`; raise a `ValueError` of one line where it is not."""
+    """Return the content of a JSON file as a `kind`, see `build`; raise a `ValueError` of one line if it does not match."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except RecursionError:
@@ -28,7 +28,7 @@ def read(path: Path, kind: Any = Any) -> Any:
 
 
 def sealed(content: dict[str, Any], indent: int | None = None) -> str:
-    """Return `content` as JSON with its own hash, which `read` compares."""
+    """Return `content` as JSON with its own hash, which `read` checks."""
     return json.dumps(content | {SEAL: _sha256(content)}, indent=indent)
 
 
@@ -37,18 +37,19 @@ def _sha256(content: dict[str, Any]) -> str:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"it holds {constant}")
+    raise ValueError(f"it contains {constant}")
 
 
 def build(value: Any, kind: Any, name: str = "it") -> Any:
-    """Return a value of JSON as a `kind`: a type, what `typing` makes of types, or a dataclass, made of an object with its
-    fields or a list of them. An integer is at least 0, unless it is `Signed`. Raise a `ValueError` that names another type.
-    """
+    """Return a JSON value as a `kind`: a type, a `typing` construct, or a dataclass (from an object or a list of fields).
+
+    An integer is at least 0, unless `kind` is `Signed`.
+    Raise a `ValueError` if the value has another type; the message names both."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
     if origin in (Union, types.UnionType):
-        [other] = (part for part in parts if part is not type(None))  # a type or None: we have no others
+        [other] = (part for part in parts if part is not type(None))  # only unions of one type and None are supported
         return None if value is None else build(value, other, name)
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(value, kind, name)
@@ -65,7 +66,7 @@ def build(value: Any, kind: Any, name: str = "it") -> Any:
     if origin is Literal:
         _require(value in parts, value, name, " or ".join(map(str, parts)))
     elif kind is int:
-        _require(is_int and 0 <= value <= LARGEST, value, name, "a number from 0 on")
+        _require(is_int and 0 <= value <= LARGEST, value, name, "a whole number of at least 0")
     elif kind is Signed:
         _require(is_int, value, name, "a whole number")
     elif kind is float:
@@ -83,7 +84,7 @@ def _build_dataclass(value: Any, kind: type, name: str) -> Any:
     _require(isinstance(value, dict), value, name, "an object")
     prefix = "" if name == "it" else f"{name}."
     if unknown := value.keys() - fields.keys():
-        raise ValueError(f"it has an unknown key {prefix}{min(unknown)!r:.40}")
+        raise ValueError(f"it has the unknown key {prefix}{min(unknown)!r:.40}")
     for key, field in fields.items():
         if key not in value and field.default is field.default_factory:  # both are missing
             raise ValueError(f"it has no {prefix}{key}")

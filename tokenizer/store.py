@@ -1,16 +1,16 @@
-"""The token store: a folder of tokens with metadata that describe it.
+"""Token store: format and reader. A store is a folder of token ids with metadata.
 
-train.bin, val.bin              ids, little-endian uint16 (uint32 from 65,500 tokens on), nanoGPT reads them as they are;
-                                every document ends with the end-of-text id, if there is one
-train.bin.index, val.bin.index  uint64, where each document ends, in tokens: as datatrove has it
-train.idx, val.idx              the same for Megatron's IndexedDataset
+train.bin, val.bin              ids, little-endian uint16 (uint32 for vocabularies of 65,500 tokens and more), which nanoGPT
+                                can read; every document ends with the end-of-text id, if the tokenizer has one
+train.bin.index, val.bin.index  end of each document in tokens, uint64, in datatrove's format
+train.idx, val.idx              index for Megatron's IndexedDataset
 tokenizer/                      loads with AutoTokenizer
-report.md                       what was read, changed and left out, with examples
-inputs.json                     the files it was made from: name, size, time of change
-metadata.json                   what all of that is, written last: without it there is no store
+report.md                       text that was read, changed and left out, with examples
+inputs.json                     source files: name, size, modification time
+metadata.json                   description of the store, written last: without it, the store does not exist
 
-Format 1 is read as well. It has {train,val}.offsets.bin (int64, where each document starts, and the end) in place of the
-indexes, no report.md and no inputs.json, and its metadata state neither settings nor counts.
+Format 1 can also be read. Instead of the indexes it has {train,val}.offsets.bin (int64, the start of each document, and the
+end). It has no report.md and no inputs.json, and its metadata contain neither settings nor counts.
 """
 
 import hashlib
@@ -30,16 +30,17 @@ from errors import UserError, check_format, disk_errors
 from tokenizer import schema
 from tokenizer.cleaning import RuleStats
 
-if TYPE_CHECKING:  # workers write stores too, and start at once without transformers
+if TYPE_CHECKING:  # workers import this module too, and start faster without transformers
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "val")
-MAX_UINT16_VOCAB = 65_500  # Megatron's limit, so that its reader agrees with us about the dtype
-SETTINGS = {"input": list[str], "weights": list[float], "tokenizer": str | None, "chat_template": str | None}  # in use
+MAX_UINT16_VOCAB = 65_500  # Megatron's limit, so that its reader assumes the same dtype
+# Types of the settings that are read from metadata.
+SETTINGS = {"input": list[str], "weights": list[float], "tokenizer": str | None, "chat_template": str | None}
 OTHER_STORE = "correct that, or name another store"
 RESUMES = "correct that, and the same command resumes"
-# Patterns, see `removal.discard`.
+# Patterns of file names, see `removal.discard`.
 STORE_FILES = (
     "*.bin",
     "*.bin.index",
@@ -65,7 +66,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Metadata:
-    """`metadata.json`, which every reader of a store reads first."""
+    """Content of `metadata.json`, which every reader of a store reads first."""
 
     dtype: Literal["uint16", "uint32"]
     vocab_size: int
@@ -75,22 +76,22 @@ class Metadata:
     train: Split
     val: Split
     sources: list[str]
-    settings: dict[str, Any]  # it was made with
-    counts: dict[str, Any]  # what was read, changed, left out
-    cleaning: dict[str, RuleStats]  # what each rule changed or dropped, with examples
-    repeated_documents: int  # left out
+    settings: dict[str, Any]  # all settings of the recipe
+    counts: dict[str, Any]  # text that was read, changed and left out
+    cleaning: dict[str, RuleStats]  # changes and drops by rule, with examples
+    repeated_documents: int  # documents left out by --dedup
     command: str
-    hub_datasets: list[str] = field(default_factory=list)  # those of the sources that are on the Hub, not on a disk
+    hub_datasets: list[str] = field(default_factory=list)  # sources that are on the Hub, not on a local disk
     format_version: int = FORMAT_VERSION
 
     @property
     def identity(self) -> str:
-        """Changes whenever the tokens do."""
+        """Hash of the tokens of both splits."""
         return hashlib.sha256((self.train.sha256 + self.val.sha256).encode()).hexdigest()
 
     @property
     def files(self) -> dict[str, tuple[str, int | None]]:
-        """SHA-256 and bytes by the name of the file; the bytes of the tokenizer are not stated."""
+        """SHA-256 and size in bytes by file name; the size of the tokenizer is None."""
         files = {"tokenizer/tokenizer.json": (self.tokenizer_sha256, None)}
         for split in SPLITS:
             info: Split = getattr(self, split)
@@ -103,10 +104,11 @@ class Metadata:
 
 
 class TokenStore:
-    """A finished store, opened for reading."""
+    """Finished token store, opened for reading."""
 
     def __init__(self, folder: str | Path):
-        """Raise a `UserError` where it is no store, unfinished, damaged, of a newer format, or has another's tokenizer."""
+        """Open the store in `folder`.
+        Raise a `UserError` if it is not a store, is unfinished, damaged or of a newer format, or has a different tokenizer."""
         self.folder = Path(folder)
         self.metadata = read_metadata(self.folder)
         problems = []
@@ -117,16 +119,16 @@ class TokenStore:
                     problems.append(f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}.")
                 elif size is None:
                     if file_sha256(path) != sha256:
-                        problems.append(f"{path.parent} is another tokenizer than the one these tokens were made with.")
+                        problems.append(f"{path.parent} is not the tokenizer that these tokens were encoded with.")
                 else:
-                    with path.open("rb") as file:  # which may be forbidden
+                    with path.open("rb") as file:  # raises an error if permission is missing
                         found = file.seek(0, os.SEEK_END)
                     if found != size:
                         problems.append(
                             f"{path} is {found:,} bytes long, not {size:,}: it is truncated or was changed."
                         )
         if problems:
-            raise UserError("\n".join(f"{problem} Delete it and make it again." for problem in problems))
+            raise UserError("\n".join(f"{problem} Delete it and build it again." for problem in problems))
 
     @staticmethod
     def is_store(folder: str | Path) -> bool:
@@ -134,35 +136,35 @@ class TokenStore:
             return (Path(folder) / "metadata.json").is_file()
 
     def memory_map(self, split: str) -> np.ndarray:
-        """(tokens,) read from disk as needed."""
+        """Return the tokens of a split, (tokens,), which are read from disk as needed."""
         return np.memmap(self.folder / tokens_file(split), np.dtype(self.metadata.dtype).newbyteorder("<"), mode="r")
 
     def in_memory(self, split: str) -> np.ndarray:
-        """(tokens,) in RAM."""
+        """Return the tokens of a split, (tokens,), in RAM."""
         return np.fromfile(self.folder / tokens_file(split), np.dtype(self.metadata.dtype).newbyteorder("<"))
 
     def offsets(self, split: str) -> np.ndarray:
-        """Return (documents + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]]; raise a `UserError` for an index that
-        does not divide the tokens."""
+        """Return the offsets of documents, (documents + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]].
+        Raise a `UserError` if the index does not divide the tokens."""
         path, tokens = self.folder / self.metadata.index_file(split), getattr(self.metadata, split).tokens
         index = np.fromfile(path, dtype="<i8")
         offsets = index if self.metadata.format_version == 1 else np.concatenate([[0], index])
         if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
             raise UserError(
-                f"{path} is not the index of {tokens:,} tokens: it was changed. Delete {self.folder} and make it again."
+                f"{path} is not the index of {tokens:,} tokens: it was changed. Delete {self.folder} and build it again."
             )
         return offsets
 
     def require_indexes(self) -> None:
-        """Raise a `UserError` where the store's format lacks the index files that other programs read."""
+        """Raise a `UserError` if the store's format lacks the index files that other programs read."""
         if self.metadata.format_version == 1:
             raise UserError(
-                f"{self.folder} is a store of format 1, which can be read but not packed or exported; make it again with "
-                f"another --output. It was made by: {self.metadata.command}"
+                f"{self.folder} is a store of format 1, which can be read but not packed or exported; build it again with "
+                f"another --output. It was created by: {self.metadata.command}"
             )
 
     def load_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return the tokenizer; raise a `UserError` where it cannot be loaded or is not the one that the metadata describe."""
+        """Return the tokenizer; raise a `UserError` if it cannot be loaded or differs from its description in the metadata."""
         from tokenizer import vocabulary
 
         tokenizer = vocabulary.load(self.folder / "tokenizer")
@@ -170,25 +172,26 @@ class TokenStore:
         found = len(tokenizer), tokenizer.eos_token_id
         if stated != found:
             raise UserError(
-                f"{self.folder / 'metadata.json'} states {stated[0]:,} tokens and end-of-text id {stated[1]}, its tokenizer has "
-                f"{found[0]:,} tokens and end-of-text id {found[1]}: one of them was changed. Delete {self.folder} and make it again."
+                f"{self.folder / 'metadata.json'} states {stated[0]:,} tokens and end-of-text id {stated[1]}, but its tokenizer "
+                f"has {found[0]:,} tokens and end-of-text id {found[1]}: one of them was changed. Delete {self.folder} and build "
+                f"it again."
             )
         return tokenizer
 
     def check_ids(self, split: str) -> None:
-        """Raise a `UserError` for an id that the vocabulary does not have."""
+        """Raise a `UserError` if a token id is outside the vocabulary."""
         tokens = self.memory_map(split)
         for start in range(0, len(tokens), SCAN_TOKENS):
             largest = int(tokens[start : start + SCAN_TOKENS].max())
             if largest >= self.metadata.vocab_size:
                 raise UserError(
-                    f"{self.folder / f'{split}.bin'} holds token id {largest}, beyond its vocabulary of "
-                    f"{self.metadata.vocab_size}; the file or metadata.json was changed. Delete it and make it again."
+                    f"{self.folder / f'{split}.bin'} contains token id {largest}, but its vocabulary has only "
+                    f"{self.metadata.vocab_size} tokens; the file or metadata.json was changed. Delete it and build it again."
                 )
 
     def check_hashes(self, *splits: str) -> None:
-        """Compare the hashes of tokens and index, of all splits where none is named, with those in the metadata; raise a
-        `UserError` for files that were changed, or cannot be read."""
+        """Compare the hashes of tokens and indexes with the metadata, for `splits` or for all splits.
+        Raise a `UserError` if files were changed, or cannot be read."""
         problems = []
         for split, name_of in itertools.product(splits or SPLITS, (self.metadata.index_file, tokens_file)):
             path, (stated, _) = self.folder / name_of(split), self.metadata.files[name_of(split)]
@@ -196,8 +199,8 @@ class TokenStore:
                 found = file_sha256(path)
             if found != stated:
                 problems.append(
-                    f"{path} was changed or damaged: its SHA-256 is {found}, and metadata.json states {stated}. Put the "
-                    f"original back, or delete {self.folder} and make it again."
+                    f"{path} was changed or damaged: its SHA-256 is {found}, but metadata.json states {stated}. Restore the "
+                    f"original, or delete {self.folder} and build it again."
                 )
         if problems:
             raise UserError("\n".join(problems))
@@ -216,15 +219,13 @@ def index_file(split: str) -> str:
 
 
 def sequences(index: Path, longest: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield every document in pieces of at most `longest` tokens, some hundred thousand documents at a time.
-
-    Each item is (n,) int64 three times: the number of the document of a piece, its start and its end, in tokens.
-    """
+    """Yield every document in pieces of at most `longest` tokens, a few hundred thousand documents at a time.
+    Each item has three arrays, (n,) int64: the document number, start and end of each piece, in tokens."""
     number = start = 0
     with index.open("rb") as file:
         while len(ends := np.fromfile(file, dtype="<i8", count=BLOCK_DOCUMENTS)):
             starts = np.concatenate([[start], ends[:-1]])
-            pieces = -(-(ends - starts) // longest)  # of each document
+            pieces = -(-(ends - starts) // longest)  # per document
             document = np.repeat(np.arange(len(ends)), pieces)
             nth = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
             first = starts[document] + nth * longest
@@ -238,7 +239,7 @@ def read_metadata(folder: Path) -> Metadata:
         unfinished = folder.is_dir() and any((folder / f"{split}.bin").exists() for split in SPLITS)
         what = "an unfinished token store" if unfinished else "not a token store"
         raise UserError(
-            f"{folder} is {what}: it has no metadata.json. Make one with "
+            f"{folder} is {what}: it has no metadata.json. Create a store with "
             f"`python -m tokenizer.pretokenize --input TEXT --output {folder}`."
         )
     try:
@@ -251,12 +252,12 @@ def read_metadata(folder: Path) -> Metadata:
         return metadata
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} is not the metadata of a token store ({error}). Delete it and make it again."
+            f"{path} is not the metadata of a token store ({error}). Delete it and build it again."
         ) from error
 
 
 def _check_metadata(metadata: Metadata) -> None:
-    """Raise a `ValueError` for what types do not say: values that exclude each other, counts that reports need."""
+    """Raise a `ValueError` for problems that types do not show: contradictory values, and counts that reports lack."""
     size, eos, dtype = metadata.vocab_size, metadata.eos_token_id, metadata.dtype
     problems = {
         f"its format_version is {metadata.format_version}": metadata.format_version < 1,
@@ -284,7 +285,7 @@ def _check_metadata(metadata: Metadata) -> None:
 
 
 def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata under today's names; what format 1 did not record stays empty."""
+    """Return metadata of format 1 with the current names; values that format 1 did not record are empty."""
     splits = {split: {"index_sha256": content[split].pop("offsets_sha256")} | content[split] for split in SPLITS}
     content.pop("fingerprint", None)
     empty = {"settings": {"cleaning": [], "dedup": "no"}, "counts": {}, "cleaning": {}, "repeated_documents": 0}
@@ -292,7 +293,7 @@ def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) -> None:
-    """Write the metadata of a store whose files and tokenizer exist. `splits`: tokens, documents, bytes of each."""
+    """Write the metadata of a store whose files and tokenizer exist; `splits`: (tokens, documents, bytes) per split."""
     described = {
         split: Split(*numbers, file_sha256(folder / tokens_file(split)), file_sha256(folder / index_file(split)))
         for split, numbers in splits.items()

@@ -1,4 +1,4 @@
-"""Builds a token store: plans the work once, does it in any number of processes, merges the parts, and moves the store to its place."""
+"""Build a token store: plan the work once, process it in any number of processes, merge the parts, move the store into place."""
 
 import glob
 import itertools
@@ -44,8 +44,8 @@ UNFINISHED = (
     *(f"store/{name}" for name in STORE_FILES),
     MARK,
 )  # files of unfinished work
-SAMPLED_UNITS = 4096  # at most, for making a tokenizer
-ESTIMATED_FROM = 1 << 16  # characters of text whose tokens are counted to estimate those of all
+SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
+ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 
 
 def pretokenize(
@@ -57,20 +57,17 @@ def pretokenize(
     merge_only: bool = False,
     is_cache: bool = False,
 ) -> TokenStore | None:
-    """Build the store that `recipe` describes in `folder`, or resume that; open it where it exists already.
+    """Build the store of `recipe` in `folder`, resume building it, or open it if it exists; return None after a shard.
 
-    A cache belongs to us: a process that finds another one building it waits, and work for another text is discarded.
-    None is returned after a shard.
-
-    Raises:
-        UserError: bad text or settings, other ones than the work was begun with, a folder that is in use or is something
-            else, or not enough room on the disk. What was done is kept.
-    """
+    A cache belongs to this project: a process waits while another one builds it, and unfinished work for another text is
+    discarded.
+    Raise a `UserError` if text or settings are bad or differ from those of the unfinished work, `folder` is in use or is
+    not a store, or the disk is too small. Finished work is kept."""
     if problems := recipe.problems():
         raise UserError("\n".join(problems))
     folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
     if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write there
-        raise UserError(f"{str(folder)!a} is not a name in UTF-8; name another --output.")
+        raise UserError(f"{str(folder)!a} is not a UTF-8 name; name another --output.")
     with disk_errors(folder, RESUMES), Workers() as workers:
         builder = StoreBuilder(recipe, folder, say, workers, num_proc or cores(), is_cache)
         with _locked(folder, "", wait=is_cache or shard is not None):
@@ -85,8 +82,8 @@ def pretokenize(
         with own:
             builder.do_units(units[share::shares])
             say(
-                f"Shard {share}/{shares} is done: {len(units[share::shares]):,} of {len(units):,} units. When all are, the same "
-                f"command with --merge in place of --shard puts them together."
+                f"Shard {share}/{shares} is done: {len(units[share::shares]):,} of {len(units):,} units. After the last shard, "
+                f"run the same command with --merge instead of --shard."
             )
     return None
 
@@ -102,19 +99,19 @@ def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:
     except Timeout:
         raise UserError(f"Another process is writing {folder}; wait for it, or name another --output.") from None
     except OSError as error:
-        path = error.filename or folder  # the lock of another user, say
-        raise UserError(f"{folder} cannot be made ({path}: {error.strerror}); name another --output.") from error
+        path = error.filename or folder  # for example another user's lock file
+        raise UserError(f"{folder} cannot be created ({path}: {error.strerror}); name another --output.") from error
 
 
 def _refuse_busy_shards(folder: Path) -> None:
-    """None begins while the folder is locked."""
+    """Raise a `UserError` if a shard is running; no shard can start while the folder is locked."""
     for lock in folder.parent.glob(f".{glob.escape(folder.name)}.shard-*.lock"):
         with _locked(folder, lock.name.removeprefix(f".{folder.name}").removesuffix(".lock"), wait=False):
             pass
 
 
 class StoreBuilder:
-    """Builds a store from the text of a recipe. Unfinished work lies in `.NAME.unfinished` next to the store."""
+    """Builder of a store from a recipe. Unfinished work is in `.NAME.unfinished` next to the store."""
 
     def __init__(
         self,
@@ -142,27 +139,27 @@ class StoreBuilder:
         store, path = TokenStore(self.folder), self.folder / "inputs.json"
         if store.metadata.format_version == 1:
             self.say(
-                f"{self.folder} is a store of format 1, which does not record its text and settings: it is used as it is. "
-                f"Name another --output to make it again."
+                f"{self.folder} is a store of format 1, which does not record its text and settings; it is used unchanged. "
+                f"To build it again, name another --output."
             )
             return store
         try:
             changed = self._changed(store.metadata.settings, schema.read(path, list[tuple[str, int, int]]))
         except (FileNotFoundError, ValueError) as error:
             raise UserError(
-                f"{path} is missing or damaged ({error}). Delete {self.folder} and make it again."
+                f"{path} is missing or damaged ({error}). Delete {self.folder} and build it again."
             ) from error
-        if changed and not self.is_cache:  # a cache is named by the content of its text
+        if changed and not self.is_cache:  # the name of a cache contains the hash of its text
             raise UserError(
-                f"{self.folder} is a store of other text or other settings ({changed}); name another --output or delete it."
+                f"{self.folder} was built from other text or settings ({changed}); name another --output or delete it."
             )
-        if is_marked(self.work, "unfinished"):  # killed before its end
+        if is_marked(self.work, "unfinished"):  # the process was killed before it was deleted
             discard(self.work, UNFINISHED)
-        self.say(f"{self.folder} holds these tokens already.")
+        self.say(f"{self.folder} already contains these tokens.")
         return store
 
     def _changed(self, settings: dict[str, Any], inputs: list[list]) -> str:
-        """Return the settings and files that differ from those of earlier work, in words; empty where none does."""
+        """Return the settings and files that differ from earlier work, as words; empty if there are none."""
         now = json.loads(json.dumps(self.recipe.settings()))
         named = [
             f"{key} was {settings.get(key)!r:.60} and is {now.get(key)!r:.60}"
@@ -170,7 +167,7 @@ class StoreBuilder:
             if settings.get(key) != now.get(key)
         ]
         before, after = ({name: rest for name, *rest in files} for files in (inputs, self.inputs))
-        named += [f"{name} is gone" for name in before if name not in after]
+        named += [f"{name} is missing" for name in before if name not in after]
         named += [
             f"{name} {'was changed' if name in before else 'is new'}"
             for name in after
@@ -180,19 +177,19 @@ class StoreBuilder:
 
     @cached_property
     def plan(self) -> Plan:
-        """Units, settings and tokenizer, decided now or by the interrupted command that this one resumes."""
+        """Plan of units, settings and tokenizer: new, or from the interrupted command that this one resumes."""
         self._check_writable()
         if (self.work / "plan.json").is_file():
             plan = Plan.read(self.work)
-            mark(self.work, "unfinished")  # of a version that marked nothing
+            mark(self.work, "unfinished")  # older versions set no mark
             if not (changed := self._changed(plan.settings_of_user, plan.inputs)):
                 done = len(done_parts(self.work, range(len(plan.units))))
-                self.say(f"Going on with {self.folder}: {done:,} of {len(plan.units):,} units of work are done.")
+                self.say(f"Resuming {self.folder}: {done:,} of {len(plan.units):,} units of work are done.")
                 return plan
             if not self.is_cache:
                 raise UserError(
-                    f"{self.folder} was begun with other text or settings ({changed}); undo that, or delete {self.work} to start "
-                    f"over."
+                    f"{self.folder} was started with other text or settings ({changed}); undo the change, or delete {self.work} to "
+                    f"start over."
                 )
         renew(self.work, "unfinished", UNFINISHED)
         plan = self._new_plan()
@@ -210,7 +207,7 @@ class StoreBuilder:
     def _new_plan(self) -> Plan:
         recipe, corpus = self.recipe, self.corpus
         if recipe.dedup.dedup == "near":
-            MinHasher()  # or the sentence that it is not installed, before any work
+            MinHasher()  # raises an error before any work if rensa is not installed
         files = f"{counted(len(corpus.all_files), 'file')}, {corpus.size / 1e6:.1f} MB"
         self.say(f"Reading {', '.join(recipe.inputs)} ({files}) ...")
         self.workers.start(min(self.processes, corpus.text_size // UNIT_BYTES))
@@ -238,25 +235,25 @@ class StoreBuilder:
         return Plan(recipe.settings(), self.inputs, settings, units, corpus.skipped)
 
     def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
-        """Source, control tokens and variables of the template for chats; None, and none, where there are no chats."""
+        """Return source, control tokens and variables of the chat template; None and empty ones if there are no chats."""
         name, arguments = self.recipe.corpus.chat_template, self.recipe.vocabulary
         if not self.corpus.has_chats:
             if name is not None:
                 raise UserError(
-                    f"chat_template is {name}, but {', '.join(self.recipe.inputs)} hold no chats; leave it out."
+                    f"chat_template is {name}, but {', '.join(self.recipe.inputs)} has no chats; leave out chat_template."
                 )
             return None, [], {}
         existing = self.recipe.existing_tokenizer
         source = ChatTemplate.read(name) if name is not None else getattr(existing, "chat_template", None)
         if source is None:
             raise UserError(
-                "The text is chats, and no template says how to write them; give --chat_template chatml or a file."
+                "The text consists of chats, but no chat template is known; give --chat_template chatml or a file."
             )
         if existing is not None:
             special = [str(token) for token in existing.added_tokens_decoder.values() if token.special]
             return source, special, existing.special_tokens_map
         if arguments.tokenizer_type == "character":
-            raise UserError("Chats need control tokens, which a character tokenizer has not; leave out tokenizer_type.")
+            raise UserError("Chats need control tokens, but a character tokenizer has none; leave out tokenizer_type.")
         chatml = CHATML_TOKENS if name == "chatml" else ()
         control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *chatml, *arguments.special_tokens]))
         return source, control, dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
@@ -264,30 +261,30 @@ class StoreBuilder:
     def _say_vocabulary(self, size: int) -> None:
         arguments = self.recipe.vocabulary
         wanted = arguments.vocab_size or vocabulary.DEFAULT_VOCAB_SIZE
-        short = f" (of {wanted:,} asked for: the text holds no more pairs to merge)" if size < wanted else ""
+        short = f" ({wanted:,} were requested, but the text has no more pairs to merge)" if size < wanted else ""
         kind = {"bpe": f"byte-level BPE, {size:,} tokens{short}", "character": f"{size:,} characters"}
         of_user = arguments.tokenizer and f"{arguments.tokenizer}, {size:,} tokens"
         self.say(f"Tokenizer: {of_user or kind[arguments.tokenizer_type]}.")
 
     def _require_room(self, sample: "Sample", itemsize: int) -> None:
-        """Raise a `UserError` where the store will not fit on its disk."""
+        """Raise a `UserError` if the store will not fit on its disk."""
         texts, head = sample.texts(), ""
         while len(head) < ESTIMATED_FROM and (text := next(texts, "")):
             head += text[:ESTIMATED_FROM]
-        # `encode.encoder` would take longer to be ready.
+        # `encode.encoder` would take longer to start.
         kind = encode.CharacterEncoder if encode.is_character(self.rust) else encode.RustEncoder
         ids, _ = kind(self.rust, np.dtype("<u4"))([head.encode()], [encode.NOTHING])
         per_byte = itemsize * len(ids) / max(1, len(head.encode()))
-        # The ids of a part are there until its last copy is written.
+        # The ids of a part stay on the disk until its last copy is written.
         copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
         needed = per_byte * sum(map(operator.mul, copies, self.corpus.text_sizes))
         remedy = "make room or name an --output on another disk"
-        require_room(self.folder.parent.absolute(), needed, "The tokens will take about", remedy)
+        require_room(self.folder.parent.absolute(), needed, "The tokens will need about", remedy)
 
     # ---- the work -------------------------------------------------------------------------------------------------------
 
     def do_units(self, units: list[int]) -> list[Part]:
-        """Do those of `units` that are not done yet; return the parts of all in order."""
+        """Process the units that are not done yet; return the parts of all `units` in order."""
         parts = {part.unit: part for part in done_parts(self.work, units)}
         missing = [unit for unit in units if unit not in parts]
         counts = replace(self.plan.skipped)
@@ -304,42 +301,42 @@ class StoreBuilder:
                     megabytes = (counts.bytes - bytes_before) / 1e6
                     progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - started):.1f} MB/s")
 
-            if len(missing) > 1:  # one is not worth a process of its own
+            if len(missing) > 1:  # a single unit is not worth a process of its own
                 self.workers.start(min(self.processes, len(missing)))
             self.workers.do(self.work, missing, on_part)
         return [parts[unit] for unit in units]
 
     def finish(self, merge_only: bool) -> TokenStore:
-        """Do the units that are left, merge the parts, and move the store to its place."""
+        """Process the remaining units, merge the parts, and move the store into place."""
         everything = list(range(len(self.plan.units)))
         if merge_only and (missing := len(everything) - len(done_parts(self.work, everything))):
             raise UserError(
-                f"{missing:,} of {len(everything):,} units of {self.folder} are not done; run the shards that are missing, "
-                f"or the command without --merge, which does the rest."
+                f"{missing:,} of {len(everything):,} units of {self.folder} are not done; run the missing shards, or run the "
+                f"command without --merge to process the rest."
             )
         counts, outcomes, lost = replace(self.plan.skipped), {}, 0
         for part in self.do_units(everything):
             counts.add(part.counts)
             outcomes = cleaning.merged(outcomes, part.outcomes)
             lost += part.lost_bytes
-        self.workers.end()  # their memory may be needed
+        self.workers.end()  # merging may need their memory
         self._refuse_changed_files()
         self.corpus.check(counts)
         if lost > TOLERATED_SHARE * counts.bytes:
             raise UserError(
-                f"{self.recipe.vocabulary.tokenizer} cannot express this text: {lost:,} of {counts.bytes:,} bytes would be "
+                f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost:,} of {counts.bytes:,} bytes would be "
                 f"lost; use another tokenizer."
             )
         merger = Merger(self.work, self.store, self.plan.settings, [unit.copies for unit in self.plan.units])
         if merger.documents == 0:
             dropped = (f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped)
             raise UserError(
-                f"Of {counted(counts.documents, 'document')} none is left (dropped: {', '.join(dropped) or 'by --weights'}); "
-                f"clean less, or read more."
+                f"None of {counted(counts.documents, 'document')} is left (dropped: {', '.join(dropped) or 'by --weights'}); "
+                f"use fewer cleaning stages or more text."
             )
         merger.merge()
         self._describe(counts, outcomes, merger)
-        self._check_writable()  # hours may have passed
+        self._check_writable()  # the folder may have changed in the meantime
         if self.folder.exists():
             self.folder.rmdir()
         self.store.rename(self.folder)
@@ -349,13 +346,13 @@ class StoreBuilder:
         return store
 
     def _refuse_changed_files(self) -> None:
-        """Raise a `UserError` for a file that grew or shrank while it was read."""
+        """Raise a `UserError` if a file was changed while it was read."""
         for path, size, modified in self.inputs:
             now = TextFile.at(path)
             if (now.size, now.modified) != (size, modified):
                 raise UserError(
-                    f"{path} was changed while it was read: it had {size:,} bytes and has {now.size:,}. Delete {self.work}, and "
-                    f"run the command on a copy that does not change."
+                    f"{path} was changed while it was read: it had {size:,} bytes and now has {now.size:,}. Delete {self.work}, "
+                    f"and run the command on a copy that does not change."
                 )
 
     def _describe(self, counts: Counts, outcomes: dict[str, RuleStats], merger: Merger) -> None:
@@ -381,7 +378,7 @@ class StoreBuilder:
 
 
 class Sample:
-    """Text from everywhere, evenly, to make a tokenizer from."""
+    """Evenly spread sample of the text, to train a tokenizer on."""
 
     def __init__(self, units: list[Unit], settings: Settings, arguments: VocabularyArguments, corpus: Corpus):
         self.settings = settings

@@ -1,11 +1,12 @@
-"""Unpack a packed token store, and verify it.
+"""Unpack a packed token store and verify it.
 
 python -m tokenizer.unpack data/my.tar.zst
 python -m tokenizer.unpack data/my.tar.zst --output data/elsewhere
 
 A packed store is a tar file compressed with zstandard, which `pack` writes. `metadata.json` is its first member and states
-the sizes and hashes of the tokens; everything else shares one budget. Another member, a larger one, or anything but a plain
-file is refused by its header of 512 bytes, before more is read: `tarfile` would follow it, to a name of any length.
+the sizes and hashes of the tokens; all other members share one limit. An unknown or too large member, or a member that is
+not a plain file, is refused by its header of 512 bytes before more is read. `tarfile` would read on, even a name of any
+length.
 """
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
@@ -28,21 +29,22 @@ from tokenizer.store import SPLITS, STORE_FILES, TokenStore, index_file, read_me
 
 SUFFIX = ".tar.zst"
 ROOT = "store/"
-# Names that a header of 512 bytes holds.
+# Names that fit in a header of 512 bytes.
 TOKENIZER_FILE = re.compile(r"tokenizer/(additional_chat_templates/)?\w[\w.-]{0,50}\.(json|jinja|txt|model)", re.ASCII)
-# The indexes for Megatron follow from the others.
+# Indexes for Megatron are not packed: they are derived from the other indexes.
 FILES = (
     *("metadata.json", "inputs.json", "report.md", "tokenizer/tokenizer.json"),
     *(name for split in SPLITS for name in (index_file(split), tokens_file(split))),
 )
-METADATA_BYTES = 32 << 20  # at most; read before anything else is known
-OTHER_BYTES, OTHER_FILES = 256 << 20, 64  # at most, of all files whose sizes the metadata do not state
+METADATA_BYTES = 32 << 20  # maximum size of metadata.json
+OTHER_BYTES, OTHER_FILES = 256 << 20, 64  # maximum total of all files whose sizes the metadata do not state
 COPIED_BYTES = 1 << 20  # at a time
-ZSTD_LEVEL = 3  # leaves 47% of Shakespeare and of Python sources, at 150-180 MB/s a core; level 12 leaves 43%, at 22
+# Level 3 compresses Shakespeare and Python sources to 47% at 150-180 MB/s per core; level 12 to 43% at 22 MB/s.
+ZSTD_LEVEL = 3
 
 
 def pack(store: TokenStore) -> Path:
-    """Pack a store into one file next to it, unless that exists already. The same store gives the same bytes."""
+    """Pack a store into one file next to it, unless it was already packed. The same store gives the same bytes."""
     import zstandard
 
     store.require_indexes()
@@ -50,7 +52,7 @@ def pack(store: TokenStore) -> Path:
     if path.exists():
         if _begins_with(path, (store.folder / "metadata.json").read_bytes()):
             return path
-        raise UserError(f"{path} exists and is not {store.folder}, packed; move it away or delete it.")
+        raise UserError(f"{path} exists and is not the packed {store.folder}; move it away or delete it.")
     store.check_hashes()
     tokenizer_files = (file.relative_to(store.folder).as_posix() for file in store.folder.glob("tokenizer/**/*"))
     others = sorted(name for name in tokenizer_files if TOKENIZER_FILE.fullmatch(name) and name not in FILES)
@@ -70,11 +72,11 @@ def pack(store: TokenStore) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> TokenStore:
-    """Unpack a store; raise a `UserError` for any other, damaged or malicious file, an existing folder, or a full disk."""
+    """Unpack a store; raise a `UserError` for a wrong, damaged or malicious file, an existing folder, or a full disk."""
     if not archive.is_file():
-        raise UserError(f"There is no file {archive}.")
+        raise UserError(f"{archive} does not exist or is not a file.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder; name another after {archive}.")
+        raise UserError(f"{folder} exists and is not an empty folder; name another folder with --output.")
     with disk_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with unfinished_path(folder.resolve(), ".unpacking", STORE_FILES) as unfinished:
@@ -83,7 +85,7 @@ def unpack(archive: Path, folder: Path) -> TokenStore:
                     _write_members(packed, archive, unfinished)
                 if missing := [name for name in FILES if not (unfinished / name).is_file()]:
                     raise UserError(
-                        f"{archive} lacks {' and '.join(missing)}: it is truncated or damaged; get it again."
+                        f"{archive} lacks {' and '.join(missing)}: it is truncated or damaged; copy or download it again."
                     )
                 store = TokenStore(unfinished)
                 store.check_hashes()
@@ -103,11 +105,12 @@ def _write_members(packed: BinaryIO, archive: Path, folder: Path) -> None:
         is_plain = info.type == tarfile.REGTYPE and info.size >= 0 and ROOT + name == info.name
         if not known or not is_plain or (folder / name).exists() or number > OTHER_FILES:
             raise UserError(
-                f"{archive} is not a packed store: {info.name[:200]!r} in it is none of a store's files. Do not trust it."
+                f"{archive} is not a packed store: it contains {info.name[:200]!r}, which is not a file of a store. Do not trust "
+                f"it."
             )
         left -= 0 if name in sizes else info.size
         if left < 0 or info.size != sizes.get(name, info.size):
-            raise UserError(f"{archive} is not a packed store: {name} in it has {info.size:,} bytes. Do not trust it.")
+            raise UserError(f"{archive} is not a packed store: its {name} has {info.size:,} bytes. Do not trust it.")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with (folder / name).open("wb") as file:
             while block := packed.read(min(info.size - file.tell(), COPIED_BYTES)):
@@ -122,19 +125,21 @@ def _write_members(packed: BinaryIO, archive: Path, folder: Path) -> None:
             remedy = "make room or name a folder on another disk"
             require_room(folder.parent.absolute(), sum(sizes.values()), f"{archive} unpacks to", remedy)
         number += 1
-    packed.read(tarfile.RECORDSIZE)  # to the end, with the checksum of all
+    packed.read(tarfile.RECORDSIZE)  # to the end, where the checksum is verified
 
 
 @contextmanager
 def _opened(archive: Path) -> Iterator[BinaryIO]:
-    """Open an archive; reading one that is truncated or damaged raises a `UserError`."""
+    """Open an archive; raise a `UserError` if it turns out to be truncated or damaged."""
     import zstandard
 
     try:
         with archive.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as packed:
             yield packed
     except (EOFError, ValueError, tarfile.TarError, zstandard.ZstdError) as error:
-        raise UserError(f"{archive} is truncated, damaged or no packed store ({error}); get it again.") from error
+        raise UserError(
+            f"{archive} is truncated, damaged or not a packed store ({error}); copy or download it again."
+        ) from error
 
 
 def _begins_with(archive: Path, metadata: bytes) -> bool:
@@ -150,10 +155,10 @@ def _begins_with(archive: Path, metadata: bytes) -> bool:
 class UnpackArguments:
     archive: str | None = setting(
         None,
-        "The packed store; may be given without its flag.",
+        "Packed store; can be given without the flag.",
         needed=("a packed store", "python -m tokenizer.unpack data/my.tar.zst"),
     )
-    output: str | None = setting(None, "Folder to write; by default the archive's name without .tar.zst.")
+    output: str | None = setting(None, "Folder to unpack to; by default the archive's name without .tar.zst.")
 
 
 def main(arguments: list[str]) -> None:
@@ -163,8 +168,8 @@ def main(arguments: list[str]) -> None:
     path = Path(options.archive).expanduser()
     store = unpack(path, Path(options.output or str(path).removesuffix(SUFFIX)).expanduser())
     print(
-        f"{store.folder} holds {store.metadata.train.tokens:,} tokens to train on and {store.metadata.val.tokens:,} to "
-        f"validate with; every hash is right."
+        f"{store.folder} has {store.metadata.train.tokens:,} tokens for training and {store.metadata.val.tokens:,} for "
+        f"validation; all hashes are correct."
     )
 
 

@@ -1,6 +1,6 @@
-"""The tokenizer of a store: a byte-level BPE or a character tokenizer made from the corpus, or an existing one.
+"""Tokenizer of a store: a byte-level BPE or a character tokenizer built from the corpus, or an existing tokenizer.
 
-Each is an ordinary fast Transformers tokenizer and loads with `AutoTokenizer`.
+All are ordinary fast Transformers tokenizers and load with `AutoTokenizer`.
 """
 
 import itertools
@@ -22,34 +22,35 @@ from tokenizer.words import END, WordSplitter, blocks
 
 DEFAULT_VOCAB_SIZE = 32000
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"  # ids 0 and 1
-TRAINED_WORDS = 2_000_000  # occurrences that the trainer is given
+TRAINED_WORDS = 2_000_000  # occurrences of words that the trainer gets
 COUNTED_BYTES = 4 << 20  # at a time
-COUNTED_WORDS = 2_000_000  # distinct ones in memory
-# The trainer's time grows with the square of a word: 80,000 letters took 4.2 s, 400,000 minutes. Up to 4 KB it is the same per
-# byte. Its memory is 100 times the distinct text, which only long words fill.
+COUNTED_WORDS = 2_000_000  # distinct words in memory
+# The trainer's time grows with the square of the length of a word: 80,000 letters took 4.2 s, 400,000 took minutes. Up to
+# 4 KB, the time per byte is constant. The trainer needs 100 times the memory of the distinct text; only long words make that
+# large.
 LONGEST_COUNTED_WORD = 1024  # bytes: the trainer gets longer words in pieces
-COUNTED_PIECE_BYTES = 8_000_000  # of all those pieces together, evenly spread
-GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # as Transformers 5 and 4 write it
+COUNTED_PIECE_BYTES = 8_000_000  # total of these pieces, evenly spread
+GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # names in Transformers 5 and 4
 
 
 @dataclass
 class VocabularyArguments:
     vocab_size: int | None = setting(
         None,
-        "Number of tokens that a BPE made from text is trained to (32000). A store, characters and an existing "
-        "tokenizer bring their own: another value is refused as a flag and has no effect in a YAML file.",
+        "Vocabulary size of a BPE trained on the text (default: 32000). Token stores, character tokenizers and existing "
+        "tokenizers have a fixed size: a flag with another value is an error, and a value in a YAML file is ignored.",
         minimum=1,
         maximum=1_048_576,
     )
     tokenizer_type: Literal["bpe", "character"] = setting(
-        "bpe", "What to make from text: a byte-level BPE, or one token a character."
+        "bpe", "Kind of tokenizer to build from the text: a byte-level BPE, or one token per character."
     )
-    tokenizer: str | None = setting(None, "Use this tokenizer (a folder or a Hub id) instead of making one.")
+    tokenizer: str | None = setting(None, "Existing tokenizer (a folder or a Hub id) to use instead of a new one.")
     sample_bytes: int = setting(
-        200_000_000, "Bytes of text, evenly spread, that a BPE is made from; all where there is less.", minimum=1
+        200_000_000, "Bytes of text that a BPE is trained on: an evenly spread sample, or all text if less.", minimum=1
     )
-    pad_token: str = setting(PADDING, "Padding token of a BPE made from text, or none.")
-    special_tokens: list[str] = setting([], "Further control tokens of a BPE made from text.")
+    pad_token: str = setting(PADDING, "Padding token of a BPE trained on the text, or none.")
+    special_tokens: list[str] = setting([], "Additional control tokens of a BPE trained on the text.")
 
 
 def build(
@@ -60,8 +61,8 @@ def build(
     must_fit: bool = True,
     say: Callable[[str], None] = print,
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that `arguments` ask for: the `existing` one that they name, or one made from `texts`. Raise a
-    `UserError` if its size differs from the one asked for (unless it need not fit), or is too small for a BPE."""
+    """Return the `existing` tokenizer, or one built from `texts` according to `arguments`.
+    Raise a `UserError` if its size differs from `vocab_size` and `must_fit` is true, or `vocab_size` is too small for a BPE."""
     if existing is not None:
         tokenizer = existing
     elif arguments.tokenizer_type == "character":
@@ -71,27 +72,25 @@ def build(
             raise UserError("\n".join(found))
         size = arguments.vocab_size or DEFAULT_VOCAB_SIZE
         special = [*arguments.special_tokens, *chat_tokens]
-        return train_bpe(texts(), size, arguments.pad_token, special, say)  # may end smaller, said aloud
+        return train_bpe(texts(), size, arguments.pad_token, special, say)  # can be smaller: the caller reports it
     if must_fit and arguments.vocab_size not in (None, len(tokenizer)):
-        of_what = arguments.tokenizer or "the characters of the text"
+        of_what = arguments.tokenizer or "the character tokenizer of this text"
         raise UserError(
-            f"vocab_size is {arguments.vocab_size} but {of_what} make {len(tokenizer)} tokens; "
+            f"vocab_size is {arguments.vocab_size} but {of_what} has {len(tokenizer)} tokens; "
             f"set --vocab_size {len(tokenizer)}."
         )
     return tokenizer
 
 
 def problems(arguments: VocabularyArguments, chat_tokens: Iterable[str] = ()) -> list[str]:
-    """Return the settings that cannot be, or that would be ignored, a sentence each."""
+    """Return the settings that are impossible or would be ignored, one sentence each."""
     if arguments.tokenizer is not None or arguments.tokenizer_type != "bpe":
-        ignored = (
-            "special_tokens are for a BPE that is made from text; leave them out, or tokenizer and tokenizer_type."
-        )
+        ignored = "special_tokens apply only to a BPE trained on the text; leave out special_tokens, or tokenizer and tokenizer_type."
         return [ignored] if arguments.special_tokens else []
     special = _special_tokens(arguments.pad_token, [*arguments.special_tokens, *chat_tokens])
     found = [
-        f"{token!r} cannot be a special token, because the BPE may make a token of text of the same name; take one "
-        f"that is no single word, such as <|{token or 'mark'}|>."
+        f"{token!r} cannot be a special token, because the BPE may create a token of text with the same name; use a name "
+        f"that is not a single word, such as <|{token or 'mark'}|>."
         for token in special
         if _may_be_text(token)
     ]
@@ -105,7 +104,7 @@ def problems(arguments: VocabularyArguments, chat_tokens: Iterable[str] = ()) ->
 
 
 def _may_be_text(token: str) -> bool:
-    """Return whether a BPE's own name for a piece of text may be `token`: it writes bytes as printable characters."""
+    """Return whether `token` can be a BPE's name for a piece of text, in which printable characters represent bytes."""
     byte_of = byte_level_alphabet()
     if not byte_of.keys() >= set(token):
         return False
@@ -125,10 +124,8 @@ def train_bpe(
     say: Callable[[str], None] = print,
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE (Radford et al. 2019) with GPT-2's word pattern; lossless on any Unicode text.
-
-    Its size is `vocab_size`, or less where the text does not hold that many pairs worth merging. The same text gives the
-    same tokenizer on any machine.
-    """
+    Its size is `vocab_size`, or less if the text does not have enough pairs to merge. The same text gives the same
+    tokenizer on any machine."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -142,10 +139,10 @@ def train_bpe(
     counts, cut_words = count_words(texts)
     if cut_words:
         say(
-            f"{counted(cut_words, 'word')} of more than {LONGEST_COUNTED_WORD:,} bytes (text without blanks) cut into pieces to "
-            f"train the BPE; this does not cut them when they are encoded."
+            f"{counted(cut_words, 'word')} of more than {LONGEST_COUNTED_WORD:,} bytes (text without spaces) cut into pieces for "
+            f"training the BPE; encoding does not cut words."
         )
-    words = _thinned(counts)  # each a text of its own, thousands at a time
+    words = _thinned(counts)  # each word is a separate text; they are passed in batches of thousands
     bpe.train_from_iterator(iter(lambda: list(itertools.islice(words, 10_000)), []), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -157,8 +154,9 @@ def train_bpe(
 
 
 def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
-    """Return how often each word of GPT-2's pattern occurs (of very many, those that occur twice), and how many words were
-    too long for the trainer and are counted as pieces: all, or every second, fourth ... of more than fit."""
+    """Count the words of GPT-2's pattern; also return how many words were too long for the trainer and were cut into pieces.
+    Above COUNTED_WORDS distinct words, words that occurred once are dropped. Above COUNTED_PIECE_BYTES, only every second,
+    fourth ... piece is counted."""
     splitter, counts, cut_words = WordSplitter(), Counter(), 0
     pieces, seen, step = [], 0, 1
     for batch in blocks(itertools.chain(map(str.encode, texts), [b""]), COUNTED_BYTES):
@@ -178,7 +176,7 @@ def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
             pieces, step = pieces[::2], 2 * step
     del counts[END]
     for piece, number in pieces:
-        counts[piece] += number * step  # the kept ones stand for the others too
+        counts[piece] += number * step  # the kept pieces also represent the dropped ones
     return counts, cut_words
 
 
@@ -193,18 +191,16 @@ def _cut(word: bytes) -> Iterator[bytes]:
 
 
 def _thinned(counts: Counter[bytes]) -> Iterator[str]:
-    """Yield words as often as they occur; of more than the trainer needs, all of them proportionally less often.
-
-    The trainer would count the words of 115 MB for 40 s. With an eighth of each count it takes 9 s, and the tokens hold 0.1%
-    less text; with every word of a fifth of the text they held 2.6% less.
-    """
+    """Yield words as often as they occur; if they occur more often than the trainer needs, proportionally less often.
+    The trainer would need 40 s to count the words of 115 MB. With an eighth of each count it takes 9 s, and each token has
+    0.1% less text on average. With all words of a fifth of the text, each token had 2.6% less."""
     times = max(1, counts.total() // TRAINED_WORDS)
     for word, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         yield from itertools.repeat(word.decode(), (number + times // 2) // times)
 
 
 def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Make one token for each character that occurs, in code point order, and nothing else."""
+    """Return a tokenizer with one token per character of `texts`, in code point order, and no other tokens."""
     characters = set()
     for text in texts:
         characters.update(text)
@@ -215,18 +211,18 @@ def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def load(name: str | Path) -> PreTrainedTokenizerBase:
-    """Load a fast tokenizer from a folder or the Hub; raise a `UserError` where there is none, or only a slow one."""
+    """Load a fast tokenizer from a folder or the Hub; raise a `UserError` if there is none, or only a slow one."""
     folder = Path(name)
     if not folder.exists():
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
-    if folder.is_dir() and not (folder / "tokenizer.json").is_file():  # AutoTokenizer would make up an empty one
-        raise UserError(f"{name} holds no tokenizer.json, so there is no fast tokenizer to load.")
+    if folder.is_dir() and not (folder / "tokenizer.json").is_file():  # AutoTokenizer would return an empty one
+        raise UserError(f"{name} has no tokenizer.json, so there is no fast tokenizer to load.")
     try:
         tokenizer = _tokenizer_class(folder).from_pretrained(str(name), trust_remote_code=False)
-        tokenizer.encode("")  # a wrong type in its settings shows first here
-    except Exception as error:  # the Rust library raises nothing narrower
+        tokenizer.encode("")  # the first call that fails if a setting has a wrong type
+    except Exception as error:  # the Rust library raises no narrower class
         needs_code = "trust_remote_code" in str(error)
-        reason = "it needs code of its own, which is not run" if needs_code else hub.shortened(error)
+        reason = "it needs its own code, which is not executed" if needs_code else hub.shortened(error)
         raise UserError(f"No tokenizer can be loaded from {name}: {reason}.") from error
     if not tokenizer.is_fast:
         raise UserError(f"{name} is a slow tokenizer; only fast ones (tokenizer.json) are supported.")
@@ -234,7 +230,7 @@ def load(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer_class(folder: Path) -> type:
-    """Return AutoTokenizer, unless it would import torch only to find the class of every tokenizer that was made here."""
+    """Return the class to load a tokenizer with: AutoTokenizer, which imports torch, only if it is needed."""
     config = folder / "tokenizer_config.json"
     if config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in GENERIC_CLASSES:
         return PreTrainedTokenizerFast
@@ -244,12 +240,12 @@ def _tokenizer_class(folder: Path) -> type:
 
 
 def save(tokenizer: PreTrainedTokenizerBase, folder: Path, context: int | None = None) -> None:
-    """Write the tokenizer, with the model's context length where there is a model; raise an `OSError` for a full disk."""
+    """Write the tokenizer, with the model's context length if given; raise an `OSError` for a full disk."""
     if context is not None:
         tokenizer.model_max_length = context
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        if type(error) is Exception and "os error" in str(error):  # as the Rust library says it
+        if type(error) is Exception and "os error" in str(error):  # the Rust library's way to report it
             raise OSError(str(error)) from error
         raise

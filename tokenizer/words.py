@@ -1,10 +1,11 @@
-"""Word boundaries of GPT-2's pattern (Radford et al. 2019), found in bytes without a regular expression.
+"""Word boundaries of GPT-2's pattern (Radford et al. 2019), found in bytes without regular expressions.
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-A word ends where the class of the bytes changes (letter, number, white space, anything else), with two exceptions: the
-last white space of a run goes with what follows it, in one word if it is a blank; and the seven English endings stand alone.
-Texts are joined by the byte 0xFF, which UTF-8 never holds; each 0xFF is a word of its own.
+A word ends where the class of the bytes changes (letter, number, white space, other), with two exceptions. The last
+white space character of a run begins a new word, which includes the following text if the character is a space. Each of
+the seven English endings is a separate word. Texts are joined by the byte 0xFF, which UTF-8 never contains; each 0xFF is
+a separate word.
 """
 
 import itertools
@@ -24,7 +25,7 @@ def _byte_classes() -> bytes:
     for kind, members in ((LETTER, b"abcdefghijklmnopqrstuvwxyz"), (NUMBER, b"0123456789"), (SPACE, b"\t\n\v\f\r ")):
         for byte in members + members.upper():
             classes[byte] = kind
-    classes[0xC2:0xF5] = bytes([UNKNOWN]) * (0xF5 - 0xC2)  # they begin a code point, which says what it is
+    classes[0xC2:0xF5] = bytes([UNKNOWN]) * (0xF5 - 0xC2)  # lead bytes; the class depends on the code point
     classes[0xFF] = ENDS
     return bytes(classes)
 
@@ -33,7 +34,7 @@ BYTE_CLASSES = _byte_classes()
 
 
 def blocks(texts: Iterable[bytes], n_bytes: int) -> Iterator[list[bytes]]:
-    """Group texts into blocks of just more than `n_bytes`."""
+    """Group texts into blocks of slightly more than `n_bytes`."""
     block, size = [], 0
     for text in texts:
         block.append(text)
@@ -46,15 +47,15 @@ def blocks(texts: Iterable[bytes], n_bytes: int) -> Iterator[list[bytes]]:
 
 
 class WordSplitter:
-    """Splits as `tokenizers`' ByteLevel does, whose own tables are asked for the class of every new code point."""
+    """Splitter with the results of `tokenizers`' ByteLevel, which determines the class of every new code point."""
 
     def __init__(self):
         self.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.classes = np.full(0x110000, UNKNOWN, dtype=np.uint8)  # of code points
 
     def words(self, texts: Iterable[bytes]) -> Any:
-        """Return all words of all texts as one Arrow array of binaries; after each text comes the word 0xFF."""
-        import pyarrow as pa  # comes with datasets; training from a store needs neither
+        """Return all words of all texts as one Arrow array of binaries, with the word 0xFF after each text."""
+        import pyarrow as pa  # installed with datasets; training from a store needs neither
 
         parts = [END.join([*block, b""]) for block in blocks(texts, BLOCK_BYTES)]  # each fits the processor's cache
         before = itertools.accumulate(map(len, parts), initial=0)
@@ -64,7 +65,7 @@ class WordSplitter:
         return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(joined)])
 
     def starts(self, joined: bytes) -> np.ndarray:
-        """Return (words,) int32: where each word of `joined` (n bytes, the last one 0xFF) begins."""
+        """Return the first byte of each word of `joined` (n bytes, the last one 0xFF), (words,) int32."""
         text = np.frombuffer(joined, dtype=np.uint8)  # (n,)
         classes = np.frombuffer(joined.translate(BYTE_CLASSES), dtype=np.uint8)  # (n,)
         lead_bytes = np.flatnonzero(classes == UNKNOWN)  # of code points above ASCII
@@ -75,20 +76,20 @@ class WordSplitter:
         begins[0] = True
         np.not_equal(classes[1:], classes[:-1], out=begins[1:])
         begins |= classes == ENDS
-        last_space = classes == SPACE  # of a run that something visible follows
+        last_space = classes == SPACE  # the last of a run before visible text
         last_space[:-1] &= classes[1:] < SPACE
-        if len(lead_bytes):  # a space of two or three bytes was marked at its last; the word begins at its first
+        if len(lead_bytes):  # a space of two or three bytes is marked at its last byte; the word begins at its first
             last_bytes = np.flatnonzero(last_space & (text >= 0x80))
             last_space[last_bytes] = False
             last_space[last_bytes - np.where(text[last_bytes - 1] < 0xC0, 2, 1)] = True
         begins |= last_space
-        joins = last_space & (text == 0x20)  # a blank is one word with what follows it
+        joins = last_space & (text == 0x20)  # a space is in one word with the following text
         np.greater(begins[1:], joins[:-1], out=begins[1:])
         self._split_english_endings(text, classes, begins)
         return np.flatnonzero(begins).astype(np.int32)
 
     def _settle_code_points(self, text: np.ndarray, first: np.ndarray, classes: np.ndarray) -> None:
-        """Write the classes of all bytes of the code points that begin at `first`, (m,)."""
+        """Write the classes of all bytes of the code points that begin at `first`, (m,), into `classes`."""
         lead = text[first].astype(np.uint32)
         length = 2 + (lead >= 0xE0).astype(np.uint8) + (lead >= 0xF0)
         points = np.where(length == 2, lead & 0x1F, np.where(length == 3, lead & 0x0F, lead & 0x07))
@@ -112,7 +113,7 @@ class WordSplitter:
 
     @staticmethod
     def _split_english_endings(text: np.ndarray, classes: np.ndarray, begins: np.ndarray) -> None:
-        """Make 's 't 'm 'd 're 've 'll words of their own where an apostrophe begins a word."""
+        """Split off 's 't 'm 'd 're 've 'll as separate words where an apostrophe begins a word."""
         at = np.flatnonzero(text == 0x27)
         at = at[begins[at] & (at + 2 < len(text))]
         if not len(at):

@@ -1,12 +1,13 @@
-"""Worker processes: units of work become parts of a store, in any number of processes; finished parts are kept.
+"""Worker processes: they turn units of work into parts of a store, in any number of processes; finished parts are kept.
 
-The folder of unfinished work holds `plan.json`, `store/` with the tokenizer, and `parts/`, with the result of each unit:
+The folder of unfinished work contains `plan.json`, `store/` with the tokenizer, and `parts/` with the result of each unit:
 
-000012.train, 000012.val   its ids
-000012.rows                a row for each piece of a document, in order
-000012.json                what was counted, and the hashes of the others, written last: without it the part does not exist
+000012.train, 000012.val   token ids
+000012.rows                one row per piece of a document, in order
+000012.json                counts, and hashes of the other files, written last: without it, the part does not exist
 
-python -P -m tokenizer.worker     a worker: reads folders and numbers of units, one a line, and answers each with its problem or ""
+`python -P -m tokenizer.worker` starts a worker. It reads one folder and unit number per line, and answers each line with
+the problem or "".
 """
 
 import gc
@@ -39,12 +40,12 @@ from tokenizer.store import RESUMES, SPLITS
 
 PLAN_VERSION = 1
 ROOT = Path(__file__).parent.parent
-BATCH_BYTES = 4 << 20  # encoded together: fewer hold more distinct words for their size, more take more memory
+BATCH_BYTES = 4 << 20  # encoded together: smaller batches repeat fewer words, larger ones need more memory
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that apply to every document."""
+    """Settings that apply to every document."""
 
     sample_by: Literal["document", "paragraph", "line"]
     cleaning: list[str]
@@ -66,25 +67,25 @@ class Settings:
 
 @dataclass
 class Plan:
-    """`plan.json`: the decisions made before the work began."""
+    """Content of `plan.json`: the decisions made before the work starts."""
 
     settings_of_user: dict[str, Any]
     inputs: list[tuple[str, int, int]]
     settings: Settings
     units: list[Unit]
     skipped: Counts = field(default_factory=Counts)
-    format_version: int = PLAN_VERSION  # a plan without one is of format 1 too
+    format_version: int = PLAN_VERSION  # a plan without a version also has format 1
 
     @staticmethod
     def read(folder: Path) -> "Plan":
-        """Return the plan; raise a `UserError` where it is of a newer format, or damaged."""
+        """Return the plan; raise a `UserError` if it is damaged or of a newer format."""
         path = folder / "plan.json"
         try:
             content = schema.read(path, dict[str, Any])
             check_format(folder, content.get("format_version"), PLAN_VERSION)
             return schema.build(content, Plan)
         except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}); delete {folder} to begin again.") from error
+            raise UserError(f"{path} is damaged ({error}); delete {folder} to start over.") from error
 
     def write(self, folder: Path) -> None:
         units = [unit.to_json() for unit in self.units]
@@ -93,18 +94,18 @@ class Plan:
 
 @dataclass
 class Part:
-    """The result of a unit, as in its `.json`."""
+    """Result of a unit, the content of its `.json`."""
 
     unit: int
     tokens: dict[str, int]
     counts: Counts
-    outcomes: dict[str, RuleStats]  # of the cleaning
-    lost_bytes: int  # that the tokenizer has no tokens for
-    hashes: dict[str, str]  # xxh3 of its files: a power cut may leave less of them than was written
+    outcomes: dict[str, RuleStats]  # effects of the cleaning rules
+    lost_bytes: int  # bytes that the tokenizer has no tokens for
+    hashes: dict[str, str]  # xxh3 of its files: a power failure can truncate files that were written
 
     @staticmethod
     def read(folder: Path, number: int) -> "Part | None":
-        """Return None where it is not done, or was done by a version that did not record as much."""
+        """Return the part of unit `number`; None if it is not done, or an older version recorded less than is needed."""
         try:
             part = schema.read(part_file(folder, number, "json"), Part)
         except (FileNotFoundError, ValueError):
@@ -117,13 +118,13 @@ def part_file(folder: Path, number: int, name: str) -> Path:
 
 
 def row_type(keys: int) -> np.dtype:
-    """Return the type of a row: a piece of a document. The keys of a document are in its last row in a part."""
+    """Return the dtype of a row, which describes a piece of a document. A document's last row in a part has its keys."""
     names = ("tokens", "bytes", "copies", "val", "starts", "ends", "keys")
     return np.dtype([*zip(names, ("<u4", "<u4", "<u2", "?", "?", "?", ("<u8", (keys,))), strict=True)])
 
 
 class UnitProcessor:
-    """Does units of an unfinished store."""
+    """Processor of the units of an unfinished store."""
 
     def __init__(self, folder: Path):
         plan = Plan.read(folder)
@@ -138,7 +139,7 @@ class UnitProcessor:
         self.heads = {part.path: part for part in ranges if part.start == 0 and part.stop is not None}
 
     def process(self, number: int) -> Part:
-        """Do a unit; raise a `UserError` for text that cannot be read or encoded, or a full disk."""
+        """Process a unit; raise a `UserError` if text cannot be read or encoded, or the disk is full."""
         with disk_errors(self.folder / "parts", RESUMES), ExitStack() as stack:
             (self.folder / "parts").mkdir(exist_ok=True)
             files = {split: stack.enter_context(part_file(self.folder, number, split).open("wb")) for split in SPLITS}
@@ -151,13 +152,13 @@ class UnitProcessor:
             return writer.finish()
 
     def _first_piece(self, path: str) -> str:
-        """Return the head of a file that is one document, which decides for all of it."""
-        head = next(self.settings.reader().pieces(self.heads[path]), None)  # None: it is not text
+        """Return the cleaned head of a file that is one document; it decides about the split and copies of the whole file."""
+        head = next(self.settings.reader().pieces(self.heads[path]), None)  # None: the file is not text
         return "" if head is None else Cleaner(self.settings.cleaning)(head.text, whole=False)
 
 
 class PartWriter:
-    """Encodes the documents of one unit and writes its part to `files`, one for each split."""
+    """Writer of one part: it encodes the documents of a unit into `files`, one per split."""
 
     def __init__(self, processor: UnitProcessor, number: int, files: dict[str, BinaryIO]):
         self.processor, self.settings, self.files = processor, processor.settings, files
@@ -174,7 +175,7 @@ class PartWriter:
         self.begin_document("")
 
     def begin_document(self, first_piece: str) -> None:
-        """Decide on split and copies by the document's own text, so that copies of it are treated alike."""
+        """Choose split and copies from the document's own text, so that identical documents are treated alike."""
         text = first_piece.encode()
         self.val = share(text, self.settings.seed) < self.settings.validation_fraction
         whole, part = divmod(self.weight, 1)
@@ -204,7 +205,7 @@ class PartWriter:
             self.flush()
 
     def _follower(self, piece: Piece) -> int:
-        """Return the id after the piece: a control token of a chat, or, once, the end of text."""
+        """Return the id after the piece: a control token of a chat, the end-of-text token (only once), or NOTHING."""
         if piece.control is not None:
             return self.processor.token_to_id(piece.control)
         if not piece.ends_document or (not piece.text and self.last_follower == self.processor.eos):
@@ -212,14 +213,16 @@ class PartWriter:
         return self.processor.eos
 
     def _keys(self, piece: Piece, text: str, encoded: bytes) -> tuple[int, ...]:
-        """Return the keys of the document, as far as it was read."""
+        """Return the keys of the part of the document that was read so far."""
         if self.settings.dedup == "no":
             return ()
         self.digest.update(encoded)
         digest = divmod(self.digest.intdigest(), 1 << 64)
         if self.processor.min_hasher is None:
             return digest
-        if not (piece.starts_document and piece.ends_document):  # a long one is near only to itself
+        if not (
+            piece.starts_document and piece.ends_document
+        ):  # a document of several pieces matches only identical ones
             return (*digest, *([digest[0]] * BANDS))
         return (*digest, *self.processor.min_hasher.bands(text).tolist())
 
@@ -236,14 +239,14 @@ class PartWriter:
         for split, file in self.files.items():
             chosen = rows["val"] == (split == "val")
             chosen_ids = ids if chosen.all() else ids[np.repeat(chosen, counts)]
-            file.write(chosen_ids)  # `tofile` does not say why it fails
+            file.write(chosen_ids)  # `tofile` does not report why it fails
             self.hashes[split].update(chosen_ids)
             self.tokens[split] += len(chosen_ids)
         self.rows.append(rows)
         self.batch, self.batch_bytes = [], 0
 
     def finish(self) -> Part:
-        """Close the part, which exists from now on."""
+        """Write the rest of the part and its `.json`, which makes the part exist, and return it."""
         self.flush()
         for file in self.files.values():
             file.close()
@@ -261,13 +264,13 @@ def share(text: bytes, seed: int) -> float:
     return xxhash.xxh3_64_intdigest(text, seed=seed % 2**64) / 2**64
 
 
-# glibc keeps the memory of short-lived arrays of some megabytes: returning it to the system each time took a fifth of a
-# worker's time.
+# glibc should keep the memory of short-lived arrays of some megabytes: returning it to the system each time took a fifth
+# of a worker's time.
 WORKER_ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
-    "USE_TORCH": "0",  # `datasets` imports it, where a Hub dataset is read
+    "USE_TORCH": "0",  # otherwise `datasets` imports torch to read a Hub dataset
     "MALLOC_MMAP_THRESHOLD_": str(1 << 28),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 28),
     "MALLOC_ARENA_MAX": "1",
@@ -282,8 +285,8 @@ def done_parts(folder: Path, units: list[int]) -> list[Part]:
 
 
 class Workers(AbstractContextManager):
-    """Worker processes, started ahead of the work, because starting takes half a second. Each ends with its input, so at once
-    when this process is killed."""
+    """Worker processes, started before the work is ready because starting takes half a second.
+    Each worker ends when its input ends, so it also ends when this process is killed."""
 
     def __init__(self):
         self.processes: list[subprocess.Popen] = []
@@ -296,7 +299,7 @@ class Workers(AbstractContextManager):
         self.idle = SimpleQueue()
         while self.processes:
             process = self.processes.pop()
-            with suppress(BrokenPipeError):  # unread by a process that was killed
+            with suppress(BrokenPipeError):  # the worker was killed before it read its input
                 process.stdin.close()
             process.wait()
             process.stdout.close()
@@ -316,8 +319,8 @@ class Workers(AbstractContextManager):
             self.idle.put(process)
 
     def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None]) -> None:
-        """Do `units`, in this process if there are no others, and pass each result to `on_part`; raise a `UserError` with
-        the first problem of any of them, or for a process that was killed."""
+        """Process `units` and pass each part to `on_part`; without worker processes, use this process.
+        Raise a `UserError` with the first problem of any unit, or if a worker process was killed."""
         if not self.processes:
             processor = UnitProcessor(folder)
             for number in units:
@@ -329,12 +332,12 @@ class Workers(AbstractContextManager):
                     on_part(future.result())
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
-                for process in self.processes:  # which ends the threads that wait for them
+                for process in self.processes:  # ends the threads that wait for them
                     process.kill()
                 raise
 
     def _ask(self, folder: Path, number: int) -> Part:
-        """Have an idle process do a unit."""
+        """Let an idle worker process one unit."""
         process, line = self.idle.get(), ""
         with suppress(BrokenPipeError):
             print(json.dumps([str(folder.absolute()), number]), file=process.stdin, flush=True)
@@ -342,8 +345,8 @@ class Workers(AbstractContextManager):
         self.idle.put(process)
         if not line:
             raise UserError(
-                f"A worker process ended with status {process.wait()} (-9: killed, often for want of memory). The same "
-                f"command resumes; with --num_proc 1 it needs the least memory."
+                f"A worker process ended with status {process.wait()} (-9: killed, often because memory ran out). The same "
+                f"command resumes; with --num_proc 1 it uses the least memory."
             )
         if problem := json.loads(line):
             raise UserError(problem)
@@ -351,11 +354,11 @@ class Workers(AbstractContextManager):
 
 
 def main() -> None:
-    # Tokens from Rust are short-lived objects, and looking for cycles among them doubled their cost.
+    # Tokens from Rust are short-lived objects, and searching them for reference cycles doubled their cost.
     gc.set_threshold(100_000)
     asked: SimpleQueue[tuple[str, int]] = SimpleQueue()
     Thread(target=_listen, args=(asked,), daemon=True).start()
-    import pyarrow  # noqa: F401  needed by most units: imported while there is nothing to do yet
+    import pyarrow  # noqa: F401  most units need it; the worker is idle now
 
     processor_of = cache(UnitProcessor)
     while True:
@@ -369,10 +372,10 @@ def main() -> None:
 
 
 def _listen(asked: SimpleQueue[tuple[str, int]]) -> None:
-    with open(0, "rb", buffering=0) as questions:  # a buffer would be locked when the process ends
+    with open(0, "rb", buffering=0) as questions:  # a buffered reader would be locked when the process ends
         for line in questions:
             asked.put(json.loads(line))
-    os._exit(0)  # the parent has all answers, or was killed
+    os._exit(0)  # the parent has all answers or was killed
 
 
 if __name__ == "__main__":
