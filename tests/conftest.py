@@ -1,4 +1,4 @@
-"""Small real things: a text, a token store made from it, and a way to train on it in this process."""
+"""Shared fixtures: a text, a token store built from it, and training on it in this process."""
 
 import json
 import os
@@ -33,10 +33,10 @@ from training.speed import SHOWN
 
 REPOSITORY = Path(__file__).parent.parent
 sys.modules["vllm"] = None  # pytest puts tests/ on the path, where TRL would take the folder tests/vllm for vLLM
-torch.set_num_threads(1)  # as in the processes that tests start: another number adds up in another order
+torch.set_num_threads(1)  # the same as in child processes: the number of threads changes the order of sums
 WORDS = "the of and a to in is was he for it with as his on be at by had not are but from or have an they".split()
 
-# A model of a few thousand parameters, a run of a few seconds.
+# Settings for a model of a few thousand parameters and a run of a few seconds.
 TINY = {
     "n_layer": 2,
     "n_head": 2,
@@ -58,7 +58,7 @@ TINY = {
 
 
 def prose(seed: int, words: int = 4000) -> str:
-    """Text with a little structure: the same for the same seed."""
+    """Return text with a little structure; the same seed gives the same text."""
     choice = random.Random(seed).choice
     sentences = (" ".join(choice(WORDS) for _ in range(8)) for _ in range(words // 8))
     return "\n".join(sentence.capitalize() + "." for sentence in sentences) + "\n"
@@ -83,7 +83,7 @@ def store(tmp_path_factory):
 
 
 def flags(**settings) -> list[str]:
-    """`--name value` for every setting that is not None."""
+    """Return `--name value` for every setting that is not None."""
     given = {name: value for name, value in settings.items() if value is not None}
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
@@ -105,13 +105,13 @@ def metrics(run: Path) -> list[dict]:
 
 
 def untimed(run: Path) -> list[dict]:
-    """metrics.jsonl without what differs from run to run."""
+    """Return metrics.jsonl without the values that differ between runs."""
     timed = {*SHOWN, "seconds_to_first_step"}
     return [{name: value for name, value in entry.items() if name not in timed} for entry in metrics(run)]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    """In memory: a loaded file is mapped, and would change with it."""
+    """Return copies of the weights, because a loaded file is memory-mapped and would change with the file."""
     return {name: tensor.clone() for name, tensor in load_file(run / "model" / "model.safetensors").items()}
 
 
@@ -143,13 +143,13 @@ def train(store):
 
 
 def clean_environment() -> dict[str, str]:
-    """What an outer launcher has not set."""
+    """Return the environment without the variables of an outer launcher."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP"))}
 
 
 @pytest.fixture(scope="session")
 def launch():
-    """Runs a door as a user would, in a process of its own."""
+    """Function that runs a command like a user, in a separate process."""
 
     def run(*command: str, folder: Path = REPOSITORY, **environment: str) -> subprocess.CompletedProcess:
         return subprocess.run(
@@ -166,9 +166,9 @@ def launch():
 
 
 def pytest_sessionfinish(session):
-    """Where all that tests need is installed, a skip is a mistake, unless CI expects its reason (EXPECTED_SKIPS, a pattern)."""
+    """Fail for skipped tests whose reason does not match EXPECTED_SKIPS, a pattern that CI sets where all extras are installed."""
     expected, reporter = os.environ.get("EXPECTED_SKIPS"), session.config.pluginmanager.get_plugin("terminalreporter")
-    if expected is None or reporter is None:  # the latter in a worker of xdist
+    if expected is None or reporter is None:  # no reporter in a worker of xdist
         return
     reasons = {report.longrepr[2] for report in reporter.stats.get("skipped", [])}
     for reason in sorted(reason for reason in reasons if not re.search(expected, reason)):
@@ -178,7 +178,7 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """Logged in to an empty Hub."""
+    """Empty Hub with a logged-in user."""
     with serving() as (server, address):
         monkeypatch.setattr(constants, "ENDPOINT", address)
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", address)

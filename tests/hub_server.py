@@ -1,6 +1,6 @@
-"""A Hub on localhost: the real `huggingface_hub` client speaks to it over HTTP, and it keeps every byte that it is sent.
+"""Local Hub server for the real `huggingface_hub` client; it stores every byte that it receives over HTTP.
 
-Large files come by Git LFS, as where `HF_HUB_DISABLE_XET` is set; Xet's own storage protocol is not spoken here.
+Large files are uploaded with Git LFS, as with `HF_HUB_DISABLE_XET`; Xet's storage protocol is not implemented.
 """
 
 import base64
@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 TOKEN = "hf_" + "s" * 34
-LARGE = (".safetensors", ".gguf", ".png")  # what goes by LFS
+LARGE = (".safetensors", ".gguf", ".png")  # uploaded with LFS
 PREFIX = {"models": "", "datasets": "datasets/", "spaces": "spaces/"}
 
 
@@ -29,7 +29,7 @@ class File:
 
     @property
     def oid(self) -> str:
-        """As git has it: of a pointer where the content itself is elsewhere."""
+        """Git's object id; for a large file, the id of its LFS pointer."""
         content = pointer(self.content) if self.is_lfs else self.content
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
@@ -63,28 +63,28 @@ class Repository:
 
 
 class Hub:
-    """The state of the server, for tests to look into and to make trouble with."""
+    """State of the server, which tests inspect and change to simulate failures."""
 
     def __init__(self) -> None:
-        self.repositories: dict[str, Repository] = {}  # by models/user/name
-        self.large: dict[str, bytes] = {}  # by SHA-256
+        self.repositories: dict[str, Repository] = {}  # key: models/user/name
+        self.large: dict[str, bytes] = {}  # key: SHA-256
         self.requests: list[tuple[str, str]] = []  # method and path
         self.bodies: list[bytes] = []
         self.user = {"name": "me", "type": "user", "orgs": [{"name": "us"}], "auth": {"accessToken": {"role": "write"}}}
-        self.taken: set[str] = set()  # names of something else
-        self.read_only: set[str] = set()  # namespaces
-        self.licences = {"mit", "apache-2.0", None}  # that it knows
-        self.secret: set[str] = set()  # files that may not be read
-        self.lost: Counter[str] = Counter()  # how often the connection is lost at a file
-        self.cut_uploads = 0  # of so many large files, the connection breaks off in the middle
-        self.hold = threading.Event()  # large files are taken in only while this is set
+        self.taken: set[str] = set()  # names that other things have
+        self.read_only: set[str] = set()  # namespaces without write permission
+        self.licences = {"mit", "apache-2.0", None}  # valid licenses
+        self.secret: set[str] = set()  # files without read permission
+        self.lost: Counter[str] = Counter()  # number of times that the connection is lost at a file
+        self.cut_uploads = 0  # number of large uploads whose connection breaks in the middle
+        self.hold = threading.Event()  # large files are accepted only while this is set
         self.hold.set()
 
     def __getitem__(self, name: str) -> Repository:
         return self.repositories[name if name.startswith(("models/", "datasets/", "spaces/")) else f"models/{name}"]
 
     def uploads(self) -> int:
-        """Large files that were sent, whole or not."""
+        """Return the number of large files that were sent, completely or partly."""
         return sum(method == "PUT" for method, _ in self.requests)
 
 
@@ -103,7 +103,7 @@ def serving() -> Iterator[tuple[Hub, str]]:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # an answer is sent at once
+    wbufsize = -1  # send a response in one piece
     hub: Hub
 
     def log_message(self, *_: object) -> None:
@@ -123,10 +123,10 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
 
-    # ---- the way of the bytes
+    # ---- transport
 
     def body(self) -> bytes | None:
-        """None where the connection was cut on purpose."""
+        """Return the body of the request; None if the connection was cut on purpose."""
         if self.headers.get("Transfer-Encoding") == "chunked":
             parts = []
             while size := int(self.rfile.readline(), 16):
@@ -194,7 +194,7 @@ class Handler(BaseHTTPRequestHandler):
             return None
         return sha, repository.commits[sha]
 
-    # ---- what is asked
+    # ---- endpoints
 
     def whoami(self, body: bytes) -> None:
         if self.is_known():

@@ -1,5 +1,4 @@
-"""What test_several_processes.py starts in a group of processes: checks, and runs one after the other, because the start
-of a group takes longer than they do.
+"""Checks and runs of test_several_processes.py, all in one group of processes, because starting a group takes long.
 
 accelerate launch --config_file launch/two_cpu_processes.yaml tests/several_processes.py RUNS.json
 """
@@ -36,20 +35,20 @@ from training.step import build_train_step
 from training.tensors import shard_like, whole
 from training.tokens import Tokens
 
-# 51 rows: shares of 26 and 25
+# 51 rows are divided into 26 and 25.
 CONFIG = GPT2ScratchConfig(vocab_size=51, n_positions=16, n_embd=18, n_layer=3, n_head=2)
 CPU = torch.device("cpu")
 
 
 def sharded(accelerator: Accelerator, tied: bool = False) -> tuple[GPT2ScratchForCausalLM, torch.nn.Module]:
-    """A model and its loss; the same weights at each call."""
+    """Return a sharded model and its loss, with the same weights at each call."""
     torch.manual_seed(0)
     model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"tie_word_embeddings": tied}))
     return model, shard(NextTokenLoss(model), accelerator, Sharding())
 
 
 def learn(accelerator: Accelerator, loss: torch.nn.Module, seed: int = 0) -> torch.Tensor:
-    """Forward and backward of a batch of this process's own."""
+    """Run forward and backward on this process's own batch; return the loss."""
     generator = torch.Generator().manual_seed(100 * seed + accelerator.process_index)
     windows = torch.randint(0, 51, (2, 12), generator=generator)
     value = loss(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), 22)
@@ -68,7 +67,7 @@ def check_a_tensor_is_divided_and_whole_again(accelerator: Accelerator) -> None:
             assert torch.equal(whole(parameter), plain[name])
             share = shard_like(plain[name].detach(), parameter)
             assert torch.equal(share.to_local(), parameter.to_local())
-            assert share.to_local().untyped_storage().nbytes() == share.to_local().nbytes  # no view of the whole
+            assert share.to_local().untyped_storage().nbytes() == share.to_local().nbytes  # not a view of the whole
             assert shard_like(plain[name], plain[name]) is whole(plain[name]) is plain[name]
         count = torch.tensor(3.0)
         assert shard_like(count, parameter) is count
@@ -89,11 +88,11 @@ def check_gradients_are_divided_once_a_step(accelerator: Accelerator) -> None:
             with accelerator.no_sync(loss) if micro_step < 2 else torch.enable_grad():
                 learn(accelerator, loss, micro_step)
     sums = [event.name for event in profiled.events() if event.name.startswith("c10d::_reduce_scatter")]
-    assert len(sums) == CONFIG.n_layer + 1, sums  # each block, and what remains
+    assert len(sums) == CONFIG.n_layer + 1, sums  # one per block, and one for the other parameters
 
 
 def check_a_step_that_is_not_finite_changes_nothing(accelerator: Accelerator) -> None:
-    """As `GradScaler` skips one: by `found_inf`, which the fused AdamW reads on the device."""
+    """The step is skipped like with `GradScaler`: by `found_inf`, which the fused AdamW reads on the device."""
     model, loss = sharded(accelerator)
     optimizer = build_optimizer(model, OptimArguments(learning_rate=0.1), accelerator.device)
     for found, expected in ((0.0, 1), (1.0, 1), (0.0, 2)):
@@ -163,7 +162,7 @@ def check_the_scaler_of_fp16_sees_what_another_process_found(accelerator: Accele
 
 
 def check_all_write_the_same_text(accelerator: Accelerator) -> None:
-    """Though the processes compute different logits."""
+    """The texts are equal even though the processes compute different logits."""
     model, _ = sharded(accelerator)
 
     def disturb(_model, _arguments, outputs):
@@ -189,7 +188,7 @@ def check_each_block_is_the_same_graph(accelerator: Accelerator) -> None:
         torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-6)
     for one, other in zip(plain_model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad.to_local(), other.grad.to_local(), rtol=0, atol=1e-6)
-    assert counter.frame_count == 2, counter.frame_count  # a block, and the loss
+    assert counter.frame_count == 2, counter.frame_count  # one for the blocks, one for the loss
     with generating(model), torch.no_grad():
         model.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=3, do_sample=False)
     assert counter.frame_count == 2

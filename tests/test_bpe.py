@@ -1,4 +1,4 @@
-"""Byte-pair encoding of many words at once: the tokens of `tokenizers`, for any merges and any words."""
+"""Byte-pair encoding of many words at once: identical to `tokenizers` for all merges and words."""
 
 import json
 import random
@@ -52,13 +52,13 @@ def words_of(letters: str, count: int, longest: int, seed: int) -> list[bytes]:
         ([], "ab", ["a", "b"]),
     ],
 )
-def test_a_word_becomes_these_tokens(merges, word, tokens):
+def test_bpe_encodes_words_to_expected_tokens(merges, word, tokens):
     rust = byte_level(merges)
     [ids] = encoded(Merges(rust), [word.encode()])
     assert [rust.id_to_token(i) for i in ids] == tokens
 
 
-def test_words_do_not_touch_each_other_and_a_long_one_is_many_rounds():
+def test_bpe_merges_stay_within_words_and_long_words_take_many_rounds():
     rust = byte_level([("a", "b"), ("b", "a"), ("ab", "ab")])
     words = [b"a", b"b", b"ab", b"a", b"bab", b"b", b"a"]
     merges = Merges(rust)
@@ -80,7 +80,7 @@ def random_merges(pick: random.Random, letters: str, longest: int) -> tuple[list
 
 @pytest.mark.parametrize("first_id", [0, 70_000], ids=["uint16", "uint32"])
 @pytest.mark.parametrize("seed", range(8))
-def test_random_merges_give_the_tokens_of_tokenizers(seed, first_id):
+def test_random_merges_match_tokenizers(seed, first_id):
     _, merges = random_merges(random.Random(seed), "abcd", 9)
     rust = byte_level(merges, first_id)
     words = words_of("abcd", 3000, 40, seed) + words_of("ab", 1000, 30, seed)
@@ -88,7 +88,7 @@ def test_random_merges_give_the_tokens_of_tokenizers(seed, first_id):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_long_words_in_windows_have_the_tokens_of_whole_ones(seed, monkeypatch):
+def test_long_words_encoded_in_windows_match_whole_words(seed, monkeypatch):
     pick = random.Random(seed)
     monkeypatch.setattr(encode, "WINDOW", pick.choice([20, 64, 300]))
     monkeypatch.setattr(encode, "OVERLAP", pick.choice([2, 7, 16]))
@@ -101,7 +101,7 @@ def test_long_words_in_windows_have_the_tokens_of_whole_ones(seed, monkeypatch):
         assert encoder([word], [encode.NOTHING])[0].tolist() == ids
 
 
-def test_a_merge_named_twice_has_its_last_rank_and_pairs_are_found_where_many_meet_in_one_slot():
+def test_duplicate_merges_use_the_last_rank_and_pair_lookup_handles_collisions():
     rust = byte_level([("a", "b"), ("b", "c")])
     content = json.loads(rust.to_str())
     content["model"]["merges"].append(["a", "b"])
@@ -112,7 +112,7 @@ def test_a_merge_named_twice_has_its_last_rank_and_pairs_are_found_where_many_me
     assert table(left, right).tolist() == [*range(3000), *[NONE] * 600]
 
 
-def test_whatever_else_decides_about_tokens_is_left_to_rust():
+def test_models_with_other_encoding_rules_are_rejected():
     assert is_plain(byte_level([]))
     others = {"dropout": 0.1, "continuing_subword_prefix": "##", "end_of_word_suffix": "</w>", "ignore_merges": True}
     for name, value in others.items():

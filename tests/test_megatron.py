@@ -1,4 +1,4 @@
-"""Indexes for Megatron beside the store's own, byte for byte as its IndexedDataset reads them."""
+"""Indexes for Megatron, byte for byte in the format of its IndexedDataset."""
 
 import struct
 
@@ -15,7 +15,7 @@ def store_of(folder, ends: list[int]):
 
 
 @pytest.mark.parametrize(("dtype", "code", "itemsize"), [("uint16", 8, 2), ("uint32", 4, 4)])
-def test_an_index_is_megatrons_to_the_byte(tmp_path, dtype, code, itemsize):
+def test_index_matches_megatron_to_the_byte(tmp_path, dtype, code, itemsize):
     megatron.write_indexes(store_of(tmp_path, [3, 10, 12]), dtype)
     expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 3, 4)
     expected += struct.pack("<3i", 3, 7, 2)  # lengths
@@ -24,7 +24,7 @@ def test_an_index_is_megatrons_to_the_byte(tmp_path, dtype, code, itemsize):
     assert (tmp_path / "train.idx").read_bytes() == (tmp_path / "val.idx").read_bytes() == expected
 
 
-def test_a_document_that_int32_cannot_count_is_several_sequences_read_some_at_a_time(tmp_path, monkeypatch):
+def test_documents_beyond_int32_become_several_sequences(tmp_path, monkeypatch):
     megatron.write_indexes(store_of(tmp_path, [5, 2**32 + 5, 2**32 + 6]), "uint16")
     content = (tmp_path / "train.idx").read_bytes()
     sequences, documents = struct.unpack_from("<QQ", content, 18)
@@ -43,7 +43,7 @@ def test_a_document_that_int32_cannot_count_is_several_sequences_read_some_at_a_
 
 
 @pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b"\0", lambda b: b[:40] + b"\7" + b[41:]])
-def test_another_index_is_told_from_it(tmp_path, change):
+def test_changed_index_is_detected(tmp_path, change):
     megatron.write_indexes(store_of(tmp_path, [3, 10, 12]), "uint16")
     path = tmp_path / "val.idx"
     path.write_bytes(change(path.read_bytes()))

@@ -1,4 +1,4 @@
-"""Files of a run that were changed by hand or by a disk: each reader skips or refuses them, and none ends in a traceback."""
+"""Damaged or edited files of a run: every reader skips or refuses them, without a traceback."""
 
 import json
 import random
@@ -27,7 +27,7 @@ VALUES = [None, True, -1, 10**30, 1e308, float("nan"), "", "x", "\ud800", [], {}
 
 
 def places(value, place=()):
-    """Every key and index below a JSON value."""
+    """Yield the path of every key and index below a JSON value."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, below in inside:
         yield (*place, key)
@@ -48,7 +48,7 @@ def other_value(line: bytes, rng: random.Random) -> bytes:
 
 
 def mutated(original: bytes, name: str, rng: random.Random) -> bytes:
-    """A value exchanged or left out, bytes changed, the end cut off, nested without end."""
+    """Return a mutation: a value exchanged or removed, bytes changed, the end cut off, or endless nesting."""
     kind = rng.random()
     if kind < 0.7:
         lines = original.splitlines() if name.endswith(".jsonl") else [original]
@@ -106,7 +106,7 @@ def read_checkpoint(run: Path, store: TokenStore) -> None:
         *((f"{NEWEST}/{name}", read_checkpoint) for name in ("manifest.json", "training_state/state.json")),
     ],
 )
-def test_a_changed_file_is_skipped_or_refused(finished, store, tmp_path, monkeypatch, name, read):
+def test_changed_files_are_skipped_or_refused(finished, store, tmp_path, monkeypatch, name, read):
     monkeypatch.setattr(report, "plot_loss", lambda entries, path: False)
     monkeypatch.setattr(report, "plot_course", lambda entries, path: False)
     run = Path(shutil.copytree(finished, tmp_path / "run"))
