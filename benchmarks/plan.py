@@ -17,7 +17,8 @@ from benchmarks.results import REPOSITORY, about, device_kind, write
 WIDER = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--n_positions=256", "--tokens_per_step=4096", "--max_steps=100"]
 RUNS = {"quickstart": [], "11.5M parameters": [*WIDER, "--eval_steps=50", "--max_eval_samples=64"]}
 SAID = re.compile(
-    r"a peak of (?P<gb>[\d.]+) GB.*^Time: +(?P<clock>[\d:]+) at (?P<speed>[\d,]+) tokens/s", re.DOTALL | re.MULTILINE
+    r"measured peak[^:]*: (?P<gb>[\d.]+) GB.*^Time: +(?P<clock>[\d:]+) at (?P<speed>[\d,]+) tokens/s",
+    re.DOTALL | re.MULTILINE,
 )
 
 

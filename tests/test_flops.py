@@ -1,4 +1,4 @@
-"""What a token costs, and what a device could do: the two numbers behind MFU."""
+"""FLOPs per token and peak FLOP/s of devices, which together give MFU."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from training.speed import flops_per_token
     ("shape", "causal", "palm"),
     [
         ({}, 685_375_488, 713_687_040),  # gpt2_small_seed
-        # gpt2, its head padded to a multiple of 64, as nanoGPT has it
+        # gpt2 with its head padded to a multiple of 64, as in nanoGPT
         ({"vocab_size": 50304, "n_positions": 1024, "tie_word_embeddings": True}, 798_031_872, 854_654_976),
     ],
 )
-def test_a_token_of_the_presets_costs(shape, causal, palm):
+def test_flops_per_token_of_presets(shape, causal, palm):
     config = GPT2ScratchConfig(**shape)
     assert flops_per_token(config) == causal
     assert flops_per_token(config, causal=False) == palm
@@ -32,8 +32,8 @@ def test_a_token_of_the_presets_costs(shape, causal, palm):
         {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64, "vocab_size": 7, "tie_word_embeddings": True},
     ],
 )
-def test_the_formula_counts_what_torch_counts(shape):
-    """Written out, attention multiplies whole T x T matrices."""
+def test_flops_formula_matches_the_count_of_torch(shape):
+    """Eager attention multiplies whole T x T matrices."""
     config = GPT2ScratchConfig(**shape)
     model = GPT2ScratchForCausalLM._from_config(config, attn_implementation="eager")
     windows = torch.zeros(3, config.n_positions, dtype=torch.int64)
@@ -56,22 +56,22 @@ PEAKS = [
 
 
 @pytest.mark.parametrize(("name", "precision", "teraflops"), PEAKS)
-def test_devices_by_their_datasheets(name, precision, teraflops):
+def test_peak_flops_match_the_datasheets(name, precision, teraflops):
     assert peak_flops(name, precision) == pytest.approx(teraflops * 1e12)
 
 
-# The first two are shares of a device.
+# The first two are fractions of a device.
 NOT_LISTED = ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A10-24Q", "AMD Radeon Graphics", "Quadro RTX 6000", ""]
 NOT_LISTED += ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3080 Ti"]
 NOT_LISTED += ["NVIDIA L40", "NVIDIA H20", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"]
 
 
 @pytest.mark.parametrize("name", NOT_LISTED)
-def test_a_device_that_is_not_in_the_table_is_no_other(name):
+def test_unlisted_device_has_no_peak(name):
     assert peak_flops(name, "bf16") is None
 
 
-def test_the_table_can_be_reached():
+def test_every_device_in_the_table_is_found():
     for name, (half, _, power) in hardware._DATA["datasheets"].items():
         assert peak_flops(name, "bf16") == half * 1e12
         assert watts(name) == power

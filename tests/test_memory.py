@@ -1,4 +1,4 @@
-"""What training keeps in memory, against what it is said to keep."""
+"""Memory estimates compared with counted and measured memory."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ HALF = Setup("bf16", False, "sdpa", ())
 
 
 def kept_for_backward(config: GPT2ScratchConfig, attention: str, in_half: bool, compiled: bool, rows: int) -> int:
-    """Bytes that the forward pass of `rows` sequences leaves for the backward pass, parameters aside."""
+    """Return the bytes that a forward pass of `rows` sequences keeps for the backward pass, without parameters."""
     torch._dynamo.reset()
     model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=attention)
     loss = NextTokenLoss(model).train()
@@ -38,7 +38,7 @@ def kept_for_backward(config: GPT2ScratchConfig, attention: str, in_half: bool, 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager mode", "compiled"])
 @pytest.mark.parametrize("in_half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_activations_are_what_is_kept_for_the_backward_pass(attention, in_half, compiled):
+def test_estimated_activations_match_the_bytes_kept_for_the_backward_pass(attention, in_half, compiled):
     config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=4, n_head=2)
     counted = [kept_for_backward(config, attention, in_half, compiled, rows) for rows in (4, 12)]
     memory = Memory(config, Setup("bf16" if in_half else "no", compiled, attention, ()), on_gpu=False)
@@ -46,8 +46,8 @@ def test_activations_are_what_is_kept_for_the_backward_pass(attention, in_half, 
     assert said[1] - said[0] == pytest.approx(counted[1] - counted[0], rel=0.1)
 
 
-def test_the_tanh_gelu_keeps_as_much_as_the_exact_one():
-    """Transformers' own gelu_new keeps three more tensors of the MLP's width: 7.5 MB here, where one kernel leaves 4.4."""
+def test_tanh_gelu_keeps_as_many_bytes_as_exact_gelu():
+    """Transformers' own gelu_new keeps three more tensors of the MLP's width: 7.5 MB here, compared with 4.4 MB for one kernel."""
     shape = {"vocab_size": 64, "n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 2}
     exact, tanh = (
         kept_for_backward(GPT2ScratchConfig(**shape, activation_function=name), "sdpa", False, False, rows=4)
@@ -57,40 +57,40 @@ def test_the_tanh_gelu_keeps_as_much_as_the_exact_one():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_counted_exactly(tied):
+def test_parameter_count_is_exact(tied):
     config = GPT2ScratchConfig(n_layer=3, n_inner=100, n_embd=48, n_head=4, vocab_size=333, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = GPT2ScratchForCausalLM(config)
     assert Memory(config, HALF, True).parameters == model.num_parameters()
 
 
-def test_the_parts_of_the_run_of_the_seeds():
-    """134,601,216 parameters in bf16, 64 sequences of 512: in megabytes."""
+def test_memory_components_of_gpt2_small_seed():
+    """134,601,216 parameters in bf16, 64 sequences of 512 tokens. Sizes in megabytes."""
     parts = Memory(GPT2ScratchConfig(), HALF, on_gpu=False).parts(64)
     assert {name: round(size / 1e6) for name, size in parts.items()} == {
         "weights": 538,
         "gradients": 538,
         "optimizer": 1077,
         "weights in half precision": 269,
-        "copy that is saved": 1615,
+        "checkpoint copy": 1615,
         "activations": 11194,
         "logits": 1409,
     }
 
 
-def test_the_largest_micro_batch_fits_and_a_sharded_model_keeps_its_share_and_whole_gradients():
+def test_largest_micro_batch_fits_and_sharded_model_keeps_full_gradients():
     memory = Memory(GPT2ScratchConfig(), HALF, on_gpu=True)
     free = int(24e9)
     largest = memory.largest_micro_batch(free)
     fixed = sum(memory.fixed().values())
     assert memory.total(largest) - fixed <= 0.8 * (free - fixed) < memory.total(largest + 1) - fixed
-    assert memory.largest_micro_batch(0) == 1  # which is tried then
+    assert memory.largest_micro_batch(0) == 1  # the minimum, which is then tried
     alone, eighth = (Memory(GPT2ScratchConfig(), HALF, True, sharded_by=n).fixed() for n in (1, 8))
     assert eighth["optimizer"] == alone["optimizer"] // 8
     assert eighth["gradients"] == alone["gradients"] // 8 + alone["gradients"]
 
 
-# Peaks that the allocator counted on the fake CUDA runtime (tests/fake_cuda), gradients of an earlier micro-batch included:
+# Peaks counted by the allocator on the fake CUDA runtime (tests/fake_cuda), including gradients of an earlier micro-batch:
 # layers, width, sequences, context, vocabulary, half precision, checkpointing, compiled, GB.
 PEAKS = [
     (1, 768, 64, 512, 32_000, True, False, False, 4.71),
@@ -111,7 +111,7 @@ PEAKS = [
 
 
 @pytest.mark.parametrize("counted", PEAKS)
-def test_the_peak_of_a_gpu_is_planned_within_a_tenth(counted):
+def test_estimated_gpu_peak_is_within_ten_percent(counted):
     layers, width, rows, context, vocabulary, half, again, compiled, peak = counted
     shape = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": context, "vocab_size": vocabulary}
     config = GPT2ScratchConfig(**shape, tie_word_embeddings=False)

@@ -1,4 +1,4 @@
-"""--plan: what a run will take, before it is begun."""
+"""--plan: estimates and problems of a run before it starts."""
 
 import re
 from types import SimpleNamespace
@@ -25,21 +25,24 @@ def planned(store, tmp_path, capsys, *more: str, **settings) -> str:
     return capsys.readouterr().out
 
 
-def test_a_plan_says_what_the_run_will_take_and_leaves_nothing(store, tmp_path, capsys):
+def test_plan_prints_all_estimates_and_writes_nothing(store, tmp_path, capsys):
     said = planned(store, tmp_path, capsys, hourly_price=2.0, plan_steps=2, learning_rate=2e-3)
     lines = {line.split(":")[0]: line for line in said.splitlines() if re.match(r"\w+: ", line)}
-    assert list(lines) == ["Device", "Model", "Data", "Length", "Memory", "Time", "Money", "Disk", "Better"]
+    assert list(lines) == ["Device", "Model", "Data", "Length", "Memory", "Time", "Cost", "Disk", "Advice"]
     assert "11,648 parameters" in lines["Model"]
     assert "\n         (weights 0.00, gradients 0.00, optimizer 0.00" in said
-    assert "measured, the program itself included: a peak of" in lines["Memory"]
-    assert re.search(r"at [\d,]+ tokens/s \(measured in \d+ steps; the first came after [\d.]+ s\)", lines["Time"])
-    assert "0.00 dollars at 2.00 an hour" in lines["Money"]
+    assert "measured peak, including the program itself: " in lines["Memory"]
+    source = r"\(measured over \d+ steps; the first step was done after [\d.]+ s\)"
+    speed = re.search(rf"at ([\d,]+) tokens/s, (\S+) s/step {source}", lines["Time"])
+    tokens_per_step = int(re.search(r"steps of (\d+) tokens", lines["Length"])[1])
+    assert float(speed[1].replace(",", "")) * float(speed[2]) == pytest.approx(tokens_per_step, rel=0.01)
+    assert "0.00 dollars at 2.00 dollars per hour" in lines["Cost"]
     assert "for 2 checkpoints and the model" in lines["Disk"]
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_cuda_graphs_are_refused_where_gradients_add_up(store, tmp_path, capsys, mode):
+def test_cuda_graphs_are_refused_with_gradient_accumulation(store, tmp_path, capsys, mode):
     settings = {"plan_device": "h100-80gb", "torch_compile": "auto", "torch_compile_mode": mode}
     refusal = f"{mode} uses CUDA graphs, which would overwrite gradients that 2 micro-batches"
     with pytest.raises(UserError, match=refusal):
@@ -49,20 +52,20 @@ def test_cuda_graphs_are_refused_where_gradients_add_up(store, tmp_path, capsys,
     assert "compiled" in planned(store, tmp_path, capsys, per_device_train_batch_size=2, **settings)
 
 
-def test_a_plan_for_a_gpu_says_what_it_lacks_and_does_not_guess_at_small_models_or_unknown_devices(
+def test_plan_for_a_gpu_reports_missing_kernels_and_does_not_guess_for_small_models_or_unknown_devices(
     store, tmp_path, capsys
 ):
     said = planned(store, tmp_path, capsys, plan_device="v100-16gb")
-    assert "PyTorch's build for CUDA 13 has no kernels for the V100 16 GB, of compute capability 7.0: install" in said
-    assert reported_mfu("H200") == reported_mfu("H100")  # the same processor
+    assert "PyTorch's build for CUDA 13 has no kernels for the V100 16 GB (compute capability 7.0): install" in said
+    assert reported_mfu("H200") == reported_mfu("H100")  # the same chip
     said = planned(store, tmp_path, capsys, plan_device="h200-141gb", mixed_precision="auto")
-    assert "Time:    not known: nobody reports what so small a model reaches" in said
-    assert "of 141.0 a device" in said
+    assert "Time:    not known: there are no published figures for a model too small" in said
+    assert "of 141.0 GB per device" in said
     with pytest.raises(UserError, match=r"^plan_device is 'a1000'; it must be one of a100-40gb, .*v100-16gb\.$"):
         planned(store, tmp_path, capsys, plan_device="a1000")
 
 
-def test_a_large_text_is_planned_for_by_a_sample_and_nothing_is_left(tmp_path, capsys, monkeypatch):
+def test_plan_for_a_large_text_uses_a_sample_and_deletes_it(tmp_path, capsys, monkeypatch):
     for name, n_bytes in (("LARGE", 100_000), ("SAMPLE", 50_000), ("CHUNK", 4096)):
         monkeypatch.setattr(f"tokenizer.estimate.{name}_BYTES", n_bytes)
     for folder in ("text", "temporary"):
@@ -74,46 +77,46 @@ def test_a_large_text_is_planned_for_by_a_sample_and_nothing_is_left(tmp_path, c
     text = SimpleNamespace(folder=tmp_path / "text")
     settings = {"vocab_size": 300, "sample_by": "line", "plan_steps": 2, "data_placement": "mmap"}
     said = planned(text, tmp_path, capsys, **settings)
-    line = r"Data:    .*/text, memory-mapped: about (\d+,\d+) tokens, estimated from 0 of 0 MB, and so"
+    line = r"Data:    .*/text, memory-mapped: about (\d+,\d+) tokens, estimated from 0 of 0 MB, like"
     about = re.search(line, said)
     assert int(about[1].replace(",", "")) == pytest.approx(181_612, rel=0.02)
-    assert re.search(r"\n +tokenizing it all, which comes before the first step, should take about \d+:\d\d\n", said)
-    assert "tokens/s (measured in" in said
+    assert re.search(r"\n +tokenizing everything before the first step should take about \d+:\d\d\n", said)
+    assert "s/step (measured over" in said
     assert list((tmp_path / "temporary").iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["temporary", "text"]
 
-    monkeypatch.setattr("tokenizer.estimate.LARGE_BYTES", 1_000_000)  # so that it is tokenized
+    monkeypatch.setattr("tokenizer.estimate.LARGE_BYTES", 1_000_000)  # the text is now small enough to be tokenized
     exactly = planned(text, tmp_path, capsys, **settings)
     assert re.findall(r": (\S+) tokens, ", exactly)[:1] == ["181,612"]
     monkeypatch.setattr("tokenizer.estimate.LARGE_BYTES", 100_000)
-    assert ": 181,612 tokens, " in planned(text, tmp_path, capsys, **settings)  # which is there by now
+    assert ": 181,612 tokens, " in planned(text, tmp_path, capsys, **settings)  # the store exists now
 
 
-def test_the_plan_of_the_seeds_run_is_what_the_seeds_measured_and_its_rate_the_usual_one():
+def test_estimate_for_an_a100_matches_its_measured_speed_and_learning_rate():
     """145,000 tokens/s at 32 x 512 on an A100."""
     setup = Setup("bf16", True, "sdpa", ())
     run = SimpleNamespace(model=GPT2ScratchConfig(), memory=SimpleNamespace(parameters=134_601_216))
     speed = assumed_speed("A100", run, setup, 1)
     assert speed.tokens_per_second == pytest.approx(145_000, rel=0.01)
-    assert "which would be 132,015 to 254,926 tokens/s" in speed.known
+    assert "which is 132,015 to 254,926 tokens/s" in speed.known
     assert usual_learning_rate(124e6) == pytest.approx(6.4e-4, rel=0.02)
 
 
-def test_a_rented_device_is_planned_for_by_its_datasheet(store, tmp_path, capsys):
+def test_plan_for_a_rented_device_uses_its_datasheet(store, tmp_path, capsys):
     shape = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 512, "tokens_per_step": 32768}
     more = {"max_steps": 1000, "plan_device": "a100-80gb", "mixed_precision": "auto", "torch_compile": "auto"}
     said = planned(store, tmp_path, capsys, **shape, **more)
-    assert "A100 80 GB, bf16, compiled: by its datasheet" in said
-    assert "of 80.0 a device" in said
+    assert "A100 80 GB, bf16, compiled (from its datasheet)" in said
+    assert "of 80.0 GB per device" in said
     rows = [line.split(" | ")[0] for line in said.splitlines() if line.startswith("| ")]
     assert rows[1:4] == ["| A100 40 GB", "| A100 80 GB", "| H100 80 GB"]
     assert "Prices: on-demand offers of May 2026" in said
 
 
-def test_what_is_measured_is_what_the_run_then_reaches(store, tmp_path, capsys):
+def test_measured_peak_memory_matches_the_run(store, tmp_path, capsys):
     shape = {"n_layer": 4, "n_embd": 64, "n_positions": 16, "tokens_per_step": 1024}
     said = planned(store, tmp_path, capsys, plan_steps=10, **shape)
-    memory = float(re.search(r"a peak of ([\d.]+) GB", said)[1])
+    memory = float(re.search(r"measured peak[^:]*: ([\d.]+) GB", said)[1])
     run = trained(store, tmp_path / "run", **TINY | shape | {"max_steps": 40, "logging_steps": 10})
     assert max(entry.get("peak_memory_gb", 0) for entry in metrics(run)) == pytest.approx(memory, rel=0.1)
 
@@ -132,21 +135,21 @@ def test_what_is_measured_is_what_the_run_then_reaches(store, tmp_path, capsys):
         ),
     ],
 )
-def test_a_plan_says_which_model_the_code_chose(store, tmp_path, capsys, settings, variant):
-    (tmp_path / "own.yaml").write_text("n_layer: 2\n")  # and nothing of what the quickstart's says
+def test_plan_prints_the_model_variant(store, tmp_path, capsys, settings, variant):
+    (tmp_path / "own.yaml").write_text("n_layer: 2\n")  # and none of the quickstart's settings
     more = flags(config=tmp_path / "own.yaml", **settings)
     assert f" parameters\n         {variant}\n" in planned(store, tmp_path, capsys, *more, n_layer=None, plan_steps=0)
 
 
 @pytest.mark.parametrize("preset", sorted((REPOSITORY / "presets").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_vocabulary_of_a_preset_yields_to_the_store(store, tmp_path, capsys, preset):
+def test_store_overrides_the_vocab_size_of_a_preset(store, tmp_path, capsys, preset):
     arguments = flags(config=preset, data=store.folder, output_dir=tmp_path / "run", plan_steps=0)
     reset_accelerate()
     train_accelerate.main([*arguments, "--plan"])
     said = capsys.readouterr().out
     assert ", vocabulary 300, " in said
     asked = yaml.safe_load(preset.read_text()).get("vocab_size")
-    line = f"\n         vocab_size is 300, as in the data; the {asked or 0:,} of the YAML file has no effect.\n"
+    line = f"\n         vocab_size is 300, from the data; the value {asked or 0:,} in the YAML file has no effect.\n"
     assert (line in said) is (asked is not None)
     with pytest.raises(
         UserError, match=r"^vocab_size is 301, but the store .* has 300 tokens; leave --vocab_size out\.$"
@@ -154,7 +157,7 @@ def test_the_vocabulary_of_a_preset_yields_to_the_store(store, tmp_path, capsys,
         train_accelerate.main([*arguments, "--plan", "--vocab_size", "301"])
 
 
-def test_the_problems_of_every_kind_come_at_once(launch, store, tmp_path):
+def test_problems_of_every_kind_are_reported_together(launch, store, tmp_path):
     (tmp_path / "own.yaml").write_text("n_embd: 100\nn_head: 3\nlearning_rat: 1\nsave_steps: 0\n")
     settings = {"config": tmp_path / "own.yaml", "output_dir": tmp_path / "run", "n_positions": 8192}
     wrong = {"tokens_per_step": 100, "vocab_size": 301, "mixed_precision": "fp16", "warmup_steps": "x"}
@@ -163,10 +166,10 @@ def test_the_problems_of_every_kind_come_at_once(launch, store, tmp_path):
         f"error: {tmp_path}/own.yaml: Unknown key learning_rat. Did you mean learning_rate?",
         f"error: save_steps in {tmp_path}/own.yaml is 0; it must be at least 1.",
         "error: Argument --warmup_steps/--warmup-steps: invalid int value: 'x'. See --help.",
-        "error: mixed_precision is fp16, but there is no GPU here and CPUs train in bf16 or no; use auto.",
+        "error: mixed_precision is fp16, which needs a GPU, and none was found; use bf16, no or auto.",
         f"error: vocab_size is 301, but the store {store.folder} has 300 tokens; leave --vocab_size out.",
-        f"error: The training split has {store.metadata.train.tokens:,} tokens, fewer than one context of 8192 and its next "
-        "token; give it more text or a smaller n_positions.",
+        f"error: The training split has {store.metadata.train.tokens:,} tokens, fewer than one context of 8192 plus the next "
+        "token; use more text or a smaller n_positions.",
         "error: n_embd 100 is not divisible by n_head 3.",
         "error: tokens_per_step 100 is not a multiple of 8192 (context 8192 x 1 process); the nearest are 8192.",
     ]
@@ -174,7 +177,7 @@ def test_the_problems_of_every_kind_come_at_once(launch, store, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_wrong_is_said_before_a_text_is_tokenized(tmp_path, capsys):
+def test_problems_are_reported_before_a_text_is_tokenized(tmp_path, capsys):
     (tmp_path / "my.txt").write_text(prose(1))
     settings = {**TINY, "data": tmp_path / "my.txt", "output_dir": tmp_path / "run"}
     settings |= {"learning_rate": -1, "vocab_size": 10}
@@ -188,10 +191,9 @@ def test_what_is_wrong_is_said_before_a_text_is_tokenized(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_it_says_what_would_be_better(store, tmp_path, capsys):
+def test_plan_gives_advice(store, tmp_path, capsys):
     said = planned(store, tmp_path, capsys, data_placement="mmap", learning_rate=0.5, plan_steps=0, max_steps=3)
-    better = [line for line in said.splitlines() if line.startswith("Better:")]
-    about = [line.split()[1] for line in better]
+    about = [line.split()[1] for line in said.splitlines() if line.startswith("Advice:")]
     assert about == ["data_placement", "torch_compile", "learning_rate", "warmup_steps", "Validation"]
     assert "Time:    not measured, because --plan_steps is 0." in said
 
@@ -199,8 +201,8 @@ def test_it_says_what_would_be_better(store, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("strategy", "every", "times"), [("steps", 3, 4), ("steps", 5, 2), ("steps", 100, 1), ("epoch", 1, 3), ("no", 1, 1)]
 )
-def test_what_is_due_is_counted_as_the_run_does(strategy, every, times):
-    """10 steps of 2 sequences over 8 windows: two and a half epochs."""
+def test_times_due_matches_the_run(strategy, every, times):
+    """10 steps of 2 sequences over 8 windows are two and a half epochs."""
     batches, order = BatchPlan(16, 2, 1, 1), WindowOrder(16 * 9 + 1, 16, seed=0)
     plan = Plan(None, batches, order, 10, None, None, 0, DataPosition())
     assert order.windows == 8

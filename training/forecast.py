@@ -1,4 +1,4 @@
-"""--plan: the estimate of a run before it starts (memory, time, money, disk), and everything that is wrong with its configuration.
+"""--plan: estimate memory, time, cost and disk use of a run before it starts, and report all problems of its configuration.
 
 python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan
 python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb
@@ -46,27 +46,27 @@ from training.run import Run
 from training.speed import Speed, flops_per_token
 from training.step import build_train_step
 
-TOKENS_A_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
-EVALUATION_COST = 1 / 3  # of a token trained on: the forward pass alone
-# Steps are measured for so many seconds at least, after the first, which compiles, and some that find their memory.
+TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
+EVALUATION_COST = 1 / 3  # of training on a token: the forward pass only
+# Steps are measured for at least LEAST_SECONDS, after the first step, which compiles, and WARM steps that allocate memory.
 WARM, LEAST_SECONDS = 3, 3.0
-REPORTING = 50_000_000  # bytes of code that a run loads to sample and to draw
-# Of advice:
-FEW_TOKENS = 8192  # of a micro-batch, which leave a GPU idle between its kernels
-MANY_EPOCHS = 4  # from which on repeated text teaches less and less (Muennighoff et al. 2023)
-RATE_FACTOR = 6  # from the usual rate, either way
-MUCH = 0.1  # of the time, spent on validation
+REPORTING = 50_000_000  # bytes of code that a run loads for sampling and plots
+# Thresholds of advice:
+FEW_TOKENS = 8192  # per micro-batch; fewer leave a GPU idle between kernels
+MANY_EPOCHS = 4  # beyond this, repeated text helps less and less (Muennighoff et al. 2023)
+RATE_FACTOR = 6  # largest ratio to the usual learning rate, either way
+MUCH = 0.1  # fraction of the time spent on validation
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens per second of all processes together, and how that is known."""
+    """Estimated tokens per second of all processes together, with the source of the estimate."""
 
     tokens_per_second: float
-    known: str  # measured in 10 steps; assumed ...
+    known: str  # the source: "measured over 10 steps ...", "assumed ..."
     mfu: float | None = None
-    peak_bytes: float | None = None  # of memory, where steps were really done
-    first_step: float = 0.0  # seconds, until it is done
+    peak_bytes: float | None = None  # of memory, if steps were run
+    first_step: float = 0.0  # seconds until the first step is done
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Forecast:
     setup: Setup
     plan: Plan
     store: TokenStore
-    speed: Throughput | None  # None where only steps would tell
+    speed: Throughput | None  # None if it can only be measured and was not
 
     @property
     def tokens(self) -> int:
@@ -83,7 +83,7 @@ class Forecast:
 
     @property
     def evaluation_tokens(self) -> float:
-        """Tokens that take as long to train on as all validations take; the last one scores the whole split."""
+        """Cost of all validations, as a number of training tokens. The last validation scores the whole split."""
         evaluation, whole = self.config.evaluation, self.store.metadata.val.tokens
         sample = min(whole, (evaluation.max_eval_samples or whole) * self.plan.batches.context)
         times = times_due(self.plan, evaluation.eval_strategy, evaluation.eval_steps)
@@ -91,7 +91,7 @@ class Forecast:
 
     @property
     def evaluation_share(self) -> float:
-        """The fraction of time that validation takes."""
+        """Fraction of the time spent on validation."""
         return self.evaluation_tokens / (self.evaluation_tokens + self.tokens)
 
     @property
@@ -108,7 +108,7 @@ class Forecast:
         return bytes_of(self.store, "train", "val")
 
     def described(self) -> dict[str, float | None]:
-        """Return what events.jsonl keeps, to be compared with the run."""
+        """Return the estimates that events.jsonl records for comparison with the actual run."""
         return {
             "steps": self.plan.max_steps,
             "tokens_per_second": None if self.speed is None else self.speed.tokens_per_second,
@@ -124,14 +124,14 @@ def forecast_run(config: TrainConfig, run: Run) -> Forecast:
 
 
 def print_forecast(run: Run, forecast: Forecast) -> None:
-    """Print what the run is expected to take, where it starts, and with which settings changed."""
+    """Print the estimates of a run, its starting point, and the settings that changed."""
     hardware = describe(run.accelerator, run.setup, run.plan.model)
     printer(run.accelerator)(describe_forecast(forecast, hardware, run=run))
 
 
 def show_plan(config: TrainConfig) -> None:
-    """Print the plan, or raise a `UserError` with all that cannot be in the configuration, one problem a line."""
-    # So that nothing stays in the temporary folder.
+    """Print the plan, or raise a `UserError` with all problems of the configuration, one per line."""
+    # Exit through `finally` and `with` on SIGTERM, so that the temporary folder is deleted.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
@@ -141,7 +141,7 @@ def show_plan(config: TrainConfig) -> None:
 
 
 def _show_plan(config: TrainConfig, folder: Path) -> None:
-    """`folder` is for a sample, where the text is large and not tokenized yet."""
+    """Print the plan. `folder`: temporary, for a sample if the text is large and not tokenized yet."""
     setup = setup_of(config)
     accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
     say = printer(accelerator)
@@ -152,7 +152,7 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     hardware, speed = describe(accelerator, setup, plan.model), None
     if config.cost.plan_device is not None:
         rental = RENTALS[config.cost.plan_device]
-        hardware = f"{rental.name}, {setup.mixed_precision}, compiled: by its datasheet"
+        hardware = f"{rental.name}, {setup.mixed_precision}, compiled (from its datasheet)"
         speed = assumed_speed(rental.datasheet, plan, setup, accelerator.num_processes)
     elif config.cost.plan_steps > 0:
         speed = measure_speed(config, plan, setup, accelerator, sample)
@@ -168,7 +168,7 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
 def measure_speed(
     config: TrainConfig, plan: Plan, setup: Setup, accelerator: Accelerator, store: TokenStore
 ) -> Throughput:
-    """Do a few real steps. Called by every process. The learning rate is 0, and nothing of them is kept."""
+    """Run a few training steps at a learning rate of 0 and measure them. Called by every process. No result is kept."""
     tokens = place_tokens(store, "train", plan.placement.where, accelerator.device, config.batch.mask_documents)
     order = WindowOrder(store.metadata.train.tokens, plan.batches.context, config.seed)
     began = time.perf_counter()
@@ -189,30 +189,30 @@ def measure_speed(
     while speed.seconds < LEAST_SECONDS:
         do(1 + WARM + speed.steps, config.cost.plan_steps)
     measured = speed.measured()
-    known = f"measured in {speed.steps} steps; the first came after {first_step:.1f} s"
+    known = f"measured over {speed.steps} steps; the first step was done after {first_step:.1f} s"
     peak = 1e9 * measured["peak_memory_gb"]
-    if not plan.memory.on_gpu:  # these steps neither save, nor sample and draw
-        peak += plan.memory.fixed()["copy that is saved"] + REPORTING
+    if not plan.memory.on_gpu:  # these steps do not save, sample or plot
+        peak += plan.memory.fixed()["checkpoint copy"] + REPORTING
     return Throughput(measured["tokens_per_second"], known, measured.get("mfu"), peak, first_step)
 
 
 def assumed_speed(device: str, plan: Plan, setup: Setup, devices: int) -> Throughput | None:
-    """Return what others reach on such a device; None where its peak is not known, or the model is smaller than theirs."""
+    """Return the throughput that others reach on such a device; None if its peak is unknown or the model is smaller than theirs."""
     peak = peak_flops(device, setup.mixed_precision)
     if peak is None or plan.memory.parameters < FILLS_A_GPU:
         return None
     at_peak = peak * devices / flops_per_token(plan.model)
     least, usual, most = reported_mfu(device) or MFU_OF_OTHERS
     known = (
-        f"assumed: {usual:.0%} of its peak; others report {least:.0%} to {most:.0%}, which would be "
+        f"assumed: {usual:.0%} of its peak; others report {least:.0%} to {most:.0%}, which is "
         f"{least * at_peak:,.0f} to {most * at_peak:,.0f} tokens/s"
     )
     return Throughput(usual * at_peak, known, usual)
 
 
 def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
-    """Return the devices that can be rented and hold the model, with the tokens per second and the hours that one of them
-    is assumed to take; nothing for a model that fills none."""
+    """Return the rentable devices that can hold the model, with the assumed tokens per second and hours on one device; an empty
+    list if the model is too small for reported figures."""
     plan, half = forecast.plan, replace(forecast.setup, mixed_precision="bf16")
     fitting = [rental for rental in RENTALS.values() if plan.memory.total(1) < rental.gigabytes * 1e9]
     speeds = [(rental, assumed_speed(rental.datasheet, plan, half, 1)) for rental in fitting]
@@ -221,7 +221,7 @@ def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
 
 
 def times_due(plan: Plan, strategy: str, every: int) -> int:
-    """Return how often an action with this `strategy` is due in a run; at its end it always is."""
+    """Return how often an action with this `strategy` is due in a run; it is always due at the end."""
     times = {"steps": plan.max_steps / every, "epoch": plan.epoch(plan.max_steps), "no": 1}[strategy]
     return max(1, math.ceil(times))
 
@@ -233,11 +233,11 @@ def describe_forecast(
     rentals: Iterable[Any] = (),
     run: Run | None = None,
 ) -> str:
-    """Return what is printed before the first step. `sample`: what is known of text that is not tokenized yet."""
+    """Return the text printed before the first step. `sample`: estimates for text that is not tokenized yet."""
     config, plan, N = forecast.config, forecast.plan, forecast.plan.memory.parameters
     checkpoints = times_due(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
     if config.checkpoints_kept is not None:
-        checkpoints = min(checkpoints, config.checkpoints_kept + 1)  # the best among them
+        checkpoints = min(checkpoints, config.checkpoints_kept + 1)  # including the best one
     folder = Path(config.run.output_dir)
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     facts = {
@@ -245,9 +245,9 @@ def describe_forecast(
         "hardware": hardware,
         "sample": sample,
         "overridden": config.overridden_vocab_size(plan.model.vocab_size),
-        "best_tokens": TOKENS_A_PARAMETER,
+        "best_tokens": TOKENS_PER_PARAMETER,
         "checkpoints": checkpoints,
-        "disk": (checkpoints + 1) * (4 * N + moment_bytes(N)) + 4 * N,  # one more while it is written; the model to use
+        "disk": (checkpoints + 1) * (4 * N + moment_bytes(N)) + 4 * N,  # one more while it is written, and model/
         "free": shutil.disk_usage(existing).free,
         "advice": advice(forecast),
         "rentals": rentals,
@@ -260,31 +260,31 @@ def describe_forecast(
 
 
 def advice(forecast: Forecast) -> Iterator[Advice]:
-    """Yield what would be better, by what is known before the first step."""
+    """Yield improvements that can be seen before the first step."""
     config, setup, plan = forecast.config, forecast.setup, forecast.plan
     batches, model, N, on_gpu = plan.batches, plan.model, plan.memory.parameters, plan.memory.on_gpu
     is_here = on_gpu and config.cost.plan_device is None
     gigabytes, fits = forecast.store_bytes / 1e9, forecast.store_bytes < psutil.virtual_memory().available / 2
     if config.data.data_placement == "mmap" and fits:
-        text = f"data_placement is mmap, but the store's {gigabytes:.2f} GB fit in RAM, where no batch waits for a disk"
-        yield Advice("data_placement", f"{text}; leave it at auto.")
+        text = f"data_placement is mmap, but the store's {gigabytes:.2f} GB fit in RAM, which is faster than a disk"
+        yield Advice("data_placement", f"{text}; use auto.")
     if not setup.torch_compile and (on_gpu or shutil.which("g++")):
-        yield Advice("torch_compile", "torch_compile is off; compiled, a step is faster, on a GPU by far.")
+        yield Advice("torch_compile", "torch_compile is off; compiled steps are faster, by far on a GPU.")
     if on_gpu and setup.mixed_precision == "no":
-        text = "mixed_precision is no, so tensor cores compute in TF32 at best; bf16 is about twice as fast."
+        text = "mixed_precision is no, so tensor cores use TF32 at best; bf16 is about twice as fast."
         yield Advice("mixed_precision", text)
     if is_here and (others := memory_of_others()):
         yield Advice("memory", f"{others}.")
     is_sdpa = is_here and setup.attn_implementation == "sdpa"
     if is_sdpa and kernel_of_sdpa(torch.device("cuda"), setup, model) == "math":
         text = (
-            f"Attention runs in PyTorch's math kernel, the slowest, which keeps all scores: heads are {model.n_embd / model.n_head:g} "
-            f"wide, and the fast kernels need a multiple of 8 up to 256; change n_head or n_embd."
+            f"Attention uses PyTorch's math kernel, the slowest, which stores all scores: the head width is "
+            f"{model.n_embd / model.n_head:g}, but the fast kernels need a multiple of 8 up to 256; change n_head or n_embd."
         )
         yield Advice("attention", text)
     rate, usual = config.optim.learning_rate, usual_learning_rate(N)
     if not usual / RATE_FACTOR <= rate <= usual * RATE_FACTOR:
-        text = f"models of {N / 1e6:,.1f}M parameters usually take about {usual:.1e} (Kaplan et al. 2020)."
+        text = f"about {usual:.1e} is usual for models of {N / 1e6:,.1f}M parameters (Kaplan et al. 2020)."
         yield Advice("learning_rate", f"learning_rate is {rate:.1e}; {text}")
     warmup = config.optim.warmup_steps
     if warmup > plan.max_steps / 4:
@@ -292,13 +292,13 @@ def advice(forecast: Forecast) -> Iterator[Advice]:
         yield Advice("warmup_steps", text)
     tokens, largest = batches.micro_batch * batches.context, plan.memory.largest_micro_batch(plan.available)
     if on_gpu and tokens < FEW_TOKENS and largest > batches.micro_batch:
-        text = f"A micro-batch is {tokens:,} tokens, too few to fill a GPU; {largest:,} sequences would fit"
+        text = f"A micro-batch has {tokens:,} tokens, too few to fill a GPU; {largest:,} sequences would fit"
         yield Advice("micro_batch", f"{text}: raise tokens_per_step, or per_device_train_batch_size.")
     if (epochs := plan.epoch(plan.max_steps)) > MANY_EPOCHS:
-        text = f"from about {MANY_EPOCHS} on, more text helps more than more reading."
-        yield Advice("epochs", f"The text is read {epochs:.1f} times; {text}")
-    if N >= FILLS_A_GPU and forecast.tokens < N * TOKENS_A_PARAMETER / 10:  # scaling laws are of no smaller models
-        text = "tokens a parameter are few: a smaller model would reach a lower loss in the same time."
+        text = f"beyond about {MANY_EPOCHS} epochs, more text helps more than more epochs."
+        yield Advice("epochs", f"The run trains for {epochs:.1f} epochs; {text}")
+    if N >= FILLS_A_GPU and forecast.tokens < N * TOKENS_PER_PARAMETER / 10:  # scaling laws exclude smaller models
+        text = "tokens per parameter are few: a smaller model would reach a lower loss in the same time."
         yield Advice("tokens", f"{forecast.tokens / N:.2g} {text}")
     if (share := forecast.evaluation_share) > MUCH:
         text = f"Validation takes about {share:.0%} of the time; raise eval_steps or set max_eval_samples."

@@ -1,4 +1,4 @@
-"""Devices: their peak for model FLOPs utilisation (MFU), their power, and what they cost to rent. hardware.yaml has the numbers."""
+"""Devices: peak FLOP/s for model FLOPs utilization (MFU), power, and rental prices. hardware.yaml holds the figures."""
 
 import re
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from limits import setting
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PRICES_OF, DOLLARS_PER_COLAB_UNIT = _DATA["prices_of"], _DATA["dollars_per_colab_unit"]
 GRAMS_OF_CO2_PER_KWH, MFU_OF_OTHERS = _DATA["grams_of_co2_per_kwh"], _DATA["reported_mfu"]["others"]
-UNKNOWN = (None, None, None)  # in place of a datasheet
-FILLS_A_GPU = 30e6  # parameters: what others report of MFU says nothing about smaller models
-# Words of a device's name that change nothing about its speed. What else is in a name, as in `RTX 4090 Laptop GPU` or
-# `A100-SXM4-40GB MIG 1g.5gb`, makes it another device.
+UNKNOWN = (None, None, None)  # for a device without a datasheet
+FILLS_A_GPU = 30e6  # parameters: the MFU that others report does not apply to smaller models
+# Words in a device's name that do not affect its speed. Any other word, as in `RTX 4090 Laptop GPU` or
+# `A100-SXM4-40GB MIG 1g.5gb`, makes it a different device.
 NOT_THE_MODEL = re.compile(r"NVIDIA|AMD|TESLA|GEFORCE|INSTINCT|GENERATION|OAM|SXM\d?|HBM3E?|\d+GB")
 
 
 @dataclass(frozen=True)
 class Rental:
-    """A device that can be rented."""
+    """Device that can be rented."""
 
     name: str
-    datasheet: str  # its key in `datasheets`
+    datasheet: str  # key in `datasheets`
     gigabytes: float  # of memory
-    dollars: tuple[float, float] | None = None  # per hour, the cheapest and the dearest offer
-    colab_units: float | None = None  # per hour, where Colab has it
+    dollars: tuple[float, float] | None = None  # per hour: lowest and highest price
+    colab_units: float | None = None  # per hour, if Colab offers it
     too_old: tuple[int, int] | None = None  # compute capability without kernels in PyTorch's current builds
 
 
@@ -40,30 +40,30 @@ RENTALS = {
 @dataclass
 class CostArguments:
     hourly_price: float | None = setting(
-        None, "What an hour of all devices together costs, in dollars: for plan, report and model card.", resume="free"
+        None, "Price of all devices together in dollars per hour, for plan, report and model card.", resume="free"
     )
     plan: bool = setting(
-        False, "Say what the run will take, and what is wrong with it, without training.", resume="free"
+        False, "Estimate memory, time, cost and disk use, and report problems, without training.", resume="free"
     )
     plan_device: str | None = setting(
         None,
-        f"With --plan: for one of these, by its datasheet, not for what is here: {', '.join(RENTALS)}.",
+        f"With --plan: estimate for this device, from its datasheet, instead of this machine: {', '.join(RENTALS)}.",
         resume="free",
     )
     plan_steps: int = setting(
-        10, "With --plan: steps that are really done, to measure; 0 for none.", maximum=10_000, resume="free"
+        10, "With --plan: number of steps to run for measurement; 0 measures nothing.", maximum=10_000, resume="free"
     )
 
     def problems(self) -> list[str]:
         if self.plan_device is not None and self.plan_device not in RENTALS:
             return [f"plan_device is {self.plan_device!r}; it must be one of {', '.join(RENTALS)}."]
         if self.plan_device is not None and not self.plan:
-            return [f"plan_device is {self.plan_device} without --plan, which it is for; add --plan, or leave it out."]
+            return [f"plan_device is {self.plan_device}, which only applies with --plan; add --plan or leave it out."]
         return []
 
 
 def model_of(name: str) -> str:
-    """Reduce the name of a device to its model: `NVIDIA A100-SXM4-80GB` -> `A100`."""
+    """Return the model in a device's name: `NVIDIA A100-SXM4-80GB` -> `A100`."""
     return " ".join(word for word in re.split("[ -]", name.upper()) if not NOT_THE_MODEL.fullmatch(word))
 
 
@@ -73,18 +73,18 @@ def name_of(device: torch.device) -> str:
 
 
 def peak_flops(name: str, mixed_precision: str) -> float | None:
-    """Return the peak FLOP/s of a device by its name; None where it is not known. `mixed_precision`: no, bf16 or fp16."""
+    """Return the peak FLOP/s of a device by its name; None if unknown. `mixed_precision`: no, bf16 or fp16."""
     half, single, _ = _DATA["datasheets"].get(model_of(name), UNKNOWN)
     teraflops = single if mixed_precision == "no" else half
     return None if teraflops is None else teraflops * 1e12
 
 
 def watts(name: str) -> float | None:
-    """Return the most that a device takes, by its name; None where it is not known."""
+    """Return the maximum power of a device in watts, by its name; None if unknown."""
     return _DATA["datasheets"].get(model_of(name), UNKNOWN)[2]
 
 
 def reported_mfu(name: str) -> list[float] | None:
-    """Return the lowest, a usual and the highest MFU that others report on a device for GPT-2 of 124M to 135M parameters; None
-    where nobody does."""
+    """Return the lowest, a typical and the highest MFU that others report on a device for GPT-2 with 124M to 135M parameters; None
+    if there are no reports."""
     return _DATA["reported_mfu"].get(model_of(name).partition(" ")[0])

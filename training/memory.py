@@ -1,4 +1,4 @@
-"""What a process needs to keep in memory while it trains, part by part."""
+"""Estimated memory of a training process, by component."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -8,32 +8,32 @@ from training.device import Setup
 from training.loss import rows_of_chunk
 from training.optim import moment_bytes
 
-USABLE = 0.8  # of what is free: the rest is for workspaces, fragments and what compilation keeps besides
-LARGEST_MICRO_BATCH = 1 << 30  # sequences: the most that --per_device_train_batch_size takes
-BYTES_KEPT_WHOLE = 4  # of each parameter's gradient, on every process of a sharded model, while micro-batches add up
-# Bytes that a block keeps for its backward pass, for each token and unit of width (test_memory.py counts them).
+USABLE = 0.8  # fraction of free memory; the rest is for workspaces, fragmentation and memory kept by compilation
+LARGEST_MICRO_BATCH = 1 << 30  # sequences: the maximum of --per_device_train_batch_size
+BYTES_KEPT_WHOLE = 4  # per parameter: unsharded gradients on every process of a sharded model, during accumulation
+# Bytes that a block keeps for its backward pass, per token and unit of width (counted by test_memory.py).
 KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
-# The same for each token, head and position that it looks at, where attention is written out.
+# Bytes that eager attention keeps, per token, head and attended position.
 SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
-# Bytes held for a while in addition, each as (fp32, half). On a GPU as its allocator counted it for 1, 3, 4 and 12 layers
+# Additional temporary bytes, each as (fp32, half). On a GPU as counted by its allocator for 1, 3, 4 and 12 layers
 # (tests/fake_cuda); on a CPU a logit is computed once and held twice in fp32.
-LOSS_ON_CPU, LOSS_ON_GPU, LOSS_COMPILED = (12, 10), (21, 19), (8, 4)  # bytes for each logit of a chunk
-BACKWARD = (36, 24)  # of a block, not compiled and compiled: bytes for each token and unit of width
+LOSS_ON_CPU, LOSS_ON_GPU, LOSS_COMPILED = (12, 10), (21, 19), (8, 4)  # bytes per logit of a chunk
+BACKWARD = (36, 24)  # of a block, eager and compiled: bytes per token and unit of width
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one process, in bytes. `parts(micro_batch)` adds up to what it needs."""
+    """Estimated memory of one process, in bytes. The values of `parts(micro_batch)` add up to the total."""
 
     model: GPT2ScratchConfig
     setup: Setup
-    on_gpu: bool  # on a CPU, the copy that is saved and the program itself lie in the memory that is trained in
-    sharded_by: int = 1  # processes that the model is divided among
-    program: int = 0  # bytes
+    on_gpu: bool  # on a CPU, the copy for saving and the program itself use the same memory as training
+    sharded_by: int = 1  # number of processes that share the model
+    program: int = 0  # bytes of Python and PyTorch
 
     @property
     def in_half(self) -> bool:
-        """Whether matrices are multiplied in bf16 or fp16."""
+        """Whether matrix products use bf16 or fp16."""
         return self.setup.mixed_precision != "no"
 
     @property
@@ -45,7 +45,7 @@ class Memory:
         return model.n_layer * block + (heads * model.vocab_size + model.n_positions + 2) * width
 
     def fixed(self) -> dict[str, int]:
-        """Whatever the micro-batch."""
+        """Return the components that do not depend on the micro-batch."""
         N, P = self.parameters, self.sharded_by
         parts = {"weights": 4 * N // P, "gradients": 4 * N // P, "optimizer": moment_bytes(N) // P}
         if P > 1:
@@ -53,7 +53,7 @@ class Memory:
         if self.in_half:
             parts["weights in half precision"] = 2 * N // P
         if not self.on_gpu:
-            parts["copy that is saved"] = 4 * N + moment_bytes(N)
+            parts["checkpoint copy"] = 4 * N + moment_bytes(N)
         return parts
 
     def parts(self, micro_batch: int) -> dict[str, int]:
@@ -65,30 +65,30 @@ class Memory:
         return sum(self.parts(micro_batch).values())
 
     def largest_micro_batch(self, free: int) -> int:
-        """Sequences that should fit `free` bytes; 1 at least, which is tried then."""
+        """Return the number of sequences that should fit into `free` bytes; at least 1, which is then tried."""
         left = USABLE * (free - sum(self.fixed().values()))
         sizes = range(1, LARGEST_MICRO_BATCH + 1)
         return max(1, bisect_right(sizes, left, key=lambda size: self._activations(size) + self._passing(size)))
 
     def _activations(self, micro_batch: int) -> int:
         layers, block = self.model.n_layer, self._block(micro_batch)
-        stream = 4 * micro_batch * self.model.n_positions * self.model.n_embd  # between blocks
+        stream = 4 * micro_batch * self.model.n_positions * self.model.n_embd  # bytes of the residual stream
         blocks = layers * block
-        if self.setup.gradient_checkpointing:  # and on a CPU the one that is recomputed
+        if self.setup.gradient_checkpointing:  # on a CPU, plus the block that is being recomputed
             blocks = layers * stream + (0 if self.on_gpu else block)
-        return int(blocks + 2 * stream)  # and around the last LayerNorm
+        return int(blocks + 2 * stream)  # plus the stream before and after the last LayerNorm
 
     def _block(self, micro_batch: int) -> float:
-        """What one block keeps for its backward pass."""
+        """Return the bytes that one block keeps for its backward pass."""
         model, tokens = self.model, micro_batch * self.model.n_positions
         block = tokens * model.n_embd * (KEPT_IN_HALF if self.in_half else KEPT_IN_FP32)
-        if self.setup.attn_implementation == "eager":  # written out
+        if self.setup.attn_implementation == "eager":
             scores = tokens * model.n_head * model.n_positions
             block += scores * (SCORES_IN_HALF if self.in_half else SCORES_IN_FP32)
         return block
 
     def _passing(self, micro_batch: int) -> int:
-        """What comes on top for a while: the logits; on a GPU, if that is more, the backward pass of the last block."""
+        """Return the temporary bytes: of the loss, or, on a GPU, of the last block's backward pass if that is more."""
         loss = self._loss(micro_batch)
         if not self.on_gpu:
             return loss
@@ -99,10 +99,10 @@ class Memory:
         return max(loss, backward)
 
     def _loss(self, micro_batch: int) -> int:
-        """Logits of one chunk and their gradients, and the gradient of the head."""
+        """Return the bytes of one chunk's logits, of their gradients, and of the head's gradient."""
         tokens, V, C = micro_batch * self.model.n_positions, self.model.vocab_size, self.model.n_embd
         compiled = self.on_gpu and self.setup.torch_compile
         rows, per_logit, head = rows_of_chunk(tokens, compiled), LOSS_ON_GPU if self.on_gpu else LOSS_ON_CPU, 4
-        if compiled:  # the head's gradient of each chunk, in half precision; else two in fp32
+        if compiled:  # one head gradient per chunk in half precision, or two in fp32
             per_logit, head = LOSS_COMPILED, 2 * -(-tokens // rows) if self.in_half else 8
         return rows * V * per_logit[self.in_half] + head * V * C

@@ -166,7 +166,7 @@ def test_a_gpu_without_kernels_is_refused_before_text_is_read(card, capability, 
 def test_a_gpu_that_others_fill_is_said_to_be_full(stores, tmp_path):
     flags = ("--data", stores / "32000", "--output_dir", tmp_path / "run", "--plan", "--plan_steps", "0")
     done = on_card("H100", "train_accelerate.py", *SMALL, *flags, FAKE_GPU_TAKEN_GB="74")
-    assert "Better:  74 of 85 GB of the GPU are in use by other processes" in done.stdout, done.stderr[-3000:]
+    assert "Advice:  74 of 85 GB of the GPU are in use by other processes" in done.stdout, done.stderr[-3000:]
 
 
 def test_attention_avoids_cudnn_with_masks_at_lengths_where_it_gave_nan(stores, tmp_path):
