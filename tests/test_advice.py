@@ -1,4 +1,4 @@
-"""What is said of a run that does not go well, by log lines that the test writes."""
+"""Advice on problems of a run, from log lines that the tests write."""
 
 import json
 import random
@@ -27,7 +27,7 @@ def lines(losses, first=10, **more) -> list[dict]:
 
 
 def noisy(loss, number, fall=0.0, noise=0.002):
-    """So many losses that fall by `fall` from the first to the last."""
+    """Return `number` noisy losses that fall by `fall` from the first to the last."""
     draw = random.Random(1).gauss
     return [loss - fall * i / number + draw(0, noise) for i in range(number)]
 
@@ -41,72 +41,75 @@ def evaluations(*losses) -> list[dict]:
     "entries",
     [
         lines([3 + 7 / (1 + i / 20) for i in range(400)]),
-        lines([0.0] * 60, grad_norm=0.0),  # of a text of one character
-        lines(noisy(3.0, 300, noise=0.2)),  # which hides the course
+        lines([0.0] * 60, grad_norm=0.0),  # a text of one repeated character
+        lines(noisy(3.0, 300, noise=0.2)),  # the noise hides the trend
         lines(noisy(3.0, 200), first=95_000),  # flat at the end of the run
         *(evaluations(3.0, 2.0, 2.005, 2.009), evaluations(3.0, 2.0, 2.1, 2.05)),
         *(evaluations(3.0, 2.0, 2.1), evaluations(2.0, 2.1)),
-        [*evaluations(3.0, 2.0, 2.05), {"step": 400, "eval_loss": 2.2, "eval_sampled_loss": 2.01}],  # of more text
+        [
+            *evaluations(3.0, 2.0, 2.05),
+            {"step": 400, "eval_loss": 2.2, "eval_sampled_loss": 2.01},
+        ],  # eval_loss is over more text
     ],
 )
-def test_nothing_is_said_of_a_healthy_run(tmp_path, entries):
+def test_healthy_run_gets_no_advice(tmp_path, entries):
     assert texts_of(advisor(tmp_path), entries) == []
 
 
-def test_a_device_that_waits_for_data(tmp_path):
+def test_device_waiting_for_data_is_reported(tmp_path):
     five = lines([3.0] * 5, data_share=0.35)
     assert texts_of(advisor(tmp_path, where="mmap"), five, waited=0.05) == [
-        "The device waits for its batches 30% of the time; they are read from a disk: --data_placement ram, where they fit, or a "
-        "faster disk."
+        "The device waits for its batches 30% of the time: they are read from disk, so use --data_placement ram if they fit in "
+        "RAM, or a faster disk."
     ]
-    assert texts_of(advisor(tmp_path), five, waited=0.3) == []  # the device was behind all the same
-    assert texts_of(advisor(tmp_path), five[:4], waited=0.0) == []  # not yet a habit
-    assert "end it, or give the run more cores." in texts_of(advisor(tmp_path), five, waited=0.0)[0]
+    assert texts_of(advisor(tmp_path), five, waited=0.3) == []  # the device was the bottleneck anyway
+    assert texts_of(advisor(tmp_path), five[:4], waited=0.0) == []  # too few lines
+    assert "so stop them or give the run more cores." in texts_of(advisor(tmp_path), five, waited=0.0)[0]
 
 
-def test_a_device_far_slower_than_others_report(tmp_path):
+def test_mfu_far_below_reported_values_is_reported(tmp_path):
     five = lines([3.0] * 5, mfu=0.12)
     assert texts_of(advisor(tmp_path, usual_mfu=0.38), five) == [
-        "MFU is 12%, and others reach about 38% on this device; the line Device says what is not as usual (not compiled, fp32, "
-        "attention: math), and --profile where the time goes."
+        "MFU is 12%, but others reach about 38% on this device; check the Device line for a cause (not compiled, fp32, "
+        "attention: math), and use --profile to see where the time goes."
     ]
     assert texts_of(advisor(tmp_path, usual_mfu=None), five) == []
     assert texts_of(advisor(tmp_path, usual_mfu=0.38), [*five[:4], *lines([3.0], mfu=0.3)]) == []
 
 
-def test_a_micro_batch_that_leaves_a_device_empty(tmp_path):
+def test_larger_micro_batch_is_suggested_if_memory_is_free(tmp_path):
     five = lines([3.0] * 5, peak_memory_gb=9.0)
     assert texts_of(advisor(tmp_path, accumulation=12), five) == [
-        "A micro-batch of 8 sequences takes 9.0 of 80.0 GB, and 12 are done one after the other; --per_device_train_batch_size 48 "
-        "fills the device better, for the same steps."
+        "A micro-batch of 8 sequences uses 9.0 of 80.0 GB, and each step runs 12 of them; --per_device_train_batch_size 48 "
+        "uses the device better without changing the steps."
     ]
     assert texts_of(advisor(tmp_path, accumulation=1), five) == []
     assert texts_of(advisor(tmp_path, accumulation=12, on_gpu=False), five) == []
     assert texts_of(advisor(tmp_path, accumulation=2), lines([3.0] * 5, peak_memory_gb=33.0)) == []
 
 
-def test_a_gradient_that_explodes_and_a_loss_that_is_flat_or_rises(tmp_path):
+def test_exploding_gradient_and_flat_or_rising_loss_are_reported(tmp_path):
     usual = lines(noisy(3.0, 60, fall=1))
     one, two = (HEALTHY | {"step": 610 + 10 * i, "loss": 2.0, "grad_norm": norm} for i, norm in enumerate((6.0, 8.0)))
     assert texts_of(advisor(tmp_path), [*usual, one, HEALTHY | {"step": 620, "loss": 2.0}]) == []
     assert texts_of(advisor(tmp_path), [*usual, one, two]) == [
-        "The gradient's norm is 8.00, 16 times what it was; if it stays so, lower learning_rate or raise warmup_steps, and resume "
-        "from a checkpoint before."
+        "The gradient norm is 8.00, 16 times its median; if it stays high, lower learning_rate or raise warmup_steps, and resume "
+        "from an earlier checkpoint."
     ]
     falling = noisy(5.0, 200, fall=2)
     [flat] = texts_of(advisor(tmp_path), lines(falling + noisy(3.0, 80)))
-    assert flat.startswith("The loss is flat over the last 510 steps: 3.001, then 3.000 (± 0.000). ")
+    assert flat.startswith("The loss is flat over the last 510 steps: mean 3.001, then 3.000 (± 0.000). ")
     [rising] = texts_of(advisor(tmp_path), lines(falling + noisy(3.0, 60, fall=-0.3)))
-    assert rising.startswith("The loss rises: 3.0")
+    assert rising.startswith("The loss is rising: mean 3.0")
 
 
-def test_a_validation_loss_that_rises_is_said_once_also_across_a_resume(tmp_path):
+def test_rising_validation_loss_is_reported_once_even_after_a_resume(tmp_path):
     rising = evaluations(3.0, 2.0, 2.05, 2.2, 2.3)
     [text] = texts_of(advisor(tmp_path), rising)
-    words = "The validation loss rises, from 2.0000 at step 200 to 2.2000: the model learns its text by heart."
+    words = "The validation loss is rising, from 2.0000 at step 200 to 2.2000: the model overfits."
     assert text.startswith(words)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rising[:3]))
-    assert len(texts_of(advisor(tmp_path), rising[3:])) == 1  # it knows what was logged before
+    assert len(texts_of(advisor(tmp_path), rising[3:])) == 1  # earlier log lines are read
     advice = {"time": "2026-01-01T10:00:00+00:00", "event": "advice", "step": 400, "about": "overfitting", "text": "."}
     (tmp_path / "events.jsonl").write_text(json.dumps(advice) + "\n")
     assert texts_of(advisor(tmp_path), rising[3:]) == []

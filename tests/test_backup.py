@@ -1,4 +1,4 @@
-"""The second home of a run: a drive that goes away, fills up and lies, and a run that is not disturbed by it."""
+"""Backup of a run to a drive that disconnects, fills up or returns damaged data, without disturbing the run."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from training.run_folder import RunFolder
 
 
 def write_checkpoint(folder, step: int, size: int = 1000, content: int = 0):
-    """A checkpoint as far as anyone can tell who does not load it."""
+    """Write a folder that is a valid checkpoint for all checks except loading."""
     checkpoint = folder / f"step_{step:08d}"
     files = {}
     for name in (*NEEDED, "tokenizer.json"):
@@ -37,7 +37,7 @@ def write_checkpoint(folder, step: int, size: int = 1000, content: int = 0):
 
 
 def write_run(path, *steps: int) -> RunFolder:
-    """Each step was validated; the first one best."""
+    """Write a run folder in which each step was validated and the first is the best."""
     run = RunFolder(path)
     run.checkpoints.mkdir(parents=True)
     run.config.write_text("learning_rate: 0.01\n")
@@ -64,7 +64,7 @@ def submit(copies: Backup, checkpoint: Path) -> None:
 
 
 def fork(story: Callable[[], None]) -> int:
-    """A process of its own that need not import everything anew; returns its id."""
+    """Run `story` in a child process without repeating the imports; return its id."""
     child = os.fork()
     if child == 0:
         try:
@@ -83,7 +83,7 @@ def drive(tmp_path):
 
 @pytest.fixture
 def make(drive, monkeypatch):
-    """A Backup that tries again soon, and the list of what it says."""
+    """Make a Backup that retries quickly, and the list of its messages."""
     monkeypatch.setattr(backup, "FIRST_PAUSE", 0.05)
 
     def make(run: RunFolder, limit: int | None = None, backup_dir=drive) -> tuple[Backup, list[str]]:
@@ -93,7 +93,7 @@ def make(drive, monkeypatch):
     return make
 
 
-def test_what_it_leaves_is_a_run_folder(make, drive, tmp_path):
+def test_backup_is_a_run_folder(make, drive, tmp_path):
     run = write_run(tmp_path / "x", 1, 2)
     copies, said = make(run)
     submit(copies, run.checkpoints / "step_00000002")
@@ -108,7 +108,7 @@ def test_what_it_leaves_is_a_run_folder(make, drive, tmp_path):
     assert said == [f"Backup:  step_00000002 is in {there.path}"]
 
 
-def test_the_newest_and_the_best_are_kept_there(make, drive, tmp_path):
+def test_backup_keeps_the_newest_and_the_best_checkpoint(make, drive, tmp_path):
     run = write_run(tmp_path / "x", 1)
     copies, _ = make(run, limit=2)
     submit(copies, run.checkpoints / "step_00000001")
@@ -120,13 +120,13 @@ def test_the_newest_and_the_best_are_kept_there(make, drive, tmp_path):
     assert names(copies.there) == ["step_00000001", "step_00000004", "step_00000005"]
 
 
-def test_a_drive_that_is_gone_is_said_once_and_copied_to_when_it_is_back(make, drive, tmp_path):
+def test_disconnected_drive_is_reported_once_and_used_again_when_available(make, drive, tmp_path):
     run = write_run(tmp_path / "x", 1)
     [first] = run.checkpoints.iterdir()
     copies, said = make(run)
     submit(copies, first)
     drive.rename(tmp_path / "unplugged")
-    drive.mkdir()  # the mount point: it must not be filled
+    drive.mkdir()  # the mount point, which must stay empty
     second = write_checkpoint(run.checkpoints, 2)
     copies.submit()
     wait_until(lambda: copies.problem)
@@ -141,13 +141,13 @@ def test_a_drive_that_is_gone_is_said_once_and_copied_to_when_it_is_back(make, d
     drive.rmdir()
     (tmp_path / "unplugged").rename(drive)
     wait_until(lambda: copies.copied == third.name)
-    assert said[1:] == [f"Backup:  {drive / 'x'} is back, and step_00000003 is in it"]
+    assert said[1:] == [f"Backup:  {drive / 'x'} is available again, and step_00000003 is in it"]
     copies.finish()
     assert names(copies.there) == [first.name, third.name]
     assert copies.copying is None
 
 
-def test_a_drive_that_never_comes_does_not_keep_the_run(make, tmp_path):
+def test_run_does_not_wait_for_a_drive_that_never_appears(make, tmp_path):
     (tmp_path / "file").write_text("")
     run = write_run(tmp_path / "x", 1)
     copies, said = make(run, backup_dir=tmp_path / "file")
@@ -155,18 +155,18 @@ def test_a_drive_that_never_comes_does_not_keep_the_run(make, tmp_path):
     wait_until(lambda: copies.problem)
     began = time.monotonic()
     copies.finish()
-    assert time.monotonic() - began < 60  # it does not wait for the drive
-    assert "does not hold all of the run (Not a directory)" in said[-1]
+    assert time.monotonic() - began < 60
+    assert "is incomplete (Not a directory); copy" in said[-1]
 
 
-def test_a_full_drive_keeps_what_it_has(make, drive, tmp_path):
+def test_full_drive_keeps_its_checkpoints(make, drive, tmp_path):
     run = write_run(tmp_path / "x", 1)
     copies, said = make(run, limit=1)
 
     def fill() -> None:
         submit(copies, run.checkpoints / "step_00000001")
         write_checkpoint(run.checkpoints, 2, size=300_000)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # bytes a file may have
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # maximum file size in bytes
         copies.submit()
         wait_until(lambda: copies.problem)
         said.append(str(names(copies.there)))
@@ -180,18 +180,18 @@ def test_a_full_drive_keeps_what_it_has(make, drive, tmp_path):
     assert re.fullmatch(warning, said[0])
     assert said[1] == "['step_00000001']"
     assert said[-1] == f"Backup:  step_00000002 is in {drive / 'x'}"
-    assert names(RunFolder(drive / "x")) == ["step_00000001", "step_00000002"]  # the first one is the best
+    assert names(RunFolder(drive / "x")) == ["step_00000001", "step_00000002"]  # the first is the best
 
 
-def test_kill_9_at_any_moment_leaves_no_half_checkpoint(drive, tmp_path):
+def test_kill_9_never_leaves_a_partial_checkpoint(drive, tmp_path):
     before = write_checkpoint(drive, 1)
     versions = [write_checkpoint(tmp_path / str(i), 2, size=300_000, content=i) for i in range(2)]
     began = time.monotonic()
     copy(versions[0], drive / versions[0].name)
-    takes = time.monotonic() - began  # whatever the disk under the tests is like
+    takes = time.monotonic() - began  # depends on the disk of the test machine
 
     def copy_forever() -> None:
-        while True:  # each replaces the other
+        while True:  # the two versions replace each other
             for version in versions:
                 copy(version, drive / version.name)
 
@@ -208,7 +208,7 @@ def test_kill_9_at_any_moment_leaves_no_half_checkpoint(drive, tmp_path):
     assert all(path.name.startswith("step_") for path in drive.iterdir())
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_copied(make, tmp_path):
+def test_damaged_checkpoint_is_reported_and_the_previous_one_is_copied(make, tmp_path):
     run = write_run(tmp_path / "x", 1, 2)
     (run.checkpoints / "step_00000002" / "config.json").write_bytes(b"x" * 1000)
     copies, said = make(run)
@@ -219,7 +219,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_copied(make, tmp_pa
     assert names(copies.there) == ["step_00000001"]
 
 
-def test_checkpoints_that_the_run_takes_back_are_removed(make, tmp_path):
+def test_rolled_back_checkpoints_are_removed_from_the_backup(make, tmp_path):
     run = write_run(tmp_path / "x", 1, 2)
     copies, _ = make(run)
     submit(copies, run.checkpoints / "step_00000002")
@@ -229,11 +229,11 @@ def test_checkpoints_that_the_run_takes_back_are_removed(make, tmp_path):
     write_checkpoint(copies.there.checkpoints, 2)  # by another machine
     write_checkpoint(copies.there.checkpoints, 3)
     copies.update()
-    assert "it holds step_00000003, which this run did not go on from" in copies.problem
+    assert "it holds step_00000003, which this run did not resume from" in copies.problem
     assert names(copies.there) == ["step_00000001", "step_00000002", "step_00000003"]
 
 
-def test_work_that_the_run_did_not_go_on_from_is_left_alone(make, tmp_path):
+def test_checkpoints_of_another_run_are_not_replaced(make, tmp_path):
     def back_up(run: RunFolder, **begin) -> tuple[list[str], list[str]]:
         copies, said = make(run, limit=1)
         if begin:
@@ -243,13 +243,13 @@ def test_work_that_the_run_did_not_go_on_from_is_left_alone(make, tmp_path):
         return names(copies.there), said
 
     back_up(write_run(tmp_path / "old" / "x", 500))
-    anew = write_run(tmp_path / "x", 1)
-    kept, said = back_up(anew, may_replace=False)
-    assert "it holds step_00000500, which this run did not go on from" in said[0]
+    new_run = write_run(tmp_path / "x", 1)
+    kept, said = back_up(new_run, may_replace=False)
+    assert "it holds step_00000500, which this run did not resume from" in said[0]
     assert kept == ["step_00000500"]
-    assert back_up(anew, may_replace=True)[0] == ["step_00000001"]  # --overwrite_output_dir
+    assert back_up(new_run, may_replace=True)[0] == ["step_00000001"]  # --overwrite_output_dir
     for folder in (tmp_path, tmp_path / "x", tmp_path / "x" / "checkpoints"):
-        assert "where the run itself is" in BackupArguments(str(folder)).problems(tmp_path / "x")[0]
+        assert "into the run's own folder" in BackupArguments(str(folder)).problems(tmp_path / "x")[0]
     for folder in (str(tmp_path / "drive"), None):
         assert BackupArguments(folder).problems(tmp_path / "x") == []
 
@@ -260,7 +260,7 @@ def restore(copies: Backup, after: int = -1) -> Path | None:
 
 @pytest.fixture
 def backed_up(make, tmp_path) -> RunFolder:
-    """A run with steps 1 and 2 on the drive, whose own folder is lost."""
+    """Run with steps 1 and 2 in the backup and a lost run folder."""
     run = write_run(tmp_path / "x", 1)
     copies, _ = make(run)
     submit(copies, run.checkpoints / "step_00000001")
@@ -271,7 +271,7 @@ def backed_up(make, tmp_path) -> RunFolder:
     return run
 
 
-def test_a_lost_run_comes_back(make, backed_up, tmp_path):
+def test_lost_run_is_restored(make, backed_up, tmp_path):
     copies, said = make(backed_up)
     settings = []
     restored = copies.restore(-1, settings.append)
@@ -280,7 +280,7 @@ def test_a_lost_run_comes_back(make, backed_up, tmp_path):
     assert damage(restored) is None
     assert names(backed_up) == ["step_00000002"]
     assert (backed_up.metrics).read_text() == (tmp_path / "lost" / "metrics.jsonl").read_text()
-    assert said == [f"Backup:  step_00000002 is brought back from {copies.there.path}"]
+    assert said == [f"Backup:  step_00000002 is restored from {copies.there.path}"]
     copies.begin(2, may_replace=False)
     write_checkpoint(backed_up.checkpoints, 3)
     copies.submit()
@@ -288,7 +288,7 @@ def test_a_lost_run_comes_back(make, backed_up, tmp_path):
     assert names(copies.there) == ["step_00000001", "step_00000002", "step_00000003"]
 
 
-def test_what_is_newer_here_stays_unless_it_is_damaged(make, backed_up, tmp_path):
+def test_newer_local_files_are_kept_unless_damaged(make, backed_up, tmp_path):
     (tmp_path / "lost").rename(backed_up.path)
     copies, _ = make(backed_up)
     assert restore(copies, 2) is None
@@ -296,7 +296,7 @@ def test_what_is_newer_here_stays_unless_it_is_damaged(make, backed_up, tmp_path
     before = backed_up.metrics.read_text()
     backed_up.config.write_text("learning_rate: 0.02\n")
     damaged = backed_up.checkpoints / "step_00000002"
-    (damaged / "tokenizer.json").write_bytes(b"x" * 1000)  # the size is right
+    (damaged / "tokenizer.json").write_bytes(b"x" * 1000)  # of the right size
     assert restore(copies, 1) == damaged
     assert damage(damaged) is None
     assert names(backed_up) == ["step_00000001", "step_00000002"]
@@ -308,7 +308,7 @@ MANIFEST = "manifest.json"
 
 
 def listing(name: str) -> Callable[[bytes], bytes]:
-    """A manifest that lists one file more."""
+    """Return a change of a manifest: list one more file."""
     entry = {"size": 6, "sha256": sha256(b"secret").hexdigest()}
     return lambda content: json.dumps(
         (manifest := json.loads(content)) | {"files": manifest["files"] | {name: entry}}
@@ -321,10 +321,10 @@ def listing(name: str) -> Callable[[bytes], bytes]:
         ("tokenizer.json", lambda content: b"x" * 1000, "tokenizer.json was changed or damaged"),
         ("tokenizer.json", lambda content: b"x", "tokenizer.json has 1 bytes instead of 1,000"),
         *(
-            (MANIFEST, listing(name), "lies outside of it")
+            (MANIFEST, listing(name), "is outside the checkpoint")
             for name in ("../../secret", "/etc/passwd", "a/../../../secret")
         ),
-        *((MANIFEST, listing(name), "lies outside of it") for name in ("C:\\secret", "..\\secret", "link")),
+        *((MANIFEST, listing(name), "is outside the checkpoint") for name in ("C:\\secret", "..\\secret", "link")),
         *((MANIFEST, lambda content, text=text: text, "is damaged") for text in (b"", b"[]", b"{}", b'{"files": {}}')),
         *(
             (MANIFEST, lambda content, text=text: text, "is damaged")
@@ -332,7 +332,7 @@ def listing(name: str) -> Callable[[bytes], bytes]:
         ),
     ],
 )
-def test_a_damaged_checkpoint_there_is_passed_over(make, backed_up, tmp_path, file, change, problem):
+def test_restore_skips_a_damaged_checkpoint(make, backed_up, tmp_path, file, change, problem):
     newest = tmp_path / "drive" / "x" / "checkpoints" / "step_00000002"
     (tmp_path / "secret").write_text("secret")
     (newest / "link").symlink_to(tmp_path / "secret")
@@ -345,7 +345,7 @@ def test_a_damaged_checkpoint_there_is_passed_over(make, backed_up, tmp_path, fi
     assert restore(copies, 1) is None
 
 
-def test_links_out_of_the_backup_are_not_followed(make, backed_up, tmp_path):
+def test_links_to_paths_outside_the_backup_are_not_followed(make, backed_up, tmp_path):
     there = RunFolder(tmp_path / "drive" / "x")
     outside = write_checkpoint(tmp_path / "outside", 3)
     (there.checkpoints / outside.name).symlink_to(outside)
@@ -358,12 +358,12 @@ def test_links_out_of_the_backup_are_not_followed(make, backed_up, tmp_path):
         path.symlink_to(tmp_path / "secret")
     copies, said = make(backed_up)
     assert restore(copies).name == "step_00000002"
-    assert ["is a link out of" in line for line in said] == [True, True, False]
+    assert ["is a link to a path outside" in line for line in said] == [True, True, False]
     assert not backed_up.config.exists()
     assert not backed_up.samples.exists()
 
 
-def test_a_drive_that_is_not_there_is_a_warning_and_a_failing_restore_is_an_error(make, backed_up, tmp_path):
+def test_missing_drive_is_a_warning_and_failed_restore_is_an_error(make, backed_up, tmp_path):
     copies, said = make(backed_up, backup_dir=tmp_path / "nowhere")
     assert restore(copies) is None
     assert len(said) == 1

@@ -1,4 +1,4 @@
-"""Where tokens are placed, and that attention keeps to documents in whole runs."""
+"""Placement of tokens in memory, and document masking in whole runs."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ GB = 10**9
 
 @pytest.fixture
 def free(monkeypatch):
-    """Says how much memory is free, on a GPU that need not be there."""
+    """Set the reported free memory of RAM and of a simulated GPU."""
 
     def say(ram: int, gpu: int = 0) -> None:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=ram))
@@ -37,7 +37,7 @@ def free(monkeypatch):
         ("auto", 4 * GB, GPU, 1, ("device", 4 * GB)),
         ("auto", 5 * GB, GPU, 8, ("ram", 0)),  # more than a twentieth of 80 GB
         ("auto", 50 * GB, GPU, 1, ("ram", 0)),
-        ("auto", 50 * GB, GPU, 2, ("mmap", 0)),  # each process holds its own
+        ("auto", 50 * GB, GPU, 2, ("mmap", 0)),  # each process has its own copy
         ("auto", 5 * GB, CPU, 1, ("ram", 5 * GB)),
         ("auto", 150 * GB, CPU, 1, ("mmap", 0)),
         ("device", 50 * GB, GPU, 1, ("device", 50 * GB)),
@@ -46,15 +46,17 @@ def free(monkeypatch):
         ("mmap", 1, GPU, 1, ("mmap", 0)),
     ],
 )
-def test_placement_follows_from_what_is_free(free, asked, n_bytes, device, local_processes, expected):
+def test_placement_depends_on_free_memory(free, asked, n_bytes, device, local_processes, expected):
     free(ram=200 * GB, gpu=80 * GB)
     placement = choose_placement(asked, n_bytes, device, local_processes)
     assert (placement.where, placement.reserved) == expected
 
 
-def test_too_little_memory_ends_in_a_sentence_with_both_sizes(free):
+def test_too_little_memory_is_refused_with_both_sizes(free):
     free(ram=8 * GB, gpu=2 * GB)
-    with pytest.raises(UserError, match=r"is device, but the tokens need 3\.0 GB and 2\.0 GB are free there; use ram"):
+    with pytest.raises(
+        UserError, match=r"is device, but the tokens need 3\.0 GB and the device has 2\.0 GB free; use ram"
+    ):
         choose_placement("device", 3 * GB, GPU, 1)
     with pytest.raises(UserError, match=r"is ram, but the tokens need 9\.0 GB of RAM for 3 processes and 8\.0 GB"):
         choose_placement("ram", 3 * GB, GPU, 3)
@@ -74,7 +76,7 @@ def test_all_placements_give_the_same_batches(store):
         assert targets.tolist() == expected[:, 1:].tolist()
 
 
-def test_only_the_processes_of_this_machine_count(monkeypatch):
+def test_only_processes_of_this_machine_are_counted(monkeypatch):
     eight = SimpleNamespace(num_processes=8)
     for name in ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -85,7 +87,7 @@ def test_only_the_processes_of_this_machine_count(monkeypatch):
 
 @torch.no_grad()
 def masked_loss(model: GPT2ScratchForCausalLM, ids: np.ndarray, offsets: np.ndarray, context: int) -> float:
-    """The definition, token by token: windows are cut where a document ends, and each piece is run alone."""
+    """Compute the loss by its definition: cut windows at document ends and run each piece alone."""
     tokens = torch.from_numpy(ids.astype(np.int64))
     starts = sorted({*range(0, len(tokens) - 1, context), *(offsets[1:-1] - 1).tolist(), len(tokens) - 1})
     nats = 0.0
@@ -96,19 +98,19 @@ def masked_loss(model: GPT2ScratchForCausalLM, ids: np.ndarray, offsets: np.ndar
 
 
 @pytest.mark.parametrize(("placement", "said"), [("ram", "in RAM"), ("device", "in RAM"), ("mmap", "memory-mapped")])
-def test_a_run_that_masks_documents_scores_them_alone(train, store, tmp_path, capsys, placement, said):
+def test_run_with_mask_documents_scores_documents_separately(train, store, tmp_path, capsys, placement, said):
     run = train(tmp_path / "run", "--mask_documents", "true", data_placement=placement, eval_steps=6)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Data:"))
     assert f", {said}: " in line
     model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
     expected = masked_loss(model, store.in_memory("val"), store.offsets("val"), 16)
     assert metrics(run)[-1]["eval_loss"] == pytest.approx(expected, abs=1e-5)
-    for arguments in ([str(run)], [str(run / "model"), "--data", str(store.folder)]):  # the first by its config.yaml
+    for arguments in ([str(run)], [str(run / "model"), "--data", str(store.folder)]):  # the first reads its config.yaml
         evaluate.main(arguments)
         assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_resuming_a_run_that_masks_documents_is_exact_and_masking_makes_another_run(train, tmp_path, monkeypatch):
+def test_resume_with_mask_documents_is_exact_and_refuses_a_changed_setting(train, tmp_path, monkeypatch):
     straight = train(tmp_path / "straight", "--mask_documents", "true")
     stopped = shutil.copytree(straight, tmp_path / "stopped")
     shutil.rmtree(stopped / "checkpoints" / "step_00000006")
@@ -117,6 +119,6 @@ def test_resuming_a_run_that_masks_documents_is_exact_and_masking_makes_another_
     run = train(tmp_path / "run", max_steps=1)
     with pytest.raises(UserError, match=r"holds another run \(mask_documents False -> True\)"):
         train(run, "--mask_documents", "true", max_steps=1)
-    monkeypatch.setattr("training.device._attention", lambda asked, *_: asked)  # as on a machine that has it
+    monkeypatch.setattr("training.device._attention", lambda asked, *_: asked)  # as if it were installed
     with pytest.raises(UserError, match="mask_documents needs attn_implementation sdpa, eager or flex_attention"):
         train(tmp_path / "other", "--mask_documents", "true", attn_implementation="flash_attention_2")

@@ -266,7 +266,7 @@ def test_a_space_is_published_with_models_that_everyone_can_see(hub, tmp_path, m
     [
         ([], "Name one or more models"),
         (["a/b", "a/c", "a/d", "a/e", "a/f"], "5 models are given; the page shows at most 4"),
-        (["no/such/run"], "neither a folder here nor a Hub id"),
+        (["no/such/run"], "neither a local folder nor a Hub id"),
         (["nobody/nothing"], "nobody/nothing is not a local path"),
         (["RUN", "me/b", "--space", "me/demo"], "is not a model on the Hub.*push_to_hub"),
         (["me/a", "--dry_run"], "--dry_run applies only to a Space; add --space user/name"),

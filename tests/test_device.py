@@ -15,18 +15,18 @@ from training.model import build_model
 CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about CPUs")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="tests CPU behavior")
 @pytest.mark.parametrize(
     ("precision", "context", "attention"), [("bf16", 512, "eager"), ("bf16", 1024, "sdpa"), ("no", 512, "sdpa")]
 )
-def test_attention_is_written_out_where_that_is_faster_on_a_cpu(precision, context, attention):
+def test_auto_chooses_eager_attention_on_a_cpu_if_faster(precision, context, attention):
     assert decide(DeviceArguments(mixed_precision=precision), context).attn_implementation == attention
     asked = DeviceArguments(mixed_precision=precision, attn_implementation="flex_attention")
     assert decide(asked, context).attn_implementation == "flex_attention"
 
 
 @pytest.mark.parametrize(("bf16_residual", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
-def test_the_residual_stream_is_in_bf16_if_asked_and_the_weights_are_not(bf16_residual, expected):
+def test_bf16_residual_changes_the_residual_stream_but_not_the_weights(bf16_residual, expected):
     model = build_model(CONFIG, Setup("bf16", False, "sdpa", (), bf16_residual=bf16_residual), 0)
     streams = []
     for block in model.transformer.h:
@@ -40,22 +40,22 @@ def test_the_residual_stream_is_in_bf16_if_asked_and_the_weights_are_not(bf16_re
     assert loss.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     streams.clear()
-    model(inputs)  # as `generate` does, without autocast
+    model(inputs)  # like `generate`, without autocast
     assert streams == [torch.float32] * 2
 
 
 @pytest.mark.parametrize(
     ("dropout", "mask_documents", "kernel"), [(0.0, False, "flash"), (0.0, True, "flash"), (0.1, False, "math")]
 )
-def test_the_kernel_of_attention_is_asked_for(dropout, mask_documents, kernel):
+def test_attention_kernel_is_the_one_that_pytorch_reports(dropout, mask_documents, kernel):
     config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"attn_pdrop": dropout})
     setup = Setup("bf16", True, "sdpa", (), mask_documents=mask_documents)
     assert kernel_of_sdpa(torch.device("cpu"), setup, config) == kernel
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="is about glibc")
-def test_freed_memory_is_kept_and_not_asked_for_again(launch):
-    """64 MB are 16,384 pages, each of which would have to be asked for anew five times."""
+@pytest.mark.skipif(sys.platform != "linux", reason="tests glibc behavior")
+def test_freed_memory_is_kept_for_reuse(launch):
+    """64 MB are 16,384 pages; without the setting, each would be requested again five times."""
     code = """if True:
         import resource, torch
         from training.device import keep_freed_memory
@@ -73,7 +73,7 @@ CHILD = (
     "import os, training.threads, training.launcher as e; print(os.environ['OMP_NUM_THREADS'], e.is_alone_by_mistake())"
 )
 LAUNCHER = f"import json, os, subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}], env=os.environ | json.loads(sys.argv[1]))"
-UNASKED = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}  # what the launcher exports where nobody asked
+UNASKED = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}  # exported by the launcher by default
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ UNASKED = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}  # what 
         ({"MASTER_ADDR": "node1"}, UNASKED | {"MASTER_ADDR": "127.0.0.1"}, None, True),
     ],
 )
-def test_what_a_user_says_is_told_from_what_the_launcher_says(launch, users, launchers, threads, alone):
+def test_settings_of_the_user_are_distinguished_from_those_of_the_launcher(launch, users, launchers, threads, alone):
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
     result = launch("-c", LAUNCHER, json.dumps(launchers), **{"OMP_NUM_THREADS": ""} | users)
     assert result.stdout.split() == [str(threads or cores), str(alone)], result.stderr
@@ -102,20 +102,20 @@ def test_what_a_user_says_is_told_from_what_the_launcher_says(launch, users, lau
         (["sm_75", "sm_80", "sm_90", "sm_120"], (7, 0), False),  # V100 with the build for CUDA 13
         (["sm_75", "sm_80", "sm_90", "sm_120"], (8, 9), True),  # L4: binaries of the same major version
         (["sm_75", "sm_80", "sm_90", "sm_120"], (10, 0), False),
-        (["sm_80", "compute_90"], (10, 0), True),  # compiled when it is loaded
+        (["sm_80", "compute_90"], (10, 0), True),  # compiled on load
         (["sm_90a", "sm_100f"], (9, 0), True),
         (["sm_90", "sm_120"], (8, 0), False),
     ],
 )
-def test_a_gpu_runs_what_was_built_for_its_major_version_or_for_any_later_one(built_for, capability, expected):
+def test_gpu_supports_binaries_of_its_major_version_and_any_earlier_compute_target(built_for, capability, expected):
     assert has_kernels(built_for, capability) == expected
 
 
 DECIDE = "from training.device import *; print(decide(DeviceArguments(torch_compile={asked!r}), 64))"
 
 
-def test_compilation_stays_off_where_a_compiler_is_missing(launch):
-    """With the note that says which, and by which command it is installed; asked for, it is refused."""
+def test_compilation_stays_off_if_a_compiler_is_missing(launch):
+    """A note names the compiler and the command that installs it; explicit compilation is refused."""
     done = launch("-c", DECIDE.format(asked="auto"), PATH="/nowhere", CXX="", CC="")
     assert "torch_compile=False" in done.stdout
     assert "a C++ compiler (g++ or clang++) not found; on Debian and Ubuntu: apt install g++." in done.stdout
@@ -123,7 +123,7 @@ def test_compilation_stays_off_where_a_compiler_is_missing(launch):
     assert "UserError: torch_compile is true, but it cannot work here: a C++ compiler" in done.stderr
 
 
-def test_compilation_needs_the_headers_of_python(monkeypatch, tmp_path):
+def test_compilation_needs_python_headers(monkeypatch, tmp_path):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     setup = decide(DeviceArguments(), 64)
     assert not setup.torch_compile
@@ -137,5 +137,5 @@ def test_compilation_needs_the_headers_of_python(monkeypatch, tmp_path):
     ("context", "mask_documents", "cudnn"),
     [(64, True, False), (192, True, False), (128, True, True), (64, False, True)],
 )
-def test_cudnn_is_avoided_where_its_gradients_can_be_nan(context, mask_documents, cudnn):
+def test_cudnn_is_not_used_if_its_gradients_can_be_nan(context, mask_documents, cudnn):
     assert decide(DeviceArguments(torch_compile="false"), context, mask_documents).cudnn_attention == cudnn

@@ -93,7 +93,7 @@ def test_a_seed_repeats_the_text_whatever_was_drawn_before(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["no/such/run"], "neither a folder here nor a Hub id"),
+        (["no/such/run"], "neither a local folder nor a Hub id"),
         ([], "Name a model"),
         (["RUN", "--temperature", "-1", "--top_p", "2"], "temperature is -1.0.*\n.*top_p is 2.0"),
         (["RUN", "--max_new_token", "3"], "Did you mean --max_new_tokens"),

@@ -1,4 +1,4 @@
-"""`python -m training.evaluate`: what is scored, how sure that is, what it is compared with, and what was memorized."""
+"""`python -m training.evaluate`: scores, standard errors, comparisons and memorization."""
 
 import json
 import math
@@ -30,7 +30,7 @@ PAIR = ("-m", "accelerate.commands.launch", "--quiet", "--config_file", CONFIG)
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """A store whose validation split has enough documents for them to be units."""
+    """Token store whose validation split has enough documents for standard errors over documents."""
     folder = tmp_path_factory.mktemp("many")
     for i in range(120):
         (folder / f"text{i}.txt").write_text(prose(i, 40 + 8 * (i % 7)), encoding="utf-8")
@@ -39,7 +39,7 @@ def many(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory):
-    """A lone document of three characters, at random, 20,000 of them."""
+    """Token store of one document: 20,000 random characters out of three."""
     folder = tmp_path_factory.mktemp("letters")
     choice = random.Random(0).choice
     (folder / "text.txt").write_text("".join(choice("ab\n") for _ in range(20_000)), encoding="utf-8")
@@ -47,7 +47,7 @@ def letters(tmp_path_factory):
 
 
 def saved(folder, store, knows_nothing: bool = False) -> GPT2ScratchForCausalLM:
-    """A model with random weights, or to which all tokens are alike, and the store's tokenizer beside it."""
+    """Save a model and the store's tokenizer; its weights are random, or give all tokens the same probability."""
     torch.manual_seed(0)
     size = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 16, "initializer_range": 0.3}
     model = GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=store.metadata.vocab_size, **size)).eval()
@@ -64,8 +64,8 @@ def evaluated(capsys, *arguments) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_standard_error_by_hand_is_over_documents_or_blocks_of_a_text_of_few():
-    """Deviations -0.5, -1 and 1.5 from 2.5 a unit of size: sqrt(3 / 2 * 3.5) / 6."""
+def test_standard_error_is_over_documents_or_over_blocks_if_documents_are_few():
+    """By hand: deviations -0.5, -1 and 1.5 from 2.5 per unit of size: sqrt(3 / 2 * 3.5) / 6."""
     assert ratio(np.array([2.0, 4.0, 9.0]), np.array([1, 2, 3])) == (2.5, pytest.approx(0.3818813))
     starts = np.arange(31) * 7
     assert units(starts) == (pytest.approx(starts), "30 documents")
@@ -73,8 +73,8 @@ def test_the_standard_error_by_hand_is_over_documents_or_blocks_of_a_text_of_few
     assert (edges[:3].tolist(), edges[-1], len(edges), what) == ([0, 20, 40], 1000, 51, "50 blocks of the text")
 
 
-def test_a_model_that_knows_nothing_costs_the_logarithm_of_its_vocabulary(letters, tmp_path, capsys):
-    """Three characters of a byte each: log2(3) bits a byte, without any doubt. No token begins a text: the first costs as any."""
+def test_uniform_model_costs_the_logarithm_of_its_vocabulary(letters, tmp_path, capsys):
+    """Three characters of one byte each: exactly log2(3) bits per byte. Texts have no start token, so the first costs the same."""
     saved(tmp_path / "model", letters, knows_nothing=True)
     result = evaluated(capsys, tmp_path / "model", "--data", letters.folder, "--compare")
     assert result["eval_bits_per_byte"] == pytest.approx(1.5849625)
@@ -87,8 +87,8 @@ def test_a_model_that_knows_nothing_costs_the_logarithm_of_its_vocabulary(letter
 
 
 @torch.no_grad()
-def test_the_loss_and_its_standard_error_are_those_of_documents(many, tmp_path, capsys):
-    """Token by token: each costs its document."""
+def test_loss_and_standard_error_match_a_sum_over_documents(many, tmp_path, capsys):
+    """The expected values add up each token's cost in its document."""
     model = saved(tmp_path / "model", many)
     result = evaluated(capsys, tmp_path / "model", "--data", many.folder)
     tokens = torch.from_numpy(many.in_memory("val").astype(np.int64))
@@ -110,7 +110,7 @@ def test_the_loss_and_its_standard_error_are_those_of_documents(many, tmp_path, 
     assert result["eval_bits_per_byte"] == pytest.approx(mean / math.log(2) * split.tokens / split.bytes, abs=1e-6)
 
 
-def test_two_processes_find_the_same(many, tmp_path, capsys, launch):
+def test_two_processes_give_the_same_results(many, tmp_path, capsys, launch):
     saved(tmp_path / "model", many)
     arguments = (tmp_path / "model", "--data", many.folder, "--compare")
     alone = evaluated(capsys, *arguments)
@@ -127,7 +127,7 @@ def test_two_processes_find_the_same(many, tmp_path, capsys, launch):
 
 @torch.no_grad()
 def bits_of_documents(model, tokenizer, texts: list[str], context: int) -> list[float]:
-    """The definition: each token alone, from a window of its own."""
+    """Compute bits per document by definition: each token separately, with its own window."""
     bits = []
     for text in texts:
         stream = torch.tensor([tokenizer.bos_token_id, *tokenizer(text)["input_ids"]])
@@ -140,7 +140,7 @@ def bits_of_documents(model, tokenizer, texts: list[str], context: int) -> list[
     return bits
 
 
-def test_a_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(many, store, tmp_path, capsys):
+def test_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(many, store, tmp_path, capsys):
     model = saved(tmp_path / "model", many)
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=300, n_layer=1, n_head=2, n_embd=16, n_positions=12, initializer_range=0.3)
@@ -166,16 +166,16 @@ def test_a_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(many, store, 
     assert set(rows) - {str(tmp_path / name) for name in bits} == {"unigram", "trigram", *baselines.COMPRESSORS}
 
 
-def test_ngrams_by_hand_sum_to_one_after_any_two_tokens():
-    # 3, 1 and 0 of 4, a discount of 0.75 from two kinds: 1.5 / 4, shared by three.
+def test_ngrams_match_hand_computations_and_sum_to_one():
+    # Counts 3, 1 and 0 of 4; a discount of 0.75 from two kinds of tokens: 1.5 / 4, divided among three.
     unigram = NGram(np.array([0, 0, 0, 1], dtype=np.uint16), 3, 1)
     assert unigram.probabilities(np.array([0, 1, 2])) == pytest.approx([0.6875, 0.1875, 0.125])
-    # 0 stands after one kind of token, 1 after two: 1/3 and 2/3, discounted and mended by 1/2 each.
+    # 0 follows one kind of token, 1 follows two: 1/3 and 2/3, weighted 0.75 / 2 after 0 and 0.75 after 1.
     bigram = NGram(np.array([0, 1, 0, 1, 1]), 2, 2)
     assert bigram.probabilities(np.array([0, 0]))[1] == pytest.approx(0.75 / 2 * (1 / 3))
     assert bigram.probabilities(np.array([0, 1])) == pytest.approx([1 / 3, 1.25 / 2 + 0.75 / 2 * (2 / 3)])
     assert bigram.probabilities(np.array([1, 0])) == pytest.approx([2 / 3, 0.25 / 2 + 0.75 * (1 / 3)])
-    tokens = np.random.default_rng(0).integers(0, 6, 200)  # 6 is never seen
+    tokens = np.random.default_rng(0).integers(0, 6, 200)  # 6 never occurs
     trigram = NGram(np.concatenate([[5, 4], tokens[tokens < 5], [5]]), 7, 3)
     for first in range(7):
         for second in range(7):
@@ -184,7 +184,7 @@ def test_ngrams_by_hand_sum_to_one_after_any_two_tokens():
             assert min(after) > 0
 
 
-def test_baselines_are_thinned_ngrams_and_compressors(store, monkeypatch):
+def test_baselines_are_ngrams_on_a_subset_and_compressors(store, monkeypatch):
     monkeypatch.setattr(baselines, "FITTED_TOKENS", 1000)
     tokens = store.in_memory("train")
     fitted = baselines.fitted_on(store)
@@ -192,30 +192,30 @@ def test_baselines_are_thinned_ngrams_and_compressors(store, monkeypatch):
     assert fitted[:50].tolist() == tokens[:50].tolist()
     assert fitted[-50:].tolist() == tokens[-50:].tolist()
     bits = compressed_bits(b"a" * 100_000)
-    assert bits["bzip2 -9"] == 8 * 47 / 100_000  # as the commands of these names make of it
+    assert bits["bzip2 -9"] == 8 * 47 / 100_000  # the size that the command of this name gives
     assert bits["xz -6"] == 8 * 148 / 100_000
-    assert bits["gzip -9"] == pytest.approx(8 * 133 / 100_000, rel=0.1)  # zlib has versions
+    assert bits["gzip -9"] == pytest.approx(8 * 133 / 100_000, rel=0.1)  # depends on the zlib version
     noise = compressed_bits(random.Random(0).randbytes(100_000))
     assert all(8 < value < 8.1 for value in noise.values())
 
 
-def test_a_planted_span_is_found_where_it_stands_and_an_absent_one_is_not(monkeypatch):
+def test_planted_span_is_found_at_its_position_and_an_absent_one_is_not(monkeypatch):
     monkeypatch.setattr(memorization, "BLOCK", 1000)
     tokens = np.random.default_rng(0).integers(0, 50_000, 5000).astype(np.uint16)
-    planted, edge = tokens[1234:1284].copy(), tokens[980:1030].copy()  # within a block, and over its edge
+    planted, edge = tokens[1234:1284].copy(), tokens[980:1030].copy()  # within a block and across its edge
     changed = planted.copy()
     changed[-1] += 1
     again = np.concatenate([tokens, planted])
     wanted = np.stack([planted, edge, changed, tokens[-50:], planted]).astype(np.int64)
     assert find(again[:5000], wanted, Accelerator()).tolist() == [1234, 980, -1, 4950, 1234]
     assert find(tokens[:40], wanted, Accelerator()).tolist() == [-1] * 5
-    hashes = hash_spans(tokens[:1000], 7)  # which do not depend on where a span stands
+    hashes = hash_spans(tokens[:1000], 7)  # independent of a span's position
     assert len(hashes) == len(set(hashes.tolist())) == 994
     assert all(hash_spans(tokens[i : i + 7], 7)[0] == hashes[i] for i in range(0, 994, 50))
 
 
-def test_what_a_model_writes_is_looked_up(letters, tmp_path, capsys):
-    """All 27 spans of three of three characters stand in 16,000 at random, and none of 60."""
+def test_memorization_looks_up_generated_text(letters, tmp_path, capsys):
+    """All 27 spans of length 3 over three characters occur in 16,000 random characters, but no generated span of 60."""
     saved(tmp_path / "model", letters, knows_nothing=True)
     arguments = (tmp_path / "model", "--data", letters.folder, "--memorization", "--memorization_texts", 4)
     found = evaluated(capsys, *arguments, "--memorization_span", 3)["memorization"]
@@ -230,15 +230,15 @@ def test_what_a_model_writes_is_looked_up(letters, tmp_path, capsys):
     assert evaluated(capsys, *arguments) == evaluated(capsys, *arguments)
 
 
-def test_spans_end_with_the_document(many, tmp_path, capsys):
+def test_spans_end_at_the_end_of_a_document(many, tmp_path, capsys):
     saved(tmp_path / "model", many, knows_nothing=True)
     arguments = (tmp_path / "model", "--data", many.folder, "--memorization", "--memorization_span", 3)
     found = evaluated(capsys, *arguments)["memorization"]
     assert found["share"] < 0.01 < 0.1 < found["held_out_share"]
-    assert 64 * 50 < found["spans"] < 64 * 254  # an end of text comes once in 300 tokens
+    assert 64 * 50 < found["spans"] < 64 * 254  # one in 300 tokens is an end of text
 
 
-def test_a_run_keeps_what_was_found(train, tmp_path, capsys):
+def test_run_keeps_evaluation_results(train, tmp_path, capsys):
     run = train(tmp_path / "run")
     evaluated(capsys, run, "--compare", "--compare_with", run / "checkpoints" / "step_00000003")
     folder = run / "evaluation"
@@ -260,7 +260,7 @@ def test_a_run_keeps_what_was_found(train, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("perplexity", "trigram", "held-out text", f"{results['eval_loss']:.4f}"))
     evaluated(capsys, run, "--checkpoint", 3, "--memorization", "--memorization_texts", 2, "--memorization_span", 4)
-    assert "panel" not in json.loads((folder / "evaluation.json").read_text())  # that was of other weights
+    assert "panel" not in json.loads((folder / "evaluation.json").read_text())  # the panel was of other weights
     assert not (folder / "panel.png").exists()
     assert "## Evaluation" not in (run / "report.md").read_text()
     for broken in ('{"cut o', "[]", "\xff"):
@@ -272,7 +272,7 @@ def test_a_run_keeps_what_was_found(train, tmp_path, capsys):
         evaluate.main([str(run), "--compare"])
 
 
-def test_a_checkpoint_of_a_run_is_chosen(train, tmp_path, capsys):
+def test_checkpoint_option_chooses_last_best_or_a_step(train, tmp_path, capsys):
     run = train(tmp_path / "run")
     loss = {entry["step"]: entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry}
     for wanted, step in (("last", 6), ("3", 3), ("best", min((6, 3), key=loss.get))):
@@ -285,13 +285,13 @@ def test_a_checkpoint_of_a_run_is_chosen(train, tmp_path, capsys):
         evaluate.main([str(run / "checkpoints" / "step_00000003"), "--checkpoint", "best"])
 
 
-def test_wrong_inputs_are_refused_in_a_sentence(many, letters, tmp_path):
+def test_invalid_inputs_are_refused_with_one_sentence(many, letters, tmp_path):
     saved(tmp_path / "model", many)
     saved(tmp_path / "letters", letters)
     here = [str(tmp_path / "model"), "--data", str(many.folder)]
     for more, sentence in (
         (["--compare_with", here[0]], r"compare_with names a model twice"),
-        (["--compare_with", "runs/none"], r"runs/none is neither a folder here nor a Hub id"),
+        (["--compare_with", "runs/none"], r"runs/none is neither a local folder nor a Hub id"),
         (["--compare_with", str(tmp_path / "letters")], r"its tokenizer does not know every character of the text"),
         (["--memorization", "--memorization_span", "300"], r"No document of .* has 300 tokens; give a smaller"),
         (["--checkpoint", "best"], r"is not a run folder or a checkpoint in one"),
@@ -300,7 +300,7 @@ def test_wrong_inputs_are_refused_in_a_sentence(many, letters, tmp_path):
             evaluate.main([*here, *more])
 
 
-def test_a_model_is_scored_only_on_a_store_of_its_own_tokenizer(many, store, tmp_path):
+def test_model_is_scored_only_on_a_store_with_its_own_tokenizer(many, store, tmp_path):
     assert store.metadata.vocab_size == many.metadata.vocab_size
     folder = tmp_path / "model"
     model = saved(folder, many)
@@ -310,7 +310,7 @@ def test_a_model_is_scored_only_on_a_store_of_its_own_tokenizer(many, store, tmp
             evaluate.main([str(folder), "--data", str(data.folder)])
         return str(refused.value)
 
-    assert f"{store.folder} have different tokenizers; give a store that was made" in refusal(store)
+    assert f"{store.folder} have different tokenizers; use a store that was made" in refusal(store)
     torch.nn.init.constant_(model.lm_head.weight, math.nan)
     model.save_pretrained(folder)
     assert "has a loss of nan; its weights or its config.json are damaged." in refusal(many)

@@ -107,14 +107,14 @@ def test_older_evaluations_are_read(old):
 
 def test_cached_stores_of_a_run_and_of_older_versions_are_named(old, monkeypatch):
     monkeypatch.setattr(data, "CACHE", old)
-    with pytest.raises(UserError, match=r"the run was trained on \S+/store_v2: --data \S+/store_v2 resumes it"):
+    with pytest.raises(UserError, match=r"the run was trained on \S+/store_v2, so resume it with --data \S+/store_v2"):
         train("--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v1")
     monkeypatch.setattr(data, "CACHE", old / "cache")
     shutil.copytree(old / "store_v1", old / "cache" / "text-0123456789ab")
     said = []
     recipe = Recipe([str(old / "unfinished_v1" / "text")], vocabulary=VocabularyArguments(tokenizer_type="character"))
     data.open_store(recipe, said.append)
-    assert "0.0 MB of other token stores for it (text-0123456789ab)" in said[0]
+    assert "0.0 MB of other token stores for this input (text-0123456789ab)" in said[0]
     assert (old / "cache" / "text-0123456789ab" / "train.bin").is_file()
 
 

@@ -1,4 +1,4 @@
-"""What a run makes of its numbers."""
+"""Health checks of a run: skipped steps, divergence and loss spikes."""
 
 import math
 import random
@@ -34,7 +34,7 @@ def noise(n: int) -> list[float]:
     return [3.0 + chance.gauss(0, 0.05) for _ in range(n)]
 
 
-def test_a_log_line_tells_the_mean_of_the_steps_that_counted_and_too_many_others_end_the_run(health):
+def test_log_line_averages_finite_steps_and_too_many_other_steps_end_the_run(health):
     one = health()
     feed(one, 2.0, math.nan, 4.0)
     assert one.read(3) is None
@@ -52,24 +52,24 @@ def test_a_log_line_tells_the_mean_of_the_steps_that_counted_and_too_many_others
     feed(one, 2.0, math.nan, math.nan)
     one.read(3)
     feed(one, math.nan)
-    with pytest.raises(DivergenceError, match="3 steps in a row, until step 4") as divergence:
+    with pytest.raises(DivergenceError, match="3 consecutive steps, up to step 4") as divergence:
         one.read(4)
-    assert divergence.value.weights_after == 1  # the last step that changed them
+    assert divergence.value.weights_after == 1  # the last step that changed the weights
 
 
-def test_a_spike_is_six_deviations_above_what_was_before_also_read_in_pieces(health):
+def test_spike_is_six_deviations_above_the_mean_and_independent_of_when_it_is_read(health):
     one = health()
     losses = noise(200)
     feed(one, *losses, 3.2, 5.0, 6.0, 3.0)
     spike = one.read(204)
     assert (spike.step, spike.last, spike.loss) == (202, 203, 6.0)
     assert spike.z_score == pytest.approx(37, abs=5)
-    assert len(one.losses) == 204  # no log line holds them yet
+    assert len(one.losses) == 204  # not in a log line yet
     one.take_reading()
     feed(one, 3.0)
     assert one.read(205) is None
     assert len(one.losses) == WINDOW
-    other = health()  # with little to compare with
+    other = health()  # with too few previous losses
     feed(other, *noise(WINDOW // 2 - 1), 9.0)
     assert other.read(WINDOW // 2) is None
     losses = [*noise(150), 5.0, *noise(20)]

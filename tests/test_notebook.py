@@ -54,8 +54,8 @@ def test_a_machine_is_lost_and_the_same_cells_go_on(store, tmp_path, monkeypatch
     shutil.rmtree(run.parent)
     shutil.rmtree(drive / "tiny" / "checkpoints" / "step_00000006")  # the machine went before it was copied
     said = execute("End the session", **parameters)
-    assert "step_00000003 is brought back" in said["Train"]
-    assert "going on after step_00000003" in " ".join(said["Train"].split())  # wrapped to the terminal
+    assert "step_00000003 is restored" in said["Train"]
+    assert "resuming from step_00000003" in " ".join(said["Train"].split())  # wrapped to the terminal
     lines = re.findall(r"(?m)^step (\d)/6  loss .* lr .*$", said["Train"])
     assert lines == ["4", "5", "6"]  # and no progress bar:
     assert not any("\x1b" in text for text in said.values())

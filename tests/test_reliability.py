@@ -222,7 +222,7 @@ def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(launch, tm
     launcher = ("-m", "accelerate.commands.launch", "--quiet", "--cpu", "--num_processes", "2")
     result = launch(*launcher, "train_accelerate.py", "--output_dir", tmp_path / "run")
     assert result.stderr.splitlines()[-1].startswith(
-        "error: accelerate launch was asked for several processes and started one"
+        "error: accelerate launch was asked for several processes but started one"
     )
     assert (result.returncode, list(tmp_path.iterdir())) == (1, [])
 
@@ -460,11 +460,11 @@ def test_nothing_outside_a_checkpoint_is_followed(run, tmp_path):
     for name in (str(elsewhere), "../../../elsewhere.safetensors"):
         planted = manifest["files"] | {name: manifest["files"]["model.safetensors"]}
         (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"files": planted}))
-        assert "lies outside" in damage(checkpoint)
+        assert "is outside the checkpoint" in damage(checkpoint)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "model.safetensors").symlink_to(elsewhere)
-    assert "lies outside" in damage(checkpoint)
+    assert "is outside the checkpoint" in damage(checkpoint)
     (run / "model" / "model.safetensors").unlink()
     index = {"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}, "metadata": {}}
     (run / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -616,7 +616,7 @@ def test_every_difference_is_refused_in_one_message_and_what_cannot_change_by_na
         "seed changed from 1337 to 1",
         "tokens_per_step changed from 64 to 128",
         "mixed_precision changed from no to bf16",
-        "the token store holds other tokens",
+        "the token store has other tokens",
         "tokenizer",
     ):
         assert name in str(refused.value)
@@ -624,7 +624,7 @@ def test_every_difference_is_refused_in_one_message_and_what_cannot_change_by_na
     with pytest.raises(UserError, match=r"'nonsense'; it may name data, .*, n_head, "):
         train(None, "--resume_from_checkpoint", str(run), "--allow_change", "n_embd,nonsense")
     with pytest.raises(
-        UserError, match=r"n_embd changed from \d+ to 32: its weights do not fit; start again in another "
+        UserError, match=r"n_embd changed from \d+ to 32, so its weights do not fit; start a new run in"
     ):
         train(None, "--resume_from_checkpoint", str(run), "--allow_change", "n_embd", n_embd=32)
 
@@ -641,7 +641,7 @@ def test_a_new_field_of_the_model_is_compared_though_it_changes_no_shape(run):
     assert compare(checkpoint, state, NewConfig(**fields), state.settings, settings) == []
     changed = NewConfig(**fields, attention_scale=0.5)
     with pytest.raises(
-        UserError, match=r"attention_scale changed from 1\.0 to 0\.5; if that is meant, add --allow_change"
+        UserError, match=r"attention_scale changed from 1\.0 to 0\.5; if this is intended, add --allow_change"
     ):
         compare(checkpoint, state, changed, state.settings, settings)
     allowed = replace(settings, allowed={"attention_scale"})
@@ -723,7 +723,7 @@ def test_a_lost_disk_is_replaced_by_the_backup(finished, train, tmp_path, capsys
     shutil.rmtree(run)
     shutil.rmtree(tmp_path / "drive" / "run" / "checkpoints" / "step_00000006")
     train(run, backup_dir=tmp_path / "drive")
-    assert "going on after step_00000003" in capsys.readouterr().out
+    assert "resuming from step_00000003" in capsys.readouterr().out
     assert_same_run(finished, run)
     names = sorted(path.name for path in (tmp_path / "drive" / "run" / "checkpoints").iterdir())
     assert names == ["step_00000003", "step_00000006"]

@@ -153,7 +153,7 @@ def test_bf16_and_recomputed_activations_are_near(runs):
 
 def test_more_processes_asked_for_than_there_are_is_refused(train, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"asks for 2 processes \(WORLD_SIZE\), but Accelerate sees 1"):
+    with pytest.raises(UserError, match=r"requests 2 processes \(WORLD_SIZE\), but Accelerate sees 1"):
         train(tmp_path / "run")
 
 

@@ -178,7 +178,7 @@ def test_the_same_command_again_resumes_or_says_it_is_finished(train, tmp_path, 
     finished = weights(run)
     shutil.rmtree(run / "checkpoints" / "step_00000006")
     train(run, save_steps=2)
-    assert "going on after step_00000004" in capsys.readouterr().out
+    assert "resuming from step_00000004" in capsys.readouterr().out
     assert_equal(finished, weights(run))
     older = run / "checkpoints" / "step_00000004" / "model.safetensors"
     shutil.copy(older, run / "model" / "model.safetensors")  # as if killed between the last save and its copy
@@ -206,7 +206,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_aloud_and_never_the_newest_aga
     train(run)
     said = capsys.readouterr().out
     assert "model.safetensors was changed or damaged" in said
-    assert "going on after step_00000003" in said
+    assert "resuming from step_00000003" in said
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["damaged_step_00000006", "step_00000003", "step_00000006"]
     assert damage(damaged.parent) is None
@@ -272,7 +272,7 @@ def test_characters_train_too_and_the_vocabulary_of_a_yaml_yields_to_them(train,
     characters = len(set(prose(5)))
     config = GPT2ScratchForCausalLM.from_pretrained(run / "model").config
     assert (config.vocab_size, config.eos_token_id) == (characters, None)
-    line = f"         vocab_size is {characters}, as in the data; the 65 of the YAML file has no effect.\n"
+    line = f"         vocab_size is {characters}, from the data; the value 65 in the YAML file has no effect.\n"
     assert line in capsys.readouterr().out
     train(run, *command, data=tmp_path / "mine.txt", max_steps=1)  # the same command, in the finished run
     assert "is finished" in capsys.readouterr().out
@@ -290,9 +290,9 @@ def test_characters_train_too_and_the_vocabulary_of_a_yaml_yields_to_them(train,
         ({"bf16_residual": "true"}, "bf16_residual needs mixed_precision bf16, but it is no"),
         ({"torch_compile_mode": "nonsense"}, "torch_compile_mode is 'nonsense'"),
         ({"report_to": "nonsense"}, "nonsense"),
-        ({"tokenizer_type": "character"}, "tokenizer_type is about text"),
+        ({"tokenizer_type": "character"}, "tokenizer_type applies to text only"),
         ({"activation_function": "reluu"}, "^activation_function 'reluu' is unknown"),
-        ({"mixed_precision": "fp16"}, "mixed_precision is fp16, but there is no GPU"),
+        ({"mixed_precision": "fp16"}, "mixed_precision is fp16, which needs a GPU"),
         ({"torch_compile": "maybe"}, "torch_compile is 'maybe'"),
         ({"n_layer": 1000, "n_embd": 65_536}, r"^A model of 51,5.* takes .* GB .*; lower n_layer or n_embd"),
         ({"n_positions": 100_000}, "fewer than one context of 100000"),
@@ -313,7 +313,7 @@ def test_a_diverged_loss_stops_the_run_and_keeps_what_was_saved(train, tmp_path,
     healthy = train(run, max_steps=3)
     monkeypatch.setattr(train_accelerate, "schedule", lambda *_: 1e30)
     settings = {"max_grad_norm": 0, "save_steps": 1, "max_steps": 30, "eval_strategy": "no"}
-    sentence = r"not finite in 20 steps in a row, until step 24: .*step_00000003 is the last good"
+    sentence = r"not finite in 20 consecutive steps, up to step 24: .*step_00000003 is the last good"
     with pytest.raises(UserError, match=sentence):
         train(run, "--resume_from_checkpoint", str(run), **settings)
     assert [path.name for path in (healthy / "checkpoints").iterdir()] == ["step_00000003"]

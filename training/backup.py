@@ -1,11 +1,11 @@
-"""A second home for checkpoints: `--backup_dir`, on a drive that may be slow, full or gone at any moment.
+"""Backup of checkpoints to `--backup_dir`, on a drive that may be slow, full or disconnected at any time.
 
     BACKUP_DIR/x/        a run folder like runs/x, without its model/
-        checkpoints/     each copied by a thread while training goes on; there whole or not at all
+        checkpoints/     each copied by a thread while training continues, and complete or absent
 
-The drive never stops the training: what it refuses is reported once and tried again. At the next start the same command brings
-back what the drive has and the run folder has not. What is copied is checked against the manifest as it is read, and by its
-size once it is written: reading it again would take a slow drive as long as writing it. Loading hashes it again.
+The drive never stops the training: an error is reported once, and the copy is retried. At the next start, the same command
+restores checkpoints that exist only on the drive. A copy is checked against the manifest's hash while it is read, and by size
+after it is written: reading it back would take a slow drive as long as writing. Loading checks the hashes again.
 """
 
 import os
@@ -34,53 +34,55 @@ FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between attempts
 class BackupArguments:
     backup_dir: str | None = setting(
         None,
-        "An existing folder on another drive that checkpoints are copied to while training goes on, and that a run "
-        "whose own folder is lost resumes from.",
+        "An existing folder on another drive. Checkpoints are copied to it during training; if the run's own folder is "
+        "lost, the run resumes from it.",
         resume="free",
     )
 
     def problems(self, output_dir: str | Path) -> list[str]:
         if self.backup_dir is None:
             return []
-        run, there = Path(output_dir).resolve(), _folder_there(self.backup_dir, output_dir).resolve()
+        run, there = Path(output_dir).resolve(), _backup_folder(self.backup_dir, output_dir).resolve()
         if run == there or run in there.parents:
-            return [f"backup_dir is {self.backup_dir}, where the run itself is; name a folder on another drive."]
+            return [
+                f"backup_dir {self.backup_dir} puts the backup into the run's own folder; name a folder on another drive."
+            ]
         if there.parent.exists() and not there.parent.is_dir():
             return [f"backup_dir is {self.backup_dir}, which is a file; name a folder on another drive."]
-        with suppress(OSError):  # a drive that cannot be read is reported when the run looks for its backup
+        with suppress(OSError):  # an unreadable drive is reported when the run looks for its backup
             if not may_hold_run(RunFolder(there)):
                 return [f"{there} exists and is not a backup of a run; name another --backup_dir or --output_dir."]
         return []
 
 
 class Backup:
-    """Mirror of a run's newest checkpoint and its logs. Used by the main process alone: `restore` before the run begins, the
-    rest while it trains."""
+    """Mirror of a run's newest checkpoint and its logs. Used by the main process only: `restore` before the run starts, the
+    other methods during training."""
 
     def __init__(
         self, backup_dir: str | Path, run: RunFolder, save_total_limit: int | None, say: Callable[[str], None]
     ):
-        """`say` is called by another thread too."""
-        self.run, self.there = run, RunFolder(_folder_there(backup_dir, run.path))
+        """`say` is also called from another thread."""
+        self.run, self.there = run, RunFolder(_backup_folder(backup_dir, run.path))
         self.limit, self.say = save_total_limit, say
         self.first_step = 0
         self.may_replace = False
-        self.is_made = False  # the folder there
-        self.submitted: set[str] = set()  # names of checkpoints that this process copied or began to copy
-        self.damaged: set[Path] = set()  # checkpoints of the run
-        self.copying: Path | None = None  # must not be removed
-        self.copied: str | None = None  # the newest checkpoint of this run that is there
+        self.is_made = False  # whether the backup folder exists
+        self.submitted: set[str] = set()  # names of checkpoints that this process copied or started to copy
+        self.damaged: set[Path] = set()  # damaged checkpoints of the run
+        self.copying: Path | None = None  # this checkpoint must not be deleted
+        self.copied: str | None = None  # the newest checkpoint of this run in the backup
         self.problem: str | None = None  # the last error of the drive, until an attempt succeeds
         self._updating, self._wake = Lock(), Event()
         self._is_closing = False
         self._thread: Thread | None = None
 
     def restore(self, after: int, check: Callable[[dict[str, Any]], None]) -> Path | None:
-        """Copy the newest sound checkpoint that the drive has beyond step `after` into the run folder, with the logs and
-        settings of the run there; return the copy. A damaged one is reported and passed over for the one before.
+        """Copy the newest intact checkpoint after step `after` from the drive into the run folder, with the logs and settings
+        of the backup; return the copy. A damaged checkpoint is reported, and the previous one is tried.
 
-        `check` is called with the settings first. A drive that cannot be read is reported, and has nothing; a `UserError` is
-        raised where it, or the run's own disk, fails while they are copied.
+        `check` is called with the settings first. An unreadable drive is reported and counts as empty. Raise a `UserError` if
+        the drive or the run's own disk fails during the copy.
         """
         there = self.there
         try:
@@ -91,7 +93,7 @@ class Backup:
         except OSError as error:
             self.say(
                 f"WARNING: {there.path} (--backup_dir) cannot be read ({_reason(error)}): is its drive mounted? Nothing is "
-                f"brought back from it, and nothing is backed up until it is there."
+                f"restored from it, and nothing is backed up until it is available."
             )
             return None
         if not later:
@@ -102,44 +104,44 @@ class Backup:
             for checkpoint in reversed(later):
                 try:
                     if is_linked(checkpoint / MANIFEST, there.path):
-                        raise DamageError(f"it is a link out of {there.path}")
+                        raise DamageError(f"it is a link to a path outside {there.path}")
                     listed_files(checkpoint)
                     self._bring_files(step_of(checkpoint))
                     self.run.checkpoints.mkdir(exist_ok=True)
                     checkpoints.copy(checkpoint, self.run.checkpoints / checkpoint.name)
-                    self.say(f"Backup:  {checkpoint.name} is brought back from {there.path}")
+                    self.say(f"Backup:  {checkpoint.name} is restored from {there.path}")
                     return self.run.checkpoints / checkpoint.name
                 except DamageError as damage:
-                    self.say(f"WARNING: {checkpoint} is damaged: {damage}. Falling back to the one before.")
+                    self.say(f"WARNING: {checkpoint} is damaged: {damage}. Falling back to the previous checkpoint.")
         except OSError as error:
             raise UserError(
-                f"{self.run.path} could not be restored from {there.path} ({_reason(error)}). Correct that, and the same "
-                f"command restores it; without --backup_dir it resumes from what is in {self.run.path}."
+                f"{self.run.path} could not be restored from {there.path} ({_reason(error)}): fix that and run the same "
+                f"command again, or leave out --backup_dir to resume from the files in {self.run.path}."
             ) from error
         return None
 
     def _bring_files(self, step: int) -> None:
-        """Copy the logs and settings of the backup. A log that reaches `step` is not replaced."""
+        """Copy the logs and settings of the backup into the run folder. A log that reaches `step` is not replaced."""
         mark(self.run.path, "run")
         logged = read_metrics(self.run.metrics)
         is_older = not logged or logged[-1]["step"] < step
-        for theirs, ours in zip(self.there.files, self.run.files, strict=True):
-            is_wanted = not ours.exists() or (is_older and ours != self.run.config)
-            if is_wanted and theirs.is_file() and not is_linked(theirs, self.there.path):
-                with unfinished_path(ours) as unfinished:
-                    copy_file(theirs, unfinished)
+        for source, target in zip(self.there.files, self.run.files, strict=True):
+            is_needed = not target.exists() or (is_older and target != self.run.config)
+            if is_needed and source.is_file() and not is_linked(source, self.there.path):
+                with unfinished_path(target) as unfinished:
+                    copy_file(source, unfinished)
 
     def begin(self, first_step: int, may_replace: bool) -> None:
-        """The run starts after `first_step`. `may_replace`: the user said that what the drive holds of later steps may go.
+        """Start the backup of a run from `first_step`. `may_replace`: the user allowed deleting later steps in the backup.
 
-        Otherwise, unless `restore` has seen them, later steps are left alone, and nothing is copied until they are gone: the
-        drive may have been away when the run began, and come back with days of work.
+        Otherwise, unless `restore` has seen them, later steps are kept, and nothing is copied until they are deleted: the drive
+        may have been disconnected when the run started, and hold days of work.
         """
         self.first_step = first_step
         self.may_replace |= may_replace
 
     def submit(self) -> None:
-        """Have the run's newest checkpoint copied by a thread; return at once."""
+        """Request a copy of the run's newest checkpoint by the backup thread; return at once."""
         self._wake.set()
         if self._thread is None:
             self._thread = Thread(target=self._work, name="backup", daemon=True)
@@ -155,25 +157,25 @@ class Backup:
             pause = None if self.problem is None else min(2 * (pause or FIRST_PAUSE / 2), LONGEST_PAUSE)
 
     def finish(self, timeout: float = 600.0) -> None:
-        """Waits at most `timeout` seconds for what is not yet copied; a drive that is gone is tried once more."""
+        """Wait at most `timeout` seconds for unfinished copies; an unavailable drive is tried once more."""
         if self._thread is None:
             return
         self._is_closing = True
         self._wake.set()
-        self._thread.join(min(1.0, timeout))  # as a rule there is nothing to wait for, and to report
+        self._thread.join(min(1.0, timeout))  # usually enough, so that no waiting has to be reported
         if self._thread.is_alive():
-            self._report(f"Backup:  waiting for {self.there.path}, {clock(timeout)} at most ...")
+            self._report(f"Backup:  waiting for {self.there.path}, at most {clock(timeout)} ...")
             self._thread.join(timeout)
         if problem := "the drive is too slow" if self._thread.is_alive() else self.problem:
             self._report(
-                f"WARNING: {self.there.path} does not hold all of the run ({problem}); copy {self.run.path} there yourself."
+                f"WARNING: The backup in {self.there.path} is incomplete ({problem}); copy {self.run.path} there yourself."
             )
         elif self.copied:
             self._report(f"Backup:  {self.copied} is in {self.there.path}")
 
     def update(self) -> None:
-        """Make the drive hold the run's logs, its newest checkpoint that is not damaged, and none of later steps. Report a
-        drive that fails or is back."""
+        """Copy the run's logs and its newest intact checkpoint to the drive, and delete checkpoints of later steps there. Report
+        when the drive fails and when it is available again."""
         with self._updating:
             own = (path for path in complete_checkpoints(self.run.checkpoints) if path not in self.damaged)
             checkpoint = self.copying = max(own, key=step_of, default=None)
@@ -183,7 +185,7 @@ class Backup:
                 self._copy(checkpoint)
             except OSError as error:
                 if not (checkpoint / MANIFEST).is_file():
-                    self._wake.set()  # removed before it was protected: a newer one is there
+                    self._wake.set()  # deleted before `copying` protected it, so a newer one exists
                 elif isinstance(error, DamageError):
                     self.damaged.add(checkpoint)
                     self._report(f"WARNING: {checkpoint} is damaged: {error}. It is not backed up.")
@@ -192,17 +194,17 @@ class Backup:
                     if self.problem is None:
                         self._report(
                             f"WARNING: {checkpoint.name} could not be copied to {self.there.path} ({_reason(error)}). Training "
-                            f"continues, and copying is tried again."
+                            f"continues, and the copy will be retried."
                         )
                     self.problem = _reason(error)
                 return
             if self.problem is not None:
-                self._report(f"Backup:  {self.there.path} is back, and {checkpoint.name} is in it")
+                self._report(f"Backup:  {self.there.path} is available again, and {checkpoint.name} is in it")
             self.problem, self.copying, self.copied = None, None, checkpoint.name
 
     def _copy(self, checkpoint: Path) -> None:
         there = self.there.checkpoints
-        if not self.is_made:  # made once; missing later, the drive is gone, and its mount point is not filled instead
+        if not self.is_made:  # created once: missing later, the drive is gone, and its mount point must stay empty
             if not may_hold_run(self.there):
                 raise OSError("it is not a backup of a run; name another --backup_dir")
             self.there.path.mkdir(exist_ok=True)
@@ -213,38 +215,38 @@ class Backup:
         unknown = [path for path in later if path.name not in self.submitted]
         if unknown and not self.may_replace:
             raise OSError(
-                f"it holds {unknown[-1].name}, which this run did not go on from, and which is left alone; start again to "
-                f"go on from it, or delete it"
+                f"it holds {unknown[-1].name}, which this run did not resume from and does not replace; run the command again "
+                f"to resume from it, or delete it"
             )
         self.submitted.add(checkpoint.name)
-        self._copy_files()  # before the checkpoint counts, so that the log always reaches it
-        copied, is_there = there / checkpoint.name, False
-        with suppress(FileNotFoundError, DamageError):  # as far as manifest and sizes tell
-            is_there = (copied / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes() and listed_files(
+        self._copy_files()  # before the checkpoint is complete, so that the log always reaches its step
+        copied, exists = there / checkpoint.name, False
+        with suppress(FileNotFoundError, DamageError):  # judged by manifest and sizes only
+            exists = (copied / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes() and listed_files(
                 copied
             ) != {}
-        if not is_there:
+        if not exists:
             checkpoints.copy(checkpoint, copied)
-        self._copy_files()  # again: copying takes long, and the validation of this step may be there by now
+        self._copy_files()  # again: the copy takes long, and this step may have been validated meanwhile
         for path in later:
-            if path.name != checkpoint.name and (path in unknown or step_of(path) > step_of(checkpoint)):  # taken back
+            if path.name != checkpoint.name and (path in unknown or step_of(path) > step_of(checkpoint)):  # rolled back
                 discard(path, FILES)
         self.may_replace = False
         checkpoints.sweep(there)
         checkpoints.prune(there, self.limit, best_step(self.run.metrics))
 
     def _copy_files(self) -> None:
-        for ours, theirs in zip(self.run.files, self.there.files, strict=True):
-            if ours.is_file():
-                with unfinished_path(theirs) as unfinished:
-                    copy_file(ours, unfinished)
+        for source, target in zip(self.run.files, self.there.files, strict=True):
+            if source.is_file():
+                with unfinished_path(target) as unfinished:
+                    copy_file(source, unfinished)
 
     def _report(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # nobody reads the output any more
+        with suppress(OSError, ValueError):  # the output is closed
             self.say(text)
 
 
-def _folder_there(backup_dir: str | Path, output_dir: str | Path) -> Path:
+def _backup_folder(backup_dir: str | Path, output_dir: str | Path) -> Path:
     return Path(backup_dir) / os.path.basename(os.path.abspath(output_dir))
 
 

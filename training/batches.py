@@ -1,8 +1,8 @@
-"""Which tokens make up which batch: arithmetic on (seed, step, rank), with nothing to remember and nothing to resume.
+"""Batch order: a stateless function of (seed, step, rank), so that there is no loader state to save or restore.
 
 The tokens of an epoch are cut into windows of `context + 1` that overlap by one, so that every token is a target once.
-Where the cut begins differs from epoch to epoch, and the windows come in a shuffled order without replacement. Sample g
-of a run (g counts over all steps and processes) lies in epoch g // windows at place g % windows.
+The offset of the first window differs between epochs, and the windows are shuffled without replacement. Sample g
+of a run (counted over all steps and processes) is in epoch g // windows at position g % windows.
 """
 
 import re
@@ -15,9 +15,9 @@ from errors import UserError
 from limits import setting
 from training.tokens import Batch, Tokens
 
-BLOCK = 4096  # samples whose places are computed together: the cost of a few vector operations is spread over them
+BLOCK = 4096  # samples whose positions are computed together, to amortize the cost of the vector operations
 ROUNDS = 4
-# The numbers of splitmix64.
+# Constants of splitmix64.
 GOLDEN, *FACTORS = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 SHIFTS = tuple(np.uint64(n) for n in (30, 27, 31))
 
@@ -26,17 +26,17 @@ SHIFTS = tuple(np.uint64(n) for n in (30, 27, 31))
 class BatchArguments:
     tokens_per_step: int = setting(
         32768,
-        "Tokens of the global batch: all processes and accumulation steps together.",
+        "Global batch in tokens, over all processes and micro-batches.",
         minimum=1,
         maximum=10**9,
         resume="refused",
     )
     per_device_train_batch_size: str = setting(
-        "auto", "Sequences a process computes at once (micro-batch): a number, or auto by free memory.", resume="free"
+        "auto", "Sequences per micro-batch and process: a number, or auto to choose by free memory.", resume="free"
     )
     mask_documents: bool = setting(
         False,
-        "Attention and positions start again with each document; otherwise they cross from one to the next.",
+        "Restart attention and positions at each document; otherwise attention crosses document boundaries.",
         resume="refused",
     )
 
@@ -45,20 +45,19 @@ class BatchArguments:
 class DataPosition:
     """Position in the data after `step` steps.
 
-    Samples are counted over all processes. A step trains on the next `sequences` of them and skips the ranges that a
-    rollback passed over, so that any other number of processes, or another micro-batch, sees the same samples in the same
-    order.
+    Samples are counted over all processes. A step trains on the next `sequences` samples and skips the ranges that a
+    rollback excluded, so that any number of processes and any micro-batch size give the same samples in the same order.
     """
 
     step: int = 0
-    sample: int = 0  # that the next step begins with
+    sample: int = 0  # first sample of the next step
     tokens: int = 0  # trained on so far
-    passed_over: tuple[tuple[int, int], ...] = ()  # ranges of samples, [first, end), that no step is trained on
+    passed_over: tuple[tuple[int, int], ...] = ()  # excluded ranges of samples, [first, end)
 
     def first_sample(self, step: int, sequences: int) -> int:
-        """The sample that step `step`, at or after this position, begins with, at `sequences` samples a step.
+        """Return the first sample of step `step`, at or after this position, at `sequences` samples per step.
 
-        A step that would reach into a range begins behind it.
+        A step that would reach into an excluded range starts after it.
         """
         now, sample = self.step, self.sample
         for first, end in sorted(self.passed_over):
@@ -68,7 +67,7 @@ class DataPosition:
         return sample + (step - now) * sequences
 
     def after(self, step: int, sequences: int, context: int) -> "DataPosition":
-        """The position after `step` steps in all."""
+        """Return the position after `step` steps, counted from the start of the run."""
         tokens = self.tokens + (step - self.step) * sequences * context
         return replace(self, step=step, sample=self.first_sample(step, sequences), tokens=tokens)
 
@@ -78,13 +77,13 @@ START = DataPosition()
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """tokens_per_step = context * micro_batch * accumulation * processes."""
+    """Division of the global batch: tokens_per_step = context * micro_batch * accumulation * processes."""
 
     context: int
     micro_batch: int
     accumulation: int
     processes: int
-    is_auto: bool = False  # the micro-batch was chosen by memory
+    is_auto: bool = False  # whether the micro-batch was chosen by memory
 
     @property
     def sequences(self) -> int:
@@ -92,7 +91,7 @@ class BatchPlan:
 
 
 def plan_batches(arguments: BatchArguments, context: int, processes: int, largest_micro_batch: int) -> BatchPlan:
-    """Divide the global batch; raise a `UserError` where it cannot be divided. `auto` takes the largest micro-batch that divides
+    """Divide the global batch, or raise a `UserError` if it cannot be divided. `auto` uses the largest micro-batch that divides
     it and is at most `largest_micro_batch`."""
     micro = arguments.per_device_train_batch_size
     is_auto = micro == "auto"
@@ -106,7 +105,7 @@ def plan_batches(arguments: BatchArguments, context: int, processes: int, larges
         factors += "" if is_auto else f" x micro-batch {micro}"
         names = " or ".join(str(value) for value in nearest)
         raise UserError(f"tokens_per_step {tokens} is not a multiple of {unit} ({factors}); the nearest are {names}.")
-    sequences = tokens // (context * processes)  # of one process
+    sequences = tokens // (context * processes)  # per process
     if is_auto:
         micro = max(size for size in range(1, min(sequences, max(1, largest_micro_batch)) + 1) if sequences % size == 0)
     return BatchPlan(context, int(micro), sequences // int(micro), processes, is_auto)
@@ -114,7 +113,7 @@ def plan_batches(arguments: BatchArguments, context: int, processes: int, larges
 
 @dataclass
 class WindowOrder:
-    """Where each sample of a run begins."""
+    """Shuffled order of a run's samples: the first token of each."""
 
     n_tokens: int
     context: int
@@ -124,17 +123,17 @@ class WindowOrder:
     def __post_init__(self):
         if self.n_tokens < self.context + 1:
             raise UserError(
-                f"The training split has {self.n_tokens:,} tokens, fewer than one context of {self.context} and its "
-                f"next token; give it more text or a smaller n_positions."
+                f"The training split has {self.n_tokens:,} tokens, fewer than one context of {self.context} plus the "
+                f"next token; use more text or a smaller n_positions."
             )
 
     @property
     def windows(self) -> int:
-        """Samples an epoch. One less than would fit leaves room for beginning anywhere in the first window."""
+        """Samples per epoch. One fewer than would fit, so that an epoch can start anywhere in the first window."""
         return max(1, self.n_tokens // self.context - 1)
 
     def starts(self, first: int, count: int) -> np.ndarray:
-        """(count,) int64: the first token of samples first, first + 1, ..."""
+        """Return the first tokens (count,) int64 of samples first, first + 1, ..."""
         parts = []
         while count > 0:
             block, offset = divmod(first, BLOCK)
@@ -146,23 +145,23 @@ class WindowOrder:
         return np.concatenate(parts)
 
     def _compute(self, samples: np.ndarray) -> np.ndarray:
-        """(k,) int64 for samples in a row, (k,) uint64. They may lie in many epochs, if those are short."""
+        """Return the first tokens (k,) int64 of consecutive samples (k,) uint64, which may span many short epochs."""
         epochs, places = np.divmod(samples, np.uint64(self.windows))
-        nth = (epochs - epochs[0]).astype(np.intp)  # (k,): which of the epochs here
+        nth = (epochs - epochs[0]).astype(np.intp)  # (k,): index of each sample's epoch in this block
         here = np.arange(int(epochs[0]), int(epochs[-1]) + 1, dtype=np.uint64)
-        keys = _mixed(np.array([self.seed], dtype=np.uint64), here)  # one an epoch
-        slack = self.n_tokens - 1 - self.windows * self.context  # tokens the windows can move by
+        keys = _mixed(np.array([self.seed], dtype=np.uint64), here)  # one per epoch
+        slack = self.n_tokens - 1 - self.windows * self.context  # tokens by which the windows can shift
         offsets = keys % np.uint64(min(self.context - 1, slack) + 1)
         starts = offsets[nth] + permute(places, self.windows, keys, nth) * np.uint64(self.context)
         return starts.astype(np.int64)
 
 
 def permute(places: np.ndarray, n: int, keys: np.ndarray, nth: np.ndarray) -> np.ndarray:
-    """Pseudo-random permutations of 0 .. n-1, one for each of `keys`, looked up in O(k) time and memory.
+    """Apply pseudo-random permutations of 0 .. n-1, one per key, in O(k) time and memory.
 
-    `places`, (k,) uint64, are looked up in the permutations of `keys[nth]`. A balanced Feistel network (Luby and
-    Rackoff 1988) shuffles the smallest square power of two that holds n; what falls beyond n is shuffled on until it
-    does not (cycle walking: Black and Rogaway 2002).
+    Each of `places`, (k,) uint64, is mapped by the permutation of `keys[nth]`. A balanced Feistel network (Luby and
+    Rackoff 1988) permutes the smallest square power of two that is at least n; results of n or more are permuted again
+    until they are below n (cycle walking: Black and Rogaway 2002).
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
@@ -181,7 +180,7 @@ def permute(places: np.ndarray, n: int, keys: np.ndarray, nth: np.ndarray) -> np
 
 
 def mix(a: int, b: int) -> int:
-    """64 bits that depend on all bits of both."""
+    """Return 64 bits that depend on all bits of both numbers."""
     return int(_mixed(np.array([a], dtype=np.uint64), np.array([b], dtype=np.uint64))[0])
 
 
@@ -190,7 +189,7 @@ def _mixed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _scrambled(values: np.ndarray) -> np.ndarray:
-    """The output function of splitmix64 (Steele, Lea and Flood 2014), on uint64 that wrap around."""
+    """Apply the output function of splitmix64 (Steele, Lea and Flood 2014) to uint64, with wraparound."""
     values = values + GOLDEN
     values = (values ^ (values >> SHIFTS[0])) * FACTORS[0]
     values = (values ^ (values >> SHIFTS[1])) * FACTORS[1]
@@ -198,18 +197,18 @@ def _scrambled(values: np.ndarray) -> np.ndarray:
 
 
 class TrainBatches:
-    """The micro-batches of one process."""
+    """Micro-batches of one process."""
 
     def __init__(self, tokens: Tokens, order: WindowOrder, plan: BatchPlan, rank: int, position: DataPosition = START):
         self.tokens = tokens
         self.order = order
         self.plan = plan
         self.rank = rank
-        self.position = position  # that the run goes on from
-        self.seconds = 0.0  # spent on making batches, since speed.py last set it back
+        self.position = position  # where the run starts or resumes
+        self.seconds = 0.0  # spent on preparing batches since speed.py last reset it
 
     def __call__(self, step: int, micro_step: int) -> Batch:
-        """(micro_batch, context) each, on the device, without waiting for it."""
+        """Return a batch of tensors (micro_batch, context) on the device, without waiting for the device."""
         before = time.perf_counter()
         batch = self._make(step, micro_step)
         self.seconds += time.perf_counter() - before
@@ -218,7 +217,7 @@ class TrainBatches:
     def _make(self, step: int, micro_step: int) -> Batch:
         starts, context = self._starts(step, micro_step), self.plan.context
         if self.tokens.file is not None:
-            following = self._starts(step, micro_step + 1)  # after the last one, nearly always the next step's first
+            following = self._starts(step, micro_step + 1)  # after the last one: nearly always the next step's first
             self.tokens.file.announce(np.concatenate([starts, following]), context + 1)
         return self.tokens.batch(starts, context)
 

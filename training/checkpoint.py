@@ -1,14 +1,14 @@
-"""Checkpoints: written whole or not at all, loadable from the Hub as they are, resumable to the bit.
+"""Checkpoints: written atomically, loadable as Hub models, and resumable with bit-identical results.
 
     step_00001000/
-        model.safetensors, config.json, *.py, tokenizer.json ...   a model folder like any other
-        training_state/optimizer.safetensors, state.json           what resuming needs; never published
+        model.safetensors, config.json, *.py, tokenizer.json ...   a normal model folder
+        training_state/optimizer.safetensors, state.json           needed to resume; never published
         manifest.json                                              sizes and hashes, written last
 
-A folder without its manifest does not exist as far as any reader is concerned. There is no pickle anywhere, and resuming
-reads these files by these names alone: no index, no link, no code that lies in the folder.
+Every reader ignores a folder without a manifest. No file is a pickle. Resuming reads only files with these names: no index, no
+link, and no code from the folder.
 
-Format 1 is read as well: its state.json holds step, seed, tokens per step and two hashes.
+Format 1 can also be read: its state.json holds step, seed, tokens per step and two hashes.
 """
 
 import json
@@ -34,7 +34,7 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 STATE = f"{STATE_FOLDER}/state.json"
 NEEDED = (WEIGHTS, OPTIMIZER, STATE, "config.json")
-MODEL_FILES = (  # names that are deleted with a model; other files are kept
+MODEL_FILES = (  # names that are deleted with a model; other files are never deleted
     *("config.json", "generation_config.json", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py"),
     *(WEIGHTS, "model-*-of-*.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -46,12 +46,12 @@ FILES = (*MODEL_FILES, OPTIMIZER, STATE, MANIFEST)
 @dataclass
 class CheckpointArguments:
     save_strategy: Literal["no", "steps", "epoch"] = setting(
-        "steps", "When to save: every save_steps, at each epoch's end, or only at the very end.", resume="free"
+        "steps", "When to save: every save_steps, after each epoch, or only at the end of the run.", resume="free"
     )
     save_steps: int = setting(500, "Steps between checkpoints.", minimum=1, resume="free")
     save_total_limit: int | None = setting(
         None,
-        "Keep this many checkpoints, and the best by validation loss; all where left out.",
+        "Number of newest checkpoints to keep, in addition to the best by validation loss. Default: all.",
         minimum=1,
         resume="free",
     )
@@ -59,12 +59,12 @@ class CheckpointArguments:
 
 @dataclass(frozen=True)
 class TrainState:
-    """What resumes beside weights and optimizer. Data, dropout and learning rate are functions of the position."""
+    """State of a run without weights and optimizer. Data, dropout and learning rate are functions of the position."""
 
     position: DataPosition
-    settings: dict[str, Any]  # the run's, to tell what another command would change
-    losses: tuple[float | None, ...] = ()  # of the last steps; None where one was skipped
-    unlogged: int = 0  # how many of them no log line holds yet
+    settings: dict[str, Any]  # of the run, compared with those of the command that resumes it
+    losses: tuple[float | None, ...] = ()  # of the last steps; None for a skipped step
+    unlogged: int = 0  # number of these losses that are not in a log line yet
     grad_scaler: dict[str, float] | None = None  # fp16 only
 
 
@@ -77,13 +77,13 @@ def step_of(checkpoint: Path) -> int:
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """Return every folder with the name of a checkpoint, oldest first. `step_9`, which no run writes, is not one."""
+    """Return all folders with the name of a checkpoint, oldest first. `step_9` is not one, because no run writes it."""
     named = (path for path in folder.glob("step_[0-9]*") if path.name[5:].isdecimal())
     return sorted((path for path in named if path.name == folder_name(step_of(path))), key=step_of)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Those with a manifest, oldest first."""
+    """Return the checkpoints that have a manifest, oldest first."""
     return [path for path in all_checkpoints(folder) if (path / MANIFEST).is_file()]
 
 
@@ -92,7 +92,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 @dataclass
 class Snapshot:
-    """All tensors of a moment, in the memory of the main process."""
+    """Copy of all tensors of one step, in the memory of the main process."""
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -113,12 +113,12 @@ def write(
     tokenizer: PreTrainedTokenizerBase,
     state: TrainState,
 ) -> Path:
-    """Write `folder/step_N`. Until the last rename nothing of that name exists; older checkpoints are not touched.
+    """Write `folder/step_N`. Nothing of that name exists until the final rename; older checkpoints are not changed.
 
-    `shell`: a model of the same configuration, whose weights do not matter. On a full disk, safetensors raises an error of its
-    own, see `as_os_error`.
+    `shell`: a model of the same configuration; its weights are not used. On a full disk, safetensors raises its own kind of
+    error, see `as_os_error`.
     """
-    final = folder / folder_name(state.position.step)  # there if a run that went back had reached this step
+    final = folder / folder_name(state.position.step)  # exists if the run reached this step before a rollback
     with unfinished_path(final, known=FILES) as unfinished:
         (unfinished / STATE_FOLDER).mkdir()
         shell.save_pretrained(unfinished, state_dict=dict(snapshot.weights), max_shard_size=snapshot.n_bytes + 1)
@@ -130,7 +130,7 @@ def write(
 
 
 def as_os_error(error: Exception) -> Exception:
-    """safetensors and tokenizers say `... (os error 28)` where Python says OSError."""
+    """Return the OSError for an error of safetensors or tokenizers, which end in `(os error 28)`; others unchanged."""
     text = str(error)
     if isinstance(error, OSError) or "(os error " not in text:
         return error
@@ -139,7 +139,7 @@ def as_os_error(error: Exception) -> Exception:
 
 
 def _seal(folder: Path, step: int) -> None:
-    """Gives every file the user's usual permissions (safetensors writes 0600), forces it to disk, writes the manifest."""
+    """Give every file the user's default permissions (safetensors writes 0600), flush it to disk, and write the manifest."""
     umask = os.umask(0)
     os.umask(umask)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -156,8 +156,8 @@ def _seal(folder: Path, step: int) -> None:
 
 
 def copy(checkpoint: Path, final: Path, model_only: bool = False) -> None:
-    """Replace `final` by a copy of a checkpoint, or of its model without the training state: it is there whole or not at all.
-    Raise a `DamageError` where the checkpoint is not as its manifest says."""
+    """Replace `final` atomically with a copy of a checkpoint, or of its model without the training state. Raise a `DamageError`
+    if the checkpoint does not match its manifest."""
     manifest, files = (checkpoint / MANIFEST).read_bytes(), listed_files(checkpoint)
     with unfinished_path(final, known=MODEL_FILES if model_only else FILES) as unfinished:
         for name, (_, sha256) in files.items():
@@ -173,7 +173,7 @@ def copy(checkpoint: Path, final: Path, model_only: bool = False) -> None:
 
 
 def renew_model(checkpoint: Path, destination: Path) -> None:
-    """Copy the model of a checkpoint, where `destination` does not hold it: a run may have been killed before."""
+    """Copy the model of a checkpoint unless `destination` already holds it: a run may have been killed before copying."""
     size, sha256 = listed_files(checkpoint)[WEIGHTS]
     weights = destination / WEIGHTS
     if not weights.is_file() or weights.stat().st_size != size or file_sha256(weights) != sha256:
@@ -184,14 +184,14 @@ def renew_model(checkpoint: Path, destination: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what a run that was killed left half written or half removed."""
+    """Remove folders that a killed run left half written or half deleted."""
     for state in ("unfinished", "removed"):
         for leftover in folder.glob(f".step_*.{state}"):
             discard(leftover, FILES)
 
 
 def prune(folder: Path, limit: int | None, best_step: int | None, in_use: Path | None = None) -> None:
-    """Remove all but the newest `limit` checkpoints and the best one. The one in use is left for the next time."""
+    """Remove all checkpoints except the newest `limit`, the best, and the one in use, which a later call removes."""
     for checkpoint in complete_checkpoints(folder)[:-limit] if limit is not None else []:
         if step_of(checkpoint) != best_step and checkpoint != in_use:
             discard(checkpoint, FILES)
@@ -201,12 +201,12 @@ def prune(folder: Path, limit: int | None, best_step: int | None, in_use: Path |
 
 
 class DamageError(OSError):
-    """A checkpoint is not as it was written. The text goes on from 'it is damaged: '."""
+    """A checkpoint differs from what was written. The text continues a sentence after 'it is damaged: '."""
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint: the first file that is not as it was written. Raise a `UserError` where a newer
-    version of this project wrote it."""
+    """Return a description of the first damaged file of a checkpoint; None if it is intact. Raise a `UserError` if a newer version of
+    this project wrote the checkpoint."""
     try:
         for name, (_, sha256) in listed_files(checkpoint).items():
             if file_sha256(checkpoint / name) != sha256:
@@ -219,8 +219,8 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Return size in bytes and SHA-256 of all files that the manifest lists, by name. Raise a `DamageError` where it cannot be
-    understood, or a file is missing, of another size, or lies elsewhere; a `UserError` for a newer version's checkpoint."""
+    """Return size in bytes and SHA-256 of all files in the manifest, by name. Raise a `DamageError` if the manifest is invalid, or
+    if a file is missing, has another size or is outside the checkpoint; a `UserError` for a newer version's checkpoint."""
     if not (checkpoint / MANIFEST).is_file():
         raise DamageError(f"it has no {MANIFEST}")
     try:
@@ -230,12 +230,12 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
     except NONSENSE as error:
         raise DamageError(f"its {MANIFEST} cannot be read ({error})") from error
     if missing := [name for name in NEEDED if name not in files]:
-        raise DamageError(f"its {MANIFEST} does not name {missing[0]}")
+        raise DamageError(f"its {MANIFEST} does not list {missing[0]}")
     for name, (size, _) in files.items():
         path = checkpoint / name
-        plain = PureWindowsPath(name)  # which knows both kinds of slashes, and drives
+        plain = PureWindowsPath(name)  # parses both kinds of slashes, and drives
         if plain.anchor or ".." in plain.parts or "\0" in name or is_linked(path, checkpoint):
-            raise DamageError(f"{name} lies outside of it")
+            raise DamageError(f"{name} is outside the checkpoint")
         if not path.is_file():
             raise DamageError(f"{name} is missing")
         if path.stat().st_size != size:
@@ -244,12 +244,12 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
 
 
 def is_linked(path: Path, folder: Path) -> bool:
-    """Whether the way from `folder` to `path` goes through a link."""
+    """Whether any part of `path` below `folder` is a link."""
     return os.path.realpath(path) != os.path.join(os.path.realpath(folder), path.relative_to(folder))
 
 
 def load_state(checkpoint: Path) -> TrainState:
-    """Return the state of a checkpoint; raise a `UserError` where it is not as `write` leaves it."""
+    """Return the state of a checkpoint. Raise a `UserError` if `write` cannot have written it."""
     try:
         content = schema.read(checkpoint / STATE, dict[str, Any])
         if "position" not in content:
@@ -257,13 +257,13 @@ def load_state(checkpoint: Path) -> TrainState:
         state = schema.build(content, TrainState)
         _check_state(state, checkpoint)
     except (OSError, *NONSENSE) as error:
-        wrong = str(error)[:200]
-        raise UserError(f"{checkpoint / STATE} cannot be read ({wrong}); resume from another checkpoint.") from error
+        reason = str(error)[:200]
+        raise UserError(f"{checkpoint / STATE} cannot be read ({reason}); resume from another checkpoint.") from error
     return state
 
 
 def _from_format_1(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """A state under today's names. Every step of format 1 trained on the next samples; precision was not recorded."""
+    """Return a state of format 1 in the current format. In format 1, no samples were skipped and precision was not recorded."""
     step, tokens_per_step = content["step"], content["tokens_per_step"]
     context = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["n_positions"]
     settings = {"data": content["data_identity"], "tokenizer": content["tokenizer_sha256"], "mask_documents": False}
@@ -273,7 +273,7 @@ def _from_format_1(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 
 
 def _check_state(state: TrainState, checkpoint: Path) -> None:
-    """Raise a ValueError for numbers that no run writes; another program may have made the manifest fit."""
+    """Raise a ValueError for values that no run writes, because another program may have written state and manifest."""
     if checkpoint.name.startswith("step_") and state.position.step != step_of(checkpoint):
         raise ValueError(f"step is {state.position.step}")
     if state.unlogged > len(state.losses):

@@ -1,4 +1,4 @@
-"""Compatibility of a command with the run it resumes: what differs is refused, allowed by name, or reported."""
+"""Compatibility of a command with the run it resumes: each changed setting is refused, allowed by name, or reported."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -15,16 +15,16 @@ from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.checkpoint import TrainState
 from training.data import find_cached
 
-# Model fields that a resumed run may change: dropout is reported as a setting; `use_cache` concerns generation alone.
+# Model fields that a resumed run may change: dropout is reported as a setting; `use_cache` affects only generation.
 MAY_DIFFER = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "use_cache"}
-TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # allowed together with the tokenizer that has them
+TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # allowed together with a changed tokenizer
 
 
 @dataclass
 class ChangeArguments:
     allow_change: list[str] = setting(
         [],
-        "Settings that may differ from the resumed checkpoint's, by the names in the error about them.",
+        "Settings that may differ from those of the resumed checkpoint, by the names in the error message.",
         resume="free",
     )
 
@@ -35,12 +35,12 @@ class ChangeArguments:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a command, and what each of them means for resuming."""
+    """Settings of a command, with the effect of each on resuming."""
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
-    resume: Mapping[str, str]  # "free", "refused" or "derived" by name, see `limits.setting`; reported where missing
-    allowed: set[str]  # by --allow_change
+    resume: Mapping[str, str]  # name -> "free", "refused" or "derived", see `limits.setting`; others are reported
+    allowed: set[str]  # names in --allow_change
 
     @property
     def refused(self) -> set[str]:
@@ -58,7 +58,7 @@ class Settings:
         return {name: value for name, value in self.values.items() if self.resume.get(name) not in ("free", "derived")}
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """Compare with the config.yaml of a run. A setting that an older version did not know had its default."""
+        """Return the differences from the config.yaml of a run. A setting missing there has its default."""
         before = {**self.defaults, **before}
         return [
             f"{name} {before.get(name)} -> {value}"
@@ -68,7 +68,7 @@ class Settings:
 
 
 def model_fields(kind: type[GPT2ScratchConfig]) -> list[str]:
-    """Return the fields that the model's own configuration declares and that decide what the weights compute."""
+    """Return the fields declared by the model's own configuration that affect what the weights compute."""
     kinds = [base for base in reversed(kind.__mro__) if issubclass(base, GPT2ScratchConfig)]
     return [name for base in kinds for name in get_annotations(base) if name not in MAY_DIFFER]
 
@@ -76,14 +76,14 @@ def model_fields(kind: type[GPT2ScratchConfig]) -> list[str]:
 def compare(
     checkpoint: Path, state: TrainState, model: GPT2ScratchConfig, now: Mapping[str, Any], settings: Settings
 ) -> list[str]:
-    """Return the settings that change when `checkpoint` with its `state` is resumed, one sentence each; raise a `UserError` with
-    all that may not, one per line.
+    """Return the settings that change when `checkpoint` with its `state` is resumed, one sentence each. Raise a `UserError` with
+    all changes that are not allowed, one per line.
 
-    `model` is the command's, compared with the checkpoint's config.json; `now` is what a checkpoint of it would record.
+    `model`: the command's model, compared with the checkpoint's config.json. `now`: settings that its checkpoint would record.
     """
     try:
         saved = type(model).from_json_file(checkpoint / "config.json")
-    except Exception as error:  # of many kinds, where another program wrote it
+    except Exception as error:  # of many types, if another program wrote the file
         problem = " ".join(str(error).split())[:200]
         raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
     fields = model_fields(type(model))
@@ -94,18 +94,18 @@ def compare(
     refused = []
     for name, sentence in different.items():
         if name in fields and not _has_same_shapes(saved, name, now[name]):
-            refused.append(f"{sentence}: its weights do not fit; start again in another --output_dir")
+            refused.append(f"{sentence}, so its weights do not fit; start a new run in another --output_dir")
         elif name in settings.refused.union(fields) - allowed and not (name in TOKEN_IDS and "tokenizer" in different):
-            refused.append(f"{sentence}; if that is meant, add --allow_change {name}")
+            refused.append(f"{sentence}; if this is intended, add --allow_change {name}")
     if str(saved.dtype) not in ("None", "float32", "torch.float32"):
-        refused.append(f"its weights are {saved.dtype}, and training keeps float32")
+        refused.append(f"its weights are {saved.dtype}, but training needs float32")
     if refused:
         raise UserError("\n".join(f"{checkpoint} cannot be resumed: {difference}." for difference in refused))
     return [sentence for name, sentence in different.items() if settings.resume.get(name) != "free"]
 
 
 def _has_same_shapes(saved: GPT2ScratchConfig, name: str, value: Any) -> bool:
-    """Whether the weights of `saved` fit a model that differs from it in one field."""
+    """Whether the weights of `saved` fit a model with another value in one field."""
     changed = deepcopy(saved)
     setattr(changed, name, value)
     with torch.device("meta"):
@@ -118,8 +118,6 @@ def _sentence(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> s
     if name not in ("tokenizer", "data"):
         return f"{name} changed from {before[name]} to {now[name]}"
     kept = find_cached(before["data"])
-    trained_on = f"; the run was trained on {kept}: --data {kept} resumes it" if kept is not None else ""
-    what = (
-        "the tokenizer of the token store is another" if name == "tokenizer" else "the token store holds other tokens"
-    )
-    return f"{what}, sha256 {now[name][:12]} instead of {before[name][:12]}{trained_on}"
+    trained_on = f"; the run was trained on {kept}, so resume it with --data {kept}" if kept is not None else ""
+    change = "the token store has another tokenizer" if name == "tokenizer" else "the token store has other tokens"
+    return f"{change}, sha256 {now[name][:12]} instead of {before[name][:12]}{trained_on}"

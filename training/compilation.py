@@ -1,7 +1,7 @@
-"""torch.compile: whether to use it on this machine, and its cache on disk.
+"""torch.compile: the decision to use it on this machine, and repair of its cache on disk.
 
-Inductor lets the linker write straight into its cache. A file that was cut off there, as the process was killed, ends every later
-run: with an error where it is empty, by SIGBUS without a word where its beginning is there. Such files are removed.
+Inductor lets the linker write directly into its cache. If the process is killed during that, the truncated file crashes every
+later run: an empty file with an error, a partial one with SIGBUS and no message. Such files are deleted.
 """
 
 import importlib.util
@@ -19,12 +19,12 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from errors import UserError
 
-LINKING = 5.0  # seconds without a write, after which no process is still linking a file
+LINKING = 5.0  # a file without a write for this many seconds is not being linked by any process
 ELF = struct.Struct("<16s2HI3QI6H")  # header of a 64-bit file
 
 
 def decide_compilation(asked: str, mode: str | None, notes: list[str]) -> bool:
-    """Return whether to compile; a reason why not, where nobody asked, is added to `notes`."""
+    """Return whether to compile. With `auto`, add the reason for not compiling to `notes`."""
     modes = list(torch._inductor.list_mode_options())
     if mode is not None and mode not in modes:
         raise UserError(f"torch_compile_mode is {mode!r}; it must be one of {', '.join(modes)}.")
@@ -38,14 +38,14 @@ def decide_compilation(asked: str, mode: str | None, notes: list[str]) -> bool:
         raise UserError(f"torch_compile is true, but it cannot work here: {missing} Or leave torch_compile at auto.")
     if missing and asked == "auto":
         notes.append(f"torch.compile is off, which makes steps slower: {missing}")
-    is_proven = not torch.backends.mps.is_available()  # compilation for Apple's GPUs is still a prototype
+    is_proven = not torch.backends.mps.is_available()  # compilation for Apple GPUs is still a prototype
     return asked == "true" or (asked == "auto" and not missing and is_proven)
 
 
 def _missing_to_compile() -> str:
-    """What Inductor needs and this machine lacks, with the remedy; empty where nothing is missing.
+    """Return the missing requirements of Inductor with their remedy; empty if nothing is missing.
 
-    It compiles C++ for CPUs; for GPUs Triton compiles C; both need Python's headers.
+    Inductor compiles C++ for CPUs, and Triton compiles C for GPUs. Both need Python's headers.
     """
 
     def found(variable: str, *names: str) -> bool:
@@ -74,13 +74,13 @@ def remove_incomplete_libraries(cache: Path | None = None) -> None:
     if found:
         time.sleep(LINKING)
     for path, mtime in found.items():
-        with suppress(FileNotFoundError):  # another process of the run was faster
+        with suppress(FileNotFoundError):  # deleted by another process of the run
             if path.stat().st_mtime_ns == mtime:
                 path.unlink()
 
 
 def is_complete(library: Path) -> bool:
-    """Whether a shared library has its last part, the table of sections. True for other formats than 64-bit ELF."""
+    """Whether a shared library has its last part, the section table. Always true for formats other than 64-bit ELF."""
     size = library.stat().st_size
     with library.open("rb") as file:
         header = file.read(ELF.size)

@@ -1,4 +1,4 @@
-"""Messages of a run: printed by one process, wrapped to the terminal, numbers formatted alike."""
+"""Messages of a run: printed by one process, wrapped to the terminal width, with consistent number formats."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from functools import partial
 
 from accelerate import Accelerator
 
-LABEL = re.compile(r"[A-Z][a-z]+: +| *")  # at the start of a line: how far its continuation is indented
+LABEL = re.compile(r"[A-Z][a-z]+: +| *")  # its length is the indentation of continuation lines
 AT_ONCE = partial(print, flush=True)
 
 
@@ -20,17 +20,17 @@ def printer(accelerator: Accelerator) -> Callable[[str], None]:
 
 
 def say(text: str, through: Callable[[str], object] = AT_ONCE) -> None:
-    """Print a message, wrapped to the terminal's width. A closed output (a terminal, a pipe into `tee`) does not end the run."""
+    """Print a message, wrapped to the terminal width. A closed output (a terminal, a pipe into `tee`) does not end the run."""
     try:
-        is_shown = sys.stdout is not None and sys.stdout.isatty()  # None where it was closed
+        is_shown = sys.stdout is not None and sys.stdout.isatty()  # None if it is closed
         through(wrapped(text, shutil.get_terminal_size().columns) if is_shown else text)
-    except (OSError, SystemExit):  # the latter from rich
+    except (OSError, SystemExit):  # rich raises SystemExit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def wrapped(text: str, width: int) -> str:
-    """Break lines at words and indent what follows a label (`Memory:  `). Commands, indented by two spaces, stay whole, to be
-    copied."""
+    """Wrap lines at words and align continuation lines after a label (`Memory:  `). Commands, indented by two spaces, stay on one
+    line for copying."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= width or re.match(r"  \S", line):

@@ -1,4 +1,4 @@
-"""Where a run's tokens come from, and where they lie while it trains."""
+"""Training data: the token store of a run, its cache, and the placement of tokens in memory."""
 
 import hashlib
 import re
@@ -24,9 +24,9 @@ from training.tokens import Documents, MemoryMap, Tokens
 if TYPE_CHECKING:
     from tokenizer.estimate import Estimate
 
-CACHE = Path(__file__).parent.parent / "data"  # raw text, tokenized: one folder for each text and its settings
-# The micro-batch gets what the tokens leave free. Tokens on the device save no more than the copy of each batch, which
-# is not worth a smaller one; a twentieth does not make it smaller by more than that.
+CACHE = Path(__file__).parent.parent / "data"  # tokenized raw text: one folder per text and settings
+# Tokens on the device leave less memory for the micro-batch. They save only the copy of each batch, which is not worth a
+# smaller micro-batch; at a twentieth of the memory, they shrink it by at most that fraction.
 LARGEST_SHARE_OF_DEVICE = 1 / 20
 LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
@@ -34,12 +34,12 @@ LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCA
 @dataclass
 class DataArguments:
     data: str | None = setting(
-        None, "What to train on: a token store, or text (file, folder, glob, Hub dataset id).", resume="derived"
+        None, "Training data: a token store, or text (file, folder, glob, Hub dataset id).", resume="derived"
     )
     data_placement: Literal["auto", "device", "ram", "mmap"] = setting(
         "auto",
-        "Where the tokens lie: on the GPU, in RAM, or memory-mapped. auto: on the GPU where they take at most a "
-        "twentieth of its free memory, else in RAM where they fit half of what is free.",
+        "Where to keep the tokens: on the GPU, in RAM, or memory-mapped. auto: on the GPU if they use at most a "
+        "twentieth of its free memory, otherwise in RAM if they use less than half of the free RAM.",
         resume="free",
     )
 
@@ -47,7 +47,7 @@ class DataArguments:
 @dataclass(frozen=True)
 class Placement:
     where: Literal["device", "ram", "mmap"]
-    reserved: int  # bytes that a process thereby takes of the memory it trains in
+    reserved: int  # bytes that the tokens of a process use in the memory that it trains in
 
     def __str__(self) -> str:
         return {"device": "on the device", "ram": "in RAM", "mmap": "memory-mapped"}[self.where]
@@ -64,8 +64,8 @@ class RunData:
 
 
 def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
-    """Return the store that the recipe's one input is; or, where it is text, the store made from it, cached by its content and
-    the settings. Raise a `UserError` where there is neither, or the text or the store is bad."""
+    """Open the token store that is the recipe's only input, or, for text, the store built from it and cached by content and
+    settings. Raise a `UserError` if the input does not exist, or the text or the store is invalid."""
     if not is_store(recipe.inputs[0]) and (problems := recipe.problems()):
         raise UserError("\n".join(problems))
     folder = _folder_of(recipe)
@@ -76,17 +76,17 @@ def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
     if others := _others_of(recipe.inputs[0]):
         size = sum(file.stat().st_size for other in others for file in other.rglob("*") if file.is_file())
         say(
-            f"{CACHE} holds {size / 1e6:,.1f} MB of other token stores for it ({', '.join(other.name for other in others)}): of "
+            f"{CACHE} holds {size / 1e6:,.1f} MB of other token stores for this input ({', '.join(other.name for other in others)}), from "
             f"an earlier text, other settings or an older version. Delete them if no run needs them."
         )
     return pretokenize(recipe, folder, say, is_cache=True)
 
 
 def find_store(recipe: Recipe) -> TokenStore | None:
-    """The same where it is there, whole; nothing is made."""
+    """Return the complete token store of `open_store` if it exists; None otherwise. Create nothing."""
     [data] = recipe.inputs
     if not is_store(data) and not any(CACHE.glob(f"{name_of(data)}-*/metadata.json")):
-        return None  # said without reading the text
+        return None  # known without reading the text
     try:
         return TokenStore(_folder_of(recipe))
     except UserError:
@@ -98,7 +98,7 @@ def _others_of(data: str) -> list[Path]:
 
 
 def find_cached(identity: str) -> Path | None:
-    """The cached store that holds just these tokens."""
+    """Return the cached token store with the tokens of this identity."""
     for path in CACHE.glob("*/metadata.json"):
         with suppress(UserError):
             if read_metadata(path.parent).identity == identity:
@@ -107,7 +107,7 @@ def find_cached(identity: str) -> Path | None:
 
 
 def estimate_store(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> "Estimate | None":
-    """Estimate the store by a sample in `folder`; return None where it is there already, or made in seconds."""
+    """Estimate the token store from a sample in `folder`. Return None if it exists or can be built in seconds."""
     if is_store(recipe.inputs[0]) or recipe.problems() or find_store(recipe) is not None:
         return None
     from tokenizer.estimate import estimate
@@ -116,8 +116,8 @@ def estimate_store(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> 
 
 
 def _folder_of(recipe: Recipe) -> Path:
-    """Return the store that the recipe's one input is, or the place in the cache for the one of that text; raise a `UserError`
-    where there is no such text."""
+    """Return the recipe's only input if it is a token store, otherwise the cache folder for that text. Raise a `UserError` if
+    the text does not exist."""
     [data] = recipe.inputs
     if is_store(data):
         return Path(data)
@@ -128,29 +128,29 @@ def _folder_of(recipe: Recipe) -> Path:
 
 
 def name_of(data: str) -> str:
-    """A plain name for a text or a store: `books/*.txt` and `books/` are both `books`."""
+    """Return a short name for a text or a store: `books/*.txt` and `books/` are both `books`."""
     path = Path(data).expanduser()
     named = path.parent if set(path.name) & set("*?[") else path
     return re.sub(r"[^\w.-]+", "-", named.resolve().stem).strip(".-") or "run"
 
 
 def is_store(data: str) -> bool:
-    """Whether `data` is a token store, be it a damaged one, and not text."""
+    """Whether `data` is a token store, even a damaged one, rather than text."""
     return TokenStore.is_store(data) or (Path(data) / "train.bin").is_file()
 
 
 def choose_placement(asked: str, n_bytes: int, device: torch.device, local_processes: int) -> Placement:
-    """Decide where `n_bytes` of tokens lie; raise a `UserError` where there is not enough of the memory that was asked for.
+    """Decide where to keep `n_bytes` of tokens. Raise a `UserError` if the requested memory is too small.
 
-    Every process of this machine holds its own copy, but of a memory map. Only an NVIDIA or AMD GPU has a memory of its own:
-    anywhere else, the device's memory is RAM.
+    Every process of this machine holds its own copy, except of a memory map. Only NVIDIA and AMD GPUs have separate memory: on
+    other devices, the device's memory is RAM.
     """
     if device.type == "cuda" and asked in ("auto", "device"):
         free, _ = torch.cuda.mem_get_info(device)
         if asked == "device" and n_bytes > free:
             raise UserError(
-                f"data_placement is device, but the tokens need {n_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free "
-                f"there; use ram, mmap or auto."
+                f"data_placement is device, but the tokens need {n_bytes / 1e9:.1f} GB and the device has {free / 1e9:.1f} GB "
+                f"free; use ram, mmap or auto."
             )
         if asked == "device" or n_bytes <= free * LARGEST_SHARE_OF_DEVICE:
             return Placement("device", n_bytes)
@@ -171,12 +171,12 @@ def bytes_of(store: TokenStore, *splits: str) -> int:
 
 
 def processes_of_this_machine(accelerator: Accelerator) -> int:
-    """As torchrun, Accelerate and the kinds of MPI say; all processes where nobody says."""
+    """Return the local process count set by torchrun, Accelerate or MPI; the number of all processes if none sets it."""
     return get_int_from_env(LOCAL_WORLD_SIZE, accelerator.num_processes)
 
 
 def place_tokens(store: TokenStore, split: str, where: str, device: torch.device, mask_documents: bool) -> Tokens:
-    """Place a split; raise a `UserError` for an id beyond the vocabulary. Memory-mapped, each batch is checked instead."""
+    """Load a split into its place. Raise a `UserError` for a token id outside the vocabulary; a memory map is checked per batch."""
     documents = None
     if mask_documents:
         documents = Documents(store.offsets(split), has_eos=store.metadata.eos_token_id is not None)

@@ -1,4 +1,4 @@
-"""What the run computes on and with: device, precision, compilation, attention."""
+"""Device setup of a run: device, precision, compilation and attention kernel."""
 
 import ctypes
 import os
@@ -23,18 +23,18 @@ from training.launcher import is_alone_by_mistake
 from training.sharding import Sharding, sharding_asked
 
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # parameters of glibc's mallopt
-# PyTorch's builds for CUDA 13 begin with this compute capability; its last ones for 12.6 are of torch 2.14 (pytorch#190385).
+# Lowest compute capability of PyTorch's builds for CUDA 13. Torch 2.14 is the last with builds for CUDA 12.6 (pytorch#190385).
 OLDEST_CAPABILITY = (7, 5)
-WRITTEN_OUT = 512  # tokens of context up to which attention is written out on a CPU
+LONGEST_EAGER = 512  # tokens of context up to which a CPU uses eager attention
 
 
 @dataclass
 class DeviceArguments:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = setting(
-        "auto", "Precision of matrix products; weights stay fp32. auto: what the device is good at.", resume="refused"
+        "auto", "Precision of matrix products; weights stay fp32. auto: best for the device.", resume="refused"
     )
     torch_compile: str = setting(
-        "auto", "true, false or auto (where a C++ compiler is found): compile model and loss.", resume="free"
+        "auto", "Compile model and loss: true, false, or auto (if a C++ compiler is found).", resume="free"
     )
     torch_compile_mode: str | None = setting(
         None, "Mode of torch.compile, such as max-autotune-no-cudagraphs.", resume="free"
@@ -42,82 +42,82 @@ class DeviceArguments:
     attn_implementation: str = setting(
         "auto",
         "sdpa, eager, flash_attention_2 or flex_attention (see Transformers). auto: sdpa, which picks the device's "
-        "fastest kernel; written out (eager) on a CPU that computes in bf16, up to a context of 512.",
+        "fastest kernel; eager on a CPU that computes in bf16, up to a context of 512.",
         resume="free",
     )
     bf16_residual: bool = setting(
-        False, "Keep the residual stream in bf16 too: less memory traffic, at some cost in loss a step."
+        False, "Also keep the residual stream in bf16: less memory traffic, slightly higher loss per step."
     )
     gradient_checkpointing: bool = setting(
-        False, "Recompute activations in the backward pass: less memory, about a third slower.", resume="free"
+        False, "Recompute activations in the backward pass: uses less memory, about a third slower.", resume="free"
     )
     full_determinism: bool = setting(
         False,
-        "Use only deterministic kernels, so that runs on a GPU repeat to the bit; slower there. CPU runs repeat "
-        "without it.",
+        "Use only deterministic kernels, so that GPU runs are bit-identical when repeated; slower. CPU runs are "
+        "bit-identical without it.",
         resume="free",
     )
 
 
 @dataclass(frozen=True)
 class Setup:
-    """`DeviceArguments` with every `auto` decided."""
+    """Device settings: `DeviceArguments` with every `auto` resolved."""
 
     mixed_precision: str
     torch_compile: bool
     attn_implementation: str
-    notes: tuple[str, ...]  # what the user should hear about it
+    notes: tuple[str, ...]  # messages for the user
     sharding: Sharding | None = None
     torch_compile_mode: str | None = None
     full_determinism: bool = False
-    cudnn_attention: bool = True  # False: not even where PyTorch would choose it
+    cudnn_attention: bool = True  # False: never use it, even if PyTorch would choose it
     gradient_checkpointing: bool = False
     bf16_residual: bool = False
     mask_documents: bool = False
 
     @property
     def compile_settings(self) -> dict[str, Any] | None:
-        """Arguments of `torch.compile`; None: not compiled. One graph with the loss inside; every batch has the same shape."""
+        """Arguments of `torch.compile`; None if not compiled. One graph includes the loss; all batches have the same shape."""
         if not self.torch_compile:
             return None
         return {"backend": "inductor", "mode": self.torch_compile_mode, "fullgraph": True, "dynamic": False}
 
     @property
     def autotunes(self) -> bool:
-        """Whether torch.compile tries kernels on the device, which takes memory that `Memory` does not count."""
+        """Whether torch.compile benchmarks kernels on the device, which needs memory that `Memory` does not count."""
         return self.torch_compile and "max-autotune" in (self.torch_compile_mode or "")
 
     def shards(self, accelerator: Accelerator) -> bool:
-        """Whether there is more than one process to divide the model among."""
+        """Whether the model is sharded: sharding is configured and there are several processes."""
         return self.sharding is not None and accelerator.num_processes > 1
 
 
 def decide(arguments: DeviceArguments, context: int, mask_documents: bool = False) -> Setup:
-    """Decide for sequences of `context` tokens on this machine; raise a `UserError` for what it cannot do, one problem a line."""
+    """Decide the setup for this machine; raise a `UserError` with all unsupported settings, one per line. `context`: in tokens."""
     found, notes = Problems(), []
     found.add_of(_check_kernels, [])
     if is_alone_by_mistake():
         found.add(
-            "accelerate launch was asked for several processes and started one, as it does with --cpu and where there are fewer "
+            "accelerate launch was asked for several processes but started one, because of --cpu or because there are fewer "
             "GPUs than processes; add --config_file launch/two_cpu_processes.yaml, or launch/one_node.yaml for GPUs."
         )
     precision = found.add_of(_precision, [arguments.mixed_precision])
     if arguments.bf16_residual and precision not in ("bf16", None):
-        found.add(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave one of the two out.")
+        found.add(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave out one of the two.")
     attention = found.add_of(_attention, [arguments.attn_implementation, precision, context])
     compiled = found.add_of(decide_compilation, [arguments.torch_compile, arguments.torch_compile_mode, notes])
-    # cuDNN's backward pass with a mask has given NaN at these lengths, and every step would be skipped.
+    # cuDNN's backward pass with a mask produced NaN at these lengths, so every step would be skipped.
     cudnn_attention = not (mask_documents and context % 128 == 64)
     if torch.cuda.is_available() and not cudnn_attention:
         notes.append(
-            f"Attention avoids cuDNN: with mask_documents at a context of {context}, its gradients can be NaN (at 64, 192, 320 ...)."
+            f"Attention does not use cuDNN: with mask_documents and context {context}, its gradients can be NaN (at 64, 192, 320 ...)."
         )
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
-        notes.append("There is an NVIDIA device, but this torch is CPU-only: install a CUDA build of torch to use it.")
+        notes.append("torch is a CPU-only build: install a CUDA build of torch to use the NVIDIA GPU of this machine.")
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation != "1":
         notes.append(
-            f"The launcher's gradient_accumulation_steps {accumulation} is not used: tokens_per_step decides it."
+            f"The launcher's gradient_accumulation_steps {accumulation} is ignored: tokens_per_step determines it."
         )
     sharding = found.add_of(sharding_asked, [notes])
     found.refuse()
@@ -137,7 +137,7 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
 
 
 def _check_kernels() -> None:
-    """Raise a `UserError` for a GPU that this build of PyTorch has no kernels for, which would fail at the first of them."""
+    """Raise a `UserError` for a GPU without kernels in this build of PyTorch, because the first kernel would fail."""
     if torch.cuda.is_available() and torch.version.hip is None:
         capability = torch.cuda.get_device_capability()
         if not has_kernels(torch.cuda.get_arch_list(), capability):
@@ -145,9 +145,9 @@ def _check_kernels() -> None:
 
 
 def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
-    """Whether a device runs what was built for `sm_90` or `compute_90` and the like.
+    """Whether a device can run code built for targets such as `sm_90` or `compute_90`.
 
-    Binaries run on later devices of the same major version; compute_ entries are compiled for any later one when loaded.
+    Binaries (sm_) run on later devices of the same major version; compute_ targets are compiled on load for any later device.
     """
     built = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built_for))
     return any(
@@ -157,22 +157,22 @@ def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
 
 
 def without_kernels(name: str, capability: tuple[int, int], build: str) -> str:
-    """What to do about a GPU that is too old, or too new, for a build of PyTorch."""
+    """Return the error, with its remedy, for a GPU that is too old or too new for a build of PyTorch."""
     remedy = "update torch"
     if capability < OLDEST_CAPABILITY:
         remedy = "install a build for CUDA 12.6, which PyTorch publishes up to 2.14 (pytorch.org/get-started)"
-    return f"{build} has no kernels for {name}, of compute capability {'.'.join(map(str, capability))}: {remedy}."
+    return f"{build} has no kernels for {name} (compute capability {'.'.join(map(str, capability))}): {remedy}."
 
 
 def _precision(asked: str) -> str:
     has_gpu = torch.cuda.is_available()
     has_bf16 = has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    if asked == "auto":  # the launcher exports `no` also where nobody asked it
+    if asked == "auto":  # the launcher also exports `no` if the user set nothing
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "auto")
     if asked == "fp16" and not has_gpu:
-        raise UserError("mixed_precision is fp16, but there is no GPU here and CPUs train in bf16 or no; use auto.")
+        raise UserError("mixed_precision is fp16, which needs a GPU, and none was found; use bf16, no or auto.")
     if asked == "bf16" and has_gpu and not has_bf16:
-        raise UserError(f"mixed_precision is bf16, but {torch.cuda.get_device_name()} has none; use fp16 or auto.")
+        raise UserError(f"mixed_precision is bf16, but {torch.cuda.get_device_name()} lacks it; use fp16 or auto.")
     if asked != "auto":
         return asked
     if has_gpu:
@@ -192,24 +192,24 @@ def _attention(asked: str, precision: str | None, context: int) -> str:
         raise UserError(
             "attn_implementation is flash_attention_2, which is not installed: pip install flash-attn, or use sdpa."
         )
-    # PyTorch's CPU kernel takes longer than matrix products that use bf16, until the square of the context outgrows the
-    # caches: docs/log.md has the measurement.
-    is_faster = not torch.accelerator.is_available() and precision == "bf16" and context <= WRITTEN_OUT
+    # PyTorch's CPU kernel is slower than bf16 matrix products until the context x context scores outgrow the caches; see
+    # docs/log.md for the measurement.
+    is_faster = not torch.accelerator.is_available() and precision == "bf16" and context <= LONGEST_EAGER
     return asked if asked != "auto" else "eager" if is_faster else "sdpa"
 
 
 def use_deterministic_kernels() -> None:
-    """Let PyTorch choose kernels that always add in the same order: flash instead of cuDNN attention, one split of keys in
-    memory-efficient attention, a fixed cuBLAS workspace. An operation without such a kernel raises."""
+    """Make PyTorch use kernels with a fixed order of additions: flash instead of cuDNN attention, one split of keys in
+    memory-efficient attention, a fixed cuBLAS workspace. An operation without such a kernel raises an error."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory before writing it
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep what is freed: a step on a CPU frees what the next one asks for again.
+    """Make glibc keep freed memory, because each step on a CPU frees memory that the next step allocates again.
 
-    Unasked, it gives large pieces back to the system, which has to find and clear every page anew: a third of a step.
+    By default, glibc returns large blocks to the system, which must find and clear every page again: a third of a step's time.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
@@ -218,21 +218,21 @@ def keep_freed_memory() -> None:
 
 
 def memory_of_others() -> str:
-    """Say that other processes fill the GPU; empty where they take less than a tenth of it."""
+    """Return a message if other processes use the GPU's memory; empty if they use less than a tenth of it."""
     if not torch.cuda.is_available():
         return ""
     free, total = torch.cuda.mem_get_info()
     others = total - free - torch.cuda.memory_reserved()
-    if others < total / 10:  # CUDA's own half a gigabyte is among it
+    if others < total / 10:  # includes about 0.5 GB of CUDA itself
         return ""
     return (
-        f"{others / 1e9:.0f} of {total / 1e9:.0f} GB of the GPU are in use by other processes (nvidia-smi lists them): end them, or "
-        f"choose another GPU by CUDA_VISIBLE_DEVICES"
+        f"{others / 1e9:.0f} of {total / 1e9:.0f} GB of the GPU are in use by other processes (nvidia-smi lists them): stop them, or "
+        f"choose another GPU with CUDA_VISIBLE_DEVICES"
     )
 
 
 def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -> str:
-    """One line: `CPU (2 threads), fp32, compiled, attention: sdpa (flash), 1 process`; of a GPU, with its peak by the datasheet."""
+    """Describe the setup in one line: `CPU (2 threads), fp32, compiled, attention: sdpa (flash), 1 process`; a GPU has its peak too."""
     if accelerator.device.type == "cuda":
         peak = peak_flops(name_of(accelerator.device), setup.mixed_precision)
         best = "MFU unknown" if peak is None else f"{peak / 1e12:g} TFLOP/s"
@@ -251,8 +251,8 @@ def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -
 
 
 def kernel_of_sdpa(device: torch.device, setup: Setup, model: GPT2ScratchConfig) -> str:
-    """What PyTorch chooses for tensors as those of a step (asked, not assumed): cudnn, flash, efficient; or math, which is
-    slow and keeps the matrix of scores."""
+    """Return the kernel that PyTorch reports for tensors like those of a step: cudnn, flash, efficient, or math, which is slow
+    and stores the matrix of scores."""
     T, dtype = (
         model.n_positions,
         {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.mixed_precision, torch.float32),

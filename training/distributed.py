@@ -1,4 +1,4 @@
-"""The processes of a run: started together, answered by the main one, stopped together."""
+"""Processes of a run: start, results of the main process for all, and shutdown."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ _waits = False
 
 
 def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.Store, int, int]]:
-    """As `env://`, but after a restart the launcher's store still has the addresses of the processes before."""
+    """Rendezvous like `env://`, with a new key prefix per restart: the launcher's store keeps the addresses of old processes."""
     store, rank, processes = next(distributed.rendezvous("env://", timeout=timeout))
     yield distributed.PrefixStore(f"restart_{restarted().get('restarts', 0)}", store), rank, processes
 
@@ -37,14 +37,14 @@ distributed.register_rendezvous_handler(MEETING.removesuffix("://"), _meet)
 
 
 def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str, ddp_timeout: int) -> Accelerator:
-    """Start Accelerate; raise a `UserError` where the environment asks for more processes than it made, or they do not come
-    together. `ddp_timeout`: seconds that a process waits for the others."""
-    torch.set_float32_matmul_precision("high")  # TF32 where a GPU multiplies fp32
+    """Start Accelerate. Raise a `UserError` if the environment requests more processes than it created, or if they cannot
+    connect. `ddp_timeout`: seconds that a process waits for the others."""
+    torch.set_float32_matmul_precision("high")  # TF32 for fp32 matrix products on a GPU
     if setup.full_determinism:
         use_deterministic_kernels()
     torch.backends.cuda.enable_cudnn_sdp(setup.cudnn_attention)
-    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)  # "Not enough SMs", on any small GPU
-    transformers_logging.disable_progress_bar()  # of every checkpoint's "model shards"
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)  # hides "Not enough SMs" on small GPUs
+    transformers_logging.disable_progress_bar()  # hides "model shards" for every checkpoint
     if not torch.accelerator.is_available():
         keep_freed_memory()
     keep_accelerate_from_sharding()
@@ -54,7 +54,7 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
     ]
     try:
         accelerator = Accelerator(
-            # Unasked, Accelerate groups no launched processes on a machine without a GPU: each would believe to be alone.
+            # By default, Accelerate does not connect launched processes on a machine without a GPU: each would train alone.
             cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
             mixed_precision=setup.mixed_precision,
             dynamo_plugin=TorchDynamoPlugin(
@@ -66,23 +66,23 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
         )
     except distributed.DistError as error:
         raise UserError(
-            f"The processes of the job did not come together within {ddp_timeout} s (ddp_timeout): {str(error).splitlines()[0]}"
+            f"The processes of the job did not connect within {ddp_timeout} s (ddp_timeout): {str(error).splitlines()[0]}"
         ) from error
     asked = int(os.environ.get("WORLD_SIZE", 1))
     if asked != accelerator.num_processes:
         raise UserError(
-            f"The environment asks for {asked} processes (WORLD_SIZE), but Accelerate sees {accelerator.num_processes}; "
+            f"The environment requests {asked} processes (WORLD_SIZE), but Accelerate sees {accelerator.num_processes}; "
             f"start them with accelerate launch, on CPU with --config_file launch/two_cpu_processes.yaml."
         )
     return accelerator
 
 
 def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
-    """Return what the main process finds, on every process: anything that JSON can say. On the others, any error of the main
-    one is a `UserError`.
+    """Call `find` on the main process and return its result, which JSON must be able to represent, on every process. On the
+    others, an error of the main process is a `UserError`.
 
-    They wait for as long as it takes, in a group of its own, where no `ddp_timeout` counts: it may wait for a disk.
-    Should it die or freeze meanwhile, the watchdog ends all. The group's store would do, but dies with the launcher.
+    The others wait without `ddp_timeout`, in a separate group, because the main process may wait for a disk. If it dies or
+    freezes meanwhile, the watchdog stops all. The group's store cannot be used: it ends with the launcher.
     """
     global _waits  # noqa: PLW0603
     if accelerator.num_processes == 1:
@@ -110,7 +110,7 @@ def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
 
 
 def waits_for_main() -> bool:
-    """Whether this process is inside `on_main`, for another thread that asks."""
+    """Whether this process is waiting in `on_main`. Called from other threads."""
     return _waits
 
 
@@ -120,26 +120,26 @@ def _patient_group() -> distributed.ProcessGroup:
 
 
 def check_same_command(accelerator: Accelerator, settings: dict[str, Any]) -> None:
-    """Raise a `UserError` where the processes of the group are not of one run."""
+    """Raise a `UserError` if the processes of the group have different settings."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
-    mine = torch.tensor([int.from_bytes(digest[:7])], device=accelerator.device)
-    everyones = accelerator.gather(mine).tolist()
-    others = [rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
+    own = torch.tensor([int.from_bytes(digest[:7])], device=accelerator.device)
+    digests = accelerator.gather(own).tolist()
+    others = [rank for rank, value in enumerate(digests) if value != digests[0]]
     if others:
         raise UserError(
-            f"Rank {others[0]} was started with other settings than rank 0. Give all machines the same command; if this one was "
-            f"given to all, processes of an earlier run are still there: end them."
+            f"Rank {others[0]} has other settings than rank 0: run the same command on all machines, and stop processes of "
+            f"earlier runs that are still running."
         )
 
 
 def stop_accelerator(accelerator: Accelerator) -> None:
-    """Closes the trackers and the process group.
+    """Close the trackers and the process group.
 
-    Gloo's own thread frees the tensors of the last collective, for which it needs the interpreter; a main thread that
-    destroys the group at that moment holds the interpreter and waits for the thread, and both hang for good.
+    Gloo's thread needs the interpreter lock to free the tensors of the last collective. If the main thread destroys the group
+    at that moment, it holds the lock and waits for the thread: a deadlock. The short sleep lets the thread finish.
     """
 
-    def close_trackers() -> None:  # the slow ones send what they have, before the launcher ends what is left
+    def close_trackers() -> None:  # slow trackers finish sending before the launcher kills remaining processes
         for tracker in accelerator.trackers:
             tracker.finish()
 

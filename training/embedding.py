@@ -1,12 +1,12 @@
-"""Embeddings whose gradient is the same in every run.
+"""Embeddings with deterministic gradients.
 
-Inductor computes the gradient of a lookup by atomic additions from several threads, whose order differs from run to run,
-and so does the rounding (seen on two CPU threads: other weights from step 4 to 8 on). PyTorch's own kernel adds up
-the rows of a token in the order of the batch, on CPUs (each thread owns a range of rows) and on GPUs (sorted by token).
+Inductor computes the gradient of a lookup with atomic additions from several threads. Their order, and therefore the
+rounding, differs between runs (seen on two CPU threads: different weights from step 4 to 8 on). PyTorch's own kernel adds
+the rows of a token in batch order, on CPUs (each thread owns a range of rows) and on GPUs (sorted by token).
 """
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name that everybody gives it
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import nn
 
 from modeling_gpt2scratch.modeling_gpt2scratch import GPT2ScratchModel, GPT2ScratchPositionEmbedding
@@ -14,9 +14,9 @@ from modeling_gpt2scratch.modeling_gpt2scratch import GPT2ScratchModel, GPT2Scra
 
 @torch.library.custom_op("gpt2scratch::embedding_gradient", mutates_args=())
 def embedding_gradient(grad_output: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the gradient (rows, C) of a table of which `ids` (B, T) were looked up, from `grad_output` (B, T, C).
+    """Return the gradient (rows, C) of an embedding table, from the looked-up `ids` (B, T) and `grad_output` (B, T, C).
 
-    An operator of its own, which the compiler calls as it is instead of decomposing it into atomic additions.
+    This is a custom operator so that the compiler calls it unchanged instead of decomposing it into atomic additions.
     """
     return torch.ops.aten.embedding_dense_backward(grad_output, ids, rows, -1, False)
 
@@ -45,10 +45,10 @@ class DeterministicEmbedding(nn.Embedding):
 
 
 class DeterministicPositionEmbedding(GPT2ScratchPositionEmbedding, DeterministicEmbedding):
-    """Adds positions looked up by `DeterministicEmbedding`, which comes next in the order of resolution."""
+    """Position embedding whose lookup is `DeterministicEmbedding`, the next class in the method resolution order."""
 
 
 def make_embeddings_deterministic(model: GPT2ScratchModel) -> None:
-    """Change how gradients are computed; parameters, their names and the values of the forward pass stay."""
+    """Make the embedding gradients of a model deterministic. Parameters, their names and forward values do not change."""
     model.wte.__class__ = DeterministicEmbedding
     model.wpe.__class__ = DeterministicPositionEmbedding

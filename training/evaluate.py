@@ -1,10 +1,10 @@
-"""Validation: loss, perplexity and bits per byte over the held-out text.
+"""Evaluate a model: loss, perplexity and bits per byte on held-out text.
 
 python -m training.evaluate runs/x                                  # the whole validation split of the run's store
 python -m training.evaluate runs/x --checkpoint best --data data/other
-python -m training.evaluate runs/x --compare                        # and of n-grams and compressors
+python -m training.evaluate runs/x --compare                        # compare with n-grams and compressors
 python -m training.evaluate runs/x --compare_with runs/y openai-community/gpt2
-python -m training.evaluate runs/x --memorization                   # what it writes that stands in its training text
+python -m training.evaluate runs/x --memorization                   # share of its output that is copied from the training text
 """
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
@@ -39,7 +39,7 @@ from training.sharding import keep_accelerate_from_sharding
 
 
 def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
-    """Return the store to score, and whether attention keeps to documents, both by default as in the run of `model`."""
+    """Return the store to score and whether to mask documents, both by default as in the run of `model`."""
     try:
         run_folder = run_of(Path(model))
     except UserError:
@@ -56,28 +56,28 @@ def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
 class EvaluateArguments:
     model: str | None = setting(
         None,
-        "A run folder or a model folder; may be given without flag.",
+        "A run folder or a model folder; the flag name can be left out.",
         needed=("a model", "python -m training.evaluate runs/x"),
     )
     checkpoint: str | None = setting(
-        None, "Of a run: last, best (by validation loss) or a step; its model/ where left out."
+        None, "Checkpoint of a run: last, best (by validation loss) or a step. Default: the run's model/."
     )
-    data: str | None = setting(None, "Token store to score; the run's own where left out.")
-    per_device_eval_batch_size: int = setting(16, "Sequences scored at once.", minimum=1, maximum=65_536)
-    compare: bool = setting(False, "Bits per byte compared with those of n-grams and compressors on the same text.")
+    data: str | None = setting(None, "Token store to score. Default: the run's own.")
+    per_device_eval_batch_size: int = setting(16, "Sequences per batch.", minimum=1, maximum=65_536)
+    compare: bool = setting(False, "Compare bits per byte with n-grams and compressors on the same text.")
     compare_with: list[str] = setting(
-        [], "The same, and beside these: runs, checkpoints, model folders or Hub ids of causal models."
+        [], "Like compare, also with these runs, checkpoints, model folders or Hub ids of causal models."
     )
     compare_documents: int | None = setting(
-        None, "Compare on only this many documents, evenly spread; all where left out.", minimum=1
+        None, "Compare on only this many evenly spaced documents. Default: all.", minimum=1
     )
-    memorization: bool = setting(False, "Look up what the model writes in its training text, word for word.")
+    memorization: bool = setting(False, "Measure how much generated text occurs verbatim in the training text.")
     memorization_texts: int = setting(
-        64, "Texts that the model writes for it, of up to 256 tokens each.", minimum=2, maximum=100_000
+        64, "Texts to generate for memorization, of up to 256 tokens each.", minimum=2, maximum=100_000
     )
-    memorization_span: int = setting(50, "Tokens in a row that are looked up.", minimum=1)
-    seed: int = setting(1337, "Decides what the model writes, and which held-out text is taken.", below=2**63)
-    json: bool = setting(False, "One line of JSON, as where the output is no terminal.")
+    memorization_span: int = setting(50, "Length in tokens of the spans to look up.", minimum=1)
+    seed: int = setting(1337, "Random seed for generated text and for the choice of held-out text.", below=2**63)
+    json: bool = setting(False, "Print one line of JSON; this is the default if the output is not a terminal.")
 
 
 def main(arguments: list[str]) -> None:
@@ -86,19 +86,19 @@ def main(arguments: list[str]) -> None:
     chosen = given.model if given.checkpoint is None else str(find_checkpoint(Path(given.model), given.checkpoint))
     folder, *others = map(find_model, (chosen, *given.compare_with))
     if len({folder, *others}) <= len(others):
-        raise UserError("compare_with names a model twice, or the one that is evaluated; name each once.")
+        raise UserError("compare_with names a model twice, or the evaluated model; name each model once.")
     for other in others:
-        vocabulary.load(other)  # what is not there is said before minutes of scoring
+        vocabulary.load(other)  # report a missing file before minutes of scoring
     store, mask_documents = store_and_masking(chosen, given.data)
     check_store(folder, vocabulary.load(folder), store)
     model = load_own_model(folder)
-    model.generation_config = GenerationConfig()  # plain sampling: the model's own settings do not count
-    if model.config.vocab_size != store.metadata.vocab_size:  # where their tokenizers are the same: wrong metadata
+    model.generation_config = GenerationConfig()  # plain sampling: ignore the model's own settings
+    if model.config.vocab_size != store.metadata.vocab_size:  # with equal tokenizers, the metadata is wrong
         raise UserError(
-            f"{folder} has a vocabulary of {model.config.vocab_size} tokens, {store.folder} one of "
+            f"{folder} has a vocabulary of {model.config.vocab_size} tokens, but {store.folder} has "
             f"{store.metadata.vocab_size}; score it on a store made with its own tokenizer."
         )
-    keep_accelerate_from_sharding()  # a model is scored whole, also where the launcher shards
+    keep_accelerate_from_sharding()  # scoring needs the whole model, even if the launcher shards
     accelerator = Accelerator()
     if accelerator.device.type == "cpu":
         keep_freed_memory()

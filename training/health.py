@@ -1,7 +1,7 @@
-"""Whether a run is well: the loss and the gradient of every step, read where a line is logged or a checkpoint is saved.
+"""Health of a run: loss and gradient norm of every step, checked when a line is logged or a checkpoint is saved.
 
-Between two readings the numbers stay on the device, and nothing waits for it. A step whose loss or gradient is not finite
-changes nothing (see step.py), so it can be counted later.
+Between two checks the values stay on the device, so the host does not wait for it. A step with a non-finite loss or gradient
+does not change the model (see step.py), so it can be counted later.
 """
 
 import math
@@ -17,32 +17,32 @@ from limits import setting
 from training.checkpoint import TrainState
 from training.loss import DivergenceError
 
-WINDOW = 128  # losses that a new one is compared with, as in OLMo's SkipStepOptimizer
-ENOUGH = WINDOW // 2  # to compare with
+WINDOW = 128  # previous losses that a new loss is compared with, as in OLMo's SkipStepOptimizer
+ENOUGH = WINDOW // 2  # minimum number of previous losses
 
 
 @dataclass
 class HealthArguments:
     max_nonfinite_steps: int = setting(
-        20, "Stop after this many steps in a row whose loss or gradient is not finite.", minimum=1, resume="free"
+        20, "Stop after this many consecutive steps with a non-finite loss or gradient.", minimum=1, resume="free"
     )
     spike_z_score: float = setting(
         6.0, "A loss this many standard deviations above the mean of the last 128 is a spike.", above=0, resume="free"
     )
     on_spike: Literal["log", "rollback"] = setting(
         "log",
-        "At a spike: log it, or go back to the checkpoint before it and pass its batches over (at least two "
-        "checkpoints are kept then).",
+        "Action on a loss spike: log it, or roll back to the checkpoint before it and skip its batches (keeps at least "
+        "two checkpoints).",
         resume="free",
     )
 
 
 @dataclass(frozen=True)
 class Spike:
-    step: int  # the first whose loss was too high, counted from 1
-    last: int  # the last such step
-    loss: float  # the highest
-    mean: float  # of the losses before
+    step: int  # first step with a loss that is too high, counted from 1
+    last: int  # last such step
+    loss: float  # highest loss
+    mean: float  # of the losses before the spike
     z_score: float
 
     def __str__(self) -> str:
@@ -53,23 +53,23 @@ class Spike:
 
 
 class Health:
-    """Every process reads the same numbers and comes to the same conclusions."""
+    """Health monitor of a run. Every process reads the same values and reaches the same conclusions."""
 
     def __init__(self, accelerator: Accelerator, arguments: HealthArguments, start: TrainState):
         self.accelerator = accelerator
         self.arguments = arguments
-        self.losses = list(start.losses)  # of the last steps, oldest first; None: skipped
+        self.losses = list(start.losses)  # of the last steps, oldest first; None for a skipped step
         self.unlogged = start.unlogged
         self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.grad_norm = math.nan  # of the last step, before clipping
-        self.lost_since: int | None = None  # the first of the last steps in a row whose loss was not finite
+        self.lost_since: int | None = None  # start of the latest consecutive steps with a non-finite loss
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Of one step, on the device."""
+        """Record the loss and the gradient norm of one step, which stay on the device."""
         self.unread.append((loss, grad_norm))
 
     def read(self, step: int) -> Spike | None:
-        """Reads what `step` steps have left, and tells of a spike in it. Waits for the device.
+        """Read all values recorded up to `step` and return a spike in them, if any. Waits for the device.
 
         Raises:
             DivergenceError: too many steps in a row were not finite.
@@ -92,8 +92,8 @@ class Health:
         in_a_row = len(list(takewhile(lambda loss: loss is None, reversed(self.losses))))
         if in_a_row >= self.arguments.max_nonfinite_steps:
             weights_after = self.lost_since - 1 if self.lost_since is not None else None
-            what = f"Loss or gradient were not finite in {in_a_row} steps in a row, until step {step:,}"
-            raise DivergenceError(what, weights_after)
+            problem = f"Loss or gradient was not finite in {in_a_row} consecutive steps, up to step {step:,}"
+            raise DivergenceError(problem, weights_after)
         return spike
 
     def _spike(self, step: int, loss: float) -> Spike | None:
@@ -108,11 +108,11 @@ class Health:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the last step's loss was not finite: the weights, which it did not change, are not worth saving."""
+        """Whether the last step's loss was not finite. The weights, unchanged by that step, are then not worth saving."""
         return self.lost_since is not None
 
     def take_reading(self) -> dict[str, float]:
-        """Return the steps since the last log line, by the names of metrics.jsonl: their mean loss, if any counted, and how many did not."""
+        """Return metrics of the steps since the last log line, by name: mean loss of finite steps, gradient norm, skipped steps."""
         recent = self.losses[len(self.losses) - self.unlogged :]
         counted = [loss for loss in recent if loss is not None]
         self.unlogged = 0

@@ -1,6 +1,6 @@
-"""Imported before anything that takes seconds to import: a launcher that dies meanwhile takes this process with it.
+"""Link to the launcher process: if the launcher dies, this process ends too. Import it before slow imports.
 
-Left alone, it would train on, or join the processes of the next job, which meets at the same port.
+A process that survived its launcher would continue training, or join the next job, which uses the same port.
 """
 
 import ctypes
@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 
 LAUNCHER = "GPT2SCRATCH_LAUNCHER"
-# The parent at the very start; after a restart (restart.py), that of the process before. Taken out of the environment,
-# since it is not the parent of what this process starts.
+# Parent process at start; after a restart (restart.py), the parent of the previous process. Removed from the environment,
+# because it is not the parent of processes that this one starts.
 PARENT = int(os.environ.pop(LAUNCHER, os.getppid()))
-# `accelerate launch` sets the one, torchrun the other, and nobody else either. The parent alone tells nothing: that of
-# `nohup python train_accelerate.py &` is a shell, whose end means nothing.
+# Only `accelerate launch` sets the first, only torchrun the second. A parent process alone does not show a launcher: the parent of
+# `nohup python train_accelerate.py &` is a shell, and its exit must not end the run.
 _SET_BY_LAUNCHERS = ("ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID")
 _SET_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 
@@ -29,7 +29,7 @@ def is_launched() -> bool:
 
 
 def launch_command() -> str:
-    """Return how a command like this one starts: `python train_accelerate.py`, or `accelerate launch` with its main options."""
+    """Return the command prefix of this run: `python train_accelerate.py`, or `accelerate launch` with its main options."""
     if not is_launched():
         return "python train_accelerate.py"
     file = Path(launcher_option("config_file"))
@@ -40,7 +40,7 @@ def launch_command() -> str:
 
 
 def launcher_option(name: str) -> str:
-    """Return what the launcher's command line gives for an option; empty where it has none, or the launcher is gone."""
+    """Return the value of an option on the launcher's command line; empty if it is not given, or the launcher has exited."""
     words = []
     with suppress(psutil.Error):
         words = [part for word in psutil.Process(PARENT).cmdline() for part in word.split("=", 1)]
@@ -48,7 +48,7 @@ def launcher_option(name: str) -> str:
 
 
 def set_by_launcher(name: str) -> bool:
-    """Whether a variable of the environment has a value that the launcher was not started with."""
+    """Whether the launcher set an environment variable, rather than inheriting its value."""
     if not is_launched() or name not in os.environ:
         return False
     try:
@@ -58,22 +58,22 @@ def set_by_launcher(name: str) -> bool:
 
 
 def is_alone_by_mistake() -> bool:
-    """Whether `accelerate launch` was asked for several processes and started one: without a WORLD_SIZE, it names a meeting
-    point only then. A shell may name one too, as under Slurm."""
+    """Whether `accelerate launch` was asked for several processes but started one: it then sets a master address without a
+    WORLD_SIZE. The address may also come from the shell, as under Slurm."""
     if not is_launched() or "WORLD_SIZE" in os.environ:
         return False
-    has_meeting_point = set_by_launcher("MASTER_ADDR") or set_by_launcher("MASTER_PORT")
-    return has_meeting_point or launcher_option("num_processes") not in ("", "0", "1")
+    has_master = set_by_launcher("MASTER_ADDR") or set_by_launcher("MASTER_PORT")
+    return has_master or launcher_option("num_processes") not in ("", "0", "1")
 
 
 def die_with_launcher(wanted: bool) -> None:
-    """Whether the system is to kill this process when its launcher ends. Only Linux can; called by the main thread."""
+    """Set whether the system kills this process when its launcher exits. Linux only; call it from the main thread."""
     if is_launched() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL if wanted else 0)
 
 
 def _is_orphan() -> bool:
-    """Whether the launcher has died before this could be asked for. In a container, process 1 may be the launcher itself."""
+    """Whether the launcher died before `die_with_launcher` was called. In a container, process 1 may be the launcher itself."""
     if not is_launched() or os.getppid() == PARENT != 1:
         return False
     if os.getppid() != PARENT:

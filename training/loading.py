@@ -1,4 +1,4 @@
-"""Find and load the model that a command names: a run, a checkpoint, a model folder or a Hub id."""
+"""Model loading for commands: from a run, a checkpoint, a model folder or a Hub id."""
 
 import json
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from training.run_folder import RunFolder
 
 
 def find_model(name: str) -> str:
-    """Return what to load for a run folder, a checkpoint, a model folder or a Hub id; raise a `UserError` where it holds no
-    model, or the Hub cannot be reached."""
+    """Return the model folder or Hub id to load for a run folder, a checkpoint, a model folder or a Hub id. Raise a `UserError`
+    if there is no model, or the Hub cannot be reached."""
     path = Path(name)
     for candidate in (path / "model", path, *reversed(checkpoints.complete_checkpoints(path / "checkpoints"))):
         if (candidate / "config.json").is_file():
             return str(candidate)
     if path.exists():
-        hint = " yet: its first checkpoint is still to come" if RunFolder(path).is_run() else ""
+        hint = " yet: its first checkpoint has not been written" if RunFolder(path).is_run() else ""
         raise UserError(f"{name} holds no model{hint}.")
     if len(name.strip("/").split("/")) != 2 or name.startswith((".", "/", "runs/")):
-        raise UserError(f"{name} is neither a folder here nor a Hub id (user/name).")
+        raise UserError(f"{name} is neither a local folder nor a Hub id (user/name).")
     hub.require(name, "a model", "config.json")
     return name
 
@@ -42,7 +42,7 @@ def model_errors(sentence: str = "{}") -> Iterator[None]:
 
 
 def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT2ScratchForCausalLM:
-    """Load a model for evaluation; raise a `UserError` where it cannot be loaded or is of another architecture."""
+    """Load a model for evaluation. Raise a `UserError` if it cannot be loaded or has another architecture."""
     with model_errors():
         model = loading.load_model(source, dtype)
     if not isinstance(model, GPT2ScratchForCausalLM):
@@ -56,20 +56,20 @@ def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT
 def load_with_tokenizer(
     source: str | Path, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`modeling_gpt2scratch.loading.load_with_tokenizer`, for commands: its errors are `UserError`s."""
+    """Load a model and its tokenizer as `modeling_gpt2scratch.loading` does, but with `UserError`s."""
     with model_errors():
         return loading.load_with_tokenizer(source, dtype)
 
 
 def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: TokenStore) -> None:
-    """Raise a `UserError` where the store was made with another tokenizer than the model's."""
-    if _rules(tokenizer) != _rules(store.load_tokenizer()):  # versions of the library write the same one differently
+    """Raise a `UserError` if the store was made with a tokenizer other than the model's."""
+    if _rules(tokenizer) != _rules(store.load_tokenizer()):  # files differ between library versions, so compare rules
         raise UserError(
-            f"{source} and {store.folder} have different tokenizers; give a store that was made with the model's own tokenizer."
+            f"{source} and {store.folder} have different tokenizers; use a store that was made with the model's own tokenizer."
         )
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> dict:
-    """All that decides about ids, and not what a loader sets: how much of a text is read."""
+    """Return the settings of a tokenizer that determine ids, without the truncation and padding that a loader may set."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     return {name: value for name, value in rules.items() if name not in ("truncation", "padding")}

@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, the screen, and any tracker that Accelerate knows."""
+"""Log of a run: metrics.jsonl, the screen, and any tracker that Accelerate supports."""
 
 import json
 import time
@@ -18,22 +18,22 @@ from training.speed import Speed
 from training.status import hours, record
 from training.trackers import log_to_trackers, open_trackers
 
-LINES_OF_ETA = 100  # whose mean speed it goes by
+LINES_OF_ETA = 100  # last log lines whose mean speed gives the ETA
 
 
 class RunLog:
-    """Used by every process; only the main one writes."""
+    """Log of a run: every process uses it, only the main process writes."""
 
     def __init__(self, run: Run, batches: TrainBatches, evaluation_share: float, hourly_price: float | None):
-        """`evaluation_share`: the fraction of the time that validation is expected to take."""
+        """`evaluation_share`: the expected fraction of time spent on validation."""
         self.folder, self.accelerator, self.plan = run.folder, run.accelerator, run.plan
         self.start, self.compiled = run.start, run.setup.torch_compile
         self.speed = Speed(batches, run.plan.model, run.accelerator)
         self.pause, self.waiting = self.speed.pause, self.speed.waiting
         self.evaluation_share = evaluation_share
         self.first_step_is_done = False
-        self.unlogged: dict[str, float] = {}  # what the next log line holds besides
-        self.paces: deque[tuple[int, float]] = deque(maxlen=LINES_OF_ETA)  # steps and seconds
+        self.unlogged: dict[str, float] = {}  # additional values for the next log line
+        self.paces: deque[tuple[int, float]] = deque(maxlen=LINES_OF_ETA)  # (steps, seconds) per log line
         self.main = run.accelerator.is_main_process
         if self.main:
             self.began = time.monotonic() - 3600 * hours(read_events(run.folder.events), datetime.now(UTC))
@@ -51,8 +51,8 @@ class RunLog:
             self.screen.close()
 
     def count(self, loss: torch.Tensor) -> None:
-        """Count a step, without waiting for it. But the first one of a process warms everything up and compiles: it is waited
-        for, and counts as neither speed nor ETA."""
+        """Count a step without waiting for the device. Only the first step of a process is waited for: it compiles, so it is
+        excluded from speed and ETA."""
         if self.main:
             self.screen.steps += 1
         if self.first_step_is_done:
@@ -64,11 +64,11 @@ class RunLog:
         self.unlogged = {"seconds_to_first_step": round(seconds, 1)}
         if self.main:
             self.screen.waits_for = ""
-        self.say(f"First step after {seconds:.1f} s{' (compilation included)' if self.compiled else ''}.")
+        self.say(f"First step after {seconds:.1f} s{' (including compilation)' if self.compiled else ''}.")
         self.speed.restart()
 
     def log(self, step: int, learning_rate: float, reading: dict[str, float]) -> None:
-        """Write a log line about the steps since the last one. `learning_rate`: of the last of them; `reading`: see health.py."""
+        """Write a log line for the steps since the previous one. `learning_rate`: of the last step. `reading`: see health.py."""
         entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **reading}
         entry |= {"learning_rate": learning_rate, "tokens": self.plan.after(step).tokens}
         entry |= self.speed.measured() | self.unlogged
@@ -76,7 +76,7 @@ class RunLog:
         waited, left = self.speed.waited / self.speed.seconds, None
         if self.speed.steps:
             self.paces.append((self.speed.steps, self.speed.seconds))
-        if self.paces:  # the validations to come take their share
+        if self.paces:  # the ETA includes the remaining validations
             steps, seconds = map(sum, zip(*self.paces, strict=True))
             left = (self.plan.max_steps - step) * seconds / steps / (1 - self.evaluation_share)
         self._write(entry, left, waited)
@@ -86,7 +86,7 @@ class RunLog:
         self._write({"step": step, "epoch": round(self.plan.epoch(step), 4), **metrics})
 
     def _write(self, entry: dict[str, Any], left: float | None = None, waited: float = 0.0) -> None:
-        """Write an entry of metrics.jsonl, show it, and say what it shows to be wrong."""
+        """Write an entry of metrics.jsonl, show it, and print advice on problems that it reveals."""
         if not self.main:
             return
         with self.folder.metrics.open("a", encoding="utf-8") as file:
@@ -100,15 +100,15 @@ class RunLog:
             self.say(f"ADVICE: {advice.text}")
             record(self.folder.events, "advice", entry["step"], **advice._asdict())
 
-    def show_progress(self, what: str, share: float) -> None:
+    def show_progress(self, task: str, share: float) -> None:
         if self.main:
-            self.screen.show_progress(what, share)
+            self.screen.show_progress(task, share)
 
     def say(self, text: str) -> None:
         if self.main:
             self.screen.say(text)
 
     def start_trackers(self, project: str, settings: dict[str, Any]) -> None:
-        """Open the trackers of `report_to`, and send them every setting that has a value."""
+        """Open the trackers of `report_to` and send them every setting that has a value."""
         if self.main:
             open_trackers(self.accelerator, self.folder, project, settings, self.start.step)

@@ -1,42 +1,42 @@
-"""The loss of the next token, from hidden states straight to a number: whole logits never exist."""
+"""Next-token loss, computed from hidden states in chunks: the full logits are never materialized."""
 
 import torch
-import torch.nn.functional as F  # noqa: N812  the name that everybody gives it
+import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import nn
 
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.tokens import IGNORED
 
-CHUNKS = 8  # of the batch's rows, whose logits exist one after the other
-CHUNKS_COMPILED = 4  # for a GPU, where a chunk's logits are bf16 alone and each chunk costs five launches
-ENOUGH_ROWS = 1024  # for a matrix product to be worth its start
-MULTIPLE = 128  # of columns that matrix kernels like: 50257 become 50304, as in nanoGPT
+CHUNKS = 8  # of the batch's rows; logits exist for one chunk at a time
+CHUNKS_COMPILED = 4  # on a GPU, where a chunk's logits exist only in bf16 and each chunk costs five kernel launches
+ENOUGH_ROWS = 1024  # minimum rows per chunk, for efficient matrix products
+MULTIPLE = 128  # columns are padded to a multiple of this for fast matrix kernels: 50257 -> 50304, as in nanoGPT
 
 
 class DivergenceError(UserError):
-    """Training has left the numbers: what `weights_after` so many steps compute is not finite."""
+    """Training has diverged: the weights after `weights_after` steps compute a non-finite loss."""
 
-    def __init__(self, what: str, weights_after: int | None = None):
-        super().__init__(f"{what}: training has diverged. Lower learning_rate or raise warmup_steps, and resume.")
+    def __init__(self, problem: str, weights_after: int | None = None):
+        super().__init__(f"{problem}: training has diverged. Lower learning_rate or raise warmup_steps, and resume.")
         self.weights_after = weights_after
 
 
 class NextTokenLoss(nn.Module):
-    """The model with the loss inside, so that one compiled graph holds both."""
+    """Model and loss in one module, so that they compile into one graph."""
 
     def __init__(self, model: GPT2ScratchForCausalLM):
         super().__init__()
         self.model = model
-        self.linear_cross_entropy = linear_cross_entropy  # an attribute, for who compiles it alone
+        self.linear_cross_entropy = linear_cross_entropy  # an attribute, so that a caller can compile it separately
 
     def forward(
         self, inputs: torch.Tensor, targets: torch.Tensor, divisor: int, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`; -100 is ignored.
+        """Return the cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`; -100 is ignored.
 
-        Where `positions` (B, T) begin anew within a row, attention does too. Not compiled, Transformers then looks
-        whether any do, and waits for the device.
+        If `positions` (B, T) restart within a row, attention restarts too. In eager mode, Transformers then checks whether any
+        do, which waits for the device.
         """
         outputs = self.model.transformer(input_ids=inputs, position_ids=positions, use_cache=False)
         hidden_states = outputs.last_hidden_state.flatten(0, 1)  # (B * T, C)
@@ -44,9 +44,9 @@ class NextTokenLoss(nn.Module):
 
 
 def linear_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Summed cross-entropy of `targets` (N,) under the logits `hidden_states @ weight.T`, of (N, C) and (V, C).
+    """Return the summed cross-entropy of `targets` (N,) under the logits of `hidden_states` (N, C) @ `weight` (V, C).T.
 
-    Products are computed in autocast's precision, the rest in fp32.
+    Matrix products use autocast's precision, everything else fp32.
     """
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden_states, weight, targets)
@@ -60,7 +60,7 @@ def linear_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, targ
 
 @torch.no_grad()
 def token_nats(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """What `linear_cross_entropy` sums: (N,) in fp32, 0 where it is ignored."""
+    """Return the loss of each token in nats, (N,) in fp32, as summed by `linear_cross_entropy`; 0 for ignored targets."""
     dtype, V = _dtype(weight), len(weight)
     states, matrix = hidden_states.to(dtype), _padded(weight, dtype)
     parts = []
@@ -71,8 +71,8 @@ def token_nats(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in the forward pass, chunk by chunk, while the logits are there, as in Liger Kernel (Hsu et al.
-    2024): nothing of size (N, V) is kept, and nothing is computed twice."""
+    """Cross-entropy that computes its gradients in the forward pass, per chunk, while the logits exist, as in Liger Kernel (Hsu
+    et al. 2024): no tensor of size (N, V) is kept, and nothing is recomputed."""
 
     @staticmethod
     def forward(ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for rows in _chunks(states):
             log_probabilities, targets_here = _log_probabilities(states[rows], matrix, V), targets[rows, None]
             total += _nats(log_probabilities, targets[rows])
-            # Of the logits, row by row: between -1 and 1, which fp16 can hold too.
+            # Gradient of the logits, unscaled: its values are between -1 and 1, which fp16 can represent.
             gradient = (log_probabilities.exp() - (columns == targets_here).float()) * (targets_here != IGNORED)
             gradient = _widened(gradient.to(dtype), len(matrix))  # (n, V), with the padding
             grad_states[rows] = gradient @ matrix
@@ -105,7 +105,7 @@ def _dtype(weight: torch.Tensor) -> torch.dtype:
 
 
 def _padded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(V, C), with rows of zeros up to a multiple that matrix kernels like, where they are few."""
+    """Return the weight (V, C), zero-padded to a multiple of rows that matrix kernels prefer, if the padding is small."""
     V = len(weight)
     matrix = weight.to(dtype)
     return F.pad(matrix, (0, 0, 0, -V % MULTIPLE)) if V % MULTIPLE and V > 8 * MULTIPLE else matrix
@@ -117,33 +117,33 @@ def _widened(gradient: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def rows_of_chunk(N: int, compiled_for_gpu: bool) -> int:
-    """Of N rows."""
+    """Return the number of rows per chunk for N rows."""
     return min(N, max(ENOUGH_ROWS, -(-N // (CHUNKS_COMPILED if compiled_for_gpu else CHUNKS))))
 
 
 def _chunks(states: torch.Tensor) -> list[slice]:
-    """Of its rows."""
+    """Return the row slices of the chunks."""
     N = len(states)
     size = rows_of_chunk(N, states.is_cuda and torch.compiler.is_compiling())
     return [slice(start, start + size) for start in range(0, N, size)]
 
 
 def _log_probabilities(states: torch.Tensor, matrix: torch.Tensor, V: int) -> torch.Tensor:
-    """(n, V) in fp32."""
+    """Return log-probabilities (n, V) in fp32."""
     return (states @ matrix.T)[:, :V].float().log_softmax(dim=-1)
 
 
 def _nats(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The sum over rows (n, V) of what each target (n,) costs."""
+    """Return the summed loss in nats of `targets` (n,) under `log_probabilities` (n, V)."""
     if log_probabilities.is_cuda:
         return _nats_of_one_kernel(log_probabilities, targets)
     return F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
 
 
 def _nats_of_one_kernel(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The same as a sum over all columns, which Inductor makes part of the kernel that reads the logits.
+    """Return the same as `_nats`, as a sum over all columns, which Inductor fuses into the kernel that reads the logits.
 
-    A gather is fused with those of the other chunks instead, and the logits of all are kept for it: 2.1 GB of 64 x 512 x 32,000.
+    A gather would be fused across chunks instead, which keeps the logits of all chunks: 2.1 GB for 64 x 512 x 32,000.
     """
     is_target = torch.arange(log_probabilities.shape[1], device=targets.device) == targets[:, None]
     return -torch.where(is_target, log_probabilities, 0.0).sum()
