@@ -21,7 +21,7 @@ def permuted(n: int, key: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 1000, 4097])
-def test_permutation_hits_every_place_once_and_depends_on_the_key(n):
+def test_permutation_covers_every_position_once_and_depends_on_the_key(n):
     one, other = permuted(n, key=7), permuted(n, key=2)
     assert sorted(one.tolist()) == list(range(n))
     if n >= 1000:
@@ -29,15 +29,15 @@ def test_permutation_hits_every_place_once_and_depends_on_the_key(n):
         assert (one == other).mean() < 0.02
 
 
-def test_order_is_the_same_everywhere_and_forever():
-    """Literal numbers: a change here would break the resuming of every run there is."""
+def test_batch_order_never_changes():
+    """Literal numbers: a change here would break resuming for all existing runs."""
     assert WindowOrder(1000, 8, seed=1337).starts(0, 6).tolist() == [663, 911, 887, 975, 487, 671]
     order = WindowOrder(100_000, 16, seed=5)  # across two blocks
     assert order.starts(4090, 12).tolist() == [int(order.starts(g, 1)[0]) for g in range(4090, 4102)]
-    assert len(WindowOrder(10**12, 1024, seed=0).starts(10**13 + 5, 8)) == 8  # any position costs the same
+    assert len(WindowOrder(10**12, 1024, seed=0).starts(10**13 + 5, 8)) == 8  # every position has the same cost
 
 
-def test_an_epoch_sees_every_window_once_and_the_next_one_in_another_order_and_at_other_places():
+def test_each_epoch_uses_every_window_once_with_its_own_order_and_offset():
     order = WindowOrder(1003, 10, seed=3)
     first, second = order.starts(0, order.windows), order.starts(order.windows, order.windows)
     for starts in (first, second):
@@ -52,7 +52,7 @@ def test_an_epoch_sees_every_window_once_and_the_next_one_in_another_order_and_a
 
 
 @pytest.mark.parametrize("n_tokens", range(9, 40))
-def test_windows_never_leave_the_text(n_tokens):
+def test_windows_stay_inside_the_text(n_tokens):
     order = WindowOrder(n_tokens, 8, seed=n_tokens)
     starts = order.starts(0, 200)
     assert starts.min() >= 0
@@ -60,7 +60,7 @@ def test_windows_never_leave_the_text(n_tokens):
 
 
 @pytest.mark.parametrize("n_tokens", [40, 1000, 30_000])
-def test_a_block_of_many_epochs_is_what_it_is_sample_by_sample(n_tokens):
+def test_block_of_many_epochs_equals_single_samples(n_tokens):
     starts = WindowOrder(n_tokens, 16, seed=5).starts(0, BLOCK)
     order = WindowOrder(n_tokens, 16, seed=5)
     alone = [int(order._compute(np.array([g], dtype=np.uint64))[0]) for g in range(0, BLOCK, 97)]
@@ -68,7 +68,7 @@ def test_a_block_of_many_epochs_is_what_it_is_sample_by_sample(n_tokens):
 
 
 @pytest.mark.parametrize(("micro_batch", "accumulation", "processes"), [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)])
-def test_a_step_sees_the_same_samples_however_it_is_split(micro_batch, accumulation, processes):
+def test_step_uses_the_same_samples_for_every_division_of_the_global_batch(micro_batch, accumulation, processes):
     tokens = np.arange(2000, dtype=np.uint16)
     plan = BatchPlan(16, micro_batch, accumulation, processes)
     order = WindowOrder(2000, 16, seed=1)
@@ -81,7 +81,7 @@ def test_a_step_sees_the_same_samples_however_it_is_split(micro_batch, accumulat
     assert seen == order.starts(40, 8).tolist()
 
 
-def test_auto_takes_the_largest_micro_batch_that_divides_and_what_does_not_fit_names_what_would():
+def test_auto_uses_the_largest_micro_batch_that_divides_and_errors_name_valid_values():
     plan = plan_batches(BatchArguments(tokens_per_step=48 * 16), 16, 2, largest_micro_batch=10)
     assert (plan.micro_batch, plan.accumulation, plan.processes) == (8, 3, 2)
     arguments = BatchArguments(tokens_per_step=1000, per_device_train_batch_size="4")
@@ -95,8 +95,8 @@ def test_auto_takes_the_largest_micro_batch_that_divides_and_what_does_not_fit_n
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-def test_no_python_runs_for_each_row(masked):
-    """The cause of a quick batch: as many calls for 64 rows as for 4."""
+def test_batch_needs_no_python_code_per_row(masked):
+    """A batch of 64 rows makes as many Python calls as one of 4."""
     ids = np.arange(30_000, dtype=np.uint16)
     documents = Documents(np.arange(0, 30_001, 100), has_eos=True) if masked else None
 

@@ -1,4 +1,4 @@
-"""Inductor's cache after a kill: incomplete libraries go, complete ones and those that are being written stay."""
+"""Inductor's cache after a kill: incomplete libraries are deleted; complete ones and those being written are kept."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from training import compilation
 from training.compilation import remove_incomplete_libraries
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libraries of other systems are not ELF files")
-LIBRARY = Path(torch.__file__).parent / "lib" / "libshm.so"  # some real one, small
+LIBRARY = Path(torch.__file__).parent / "lib" / "libshm.so"  # a small real library
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_incomplete_libraries_are_removed(cache):
     assert left(cache) == {"whole"}
 
 
-def test_a_library_that_is_being_linked_stays(cache):
+def test_library_that_is_being_linked_is_kept(cache):
     path, done = cache / "header" / "header.main.so", threading.Event()
 
     def link() -> None:

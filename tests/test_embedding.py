@@ -1,4 +1,4 @@
-"""Gradients of embeddings: as PyTorch's, and without atomic additions where they are compiled."""
+"""Gradients of embeddings: equal to PyTorch's, and without atomic additions when compiled."""
 
 from collections import Counter
 
@@ -27,7 +27,7 @@ def loss_of(tied: bool, deterministic: bool) -> NextTokenLoss:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["plain", "packed"])
-def test_loss_and_gradients_are_those_of_plain_embeddings(tied, positions):
+def test_loss_and_gradients_match_plain_embeddings(tied, positions):
     plain, ours = loss_of(tied, False), loss_of(tied, True)
     assert ours.state_dict().keys() == plain.state_dict().keys()
     values = [loss(BATCH, BATCH, 64, positions) for loss in (plain, ours)]
@@ -39,7 +39,7 @@ def test_loss_and_gradients_are_those_of_plain_embeddings(tied, positions):
 
 
 def backward_operations(deterministic: bool) -> Counter:
-    """Operations of the backward graph as Inductor would get it."""
+    """Count the operations of the backward graph that Inductor would receive."""
     torch._dynamo.reset()
     operations = Counter()
 
@@ -55,10 +55,10 @@ def backward_operations(deterministic: bool) -> Counter:
     return operations
 
 
-def test_compiled_no_gradient_is_summed_by_atomic_additions():
+def test_compiled_gradients_use_no_atomic_additions():
     names = ("index_put", "_unsafe_masked_index_put_accumulate", "_unsafe_index_put")
     atomic = [f"aten.{name}.default" for name in names]
     plain, ours = backward_operations(False), backward_operations(True)
-    assert sum(plain[name] for name in atomic) == 2  # tokens and positions: what this test looks for does occur
+    assert sum(plain[name] for name in atomic) == 2  # tokens and positions: plain embeddings do use them
     assert sum(ours[name] for name in atomic) == 0
     assert ours["gpt2scratch.embedding_gradient.default"] == 2

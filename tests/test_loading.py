@@ -1,4 +1,4 @@
-"""A published folder in a process that has never heard of this project."""
+"""Loading of a published folder in a process without this project."""
 
 import ast
 import json
@@ -24,8 +24,8 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_gpt2scratch.GPT2ScratchForCausalLM",
 }
 
-# Loads each source as a stranger would; prints one JSON object per source.
-STRANGER = """
+# Loads each source without this project; prints one JSON object per source.
+LOAD_EACH = """
 import json, sys
 from pathlib import Path
 import torch
@@ -70,19 +70,19 @@ def tiny(**fields):
     return GPT2ScratchForCausalLM(GPT2ScratchConfig(**TINY | fields)).eval()
 
 
-def as_a_stranger(launch, folder, sources):
+def load_isolated(launch, folder, sources):
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
-    strange = {"HF_HOME": str(folder / "hf"), "HF_HUB_CACHE": str(folder / "hf" / "hub"), "HF_HUB_OFFLINE": "1"}
-    strange |= {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONPATH": ""}
+    isolated = {"HF_HOME": str(folder / "hf"), "HF_HUB_CACHE": str(folder / "hf" / "hub"), "HF_HUB_OFFLINE": "1"}
+    isolated |= {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONPATH": ""}
     pairs = [(str(source), str(to or "")) for source, to in sources]
-    done = launch("-c", STRANGER, json.dumps(pairs), folder=elsewhere, **strange)
+    done = launch("-c", LOAD_EACH, json.dumps(pairs), folder=elsewhere, **isolated)
     assert done.returncode == 0, done.stderr
     return [SimpleNamespace(**json.loads(line), stderr=done.stderr) for line in done.stdout.splitlines()]
 
 
 def put_in_hub_cache(model_folder, cache):
-    """The files as `huggingface_hub` keeps a downloaded repository."""
+    """Write the files as `huggingface_hub` stores a downloaded repository."""
     repository = cache / f"models--{HUB_ID.replace('/', '--')}"
     shutil.copytree(model_folder, repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()
@@ -91,19 +91,19 @@ def put_in_hub_cache(model_folder, cache):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, launch):
-    """Every folder of these tests, and what strangers saw in them: two processes, one after the other."""
+    """Return all folders of these tests and the results of loading them in two processes, one after the other."""
     folder = tmp_path_factory.mktemp("published")
     models = {"untied": tiny(), "tied": tiny(tie_word_embeddings=True)}
     for name, model in models.items():
         model.save_pretrained(folder / name)
     put_in_hub_cache(folder / "untied", folder / "hf" / "hub")
     first = {"untied": folder / "resaved", "tied": None, HUB_ID: folder / "resaved_from_hub"}
-    seen = as_a_stranger(
+    seen = load_isolated(
         launch, folder, [(HUB_ID if name == HUB_ID else folder / name, to) for name, to in first.items()]
     )
     shutil.copytree(folder / "untied", folder / "another name-v1.0")
     second = ["resaved", "resaved_from_hub", "another name-v1.0"]
-    seen += as_a_stranger(launch, folder, [(folder / name, None) for name in second])
+    seen += load_isolated(launch, folder, [(folder / name, None) for name in second])
     return SimpleNamespace(folder=folder, models=models, seen=dict(zip([*first, *second], seen, strict=True)))
 
 
@@ -125,18 +125,18 @@ def test_a_saved_folder_carries_its_code_and_names_it(published, folder):
 
 @torch.no_grad()
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_stranger_loads_every_class_and_weight_with_the_folders_own_code_and_gets_our_logits(published, source):
+def test_other_process_loads_every_class_and_weight_with_the_folders_code_and_gets_the_same_logits(published, source):
     seen, model = published.seen[source], published.models["tied" if source == "tied" else "untied"]
     assert seen.classes == ["GPT2ScratchConfig", "GPT2ScratchModel", "GPT2ScratchForCausalLM"]
     assert all(module.startswith("transformers_modules.") for module in seen.modules)
     assert seen.problems == {"base": {}, "model": {}}
     assert "lm_head" not in seen.stderr  # no warning from the base model
-    assert seen.dropped_by_vllm == []  # the attribute by which it would drop the head
+    assert seen.dropped_by_vllm == []  # this attribute would make it drop the head
     assert seen.tied == (source == "tied")
     for logits in (seen.logits, seen.through_base):
         torch.testing.assert_close(torch.tensor(logits), model(IDS).logits, rtol=0, atol=1e-6)
     assert seen.generated == model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
-    # First weights: 1 / sqrt(2 * 2 layers); the custom code's own modules are those that Transformers once skipped.
+    # Initial weights: 1 / sqrt(2 * 2 layers). Transformers once skipped modules defined by custom code.
     assert seen.residual_std == pytest.approx(0.5, rel=0.1)
 
 
@@ -151,7 +151,7 @@ def test_tied_weights_are_stored_once(published):
     assert "lm_head.weight" not in tied
 
 
-def test_a_compiled_model_and_one_without_its_head_are_saved_with_their_code(tmp_path):
+def test_compiled_model_and_model_without_head_are_saved_with_their_code(tmp_path):
     model = tiny()
     torch.compile(model).save_pretrained(tmp_path / "compiled")
     assert set(weight_names(tmp_path / "compiled")) == set(model.state_dict())  # plain names
@@ -162,7 +162,7 @@ def test_a_compiled_model_and_one_without_its_head_are_saved_with_their_code(tmp
 
 
 def imports_of(path):
-    """(level, module, names) of every import statement; level 1 is `from .module`."""
+    """Yield (level, module, names) of every import statement; level 1 is `from .module`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, []) for alias in node.names)
@@ -170,8 +170,8 @@ def imports_of(path):
             yield node.level, node.module, [alias.name for alias in node.names]
 
 
-def test_the_uploaded_files_import_nothing_that_a_stranger_lacks_and_each_other_in_the_one_way_that_works(published):
-    """As Transformers' scanner sees it, and as Python does: `from .configuration_gpt2scratch import GPT2ScratchConfig`."""
+def test_uploaded_files_import_only_public_packages_and_each_other_relatively(published):
+    """Checked with Transformers' scanner and in Python: `from .configuration_gpt2scratch import GPT2ScratchConfig`."""
     allowed = {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
     configuration, modeling = (published.folder / "untied" / name for name in CODE)
     assert get_relative_imports(configuration) == []

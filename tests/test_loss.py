@@ -30,7 +30,7 @@ def gradients(loss, states: torch.Tensor, weight: torch.Tensor, targets: torch.T
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_loss_and_gradients_are_cross_entropys(shape):
+def test_loss_and_gradients_match_cross_entropy(shape):
     given = problem(*shape)
     for ours, expected in zip(gradients(linear_cross_entropy, *given), gradients(reference, *given), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
@@ -39,7 +39,7 @@ def test_loss_and_gradients_are_cross_entropys(shape):
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
-def test_in_mixed_precision_it_is_as_close_as_autograd(precision):
+def test_mixed_precision_is_as_accurate_as_autograd(precision):
     given = problem(*SHAPES[-1])
     exact = gradients(reference, *given)
     with torch.autocast("cpu", precision):
@@ -49,7 +49,7 @@ def test_in_mixed_precision_it_is_as_close_as_autograd(precision):
         assert (one - truth).norm() <= 1.2 * (other - truth).norm() + 1e-6 * truth.norm()
 
 
-def test_the_gradient_by_hand_and_the_sum_that_gpus_compute():
+def test_gradient_matches_a_hand_computation_and_gpu_sum_matches_nll_loss():
     """Two tokens, logits 0 and log 3: probabilities 1/4 and 3/4."""
     states = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[0.0], [3.0]]).log().nan_to_num(neginf=0.0).requires_grad_()
@@ -59,7 +59,7 @@ def test_the_gradient_by_hand_and_the_sum_that_gpus_compute():
     assert weight.grad.flatten().tolist() == pytest.approx([-0.75, 0.75])
     assert states.grad.item() == pytest.approx(0.75 * 1.0986123)
     log_probabilities = torch.randn(30, 50).log_softmax(dim=-1)
-    log_probabilities[3, 4] = -torch.inf  # of a token that is not the target
+    log_probabilities[3, 4] = -torch.inf  # not the target token
     targets = torch.arange(30) + 10
     targets[::7] = IGNORED
     expected = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
@@ -67,8 +67,8 @@ def test_the_gradient_by_hand_and_the_sum_that_gpus_compute():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_whole_logits_never_exist_for_the_backward_pass(compiled):
-    """2,500 rows of 1,100 logits: no tensor that is kept has as many values."""
+def test_full_logits_are_not_kept_for_the_backward_pass(compiled):
+    """2,500 rows of 1,100 logits: no kept tensor has as many values."""
     torch._dynamo.reset()
     kept = []
 
@@ -84,7 +84,7 @@ def test_whole_logits_never_exist_for_the_backward_pass(compiled):
     assert sorted(kept)[-2:] == [1100 * 8, 2500 * 8]
 
 
-def test_compiled_it_is_one_graph_and_the_same():
+def test_compiled_loss_is_one_graph_with_the_same_result():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(linear_cross_entropy, backend=counter, fullgraph=True, dynamic=False)
@@ -96,7 +96,7 @@ def test_compiled_it_is_one_graph_and_the_same():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_gradients_of_a_model_are_those_of_its_own_loss(tied):
+def test_gradients_match_the_models_own_loss(tied):
     torch.manual_seed(0)
     shape = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
     model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**shape, tie_word_embeddings=tied))
