@@ -205,8 +205,7 @@ class DamageError(OSError):
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return a description of the first damaged file of a checkpoint; None if it is intact. Raise a `UserError` if a newer version of
-    this project wrote the checkpoint."""
+    """Return the first damage found in a checkpoint; None if it is intact. Raise a `UserError` for a newer version's checkpoint."""
     try:
         for name, (_, sha256) in listed_files(checkpoint).items():
             if file_sha256(checkpoint / name) != sha256:

@@ -29,8 +29,7 @@ def say(text: str, through: Callable[[str], object] = AT_ONCE) -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wrap lines at words and align continuation lines after a label (`Memory:  `). Commands, indented by two spaces, stay on one
-    line for copying."""
+    """Wrap lines at words, aligned after a label (`Memory:  `). Commands, indented by two spaces, stay on one line for copying."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= width or re.match(r"  \S", line):

@@ -113,7 +113,9 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
             f"Attention does not use cuDNN: with mask_documents and context {context}, its gradients can be NaN (at 64, 192, 320 ...)."
         )
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
-        notes.append("torch is a CPU-only build: install a CUDA build of torch to use the NVIDIA GPU of this machine.")
+        notes += [
+            "This machine has an NVIDIA GPU, but torch is a CPU-only build: install a CUDA build of torch to use it."
+        ]
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation != "1":
         notes.append(
@@ -172,7 +174,8 @@ def _precision(asked: str) -> str:
     if asked == "fp16" and not has_gpu:
         raise UserError("mixed_precision is fp16, which needs a GPU, and none was found; use bf16, no or auto.")
     if asked == "bf16" and has_gpu and not has_bf16:
-        raise UserError(f"mixed_precision is bf16, but {torch.cuda.get_device_name()} lacks it; use fp16 or auto.")
+        gpu = torch.cuda.get_device_name()
+        raise UserError(f"mixed_precision is bf16, which {gpu} does not support; use fp16 or auto.")
     if asked != "auto":
         return asked
     if has_gpu:
@@ -253,10 +256,8 @@ def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -
 def kernel_of_sdpa(device: torch.device, setup: Setup, model: GPT2ScratchConfig) -> str:
     """Return the kernel that PyTorch reports for tensors like those of a step: cudnn, flash, efficient, or math, which is slow
     and stores the matrix of scores."""
-    T, dtype = (
-        model.n_positions,
-        {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.mixed_precision, torch.float32),
-    )
+    T = model.n_positions
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.mixed_precision, torch.float32)
     shape = (1, model.n_head, T, model.n_embd // model.n_head)
     query = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
     mask = torch.ones(1, 1, T, T, device=device, dtype=torch.bool) if setup.mask_documents else None
