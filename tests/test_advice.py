@@ -46,10 +46,7 @@ def evaluations(*losses) -> list[dict]:
         lines(noisy(3.0, 200), first=95_000),  # flat at the end of the run
         *(evaluations(3.0, 2.0, 2.005, 2.009), evaluations(3.0, 2.0, 2.1, 2.05)),
         *(evaluations(3.0, 2.0, 2.1), evaluations(2.0, 2.1)),
-        [
-            *evaluations(3.0, 2.0, 2.05),
-            {"step": 400, "eval_loss": 2.2, "eval_sampled_loss": 2.01},
-        ],  # eval_loss is over more text
+        [*evaluations(3.0, 2.0, 2.05), {"step": 400, "eval_loss": 2.2, "eval_sampled_loss": 2.01}],  # on more text
     ],
 )
 def test_healthy_run_gets_no_advice(tmp_path, entries):
