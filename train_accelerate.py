@@ -1,14 +1,14 @@
-"""Train a model: tokens -> checkpoints, the whole run from top to bottom.
+"""Train a model from scratch. This file shows the whole run, from top to bottom.
 
-python train_accelerate.py                                  # the quickstart: nothing to download
+python train_accelerate.py                                  # quickstart: downloads nothing
 python train_accelerate.py --data my.txt                    # your own text, or a token store
 python train_accelerate.py --config presets/gpt2.yaml --data data/my
-python train_accelerate.py --resume_from_checkpoint runs/x  # go on where it stopped
+python train_accelerate.py --resume_from_checkpoint runs/x  # resume from the newest checkpoint
 
-`accelerate launch --quiet train_accelerate.py` is the same run of one process; several need it, with a file of launch/.
+`accelerate launch --quiet train_accelerate.py` runs the same single process; use it with a file of launch/ for several.
 """
 
-# First: at Ctrl-C, or if the launcher dies, during the imports below, which take seconds, this process ends too.
+# First, so that Ctrl-C or the launcher's death also ends this process during the imports below, which take seconds.
 import training.threads  # noqa: F401
 
 # isort: split
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
         return
     setup, folder, trackers = setup_of(config), config.run.folder, config.journal.report_to or None
     with job(setup, folder, trackers, config.stopping, config.flat()) as (accelerator, watchdog):
-        # Decide: every problem is found here, before the first step.
+        # Decide: all problems are found here, before the first step.
         run = decide_run(config, setup, accelerator)
         reason = train(config, run, watchdog) if not is_finished(run) else finish_again(run)
     if reason is not None and EXIT_CODES[reason] != 0:
@@ -48,12 +48,12 @@ def main(arguments: list[str]) -> None:
 
 
 def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
-    """Train; return why the run stopped before its end, or None."""
+    """Train; return why the run stopped early, or None."""
     accelerator, data, plan, start = run.accelerator, run.data, run.plan, run.start
     forecast = forecast_run(config, run)
     begin_run(run, config.run, dump_config(config), forecast.described())
 
-    # Whatever goes wrong from here on, the guard leaves the run in order.
+    # After any failure from here on, the guard leaves a consistent run folder.
     with RunGuard(run, config.health, config.stopping, watchdog) as guard:
         # Build: model, optimizer, and batches that are a function of the step.
         batches = TrainBatches(data.train, plan.order, plan.batches, accelerator.process_index, plan.position)
@@ -63,9 +63,9 @@ def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
         validation = Validation(run, train_step, config.evaluation.max_eval_samples)
         print_forecast(run, forecast)
 
-        gc.freeze()  # all that was imported and built: looking through it for garbage would stop a step for half a second
+        gc.freeze()  # excludes everything so far from garbage collection, which would pause a step for half a second
 
-        # Train: learn, look, log, save, validate. Saved first: a validation that fails must not cost the steps before it.
+        # Train: step, log, save, validate. Saving comes first, so that a failed validation does not lose the steps before it.
         with (
             Saver(run.folder, train_step, data.store, data.tokenizer, config.checkpoints_kept, run.backup) as saver,
             RunLog(run, batches, forecast.evaluation_share, config.cost.hourly_price) as log,
@@ -73,7 +73,7 @@ def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
         ):
             log.start_trackers(config.journal.project, config.flat())
             if start.step == 0:
-                validation.write_samples(0, log, aloud=False)
+                validation.write_samples(0, log, prints=False)  # before training, samples are noise
             if start.owes_validation:
                 validation.validate(start.step, log, guard.stopper.agreed)
             for step in guard.steps(saver):
@@ -88,7 +88,7 @@ def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
                 validates = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, done)
                 profiler.after(done, saves or validates)
                 if logs or saves or validates:
-                    with log.waiting():  # nothing else waits for the device
+                    with log.waiting():  # the only place that waits for the device
                         guard.read_losses(done, saver)
                 if logs:
                     log.log(done, rate_factor * config.optim.learning_rate, guard.health.take_reading())

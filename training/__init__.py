@@ -1,1 +1,1 @@
-"""Tokens -> checkpoints: one noun a file, composed by `config.py`, told as a story by `train_accelerate.py`."""
+"""Training, from tokens to checkpoints. Each file defines one concept; `train_accelerate.py` shows the whole run in order."""

@@ -1,6 +1,6 @@
-"""metrics.jsonl: one object per log line, by the names of Transformers' Trainer; and events.jsonl, see status.py.
+"""Readers of metrics.jsonl (one object per log line, with the names of Transformers' Trainer) and events.jsonl (status.py).
 
-A line that no run writes, cut off by a crash or changed by hand, is skipped: no run fails at its report for one.
+An invalid line, cut off by a crash or edited by hand, is skipped, so that it cannot make a run fail at its report.
 """
 
 import json
@@ -17,7 +17,7 @@ EVALUATED = {"epoch", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "eva
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl: log lines and validations, all of whose values are numbers."""
+    """Return the entries of a metrics.jsonl: log lines and validations; all their values are numbers."""
     return [entry for entry in _objects(path) if _is_metrics(entry)]
 
 
@@ -68,17 +68,17 @@ def _is_number(value: Any) -> bool:
 
 @dataclass
 class Planned:
-    """What was estimated for a run, as its first event has it."""
+    """Estimate of a run, recorded in its first event."""
 
     steps: int
     evaluation_share: float
     memory_bytes: float
-    tokens_per_second: float | None  # both or none
+    tokens_per_second: float | None  # None exactly if `hours` is None
     hours: float | None
 
     @property
     def is_possible(self) -> bool:
-        """Whether the numbers are such as reports reckon with."""
+        """Whether the numbers are valid for reports."""
         is_one_unknown = (self.tokens_per_second is None) != (self.hours is None)
         largest = max(abs(number or 0) for number in vars(self).values())
         return not is_one_unknown and largest < 1e18 and self.steps >= 1 > self.evaluation_share
@@ -96,7 +96,7 @@ DETAILS = {
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Takes out what was logged after the checkpoint that a run resumes from, so that the file reads as one run."""
+    """Remove the entries after the checkpoint that a run resumes from, so that the file reads as one run."""
     entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
     write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
@@ -106,32 +106,32 @@ def has_evaluation(path: Path, step: int) -> bool:
 
 
 def best_step(path: Path) -> int | None:
-    """The step with the lowest validation loss."""
+    """Return the step with the lowest comparable validation loss; None without a validation."""
     best = best_evaluation(read_metrics(path))
     return best["step"] if best is not None else None
 
 
 def best_evaluation(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The validation with the lowest comparable loss."""
+    """Return the validation with the lowest comparable loss; None without a validation."""
     return min((entry for entry in entries if "eval_loss" in entry), key=comparable_loss, default=None)
 
 
 def comparable_loss(entry: dict[str, Any]) -> float:
-    """Of a validation, on the text that all of a run's validations score: its last one scores more."""
+    """Return the loss on the text that all validations of a run score; the last validation may score more text."""
     return entry.get("eval_sampled_loss", entry["eval_loss"])
 
 
 def scores_more(entry: dict[str, Any]) -> bool:
-    """Whether a validation scored more than the sample, so that its loss compares with no other."""
+    """Return whether a validation scored more than the sample, so that its loss is not comparable with the others."""
     return comparable_loss(entry) != entry["eval_loss"]
 
 
 def seconds_until(entries: list[dict[str, Any]]) -> dict[int, float]:
-    """How long the steps took until each logged step, by the tokens and the speed of each log line. In a run that goes on
-    from another's checkpoint, the steps of that one do not count."""
+    """Return the training seconds until each logged step, from the tokens and the speed of each log line. In a run that branched
+    off from another run's checkpoint, the steps of the other run do not count."""
     seconds, until = 0.0, {}
     logged = [entry for entry in entries if "tokens" in entry][:2]
-    between = logged[-1]["step"] - logged[0]["step"] if logged else 0  # steps, as before the first line of such a run
+    between = logged[-1]["step"] - logged[0]["step"] if logged else 0  # steps per line, also before the first line
     tokens = logged[0]["tokens"] * (1 - between / logged[0]["step"]) if between else 0
     for entry in entries:
         if "tokens_per_second" in entry:

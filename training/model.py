@@ -1,4 +1,4 @@
-"""The model of a run: flags, and what the token store decides, become a `GPT2ScratchForCausalLM`."""
+"""Model of a run: builds a `GPT2ScratchForCausalLM` from the flags and the token store."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,20 +18,20 @@ from training.tensors import load_weights
 
 @dataclass
 class ModelArguments:
-    """The fields of `GPT2ScratchConfig`, under its names and with its defaults; the vocabulary is the store's."""
+    """Fields of `GPT2ScratchConfig`, with the same names and defaults; the vocabulary comes from the token store."""
 
     n_layer: int = setting(12, "Number of transformer blocks.", minimum=1, maximum=1000, resume="derived")
-    n_head: int = setting(12, "Attention heads a block; must divide n_embd.", minimum=1, maximum=1024, resume="derived")
+    n_head: int = setting(12, "Heads per block; must divide n_embd.", minimum=1, maximum=1024, resume="derived")
     n_embd: int = setting(768, "Width of the residual stream.", minimum=1, maximum=65_536, resume="derived")
     n_positions: int = setting(512, "Context length in tokens.", minimum=1, maximum=1_048_576, resume="derived")
     n_inner: int | None = setting(
-        None, "Width of the MLP; 4 * n_embd where left out.", minimum=1, maximum=262_144, resume="derived"
+        None, "Width of the MLP. Default: 4 * n_embd.", minimum=1, maximum=262_144, resume="derived"
     )
     activation_function: str = setting("gelu", "gelu (exact) or gelu_new (GPT-2's tanh).", resume="derived")
-    tie_word_embeddings: bool = setting(False, "Use the token embedding as the head too.", resume="derived")
+    tie_word_embeddings: bool = setting(False, "Share the token embedding with the head.", resume="derived")
     embd_pdrop: float = setting(0.0, "Dropout probability after the embeddings.", minimum=0, below=1)
-    attn_pdrop: float = setting(0.0, "Dropout probability on the attention weights.", minimum=0, below=1)
-    resid_pdrop: float = setting(0.0, "Dropout probability on what a block adds.", minimum=0, below=1)
+    attn_pdrop: float = setting(0.0, "Dropout probability of the attention weights.", minimum=0, below=1)
+    resid_pdrop: float = setting(0.0, "Dropout probability of the outputs of attention and MLP.", minimum=0, below=1)
     layer_norm_epsilon: float = setting(
         1e-5, "Added to the variance in LayerNorm.", minimum=1e-12, maximum=1, resume="derived"
     )
@@ -43,7 +43,7 @@ class ModelArguments:
 def model_config(
     arguments: ModelArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> GPT2ScratchConfig:
-    """Return the model's configuration; raise a `UserError` for values that do not fit together, one problem a line."""
+    """Return the model's configuration; raise a `UserError` for inconsistent values, one problem per line."""
     special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
         return GPT2ScratchConfig(vocab_size=vocab_size, **asdict(arguments), **special)
@@ -54,11 +54,11 @@ def model_config(
 def build_model(
     config: GPT2ScratchConfig, setup: Setup, seed: int, weights: Path | None = None
 ) -> GPT2ScratchForCausalLM:
-    """Build the model in fp32: with fresh weights decided by `seed`, or with those of a safetensors file; raise a `UserError`
-    where these do not fit."""
+    """Build the model in fp32, with initial weights from `seed` or with the weights of a safetensors file. Raise a `UserError` if
+    these do not fit."""
     torch.manual_seed(seed)
     if weights is not None:
-        with torch.device("meta"):  # nothing is drawn that would be replaced
+        with torch.device("meta"):  # skips an initialization that would be overwritten
             model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=setup.attn_implementation)
         model.to_empty(device="cpu").tie_weights()
         load_weights(weights, model)
@@ -76,6 +76,6 @@ def build_model(
 
 
 def _to_autocasts_precision(_module: nn.Module, _arguments: tuple, stream: torch.Tensor) -> torch.Tensor:
-    """Where the residual stream begins (B, T, C). All that blocks add to it is in this precision already."""
+    """Cast the start of the residual stream (B, T, C) to autocast's precision, in which all blocks already add to it."""
     device = stream.device.type
     return stream.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else stream

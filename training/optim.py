@@ -1,6 +1,6 @@
-"""The optimizer: its parameter groups, what it keeps per parameter, its learning rate, and how it skips a step.
+"""Optimizer: parameter groups, state per parameter, learning rate schedule, and skipped steps.
 
-Whatever depends on the optimizer is here; checkpoints, memory estimates and the training step ask `OPTIMIZER`.
+All code that depends on the optimizer is here; checkpoints, memory estimates and the training step use `OPTIMIZER`.
 """
 
 import math
@@ -21,15 +21,15 @@ from training.tensors import opened, shard_like, verified
 class OptimArguments:
     learning_rate: float = setting(6e-4, "Peak learning rate.", above=0, maximum=100)
     min_learning_rate: float = setting(6e-5, "Learning rate of the last step.", minimum=0, maximum=100)
-    warmup_steps: int = setting(100, "Steps over which the rate rises linearly to its peak.")
+    warmup_steps: int = setting(100, "Steps of linear learning rate warm-up to the peak.")
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = setting(
-        "cosine", "How the rate falls from its peak to min_learning_rate; constant: it does not."
+        "cosine", "Decay of the learning rate from its peak to min_learning_rate; constant: no decay."
     )
-    weight_decay: float = setting(0.1, "Decoupled weight decay, on matrices only.", minimum=0, maximum=1000)
+    weight_decay: float = setting(0.1, "Decoupled weight decay, applied to matrices only.", minimum=0, maximum=1000)
     adam_beta1: float = setting(0.9, "Decay of AdamW's first moment.", minimum=0, below=1)
     adam_beta2: float = setting(0.95, "Decay of AdamW's second moment.", minimum=0, below=1)
     adam_epsilon: float = setting(1e-8, "Added to AdamW's denominator.", minimum=1e-20, maximum=1)
-    max_grad_norm: float = setting(1.0, "Gradients are scaled down to this norm; 0: never.")
+    max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables clipping.")
 
     def problems(self) -> list[str]:
         if self.min_learning_rate <= self.learning_rate:
@@ -40,10 +40,10 @@ class OptimArguments:
 
 
 class Moment(NamedTuple):
-    """A fp32 tensor that the optimizer keeps for each parameter."""
+    """An fp32 tensor that the optimizer stores for each parameter."""
 
-    key: str  # in the optimizer's state, and after the parameter's name in a checkpoint
-    at_least: float = -math.inf  # of its values
+    key: str  # in the optimizer's state; in a checkpoint, it follows the parameter's name
+    at_least: float = -math.inf  # lower bound of the values
     is_scalar: bool = False  # one number, not one per weight
 
 
@@ -62,7 +62,7 @@ OPTIMIZER = AdamW
 
 
 def build_optimizer(model: nn.Module, arguments: OptimArguments, device: torch.device) -> torch.optim.Optimizer:
-    """Build the optimizer; matrices decay, biases and LayerNorms do not. A group's `initial_lr` is its peak rate."""
+    """Build the optimizer. Weight decay applies to matrices only. `initial_lr` of a group is its peak learning rate."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": arguments.weight_decay},
@@ -73,7 +73,7 @@ def build_optimizer(model: nn.Module, arguments: OptimArguments, device: torch.d
 
 
 def schedule(step: int, max_steps: int, arguments: OptimArguments) -> float:
-    """Return the factor of each group's peak rate at step 0 .. max_steps - 1: linear warm-up to 1, then down to
+    """Return the factor of each group's peak learning rate at step 0 .. max_steps - 1: linear warm-up to 1, then decay to
     `min_learning_rate` at the last step."""
     floor, warmup = arguments.min_learning_rate / arguments.learning_rate, arguments.warmup_steps
     if step < warmup:
@@ -87,34 +87,34 @@ def schedule(step: int, max_steps: int, arguments: OptimArguments) -> float:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set the rate of every group to `factor` times its peak."""
+    """Set the learning rate of every group to `factor` times its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
 
 
 def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
-    """Make the coming `step` change nothing, moments and their count included, if the gradient is not finite.
+    """Make the next `step` change nothing, including moments and their step count, if the gradient is not finite.
 
-    PyTorch's fused kernels read `found_inf` on the device, where fp16's scaler writes it; this is for other precisions.
+    PyTorch's fused kernels read `found_inf` on the device. In fp16, the scaler sets it; this function is for other precisions.
     """
     if optimizer.defaults.get("fused"):
         optimizer.grad_scale, optimizer.found_inf = None, (~grad_norm.isfinite()).float()
-    elif not grad_norm.isfinite():  # waits for the device: Apple's, where AdamW is not fused
+    elif not grad_norm.isfinite():  # waits for the device, an Apple GPU, where AdamW is not fused
         optimizer.zero_grad()
 
 
 def moment_shapes(shape: torch.Size) -> dict[str, torch.Size]:
-    """Return the shapes of the moments of a parameter by their keys."""
+    """Return the shapes of a parameter's moments by key."""
     return {moment.key: torch.Size() if moment.is_scalar else shape for moment in OPTIMIZER.moments}
 
 
 def moment_bytes(parameters: int) -> int:
-    """Return the bytes of the moments of so many parameters; the scalars of each tensor are not counted."""
+    """Return the bytes of the moments of `parameters` parameters, without the scalars per tensor."""
     return 4 * parameters * sum(not moment.is_scalar for moment in OPTIMIZER.moments)
 
 
 def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the optimizer's state under its name in a checkpoint, such as `transformer.wte.weight/exp_avg`."""
+    """Yield every tensor of the optimizer's state with its name in a checkpoint, such as `transformer.wte.weight/exp_avg`."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
@@ -122,12 +122,12 @@ def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill `optimizer`, built for `model`, with the moments of a safetensors file; its hyperparameters stay its own. Raise a
-    `UserError` for a file that holds other tensors than the optimizer, or such as no run writes."""
+    """Load the moments of a safetensors file into `optimizer`, built for `model`; its hyperparameters do not change. Raise a
+    `UserError` if the file's tensors do not match the optimizer, or hold values that no run writes."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
-    with opened(path) as file:  # one tensor at a time: of a sharded one, only a share is kept
+    with opened(path) as file:  # one tensor at a time: only this process's shard is kept
         wanted = {f"{names[parameter]}/{moment.key}" for parameter in parameters for moment in OPTIMIZER.moments}
         if wrong := sorted(set(file.keys()) ^ wanted):
             raise UserError(f"{path} does not fit the model: {', '.join(wrong[:5])}.")
@@ -141,5 +141,5 @@ def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def usual_learning_rate(parameters: int) -> float:
-    """Return the usual peak rate of Adam (Kaplan et al. 2020, appendix D.6): 6.4e-4 for 124M parameters."""
+    """Return the usual peak learning rate of Adam (Kaplan et al. 2020, appendix D.6): 6.4e-4 for 124M parameters."""
     return 0.003239 - 0.0001395 * math.log(parameters)

@@ -1,4 +1,4 @@
-"""The plan of a run: model, batches, length, memory, and where in its data it starts."""
+"""Plan of a run: model, batches, length, memory, and start position in the data."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from training.memory import Memory
 
 @dataclass
 class LengthArguments:
-    """One of the three; one epoch where none is given."""
+    """Length of a run, in one of three units; one epoch by default."""
 
     max_steps: int | None = setting(None, "Length of the run in steps.", minimum=1)
     num_train_epochs: float | None = setting(
@@ -29,7 +29,7 @@ class LengthArguments:
         if len(given) <= 1:
             return []
         pairs = " and ".join(f"{name} {value}" for name, value in given.items())
-        return [f"{pairs} are given together; the length of a run is only one of them."]
+        return [f"{pairs} are given together; use only one of them for the length of a run."]
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Plan:
     placement: Placement
     memory: Memory
     available: int  # bytes for each process, without its tokens
-    position: DataPosition  # that the run starts or resumes from
+    position: DataPosition  # where the run starts or resumes
 
     @property
     def tokens_per_step(self) -> int:
         return self.batches.sequences * self.batches.context
 
     def epoch(self, step: int) -> float:
-        """Return the epochs done after `step` steps."""
+        """Return the number of epochs after `step` steps."""
         return self.after(step).sample / self.order.windows
 
     def after(self, step: int) -> DataPosition:
@@ -56,7 +56,7 @@ class Plan:
         return self.position.after(step, self.batches.sequences, self.batches.context)
 
     def is_due(self, strategy: str, every: int, step: int) -> bool:
-        """Whether an action with this `strategy` (`steps`, `epoch`, `no`) is due after `step` steps. After the last, it always is."""
+        """Return whether an action with `strategy` (`steps`, `epoch`, `no`) is due after `step` steps; always after the last."""
         if step == self.max_steps:
             return True
         if strategy == "epoch":
@@ -65,7 +65,7 @@ class Plan:
 
 
 def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> int:
-    """The number of steps. A last step that is begun is done whole."""
+    """Return the number of steps; a partial last step counts as a whole one."""
     if arguments.max_steps is not None:
         return arguments.max_steps
     if arguments.max_train_tokens is not None:
@@ -74,19 +74,19 @@ def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> in
 
 
 def host_memory_problems(memory: Memory, processes: int) -> list[str]:
-    """A model that cannot fit the machine, whatever else runs there: the system would kill the process without a word."""
+    """Return a problem if the model cannot fit the machine's whole memory: the system would kill the process without a message."""
     needed = sum(memory.fixed().values()) * processes
     there = psutil.virtual_memory().total + psutil.swap_memory().total
     if needed <= there:
         return []
     return [
-        f"A model of {memory.parameters:,} parameters takes {needed / 1e9:,.0f} GB with its gradients and moments, and this machine "
+        f"A model of {memory.parameters:,} parameters needs {needed / 1e9:,.0f} GB with its gradients and moments, but this machine "
         f"has {there / 1e9:,.0f} GB; lower n_layer or n_embd, or use a GPU or a larger machine."
     ]
 
 
 def cuda_graph_problems(setup: Setup, batches: BatchPlan) -> list[str]:
-    """CUDA graphs write every gradient to the same memory: a second micro-batch, or DDP's buckets, would spoil the first."""
+    """Return a problem if CUDA graphs, which reuse the memory of gradients, would corrupt accumulation or DDP's buckets."""
     mode = setup.torch_compile_mode
     if not setup.torch_compile or mode is None or not torch._inductor.list_mode_options(mode).get("triton.cudagraphs"):
         return []
@@ -97,7 +97,7 @@ def cuda_graph_problems(setup: Setup, batches: BatchPlan) -> list[str]:
         ]
     if batches.accumulation > 1:
         return [
-            f"torch_compile_mode {mode} uses CUDA graphs, which would overwrite gradients that {batches.accumulation} micro-batches "
-            f"add up; use {instead}, or --tokens_per_step {batches.micro_batch * batches.context}, a single micro-batch."
+            f"torch_compile_mode {mode} uses CUDA graphs, which overwrite the gradients accumulated over {batches.accumulation} "
+            f"micro-batches; use {instead}, or --tokens_per_step {batches.micro_batch * batches.context}, a single micro-batch."
         ]
     return []

@@ -1,4 +1,4 @@
-"""Checks and decisions before the first step: settings, device, data, plan and starting point; all problems together."""
+"""Checks and decisions before the first step: settings, device, data, plan and starting point. All problems come in one error."""
 
 import os
 from dataclasses import replace
@@ -31,12 +31,12 @@ from training.resume import ResumePoint, choose_checkpoint, resume_position
 from training.run import Run
 from training.sampling import with_prompts
 
-PROGRAM_GROWS = 120_000_000  # bytes: of code that is loaded, and compiled, from the first step on
+PROGRAM_GROWS = 120_000_000  # bytes of code that are loaded and compiled from the first step on
 
 
 def setup_of(config: TrainConfig) -> Setup:
-    """Decide device, precision and compilation: those of this machine, or of the device that is planned for. Raise a
-    `UserError` as `decide` does, or where the device that is planned for is unknown or lacks the precision."""
+    """Decide device, precision and compilation for this machine, or for the device named by --plan_device. Raise a `UserError`
+    as `decide` does, or if the named device is unknown or does not support the precision."""
     if config.cost.plan_device is None:
         return decide(config.device, config.model.n_positions, config.batch.mask_documents)
     if config.cost.plan_device not in RENTALS:
@@ -45,7 +45,7 @@ def setup_of(config: TrainConfig) -> Setup:
     rental = RENTALS[config.cost.plan_device]
     best = "fp16" if rental.datasheet in ("T4", "V100") else "bf16"
     if (asked, best) == ("bf16", "fp16"):
-        raise UserError(f"mixed_precision is bf16, but a {rental.name} has none; use fp16 or auto.")
+        raise UserError(f"mixed_precision is bf16, which a {rental.name} does not support; use fp16 or auto.")
     notes = ()
     if rental.too_old is not None:
         notes = (without_kernels(f"the {rental.name}", rental.too_old, "PyTorch's build for CUDA 13"),)
@@ -62,7 +62,7 @@ def setup_of(config: TrainConfig) -> Setup:
 
 
 def check(config: TrainConfig) -> None:
-    """Raise a `UserError` with all that is known to be wrong before text is tokenized, one problem a line."""
+    """Raise a `UserError` with all problems that can be found before text is tokenized, one per line."""
     problems = Problems(config.recipe.problems() if config.text else [])
     problems.add_of(setup_of, [config])
     problems.sentences += config.problems()
@@ -80,8 +80,8 @@ def check(config: TrainConfig) -> None:
     attention = config.device.attn_implementation
     if config.batch.mask_documents and attention.startswith("flash_attention"):
         problems.add(
-            f"mask_documents needs attn_implementation sdpa, eager or flex_attention: {attention}, as Transformers calls "
-            f"it, would see documents only in a batch of one row."
+            f"mask_documents needs attn_implementation sdpa, eager or flex_attention: Transformers passes document "
+            f"boundaries to {attention} only for a batch of one row."
         )
     problems.refuse()
 
@@ -91,14 +91,14 @@ def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> list[str]:
     if "vocab_size" not in config.flags or config.overridden_vocab_size(vocab_size) is None:
         return []
     return [
-        f"vocab_size is {config.vocabulary.vocab_size}, but the store {store.folder} has {vocab_size} tokens; "
-        f"leave --vocab_size out."
+        f"vocab_size is {config.vocabulary.vocab_size}, but the vocabulary of {store.folder} has {vocab_size} tokens; "
+        f"remove --vocab_size."
     ]
 
 
 def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> Run:
-    """Decide everything about a run that `check` accepts; raise a `UserError` for what is wrong with data and memory, or with
-    the run in the folder and its checkpoints. Called by every process; only what the backup restores is changed."""
+    """Decide everything about a run whose configuration passed `check`. Raise a `UserError` for problems with data, memory, the
+    run in the folder or its checkpoints. Called by every process; writes only the files that the backup restores."""
     say, folder = printer(accelerator), config.run.folder
     store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
@@ -137,8 +137,8 @@ def make_plan(
     setup: Setup,
     position: DataPosition = START,
 ) -> Plan:
-    """Plan a run for a configuration that `check` accepts; raise a `UserError` for what is wrong with data and memory, one
-    problem a line. After a restart, the micro-batch is at most what the process before this one found to fit."""
+    """Plan a run whose configuration passed `check`. Raise a `UserError` with all problems of data and memory, one per line.
+    After a restart, the micro-batch is at most the size that the previous process found to fit."""
     problems = Problems(_vocabulary_problems(config, store))
     model = problems.add_of(model_config, [config.model, store.metadata.vocab_size, tokenizer])
     batches = order = memory = None
@@ -159,7 +159,7 @@ def make_plan(
         largest = min(largest, restarted().get("micro_batch", largest))
         batches = problems.add_of(plan_batches, [config.batch, model.n_positions, accelerator.num_processes, largest])
         order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.seed])
-    if batches is not None and memory.on_gpu:  # on a CPU there are no such graphs
+    if batches is not None and memory.on_gpu:  # a CPU has no CUDA graphs
         problems.sentences += cuda_graph_problems(setup, batches)
     problems.refuse()
     steps = steps_of(config.length, batches, order.windows)
@@ -167,7 +167,7 @@ def make_plan(
 
 
 def _available(accelerator: Accelerator, plan_device: str | None, reserved: int) -> int:
-    """Bytes that a process may take, beside `reserved` ones of tokens."""
+    """Return the bytes that a process may use in addition to the `reserved` bytes of tokens."""
     if plan_device in RENTALS:
         return int(RENTALS[plan_device].gigabytes * 1e9)
     if accelerator.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Profile of a few steps of a run, recorded by torch.profiler: a table of where their time went, and a trace."""
+"""Profile of a few steps, recorded by torch.profiler: time per step by category, and a trace."""
 
 import json
 import os
@@ -21,11 +21,11 @@ from training.run import Run
 
 WARM_UP = 3  # steps: compilation, first allocations, and one under the profiler
 STEPS = 3
-PHASES = ("data", "optimizer")  # ranges of step.py whose operators all count as theirs
+PHASES = ("data", "optimizer")  # ranges of step.py; all operators inside count as this category
 SHOWN = 8  # kernels
 
-# Of an operator or a kernel by its name: the first that is found in it; what is none of these is elementwise. On a GPU,
-# the products of written-out attention have the names of any other, and count as matmul.
+# Category of an operator or kernel: the first pattern found in its name, otherwise elementwise. On a GPU, the matrix products of
+# eager attention are named like any other product, and count as matmul.
 NAMED = {
     "communication": r"nccl|gloo|c10d",
     "copies": r"^mem(cpy|set)",
@@ -34,12 +34,12 @@ NAMED = {
     "attention": r"softmax|attention|sdpa|flash|fmha|cudnn|bmm",  # linear layers use no bmm
     "matmul": r"(^|_|::)(add)?mm(_|$)|linear|gemm|gemv|splitk|nvjet|cutlass|xmma|s16816|sm90",
 }
-# A compiled kernel is named after all that is fused in it, its neighbours' views and casts included.
+# A compiled kernel is named after all operations fused in it, including views and casts of its neighbors.
 FUSED = re.compile(r"(cpp|triton_(poi|red|per))_fused_")
 FUSED_NAMED = {"loss": r"log_softmax|logsumexp|nll_loss|cross_entropy|_exp_", "attention": "softmax"}
-# On the host: what has a namespace is an operator, unless it is autograd's; a range of torch.compile is none either.
+# On the host: events with a namespace are operators, except autograd's and ranges of torch.compile.
 OPERATOR = re.compile(r"^(?!autograd::|torch::)\w+::|^gloo:|cpp_fused_")
-OVERLAPPING = ("copies", "communication")  # run while something else computes: only what that leaves counts
+OVERLAPPING = ("copies", "communication")  # run during computation: only the remaining time counts
 ORDER = ("data", "matmul", "attention", "elementwise", "loss", "optimizer", "copies", "communication", "host", "idle")
 
 
@@ -47,24 +47,24 @@ ORDER = ("data", "matmul", "attention", "elementwise", "loss", "optimizer", "cop
 class ProfileArguments:
     profile: bool = setting(
         False,
-        f"Record {STEPS} steps, from the run's fourth on: where their time goes, and a trace of them.",
+        f"Profile {STEPS} steps, from the run's fourth step on: time per operation, and a trace.",
         resume="free",
     )
 
 
 class Profiler:
-    """Used by every process: each records, so that none waits for another more than in other steps; the main one reports."""
+    """Profiler used by every process: all of them record, so that no process waits longer than usual; the main one reports."""
 
     def __init__(self, arguments: ProfileArguments, run: Run, log: RunLog):
-        self.first = run.start.step + WARM_UP if arguments.profile else None  # step to record, until that is done
+        self.first = run.start.step + WARM_UP if arguments.profile else None  # first step to record; None when done
         self.folder, self.accelerator, self.log = run.folder.profile, run.accelerator, log
         self.open = ExitStack()
 
     def __enter__(self) -> "Profiler":
         if self.first is not None and self.accelerator.device.type == "cpu":
-            # Compiled kernels have names there only if asked before they are compiled, which the first step does.
+            # On a CPU, compiled kernels have names only if this is set before the first step compiles them.
             self.open.enter_context(inductor.patch({"cpp.enable_kernel_profile": True}))
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch 2.13 says that it starts and stops, amid the bar
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch 2.13 prints messages into the bar
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -73,7 +73,7 @@ class Profiler:
             self.log.say(f"Nothing was profiled: the run ended before step {self.first + STEPS}, the last to record.")
 
     def before(self, step: int) -> None:
-        """Waits for the device before the first step that is recorded."""
+        """Start recording before the first step to record; wait for the device."""
         if self.first is None or not self.first - 1 <= step <= self.first:
             return
         with self.log.pause():
@@ -81,11 +81,11 @@ class Profiler:
                 self.profiled = self.open.enter_context(profile(schedule=schedule(wait=0, warmup=1, active=STEPS)))
             else:
                 self._wait()
-                self.profiled.step()  # it records from here on
+                self.profiled.step()  # records from here on
         self.began = time.perf_counter()
 
     def after(self, done: int, pauses: bool) -> None:
-        """`pauses`: what follows is no part of a step. Waits for the device after the last step that is recorded."""
+        """Finish after the last step to record, or before a pause in training (`pauses`); wait for the device."""
         if self.first is None or done <= self.first or not (pauses or done == self.first + STEPS):
             return
         with self.log.pause():
@@ -105,10 +105,10 @@ class Profiler:
         self.profiled.export_chrome_trace(str(trace))
         spent = account(self.profiled.events(), wall)
         if self.accelerator.device.type == "cuda" and ("host", "host") in spent:
-            self.log.say("WARNING: the driver let no kernel be recorded; what follows is the host's time alone.")
+            self.log.say("WARNING: the driver did not allow kernel recording; the table shows only host time.")
         summary = summarize(spent, wall, self.first + 1, done)
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        self.log.say(f"{table(summary)}\nThe trace is {trace}; open it at https://ui.perfetto.dev.")
+        self.log.say(f"{table(summary)}\nTrace: {trace}; open it at https://ui.perfetto.dev.")
 
 
 def classify(name: str) -> str:
@@ -118,10 +118,10 @@ def classify(name: str) -> str:
 
 
 def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]]:
-    """Return microseconds by (category, name), of `wall` microseconds.
+    """Return microseconds by (category, name) within a span of `wall` microseconds.
 
-    On a device, the times of its kernels, and `idle`, in which none ran. Without one, the self times of the operators, and `host`,
-    the rest: Python. `OVERLAPPING` gets at most the time that the others leave.
+    With a device: the times of its kernels, and `idle` without any kernel. On a CPU: the self times of the operators, and `host`
+    for the rest (Python). The `OVERLAPPING` categories get at most the time that the others leave.
     """
     on_device = any(event.device_type != DeviceType.CPU for event in events)
     spent: Counter[tuple[str, str]] = Counter()
@@ -146,7 +146,7 @@ def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]
 
 
 def summarize(spent: Counter[tuple[str, str]], wall: float, first_step: int, last_step: int) -> dict[str, Any]:
-    """Return milliseconds per step, of the steps from `first_step` to `last_step` (counted from 1), as in summary.json."""
+    """Return milliseconds per step for `first_step` to `last_step` (counted from 1), in the format of summary.json."""
     microseconds = 1000 * (last_step - first_step + 1)
     categories = Counter()
     for (category, _), time_spent in spent.items():
@@ -167,12 +167,12 @@ def summarize(spent: Counter[tuple[str, str]], wall: float, first_step: int, las
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Return the table that is printed."""
+    """Format a summary as a table for the log."""
     whole = summary["step_ms"]
-    lines = [f"Where the time of a step went (steps {summary['first_step']:,} to {summary['last_step']:,}):"]
+    lines = [f"Time per step (steps {summary['first_step']:,} to {summary['last_step']:,}):"]
     lines += [f"{ms:12,.2f} ms {ms / whole:6.1%}  {category}" for category, ms in summary["ms"].items()]
-    lines += [f"{whole:12,.2f} ms {1:6.1%}  a step", "The heaviest kernels:"]
+    lines += [f"{whole:12,.2f} ms {1:6.1%}  total", "Slowest kernels:"]
     for kernel in summary["kernels"][:SHOWN]:
         name = kernel["name"] if len(kernel["name"]) <= 72 else f"{kernel['name'][:45]}…{kernel['name'][-26:]}"
         lines.append(f"{kernel['ms']:12,.2f} ms {kernel['ms'] / whole:6.1%}  {kernel['category']:<13} {name}")
-    return "\n".join([*lines, f"Attention ran in {', '.join(summary['attention'][:2]) or 'no kernel of its own'}."])
+    return "\n".join([*lines, f"Attention ran in {', '.join(summary['attention'][:2]) or 'no separate kernel'}."])

@@ -1,4 +1,4 @@
-"""Restart in a fresh process of the same pid: it gives back all memory of the device, and the launcher notices nothing."""
+"""Restart in a fresh process with the same pid: all device memory is released, and the launcher does not notice."""
 
 import json
 import os
@@ -12,21 +12,21 @@ from training.launcher import LAUNCHER, PARENT
 
 FACTS = "GPT2SCRATCH_RESTART"
 SHOW_CURSOR = b"\x1b[?25h\n"
-# As the launcher gave it. Accelerate and others write into os.environ what a fresh process would take for the user's word.
+# As set by the launcher. Accelerate and others change os.environ, which a fresh process would mistake for the user's choice.
 _ENVIRONMENT = dict(os.environ)
 
 
-class Restart(Exception):  # noqa: N818 (not an error: the run goes on)
-    """Asks whoever runs the process to `execute` it, after everything that is open has been closed."""
+class Restart(Exception):  # noqa: N818 (not an error: the run resumes)
+    """Request to `execute` a restart after all open resources have been closed."""
 
     def __init__(self, reason: str, facts: dict[str, Any]):
-        """`reason`: one sentence; `facts`: for `restarted`."""
+        """`reason`: one sentence. `facts`: returned by `restarted` in the fresh process."""
         super().__init__(reason)
         self.facts = facts
 
 
 def restarting(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
-    """Wrap a command: a run that has to resume in a fresh process replaces this one, which has closed everything by then."""
+    """Wrap a command: on a `Restart`, after `main` has closed everything, replace this process with a fresh one."""
 
     def run(arguments: list[str]) -> None:
         try:
@@ -39,20 +39,20 @@ def restarting(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]
 
 
 def restarted() -> dict[str, Any]:
-    """Return what the processes before this one left to it, such as `{"micro_batch": 4, "because": "...", "restarts": 1}`; empty
-    at the start."""
+    """Return the facts left by earlier processes, such as `{"micro_batch": 4, "because": "...", "restarts": 1}`; empty in the
+    first process."""
     return json.loads(os.environ.get(FACTS, "{}"))
 
 
 def execute(restart: Restart) -> NoReturn:
-    """Replace this process by a fresh one with the same command, from any thread, even where the others hang."""
+    """Replace this process with a fresh one of the same command, from any thread, even if other threads hang."""
     show_cursor()
-    # Files are closed by mark, not by hand: a library's thread that finds its socket closed would abort before the new process.
+    # Descriptors are marked to close at exec, not closed now: a library's thread would abort if it found its socket closed.
     for descriptor in map(int, os.listdir("/dev/fd")):
         if descriptor > 2:
-            with suppress(OSError):  # the listing's own is closed already
+            with suppress(OSError):  # the descriptor of the listing itself is already closed
                 os.set_inheritable(descriptor, False)
-    # The blocked signals are inherited (handlers are not); with SIGTERM among them nobody could end the fresh process.
+    # Blocked signals are inherited (handlers are not): if SIGTERM stayed blocked, it could not end the fresh process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     known = restarted()
     facts = {**known, **restart.facts, "because": str(restart), "restarts": known.get("restarts", 0) + 1}
@@ -61,10 +61,10 @@ def execute(restart: Restart) -> NoReturn:
 
 
 def show_cursor() -> None:
-    """Show the cursor that a progress bar hid, before a process ends or is replaced from outside its main thread: past Python's
-    buffers, whose lock a main thread that hangs in a print holds. All messages of a run are flushed as they are printed."""
+    """Show the cursor hidden by a progress bar, before a thread other than the main one ends or replaces the process. Bypass
+    Python's buffers, whose lock a main thread that hangs in a print holds; all messages of a run are flushed when printed."""
     for descriptor in (1, 2):
         if os.isatty(descriptor):
             with suppress(OSError):
                 os.write(descriptor, SHOW_CURSOR)
-            break  # both lead to one terminal
+            break  # both are the same terminal

@@ -1,4 +1,4 @@
-"""Where a command starts: at the first step, or after the run's newest checkpoint, its backup's, or a named one."""
+"""Starting point of a command: the first step, the newest checkpoint of the run or its backup, or a named checkpoint."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,26 +18,26 @@ from training.status import check_run_format
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run starts: at its first step, or after a checkpoint."""
+    """Starting point of a run: its first step, or a checkpoint."""
 
     checkpoint: Path | None
     state: TrainState  # at the start: position, settings, last losses
-    changes: list[str]  # settings that differ from now on, a sentence each
-    owes_validation: bool = False  # the run ended between a checkpoint and its validation
+    changes: list[str]  # one sentence per setting that differs from the checkpoint's
+    owes_validation: bool = False  # if the run ended between a checkpoint and its validation
 
     @property
     def step(self) -> int:
         return self.state.position.step
 
     def is_own(self, folder: RunFolder) -> bool:
-        """Whether the checkpoint is the run's own, and not that of a run that this one branches off from."""
+        """Return whether the checkpoint is the run's own, not one of another run that this run branches off from."""
         return self.checkpoint is not None and self.checkpoint.parent.resolve() == folder.checkpoints.resolve()
 
 
 def resume_position(state: TrainState | None, data: str, passed_over: Iterable[Sequence[int]]) -> DataPosition:
-    """Return the position in the data to start from. Data with another identity than before are read from their beginning.
+    """Return the position in the data to start from. If the data changed, start at the beginning of the new data.
 
-    `passed_over`: ranges of samples that a restart skips in addition to those of the checkpoint.
+    `passed_over`: ranges of samples that a restart skips, in addition to those of the checkpoint.
     """
     position = state.position if state is not None else START
     if state is not None and state.settings.get("data") != data:
@@ -48,16 +48,16 @@ def resume_position(state: TrainState | None, data: str, passed_over: Iterable[S
 def choose_checkpoint(
     arguments: RunArguments, settings: Settings, backup: Backup | None, is_restart: bool, say: Callable[[str], None]
 ) -> Path | None:
-    """Decide what this command means for the folder; return the checkpoint to go on from, None for a new run. Raise a
-    `UserError` where it would replace another run, or where a checkpoint is missing or damaged.
+    """Return the checkpoint that this command resumes from; None for a new run. Raise a `UserError` if the command would
+    replace another run, or if a checkpoint is missing or damaged.
 
-    After a restart, the run goes on in its own folder, whatever the command says about beginning. Only what a backup has and
-    the folder has not is written.
+    After a restart, the run resumes in its own folder, even if the command asks for a new run. The only files written are
+    those that the backup has and the folder lacks.
     """
     folder, overwrites = arguments.folder, arguments.overwrite_output_dir
     check_run_format(folder.status)
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
-    if is_restart:  # what the backup has beyond the folder was taken back
+    if is_restart:  # newer checkpoints of the backup were rolled back
         backup = None
         if has_begun:
             return folder.newest_checkpoint(say)
@@ -67,15 +67,15 @@ def choose_checkpoint(
         checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, say)
     elif overwrites:
         checkpoint = None
-    else:  # also the command that branched off, given again
+    else:  # also a repeated command that branched off
         if has_begun:
             _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
         checkpoint = _newest(folder, backup, settings, say)
     is_own = checkpoint is not None and checkpoint.parent.resolve() == folder.checkpoints.resolve()
     if not (is_own or overwrites) and (folder.model / checkpoints.WEIGHTS).exists():
         raise UserError(
-            f"{folder.path} holds a model and no checkpoint that this command can resume from; name another --output_dir, or "
-            f"delete the model by --overwrite_output_dir."
+            f"{folder.path} contains a model, but no checkpoint that this command can resume from; use another --output_dir, or "
+            f"delete the model with --overwrite_output_dir."
         )
     return checkpoint
 
@@ -83,8 +83,8 @@ def choose_checkpoint(
 def _newest(
     folder: RunFolder, backup: Backup | None, settings: Settings | None, say: Callable[[str], None]
 ) -> Path | None:
-    """The newest checkpoint of the folder and its backup, which is copied here. `settings` (None: the run's own) must be
-    those of the run in the backup."""
+    """Return the newest checkpoint of the folder and its backup; a newer one in the backup is copied to the folder first.
+    `settings` (None: the run's own) must match those of the run in the backup."""
     checkpoint = failure = None
     try:
         checkpoint = folder.newest_checkpoint(say)
@@ -101,11 +101,11 @@ def _newest(
 
 
 def _refuse_another(folder: Path, before: dict[str, Any], settings: Settings | None) -> None:
-    """Raise a `UserError` that names the settings in which the run in the folder differs."""
+    """Raise a `UserError` that names the settings of the run in the folder that differ."""
     if settings is not None and (changed := settings.differences(before)):
         raise UserError(
-            f"{folder} holds another run ({', '.join(changed)}); name another --output_dir, go on with it by "
-            f"--resume_from_checkpoint {folder}, or delete it by --overwrite_output_dir."
+            f"{folder} contains another run ({', '.join(changed)}); use another --output_dir, resume that run with "
+            f"--resume_from_checkpoint {folder}, or delete it with --overwrite_output_dir."
         )
 
 
@@ -114,17 +114,17 @@ def _named_checkpoint(source: Path, folder: RunFolder, backup: Backup | None, sa
         newest = _newest(RunFolder(run_of(source)), backup, None, say)
         if newest is None:
             raise UserError(
-                f"{source} has no complete checkpoint to resume from; start it again with the first command."
+                f"{source} has no complete checkpoint to resume from; start the run again with its first command."
             )
         return newest
     if not (source / checkpoints.MANIFEST).is_file():
-        raise UserError(f"{source} was never finished (it has no {checkpoints.MANIFEST}); resume from another one.")
+        raise UserError(f"{source} is incomplete (it has no {checkpoints.MANIFEST}); resume from another checkpoint.")
     if problem := checkpoints.damage(source):
-        raise UserError(f"{source} is damaged: {problem}. Resume from another one.")
+        raise UserError(f"{source} is damaged: {problem}. Resume from another checkpoint.")
     newer = [path for path in checkpoints.complete_checkpoints(folder.checkpoints) if path.name > source.name]
     if newer and source.resolve().parent == folder.checkpoints.resolve():
         raise UserError(
-            f"{folder.path} went on to {newer[-1].name} after {source.name}; name another --output_dir to branch off, "
-            f"or delete the later checkpoints."
+            f"{folder.path} already continued from {source.name} to {newer[-1].name}; use another --output_dir to branch "
+            f"off, or delete the later checkpoints."
         )
     return source

@@ -1,4 +1,4 @@
-"""A run: what has been decided about it, how its record begins, and how it ends."""
+"""A run: its decided parts, the first entries of its record, and its end."""
 
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -37,7 +37,7 @@ class Run:
     plan: Plan
     start: ResumePoint
     backup: Backup | None
-    sampling: SamplingArguments  # with the prompts that are continued
+    sampling: SamplingArguments  # with the prompts to continue
 
 
 def is_finished(run: Run) -> bool:
@@ -45,9 +45,9 @@ def is_finished(run: Run) -> bool:
 
 
 def begin_run(run: Run, arguments: RunArguments, config: str, planned: dict[str, float | None]) -> None:
-    """Prepare the run folder and record how the run began: its `config` as YAML, the estimate (`planned`) and the hardware.
+    """Prepare the run folder and record the start: `config` (YAML), the estimate (`planned`) and the hardware.
 
-    Called by every process; the main one writes, after all have read the folder.
+    Called by every process; the main process writes after all have read the folder.
     """
     run.accelerator.wait_for_everyone()
     hardware = describe(run.accelerator, run.setup, run.plan.model)
@@ -63,9 +63,9 @@ def _write_beginning(
     if start.checkpoint is not None and own is None:
         events = read_events(RunFolder(run_of(start.checkpoint)).events)
         earlier = [before for before in starts_in_force(events) if before["step"] < start.step]
-    with disk_errors(folder.path, "name another --output_dir"):
+    with disk_errors(folder.path, "use another --output_dir"):
         for kept in begin(folder, own):
-            say(f"{kept} keeps files that were in {folder.path} and that no run wrote.")
+            say(f"Files in {folder.path} that no run wrote were moved to {kept}.")
         write_atomic(folder.config, config)
         folder.checkpoints.mkdir(exist_ok=True)
     if run.backup is not None:
@@ -88,28 +88,28 @@ def _write_beginning(
 
 
 def print_end(run: Run, step: int, reason: str | None) -> None:
-    """Print what comes next. `reason`: why the run stopped after `step` steps; None at its end."""
+    """Print the next commands. `reason`: why the run stopped after `step` steps; None if it is finished."""
     say, folder, path = printer(run.accelerator), run.folder, quote(str(run.folder.path))
     if reason is not None:
-        how = f"give the same command, or:\n  {launch_command()} --resume_from_checkpoint {path}"
-        resume = f"To resume, {how}" if folder.newest_step() else "The same command starts again."
+        how = f"run the same command again, or:\n  {launch_command()} --resume_from_checkpoint {path}"
+        resume = f"To resume, {how}" if folder.newest_step() else "The same command starts the run from the beginning."
         say(f"\nStopped after step {step:,} of {run.plan.max_steps:,} ({reason}); {folder.last_good()}. {resume}")
         return
     opening = next(iter(run.sampling.sample_prompts[0].strip().splitlines()), "")
     say(
-        f"\nDone: {folder.model} is the model, {folder.report} describes the run. Next:\n"
+        f"\nDone. Model: {folder.model}; report: {folder.report}. Next:\n"
         f"  python generate.py {path} --prompt {quote(opening)}\n"
         f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{quote(folder.path.resolve().name)}"
     )
 
 
 def finish_again(run: Run) -> None:
-    """Complete a finished run that was killed at its very end, and say how to go on; raise a `UserError` where its folder cannot
-    be written."""
+    """Complete the files of a finished run, in case it was killed at its very end, and print the next commands. Raise a
+    `UserError` if its folder cannot be written."""
     on_main(run.accelerator, lambda: _complete(run))
     printer(run.accelerator)(
-        f"{run.folder.path} is finished ({counted(run.start.step, 'step')}). To train it again, add --overwrite_output_dir; to "
-        f"train it longer, --resume_from_checkpoint {run.folder.path} --max_steps N."
+        f"{run.folder.path} is finished ({counted(run.start.step, 'step')}). To train again, add --overwrite_output_dir. To "
+        f"train longer, use --resume_from_checkpoint {run.folder.path} --max_steps N."
     )
 
 

@@ -1,18 +1,18 @@
-"""The run folder: what lies where.
+"""Run folder: its files, and lookup of a run or a checkpoint by path.
 
 runs/x/
     .gpt2scratch.json  marks the folder as a run
     config.yaml      every setting; `--config` runs it again
-    metrics.jsonl    one object a log line
-    events.jsonl     what happened to the run, and when; status.json: how it stands
-    samples.md       what the model wrote at each validation
-    report.json      the facts of the run that its report and its model card show
-    report.md        the run on one page, with its loss.png and course.png
-    tensorboard/     its event files, where TensorBoard is a tracker; tracker_id: the run's id in other trackers
-    profile/         where the time of a step went, see profile.py
-    evaluation/      what evaluate.py measured; lm_eval/: what lm-eval did, where its --output_path is there
+    metrics.jsonl    one object per log line
+    events.jsonl     events of the run with their times; status.json: its current state
+    samples.md       text that the model wrote at each validation
+    report.json      the facts shown in the report and the model card
+    report.md        one-page report, with loss.png and course.png
+    tensorboard/     event files, if TensorBoard is a tracker; tracker_id: the run's id in other trackers
+    profile/         time of a step by operation, see profile.py
+    evaluation/      results of evaluate.py; lm_eval/: results of lm-eval, if its --output_path is this folder
     checkpoints/     see checkpoint.py
-    model/           the model to use: the newest checkpoint's, without its training state; hub/: what was published
+    model/           the newest checkpoint's model, without training state; hub/: the published files
 """
 
 from collections.abc import Callable
@@ -29,20 +29,20 @@ from training.sampling import forget_samples_after
 from training.status import check_run_format, is_status
 
 CONFIG_FILE = "config.yaml"
-# Names in a folder that counts as empty.
+# A folder with only these names counts as empty.
 EMPTY = (UNFINISHED_MARK, ".gitignore", ".gitkeep", ".ipynb_checkpoints", "lost+found")
 PLOTS = ("loss", "course")
 _STEP = f"step_{'[0-9]' * 8}"
 _STEPS = (_STEP, f"damaged_{_STEP}", f".{_STEP}.unfinished", f".{_STEP}.removed", f".damaged_{_STEP}.removed")
-FOLDERS = {  # of a run, and the files in them that the next run in the same folder deletes, in this order
-    "model": checkpoints.MODEL_FILES,  # first: a checkpoint without it is resumed, it without a checkpoint is kept
+FOLDERS = {  # folders of a run, with the files that the next run in the same folder deletes, in this order
+    "model": checkpoints.MODEL_FILES,  # first: checkpoints without a model resume; a model without checkpoints is kept
     "tensorboard": ("**/events.out.tfevents.*", "**/hparams.yml"),
     "profile": ("trace.json.gz", "summary.json"),
     "evaluation": ("evaluation.json", "evaluation.md", "panel.png"),
     "lm_eval": ("results_*.json", "samples_*.jsonl", "*/results_*.json", "*/samples_*.jsonl"),
     "checkpoints": tuple(f"{step}/{name}" for step in _STEPS for name in checkpoints.FILES),
 }
-HUB_FILES = (  # what is published, and what push_to_hub.py deletes with its folder
+HUB_FILES = (  # the published files; push_to_hub.py deletes them with their folder
     *checkpoints.MODEL_FILES,
     *(f"native/{name}" for name in checkpoints.MODEL_FILES),
     *("*-F16.gguf", "*-Q8_0.gguf", "*.gguf.tmp", *(f"{name}.png" for name in PLOTS), "README.md", MARK),
@@ -52,13 +52,13 @@ HUB_FILES = (  # what is published, and what push_to_hub.py deletes with its fol
 @dataclass
 class RunArguments:
     output_dir: str | None = setting(
-        None, "The run folder; runs/NAME of the config file or the data where left out.", resume="free"
+        None, "Run folder. Default: runs/NAME, with the name of the config file or the data.", resume="free"
     )
-    overwrite_output_dir: bool = setting(False, "Delete the run in the folder and start again.", resume="free")
+    overwrite_output_dir: bool = setting(False, "Delete the run in the folder and start a new one.", resume="free")
     resume_from_checkpoint: str | None = setting(
-        None, "Go on with a run (its folder: the newest checkpoint) or from one of its checkpoints.", resume="free"
+        None, "Resume from a run folder (its newest checkpoint) or from a checkpoint.", resume="free"
     )
-    seed: int = setting(1337, "Decides initial weights, data order and dropout.", below=2**63, resume="refused")
+    seed: int = setting(1337, "Seed of the initial weights, data order and dropout.", below=2**63, resume="refused")
 
     @property
     def folder(self) -> "RunFolder":
@@ -67,7 +67,7 @@ class RunArguments:
     def problems(self) -> list[str]:
         if may_hold_run(self.folder):
             return []
-        return [f"{self.output_dir} exists and is not a run folder; name another --output_dir."]
+        return [f"{self.output_dir} exists and is not a run folder; use another --output_dir."]
 
 
 class RunFolder:
@@ -92,12 +92,12 @@ class RunFolder:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What a backup holds too."""
+        """Files that a backup also holds."""
         logs = (self.metrics, self.events, self.status, self.samples, self.facts, self.report, self.tracker_id)
         return (self.config, *logs, *self.plots.values())
 
     def is_run(self) -> bool:
-        """Whether this project trained in the folder: it carries the mark, or, from before there was one, a checkpoint, or
+        """Return whether this project trained in the folder: it has the mark file or, from an older version, a checkpoint or
         status and events in our format. A config.yaml is not enough: any project may have one."""
         if is_marked(self.path, "run") or (is_status(self.status) and read_events(self.events)):
             return True
@@ -107,32 +107,32 @@ class RunFolder:
         return False
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
-        """Return the newest complete checkpoint that is as it was written; damaged ones are named and passed over. Raise a
-        `UserError` where there are checkpoints, and all of them are damaged."""
+        """Return the newest undamaged checkpoint; report and skip damaged ones. Raise a `UserError` if there are checkpoints and
+        all of them are damaged."""
         problem = None
         for checkpoint in reversed(checkpoints.all_checkpoints(self.checkpoints)):
             problem = checkpoints.damage(checkpoint)
             if problem is None:
                 return checkpoint
-            say(f"WARNING: {checkpoint} is damaged: {problem}. It is set aside for the one before.")
+            say(f"WARNING: {checkpoint} is damaged: {problem}. The previous checkpoint is used instead.")
         if problem is not None:
-            raise UserError(f"Every checkpoint in {self.checkpoints} is damaged; --overwrite_output_dir starts again.")
+            raise UserError(f"All checkpoints in {self.checkpoints} are damaged; use --overwrite_output_dir.")
         return None
 
     def last_good(self) -> str:
-        """What to go on from, in words."""
+        """Describe the checkpoint to resume from, for messages."""
         complete = checkpoints.complete_checkpoints(self.checkpoints)
         return f"{complete[-1]} is the last good checkpoint" if complete else "there is no checkpoint yet"
 
     def newest_step(self) -> int:
-        """Of the complete checkpoints; 0 where there is none."""
+        """Return the step of the newest complete checkpoint; 0 if there is none."""
         complete = checkpoints.complete_checkpoints(self.checkpoints)
         return checkpoints.step_of(complete[-1]) if complete else 0
 
 
 def may_hold_run(folder: RunFolder) -> bool:
-    """Whether a run may be written to a folder without touching the files of others: there is none, or it holds a run, or
-    nothing but a lock and what systems and version control put into empty folders."""
+    """Return whether a run can be written to a folder without touching unrelated files: the folder does not exist, holds a run,
+    or holds only a lock and files that systems and version control put into empty folders."""
     if not folder.path.is_dir():
         return not folder.path.exists()
     names = (*EMPTY, f".{folder.path.resolve().name}.lock*")
@@ -144,8 +144,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def run_of(path: Path) -> Path:
-    """Return the run folder that `path` is, or is a checkpoint or the model of; raise a `UserError` where it is none of these,
-    or a newer version of this project wrote it."""
+    """Return the run folder of `path`: a run folder, one of its checkpoints, or its model. Raise a `UserError` for any other path,
+    or if a newer version of this project wrote the run."""
     run = path
     if is_checkpoint(path):
         run = path.parent.parent
@@ -153,49 +153,49 @@ def run_of(path: Path) -> Path:
         run = path.parent
     if is_checkpoint(path) and run.is_dir() and not path.exists():
         there = ", ".join(found.name for found in checkpoints.complete_checkpoints(path.parent)) or "no checkpoint"
-        raise UserError(f"There is no {path}; {run} has {there}.")
+        raise UserError(f"{path} does not exist; {run} has {there}.")
     if not path.exists() or not RunFolder(run).is_run():
-        raise UserError(f"{path} is not a run folder or a checkpoint in one.")
+        raise UserError(f"{path} is neither a run folder nor a checkpoint in one.")
     if not (run / CONFIG_FILE).is_file():
-        raise UserError(f"{run} has lost its {CONFIG_FILE}; put it back from a backup, or train in another folder.")
+        raise UserError(f"{run} has no {CONFIG_FILE}; restore it from a backup, or train in another folder.")
     check_run_format(RunFolder(run).status)
     return run
 
 
 def find_checkpoint(path: Path, wanted: str) -> Path:
-    """Return the checkpoint of the run at `path` that `wanted` names: `last`, `best` (by validation loss) or a step."""
+    """Return the checkpoint `wanted` of the run at `path`: `last`, `best` (lowest validation loss) or a step."""
     run = RunFolder(run_of(path))
     if is_checkpoint(path):
-        raise UserError(f"{path} is a checkpoint already; leave --checkpoint {wanted} out.")
+        raise UserError(f"{path} is already a checkpoint; remove --checkpoint {wanted}.")
     kept = {checkpoints.step_of(found): found for found in checkpoints.complete_checkpoints(run.checkpoints)}
-    there = f"{run.path} keeps the checkpoints of steps {', '.join(map(str, kept)) or 'none'}"
+    there = f"{run.path} has these checkpoint steps: {', '.join(map(str, kept)) or 'none'}"
     if wanted == "last" and kept:
         return kept[max(kept)]
     if wanted == "best":
         best = best_evaluation([entry for entry in read_metrics(run.metrics) if entry["step"] in kept])
         if best is None:
-            raise UserError(f"{there}, and no validation at any of them; choose one with --checkpoint STEP.")
+            raise UserError(f"{there}; none of them was validated. Choose one with --checkpoint STEP.")
         return kept[best["step"]]
     if not wanted.isdecimal() or int(wanted) not in kept:
-        raise UserError(f"checkpoint is {wanted}, but {there}; name one of them, last or best.")
+        raise UserError(f"checkpoint is {wanted}, but {there}; use one of them, last or best.")
     return kept[int(wanted)]
 
 
 def begin(folder: RunFolder, checkpoint: Path | None) -> list[Path]:
-    """Make the folder ready: a new run finds nothing of an old one, a run that resumes from its own `checkpoint` nothing of later
-    steps. Return the folders in which files that no run wrote were kept."""
+    """Prepare the folder: remove the old run before a new one, or everything after its own `checkpoint` before a resume. Return
+    the folders to which files that no run wrote were moved."""
     mark(folder.path, "run")
     checkpoints.sweep(folder.checkpoints)
     if checkpoint is None:
         kept = [discard(folder.path / name, files) for name, files in FOLDERS.items()]
         if is_marked(folder.hub, "hub"):
             kept.append(discard(folder.hub, HUB_FILES))
-        for path in reversed(folder.files):  # config.yaml last: a command that is killed here leaves a run that is read
+        for path in reversed(folder.files):  # config.yaml last: if killed here, the command leaves a readable run
             discard(path, ())
         return [path for path in kept if path is not None]
     step = checkpoints.step_of(checkpoint)
     for later in checkpoints.all_checkpoints(folder.checkpoints):
-        if checkpoints.step_of(later) > step:  # damaged, or the run would resume from it: never the newest again
+        if checkpoints.step_of(later) > step:  # damaged, otherwise the run would resume from it
             aside = later.with_name(f"damaged_{later.name}")
             discard(aside, checkpoints.FILES)
             later.rename(aside)

@@ -1,4 +1,4 @@
-"""Text from a model: streamed by `generate.py`, sampled at each validation, looked up for memorization."""
+"""Text generation: for `generate.py`, for samples at each validation, and for the memorization test."""
 
 import re
 from collections.abc import Callable
@@ -15,42 +15,42 @@ from limits import setting
 from modeling_gpt2scratch import loading
 from tokenizer.store import TokenStore
 
-# In samples.md: its step, or the fence of a sample and the sample.
+# Parts of samples.md: the heading of a step, or a sample with its fence.
 SECTION_OR_SAMPLE = re.compile(r"^## step (\d+)$|^(`{3,})text\n(.*?)\n\2$", re.MULTILINE | re.DOTALL)
-OPENING_TOKENS = 16  # of a validation document, where no prompts are given
+OPENING_TOKENS = 16  # of a validation document, used as a prompt if none is given
 
 
 @dataclass
 class SamplingArguments:
     sample_prompts: list[str] = setting(
         [],
-        "Prompts to continue at each validation; openings of held-out text where left out.",
+        "Prompts to continue at each validation. Default: openings of held-out documents.",
         free_text=True,
         resume="free",
     )
-    sample_tokens: int = setting(64, "New tokens a prompt; 0 for no samples.", maximum=100_000, resume="free")
+    sample_tokens: int = setting(64, "New tokens per prompt; 0 for no samples.", maximum=100_000, resume="free")
     sample_temperature: float = setting(
-        0.8, "Temperature of the samples; 0 takes the likeliest.", maximum=1000, resume="free"
+        0.8, "Temperature of the samples; 0 picks the most likely token.", maximum=1000, resume="free"
     )
-    sample_top_k: int = setting(50, "Sample from this many likeliest tokens; 0 for all.", resume="free")
+    sample_top_k: int = setting(50, "Sample from this many most likely tokens; 0 for all.", resume="free")
 
 
 def generation_config(temperature: float, top_k: int = 0, top_p: float = 1.0, **others) -> GenerationConfig:
-    """Translate the usual flags. Temperature 0 is greedy, and so is one near it."""
+    """Return the configuration for the usual sampling flags. A temperature of 0 or near 0 means greedy decoding."""
     if temperature < loading.LOWEST_TEMPERATURE:
         return GenerationConfig(do_sample=False, **others)
     return GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, **others)
 
 
 def compiled(config: GenerationConfig) -> GenerationConfig:
-    """Generate by a compiled step over a static cache, whose shapes never change."""
+    """Set `config` to generate with a compiled step and a static cache, whose shapes never change."""
     config.cache_implementation, config.compile_config = "static", CompileConfig()
-    config.compile_config._compile_all_devices = True  # of its own accord, Transformers compiles on accelerators only
+    config.compile_config._compile_all_devices = True  # by default, Transformers compiles on accelerators only
     return config
 
 
 class TextStream(BaseStreamer):
-    """Decode ids as they come and pass on text once it is whole characters."""
+    """Streamer that decodes ids as they arrive and writes text as soon as its characters are complete."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
         self.tokenizer, self.write = tokenizer, write
@@ -59,12 +59,12 @@ class TextStream(BaseStreamer):
         self.prompt_follows = True
 
     def put(self, value: torch.Tensor) -> None:
-        if self.prompt_follows:  # generate hands over its prompt first
+        if self.prompt_follows:  # generate passes its prompt first
             self.prompt_follows = False
             return
         self.ids += value.flatten().tolist()
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # perhaps the first bytes of a character
+        if not text.endswith("\ufffd"):  # may be the first bytes of a character
             self.write(text[self.written :])
             self.written = len(text)
 
@@ -81,7 +81,7 @@ def continue_texts(
     config: GenerationConfig,
     write: Callable[[str], object] | None = None,
 ) -> list[str]:
-    """Continue `prompt` in `number` ways at once. `write` receives the text of a single one as it comes."""
+    """Return `number` continuations of `prompt`, generated in one batch. With `number` 1, `write` receives the text as it comes."""
     config.eos_token_id = loading.end_tokens(model) or None
     config.pad_token_id = model.config.pad_token_id
     room = model.config.max_position_embeddings - 1  # a prompt that fills the context leaves none for new tokens
@@ -100,16 +100,16 @@ def continue_tokens(
     config: GenerationConfig,
     stream: TextStream | None = None,
 ) -> list[list[int]]:
-    """Continue each row of `tokens` (B, T) until an end of text, also beyond the model's context: when that is full, the
-    second half of each text that has not ended becomes its new prompt."""
+    """Continue each row of `tokens` (B, T) until an end of text, also beyond the model's context: when the context is full, the
+    second half of each unfinished text becomes its new prompt."""
     context, eos = model.config.max_position_embeddings, config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
     texts: list[list[int]] = [[] for _ in tokens]
-    rows = texts  # those that `tokens` holds: the ones that have not ended
+    rows = texts  # unfinished texts, which `tokens` holds
     while max_new_tokens > 0 and rows:
         T = tokens.shape[1]
         config.max_new_tokens = min(max_new_tokens, context - T)
-        mask = torch.ones_like(tokens)  # nothing is padded, whatever ids the prompt has
+        mask = torch.ones_like(tokens)  # no padding, even if the prompt contains the id of the padding token
         output = model.generate(tokens, attention_mask=mask, generation_config=config, streamer=stream)
         max_new_tokens -= config.max_new_tokens
         new = output[:, T:].tolist()
@@ -123,7 +123,7 @@ def continue_tokens(
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """`modeling_gpt2scratch.loading.encode_prompt`, for commands: its errors are `UserError`s."""
+    """Encode a prompt as `modeling_gpt2scratch.loading.encode_prompt` does, with `UserError`s for commands."""
     try:
         return loading.encode_prompt(tokenizer, prompt)
     except loading.ModelError as error:
@@ -133,7 +133,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 def with_prompts(
     arguments: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
 ) -> SamplingArguments:
-    """Return the arguments with the prompts given, which the tokenizer must be able to read, or with the openings of the first
+    """Return the arguments with prompts: the given ones, which the tokenizer must be able to encode, or the openings of the first
     three validation documents."""
     if arguments.sample_prompts:
         for prompt in arguments.sample_prompts:
@@ -148,7 +148,7 @@ def with_prompts(
 def sample(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: SamplingArguments, seed: int
 ) -> list[tuple[str, str]]:
-    """Return prompt and continuation for each prompt, the same ones for the same weights."""
+    """Return each prompt with its continuation; the same weights and seed give the same text."""
     if arguments.sample_tokens == 0:
         return []
     torch.manual_seed(seed)
@@ -171,11 +171,11 @@ def write_samples(path: Path, step: int, samples: list[tuple[str, str]]) -> None
 
 
 def read_samples(path: Path) -> dict[int, list[str]]:
-    """Return prompts with their continuations by step, without what a crash cut off."""
+    """Return prompts with their continuations by step, without samples cut off by a crash."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     samples: dict[int, list[str]] = {}
     section: list[str] = []
-    for step, _, written in SECTION_OR_SAMPLE.findall(text):  # a sample is taken whole, whatever lines it has
+    for step, _, written in SECTION_OR_SAMPLE.findall(text):  # a sample is one match, even if it contains headings
         if step:
             section = samples[int(step)] = []
         else:
@@ -184,7 +184,7 @@ def read_samples(path: Path) -> dict[int, list[str]]:
 
 
 def forget_samples_after(path: Path, step: int) -> None:
-    """Remove the sections of later steps; anything else that was written into the file stays."""
+    """Remove the sections of later steps; other text in the file stays."""
     if path.is_file():
         text = path.read_text(encoding="utf-8", errors="replace")
         later = (found.start() for found in SECTION_OR_SAMPLE.finditer(text) if found[1] and int(found[1]) > step)

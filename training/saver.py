@@ -1,6 +1,6 @@
-"""Saving while training goes on: the tensors are copied off the device, and a thread does the rest.
+"""Saving during training: the tensors are copied off the device, and a thread writes the checkpoint.
 
-Training waits for the copy alone. The next save, and the end of the run, wait for the thread.
+Training waits only for the copy. The next save and the end of the run wait for the thread.
 """
 
 import os
@@ -36,16 +36,16 @@ THREAD = "saver"
 
 
 def wait_for_writing(seconds: float) -> bool:
-    """Wait so long for a checkpoint that this process writes; return whether it still does. Not for the thread that saves."""
+    """Wait up to `seconds` for a checkpoint that this process writes; return whether it still does. Not for the saving thread."""
     writers = [thread for thread in threading.enumerate() if thread.name == THREAD]
     for thread in writers:
-        if thread.is_alive():  # not just starting
+        if thread.is_alive():  # false while it is starting
             thread.join(seconds)
     return any(thread.is_alive() for thread in writers)
 
 
 class BackgroundTask(threading.Thread):
-    """A thread of low priority that keeps what its work raises for those that wait for it."""
+    """Thread of low priority that keeps an exception of its work for the threads that wait for it."""
 
     def __init__(self, work: Callable[[], None], name: str, niceness: int, daemon: bool = False):
         super().__init__(target=work, name=name, daemon=daemon)
@@ -54,7 +54,7 @@ class BackgroundTask(threading.Thread):
 
     def run(self) -> None:
         try:
-            if sys.platform == "linux":  # where a thread has a priority of its own, which may not rise
+            if sys.platform == "linux":  # threads have their own priority there; it must not rise
                 niceness = max(self.niceness, os.getpriority(os.PRIO_PROCESS, 0))
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
             super().run()
@@ -62,21 +62,21 @@ class BackgroundTask(threading.Thread):
             self.failure = error
 
     def wait(self) -> None:
-        """Wait until the work is done, if it was started; raise what it raised."""
+        """Wait until the work is done, if it was started; raise its exception."""
         if self.is_alive():
             self.join()
         self.check()
 
     def check(self) -> None:
-        """Raise what the work has raised by now."""
+        """Raise the exception of the work, if there is one so far."""
         if self.failure is not None:
             raise self.failure
 
 
 class Saver:
-    """Used by every process, because a sharded model is gathered by all; the main one writes.
+    """Checkpoint saver, used by every process because all of them gather a sharded model; the main process writes.
 
-    A save that failed is raised by the next `wait`; `failed` is set sooner. On the way out, a save under way is completed.
+    `failed` shows a failed save immediately; the next `wait` raises it. On exit, a save in progress is completed.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Saver:
         save_total_limit: int | None,
         backup: Backup | None,
     ):
-        """Find memory for the copy of weights and moments, while the first step is being prepared. Raise a `UserError` where the
-        disk has no room for a checkpoint: no step is spent to find that out.
+        """Allocate memory for the copy of weights and moments while the first step is being prepared. Raise a `UserError` if the
+        disk has no room for a checkpoint, before any step is trained.
 
-        `store`: no checkpoint is completed before its files are found unchanged. Size and time of change would not show a bit
-        that flipped. They are read for this in one process per machine, at the speed of SHA-256: about 1.5 GB/s.
+        `store`: no checkpoint is completed before the hashes of its files were verified, because size and modification time would
+        not show a flipped bit. One process per machine reads the files, at the speed of SHA-256: about 1.5 GB/s.
         """
         self.folder, self.tokenizer = folder, tokenizer
         self.accelerator, self.model = train_step.accelerator, train_step.model
-        # Niceness 10: a tenth of the time of a core that training keeps busy. A daemon must not delay an exit.
+        # Niceness 10: a tenth of the time of a core that training keeps busy. Daemon: it must not delay an exit.
         self.verification = BackgroundTask(store.check_hashes, "verification", niceness=10, daemon=True)
         if self.accelerator.is_local_main_process:
             self.verification.start()
@@ -119,7 +119,7 @@ class Saver:
             self.task.join()
 
     def save(self, state: TrainState) -> None:
-        """Begin to save; note the seconds that training waited for it. Raise what the save before this one raised."""
+        """Start a save and record the seconds that training waited for it. Raise the exception of the previous save, if any."""
         begin = time.perf_counter()
         on_main(self.accelerator, self.wait)
         waited = time.perf_counter()
@@ -139,14 +139,14 @@ class Saver:
         return self.task.failure is not None or self.verification.failure is not None
 
     def wait(self) -> None:
-        """Wait for the save under way; raise a `UserError` where it failed."""
+        """Wait for the save in progress; raise a `UserError` if it failed."""
         self.task.wait()
         self.verification.check()
 
     def _make_room(self) -> None:
-        """Find the memory of the snapshot and touch it, so that the first save does not wait for the system to do so.
+        """Allocate the memory of the snapshot and touch it, so that the first save does not wait for the system.
 
-        It is one block, for a GPU page-locked: `pin_memory` rounds each tensor up to a power of two, 1.5 to 1.7 times as much.
+        It is one block, page-locked for a GPU: `pin_memory` would round each tensor up to a power of two, 1.5 to 1.7 times as much.
         """
         room = []
         for name, parameter in self.model.named_parameters():
@@ -161,11 +161,11 @@ class Saver:
                 weakref.finalize(self.snapshot, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
         except (RuntimeError, MemoryError) as error:
             raise UserError(
-                "There is not enough memory in the machine (not on its GPU) for the copy of weights and moments that is saved, "
+                "The machine has too little memory (not GPU memory) for the copy of weights and moments that is saved, "
                 "12 bytes per parameter; free some, or use a machine with more."
             ) from error
         buffer, start = block.zero_().numpy(), 0
-        for kept, name, shape in room:  # not views of one storage: save_pretrained takes them for tied, and copies them
+        for kept, name, shape in room:  # not views of one storage: save_pretrained would treat them as tied, and copy
             kept[name] = torch.frombuffer(buffer, dtype=torch.float32, count=shape.numel(), offset=4 * start).view(
                 shape
             )
@@ -185,9 +185,7 @@ class Saver:
     def _write(self, state: TrainState) -> None:
         step, begin = state.position.step, time.perf_counter()
         if not self.snapshot.is_finite():
-            raise DivergenceError(
-                f"Weights or moments are not finite after step {step:,}, which is therefore not saved"
-            )
+            raise DivergenceError(f"Weights or moments are not finite after step {step:,}, so this step is not saved")
         self.verification.wait()
         try:
             refuse_full_disk(self.folder.checkpoints, self.snapshot.n_bytes)
@@ -202,7 +200,7 @@ class Saver:
                 raise
             raise UserError(
                 f"The checkpoint of step {step:,} could not be written to {self.folder.checkpoints}: "
-                f"{problem.strerror or problem}; {self.folder.last_good()}. Correct that and resume."
+                f"{problem.strerror or problem}; {self.folder.last_good()}. Fix the problem and resume."
             ) from error
         if self.backup is not None:
             self.backup.submit()
@@ -211,7 +209,7 @@ class Saver:
 
 
 def _shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:
-    """A model of the same configuration without memory: what writes config and code while the real one trains."""
+    """Return a model of the same configuration without memory, to write config and code while the real model trains."""
     with torch.device("meta"):
         shell = GPT2ScratchForCausalLM._from_config(deepcopy(model.config))  # saving writes into it
     shell.generation_config = deepcopy(model.generation_config)
@@ -219,6 +217,6 @@ def _shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:
 
 
 def refuse_full_disk(folder: Path, n_bytes: int) -> None:
-    """Raise a `UserError` where a checkpoint and the copy of its weights will not fit on the disk."""
-    remedy = "earlier checkpoints are intact: make room and resume"
+    """Raise a `UserError` if a checkpoint and the copy of its weights do not fit on the disk."""
+    remedy = "earlier checkpoints are intact: free space and resume"
     require_room(folder, n_bytes * 4 / 3, "A checkpoint takes", remedy)

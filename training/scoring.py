@@ -1,4 +1,4 @@
-"""Loss over a split, in windows of the context, shared among the processes; its standard error."""
+"""Loss over a split and its standard error, computed in windows of one context by all processes."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,27 +23,27 @@ from training.loss import token_nats
 from training.tokens import IGNORED, Batch, Tokens
 
 ENOUGH_DOCUMENTS = 30
-BLOCKS = 50  # that a text of fewer documents is cut into
+BLOCKS = 50  # units of a text with fewer documents
 
 
 @dataclass
 class EvaluationArguments:
     eval_strategy: Literal["no", "steps", "epoch"] = setting(
         "steps",
-        "When to validate and sample: every eval_steps, at each epoch's end, or (no) only at the very end.",
+        "When to validate and sample: every eval_steps, after each epoch, or (no) only after the last step.",
         resume="free",
     )
     eval_steps: int = setting(500, "Steps between validations.", minimum=1, resume="free")
     max_eval_samples: int | None = setting(
         None,
-        "Score only this many windows of one context, evenly spread; all where left out.",
+        "Score only this many windows of one context, evenly spaced. Default: all.",
         minimum=1,
         resume="free",
     )
 
 
 def eval_metrics(loss: float, tokens: int, split: Split) -> dict[str, float]:
-    """Return `loss`, nats per token of `tokens` scored, and what follows from it, by the names of metrics.jsonl."""
+    """Return `loss` (nats per token over `tokens` targets) and the metrics derived from it, by their names in metrics.jsonl."""
     return {
         "eval_loss": loss,
         "eval_perplexity": math.exp(min(loss, 700.0)),
@@ -62,10 +62,10 @@ def evaluate(
     max_eval_samples: int | None = None,
     stop: Callable[[float], object] = lambda share: None,
 ) -> dict[str, float] | None:
-    """Score `tokens` in windows that overlap by one, so that each token but the first is a target once.
+    """Score `tokens` in windows that overlap by one token, so that each token except the first is a target once.
 
-    `loss` is the prepared `NextTokenLoss`; all processes take part and get the same metrics. `stop` is called before each
-    batch with the share that is done; where it returns true (to all processes at once), nothing is scored.
+    `loss` is the prepared `NextTokenLoss`. All processes take part and get the same metrics. `stop` is called before each
+    batch with the fraction done; if it returns true (in all processes at once), scoring ends and returns None.
     """
     loss.eval()
     starts = eval_starts(len(tokens), plan.context, plan.micro_batch, accelerator, max_eval_samples)
@@ -85,7 +85,7 @@ def evaluate(
 def score(
     model: GPT2ScratchForCausalLM, store: TokenStore, tokens: Tokens, micro_batch: int, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Score all of the validation split as `evaluate` does; return its metrics with their standard errors."""
+    """Score the whole validation split like `evaluate`; return its metrics with their standard errors."""
     context = model.config.n_positions
     edges, what = units(store.offsets("val"))
     nats = np.zeros(len(edges) - 1)
@@ -101,7 +101,7 @@ def score(
         np.add.at(nats, unit, costs.view(targets.shape).double().cpu().numpy()[is_target])
     nats = sum_of_processes(nats, accelerator)
     targets_of_units = np.diff(edges)
-    targets_of_units[0] -= 1  # the first token is not one
+    targets_of_units[0] -= 1  # the first token is not a target
     texts = encode.token_bytes(store.load_tokenizer().backend_tokenizer)
     lengths = np.array(list(map(len, texts)), dtype=np.int64)
     split = store.memory_map("val")
@@ -118,8 +118,8 @@ def score(
 
 
 def ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
-    """Return the ratio of the sums of both, (units,) each, and its standard error. Units are taken to be independent of each
-    other: a ratio estimate by linearization (Cochran 1977, 6.4)."""
+    """Return the ratio of the two sums, over (units,) each, and its standard error. The units are assumed independent; the
+    standard error is a linearized ratio estimate (Cochran 1977, 6.4)."""
     total, n = denominators.sum(), len(numerators)
     value = numerators.sum() / total
     deviations = numerators - value * denominators
@@ -128,10 +128,10 @@ def ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, floa
 
 
 def units(starts: np.ndarray) -> tuple[np.ndarray, str]:
-    """Where the units begin, and the end, (units + 1,) int64, and what they are called.
+    """Return the boundaries of the units of the standard error, (units + 1,) int64, and a description of the units.
 
-    `starts` are those of the documents, and the end. Documents are units, because tokens within one are alike; where there
-    are too few to tell how much they differ, the text is cut into blocks as long as one another.
+    `starts`: the starts of the documents, and the end. Units are documents, because tokens within a document are correlated. If
+    there are too few documents to estimate their variance, units are blocks of equal length.
     """
     documents, end = len(starts) - 1, int(starts[-1])
     if documents >= ENOUGH_DOCUMENTS:
@@ -151,9 +151,9 @@ def eval_batches(tokens: Tokens, starts: np.ndarray, context: int) -> Iterator[B
 def eval_starts(
     n_tokens: int, context: int, micro_batch: int, accelerator: Accelerator, max_samples: int | None = None
 ) -> np.ndarray:
-    """(batches, micro_batch) int64: where the windows of this process begin.
+    """Return the starts of the windows of this process, (batches, micro_batch) int64.
 
-    Every process has as many, of the same shape, if need be beyond the end, where all targets are ignored.
+    Every process gets the same number of equal batches. Padding windows start at the end of the text: their targets are ignored.
     """
     starts = _window_starts(n_tokens, context, max_samples)
     per_round = accelerator.num_processes * micro_batch
@@ -162,7 +162,7 @@ def eval_starts(
 
 
 def _window_starts(n_tokens: int, context: int, most: int | None) -> np.ndarray:
-    """(windows,) int64: all of them, or `most`, evenly spread."""
+    """Return the starts of all windows, or of `most` evenly spaced ones, (windows,) int64."""
     starts = np.arange(0, n_tokens - 1, context, dtype=np.int64)
     if most is None or most >= len(starts):
         return starts
@@ -170,8 +170,8 @@ def _window_starts(n_tokens: int, context: int, most: int | None) -> np.ndarray:
 
 
 def eval_windows(store: TokenStore, context: int, number: int, mask_documents: bool) -> dict[str, torch.Tensor]:
-    """Return the windows that a validation with `number` of them scores: inputs, targets and, where documents are masked,
-    positions, (N, context) each."""
+    """Return the windows that a validation of `number` windows scores: inputs, targets and, with masked documents, positions,
+    (N, context) each."""
     tokens = place_tokens(store, "val", "mmap", torch.device("cpu"), mask_documents)
     batch = tokens.batch(_window_starts(len(tokens), context, number), context)
     names = ("inputs", "targets", "positions") if mask_documents else ("inputs", "targets")
@@ -179,11 +179,11 @@ def eval_windows(store: TokenStore, context: int, number: int, mask_documents: b
 
 
 def sum_of_processes(values: np.ndarray, accelerator: Accelerator) -> np.ndarray:
-    """Add up fp64 `values` over all processes."""
+    """Return the sum of fp64 `values` over all processes."""
     tensor = torch.from_numpy(values).to(float64_device(accelerator.device))
     return accelerator.reduce(tensor, reduction="sum").cpu().numpy()
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return where to add up in fp64: Apple's GPUs cannot."""
+    """Return the device for fp64 sums: the CPU for Apple GPUs, which lack fp64."""
     return torch.device("cpu") if device.type == "mps" else device

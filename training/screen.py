@@ -1,4 +1,4 @@
-"""The view of a run: on a terminal a few lines that stay in place, elsewhere one line for each log line."""
+"""Run display: lines updated in place on a terminal, one printed line per log entry elsewhere."""
 
 import os
 import time
@@ -12,27 +12,28 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from errors import counted
 from training.console import AT_ONCE, clock, perplexity, say
 from training.metrics import comparable_loss, scores_more
 from training.speed import in_words
 
-# A notebook gives its commands a terminal, but keeps all that they ever wrote to it: lines, not four pictures a second.
-IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # as Jupyter tells its kernels
-PICTURES_A_SECOND = 4
-LONG_SILENCE = 60  # seconds, where no terminal shows that a run is alive
+# A notebook gives commands a terminal, but keeps everything written to it: print lines there, not four frames per second.
+IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # set by Jupyter for its kernels
+FRAMES_PER_SECOND = 4
+LONG_SILENCE = 60  # seconds without output before progress is printed, if no terminal shows it
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 24  # bars of the loss curve
-MANY = 10_000  # losses, of which some are enough for it
+MANY = 10_000  # losses; above this number, the curve is drawn from a subset
 
 
 def parts_of(entry: dict[str, Any], seconds: float, left: float | None, hourly_price: float | None) -> dict[str, str]:
-    """Return the parts of a log line by name; without text where nothing is known.
+    """Return the parts of a log line by name; an unknown part is an empty string.
 
-    `entry` is of metrics.jsonl; `seconds` are those that the run has taken so far, validation and stops of the clock included,
-    and `left` those that it will still take.
+    `entry`: from metrics.jsonl. `seconds`: the run's time so far, including validation and pauses of the speed clock.
+    `left`: estimated seconds until the end, None if unknown.
     """
     skipped, norm, dollars = entry.get("skipped_steps"), entry.get("grad_norm"), ""
-    note = f"  ({skipped} skipped: not finite)" if skipped else ""
+    note = f"  ({counted(skipped, 'step')} skipped: not finite)" if skipped else ""
     if hourly_price is not None:
         so_far = seconds / 3600 * hourly_price
         whole = "" if left is None else f"of {so_far + left / 3600 * hourly_price:,.2f} "
@@ -52,7 +53,7 @@ def line_of(*parts: str) -> str:
 
 
 class Screen:
-    """Used by the main process."""
+    """Terminal or line output of a run, used by the main process only."""
 
     def __init__(
         self,
@@ -62,29 +63,29 @@ class Screen:
         compiles: bool = False,
         hourly_price: float | None = None,
     ):
-        """`losses`: of the log lines so far."""
+        """`losses`: training losses of earlier log lines."""
         self.max_steps, self.steps = max_steps, first_step
         self.losses, self.hourly_price = losses, hourly_price
         self.tenths_shown = first_step * 10 // max_steps
         self.rows = dict.fromkeys(("train", "validate", "speed", "time"), "")  # below the bar
-        self.left = self.progress = ""  # on its right; the latter, where there is any, instead of the former
-        self.waits_for = "compiling" if compiles else "first step"  # until that is done
+        self.left = self.progress = ""  # to the right of the bar; `progress` replaces `left` unless it is empty
+        self.waits_for = "compiling" if compiles else "first step"  # empty after the first step
         self.began = self.said_last = time.monotonic()
         self.console = Console(highlight=False, soft_wrap=True, markup=False)
         self.live = None
-        # rich alone takes a file for a terminal where FORCE_COLOR is set.
+        # isatty: with FORCE_COLOR set, rich alone treats a file as a terminal.
         if self.console.file.isatty() and self.console.is_interactive and not IN_NOTEBOOK:
-            self.live = Live(console=self.console, get_renderable=self._picture, refresh_per_second=PICTURES_A_SECOND)
+            self.live = Live(console=self.console, get_renderable=self._picture, refresh_per_second=FRAMES_PER_SECOND)
             self.live.start()
         elif compiles:
-            self.say("Compiling for the first step, which may take minutes ...")
+            self.say("Compiling before the first step; this may take minutes ...")
 
     def _picture(self) -> Group:
-        """Draw what is known by now. Called by the thread that redraws it."""
+        """Draw the current state. Called by rich's refresh thread."""
         note = self.progress or self.left
         if self.waits_for:
             note = f"{self.waits_for} ... {clock(time.monotonic() - self.began)}"
-        # In a narrow terminal, the bar yields first.
+        # In a narrow terminal, the bar shrinks first.
         bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1, 0, 0), expand=True)
         bar.add_row(Text(f"step {self.steps}/{self.max_steps}"), ProgressBar(self.max_steps, self.steps), Text(note))
         table = Table.grid(Column(style="dim", min_width=8), Column(overflow="fold"), padding=(0, 2, 0, 0))
@@ -93,7 +94,7 @@ class Screen:
         return Group(bar, table)
 
     def show(self, entry: dict[str, Any], seconds: float, left: float | None) -> None:
-        """Show a log line, see `parts_of`."""
+        """Show a log line; `parts_of` documents the parameters."""
         if "loss" in entry:
             self.losses.append(entry["loss"])
         step, parts = entry["step"], parts_of(entry, seconds, left, self.hourly_price)
@@ -107,12 +108,12 @@ class Screen:
         self.rows["speed"] = parts["speed"].strip()
         self.rows["time"] = line_of(f"{clock(seconds)} so far", parts["dollars"])
         self.steps, self.left, self.progress = step, parts["eta"], ""
-        if step * 10 // self.max_steps > self.tenths_shown:  # the picture forgets; these lines stay
+        if step * 10 // self.max_steps > self.tenths_shown:  # the live rows are overwritten; these lines stay
             self.tenths_shown = step * 10 // self.max_steps
-            self.say(line_of(numbered, parts["loss"], self.rows["speed"]))
+            self.say(line_of(numbered, parts["loss"], self.rows["speed"].partition("  data")[0]))  # fits 80 columns
 
     def validated(self, entry: dict[str, Any], best: dict[str, Any]) -> None:
-        """Show a validation and whether it is the best, by the loss that all validations of a run have in common."""
+        """Show a validation and whether it is the best so far, by the loss on the text that all validations of a run score."""
         step, loss = entry["step"], f"loss {entry['eval_loss']:.4f}, perplexity {perplexity(entry['eval_perplexity'])}"
         loss += f", {entry['eval_bits_per_byte']:.3f} bits per byte"
         if scores_more(entry):
@@ -135,11 +136,11 @@ class Screen:
     def close(self) -> None:
         if self.live is not None:
             with suppress(OSError, SystemExit):
-                self.live.stop()  # gives the terminal its cursor back, whatever happened
+                self.live.stop()  # shows the cursor again, also after an error
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Draw `values` as bars of eight heights, from left to right; neighbors share one where there are more than `width`."""
+    """Draw `values` as at most `width` bars of eight heights, from left to right; one bar averages several neighbors."""
     some = np.array(values[:: 1 + len(values) // MANY])
     means = [part.mean() for part in np.array_split(some, min(width, len(some)))]
     low, span = min(means), max(means) - min(means)

@@ -1,11 +1,11 @@
-"""Weights, gradients and moments divided among the processes (FSDP2), for models that outgrow one device.
+"""Sharding of weights, gradients and moments across processes (FSDP2), for models that exceed the memory of one device.
 
-Accelerate's own configuration asks for it (`distributed_type: FSDP`, `fsdp_version: 2`; see launch/fsdp2.yaml). Accelerate
-would leave a CPU unsharded and compile before it shards, which no single graph survives; so the sharding is done here, on
-every device alike, and Accelerate launches, scales, accumulates and logs as it does for any group of processes.
+It is enabled in Accelerate's configuration (`distributed_type: FSDP`, `fsdp_version: 2`; see launch/fsdp2.yaml). Accelerate
+itself would not shard on a CPU, and would compile before it shards, which breaks the single graph. Therefore the sharding is done
+here, the same way on every device; Accelerate launches, scales, accumulates and logs as for any group of processes.
 
-Each process keeps its share of every tensor: the rows that `torch.chunk` gives to its rank. A block is gathered when it
-computes, and let go of again (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, "PyTorch FSDP").
+Each process keeps its shard of every tensor: the rows that `torch.chunk` assigns to its rank. A block is gathered for its
+computation and then freed (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, "PyTorch FSDP").
 """
 
 import os
@@ -38,20 +38,20 @@ ASKED = "ACCELERATE_USE_FSDP"
 class Sharding:
     """Sharding settings of the launcher."""
 
-    offload: bool = False  # shares and optimizer live in the memory of the CPU
+    offload: bool = False  # keep shards and optimizer state in CPU memory
 
 
 def sharding_asked(notes: list[str]) -> Sharding | None:
-    """Return what the environment asks for, if anything; add to `notes` what of it is not used. Raise a `UserError` for FSDP1."""
+    """Return the sharding settings in the environment, or None; add unused settings to `notes`. Raise a `UserError` for FSDP1."""
     if not _is_set(ASKED):
         return None
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
-        raise UserError(f"The launcher's fsdp_version is {version}; set it to 2, as launch/fsdp2.yaml does.")
+        raise UserError(f"The launcher's fsdp_version is {version}; set it to 2, as in launch/fsdp2.yaml.")
     if _is_set("FSDP_ACTIVATION_CHECKPOINTING"):
-        notes.append("The launcher's fsdp_activation_checkpointing is not used: gradient_checkpointing decides it.")
+        notes.append("The launcher's fsdp_activation_checkpointing is not used: set gradient_checkpointing instead.")
     if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
-        notes.append("The launcher's fsdp_reshard_after_forward is not used: a block is let go of after its forward.")
+        notes.append("The launcher's fsdp_reshard_after_forward is not used: a block is freed after its forward pass.")
     return Sharding(offload=_is_set("FSDP_OFFLOAD_PARAMS"))
 
 
@@ -60,12 +60,12 @@ def _is_set(name: str) -> bool:
 
 
 def keep_accelerate_from_sharding() -> None:
-    """What was asked is known by now. Transformers reads this variable too, and would load weights in one process only."""
+    """Clear the launcher's variable after it was read: Transformers reads it too, and would load weights in one process only."""
     os.environ[ASKED] = "false"
 
 
 class ShardedLoss(nn.Module):
-    """`NextTokenLoss` over a sharded model, with what `Accelerator.accumulate` looks for in any other."""
+    """`NextTokenLoss` of a sharded model, with the `no_sync` that `Accelerator.accumulate` calls."""
 
     def __init__(self, loss: NextTokenLoss):
         super().__init__()
@@ -76,8 +76,8 @@ class ShardedLoss(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For all micro-batches but a step's last: their gradients add up where they are, whole and in fp32, instead of
-        being divided each time. Saves transfers and costs 4 bytes a parameter."""
+        """Accumulate whole fp32 gradients locally, without dividing them among the processes; for all micro-batches of a step but
+        the last. Saves transfers and costs 4 bytes per parameter."""
         self.loss.model.set_requires_gradient_sync(False)
         try:
             yield
@@ -88,20 +88,20 @@ class ShardedLoss(nn.Module):
 def shard(
     loss: NextTokenLoss, accelerator: Accelerator, sharding: Sharding, compile_settings: dict[str, Any] | None = None
 ) -> ShardedLoss:
-    """Replace the parameters of `loss.model` by shares of themselves, on the device. Every process comes with the same
-    weights. An optimizer is built afterwards. `compile_settings`: arguments of `torch.compile`; None: not compiled."""
+    """Replace the parameters of `loss.model` with their shards, on the device. All processes must have the same weights. Build
+    the optimizer afterwards. `compile_settings`: arguments of `torch.compile`; None: not compiled."""
     model = loss.model
     mesh, offload = _mesh(accelerator, sharding), _offload(accelerator, sharding)
-    # Gathered in the precision to compute in, which halves the transfers; autocast would keep a cast copy of every weight
-    # until the backward pass. Shares, the sums of gradients and the loss stay fp32.
+    # Weights are gathered in the compute precision, which halves the transfers; autocast would keep a cast copy of every weight
+    # until the backward pass. Shards, gradient sums and the loss stay fp32.
     compute = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    # What remains is one group, so that a tied head shares its tensor. Left to itself, it would stay gathered after a
-    # validation, and the model's parameters would not be those of the optimizer.
+    # All other parameters form one group, so that a tied head shares its tensor. By default, the group would stay gathered after
+    # a validation, and the model's parameters would not be those of the optimizer.
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
-    # Gathered around the model's `forward`, and around the loss, which goes to the model's parts.
+    # Weights are gathered for the model's `forward`, and for the loss, which calls parts of the model.
     model.next_token_loss = loss.forward
     register_fsdp_forward_method(model, "next_token_loss")
     if compile_settings is not None:
@@ -113,7 +113,7 @@ def _mesh(accelerator: Accelerator, sharding: Sharding) -> DeviceMesh:
     device = accelerator.device.type
     if not sharding.offload or device == "cpu":
         return init_device_mesh(device, (accelerator.num_processes,))
-    # NCCL cannot sum what lies in the CPU's memory, such as the norm of offloaded gradients.
+    # NCCL cannot sum tensors in CPU memory, such as the norm of offloaded gradients.
     group = torch.distributed.new_group(backend=f"cpu:gloo,{device}:{torch.distributed.get_backend()}")
     return DeviceMesh.from_group(group, device)
 
@@ -123,9 +123,9 @@ def _offload(accelerator: Accelerator, sharding: Sharding) -> OffloadPolicy:
 
 
 def _compile(loss: NextTokenLoss, settings: dict[str, Any]) -> None:
-    """Gathering breaks the graph of a model between its blocks, so each block is one graph, and the loss is another.
+    """Compile each block and the loss as separate graphs, because gathering breaks the graph of a model between its blocks.
 
-    After `fully_shard`, which replaces the class of a block, and with it the `forward` that is compiled here.
+    Call this after `fully_shard`, which replaces the class of a block, and with it the `forward` that is compiled here.
     """
     for block in loss.model.transformer.h:
         block.forward = torch.compile(block.forward, **settings)
@@ -138,10 +138,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def generating(model: GPT2ScratchForCausalLM) -> Iterator[None]:
-    """Inside, all processes generate from a sharded model together, with the same prompts and seed.
+    """Context in which all processes generate from a sharded model together, with the same prompts and seed.
 
-    Each of them sees the first one's logits: did two devices round differently, one would end its text while the other
-    waits for it. Not compiled, because every length would be a graph of its own.
+    All of them use the logits of rank 0: if two devices rounded differently, one would end its text while the other waits for
+    it. Generation is not compiled, because every length would be a separate graph.
     """
     if not is_sharded(model):
         yield

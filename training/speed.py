@@ -1,4 +1,4 @@
-"""Speed of training. docs/speed.md explains each number."""
+"""Training speed measurements; docs/speed.md explains each number."""
 
 import sys
 import time
@@ -12,9 +12,10 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import TrainBatches
 from training.hardware import name_of, peak_flops
 
-# What is measured, by its name in metrics.jsonl, and how the screen shows it.
+# Measurements by name in metrics.jsonl, with their format on the screen.
 SHOWN = {
     "tokens_per_second": "{:>7,.0f} tok/s",
+    "seconds_per_step": "{:.3g} s/step",
     "mfu": "MFU {:.0%}",
     "data_share": "data {:.1%}",
     "peak_memory_gb": "peak {:.1f} GB",
@@ -22,13 +23,13 @@ SHOWN = {
 
 
 class Speed:
-    """The clock of the steps since the last log line. Waits for nothing: to be read where the device was just waited for."""
+    """Clock of the steps since the last log line. It never synchronizes: read it right after waiting for the device."""
 
     def __init__(self, batches: TrainBatches, model: GPT2ScratchConfig, accelerator: Accelerator):
         self.batches = batches
         self.device = accelerator.device
         peak = peak_flops(name_of(accelerator.device), accelerator.mixed_precision)
-        # Tokens per second that all devices together would make at their peak.
+        # Tokens per second of all devices together at their peak FLOP/s.
         self.at_peak = None if peak is None else peak * accelerator.num_processes / flops_per_token(model)
         self.restart()
 
@@ -38,20 +39,20 @@ class Speed:
         self.since = time.perf_counter()
 
     def count(self, tokens: int) -> None:
-        """Count a step; `tokens`: of its global batch."""
+        """Count a step of `tokens` tokens (its global batch)."""
         self.steps += 1
         self.tokens += tokens
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave what happens inside out of the training time."""
+        """Exclude the time of the `with` block from the training time."""
         before = time.perf_counter()
         yield
         self.paused += time.perf_counter() - before
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count what happens inside as waiting for the device."""
+        """Count the time of the `with` block as waiting for the device."""
         before = time.perf_counter()
         yield
         self.waited += time.perf_counter() - before
@@ -61,11 +62,12 @@ class Speed:
         return time.perf_counter() - self.since - self.paused
 
     def measured(self) -> dict[str, float]:
-        """Return what is known, by the names of metrics.jsonl. No communication: data and memory are this process's own."""
+        """Return the measurements by their names in metrics.jsonl, without communication: data and memory are this process's."""
         found = {}
         if self.steps:
             seconds = self.seconds
             found["tokens_per_second"] = round(self.tokens / seconds, 1)
+            found["seconds_per_step"] = round(seconds / self.steps, 5)
             if self.at_peak is not None:
                 found["mfu"] = round(self.tokens / seconds / self.at_peak, 4)
             found["data_share"] = round(self.batches.seconds / seconds, 4)
@@ -74,18 +76,18 @@ class Speed:
 
 
 def flops_per_token(config: GPT2ScratchConfig, causal: bool = True) -> int:
-    """Floating-point operations to train on one token of a full context, forward and backward:
+    """Return the floating-point operations to train on one token of a full context, forward and backward:
 
         6 N + 6 L C T, where N = L (4 C^2 + 2 C n_inner) + V C
 
     Each of the N weights in matrix products costs 2 operations in the forward pass and 4 in the backward pass (Kaplan et
-    al. 2020, section 2.1); V C is the head, tied or not. Attention costs 12 L C T where all T tokens see each other,
-    which is how PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT count: `causal=False`. Half of that is not
-    needed, because no token sees what comes after it.
+    al. 2020, section 2.1); V C is the head, tied or not. Attention costs 12 L C T if each token attends to all T tokens:
+    PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT count this way (`causal=False`). A causal model needs half of
+    that, because no token attends to later tokens.
 
     Left out: embedding lookups, LayerNorm, softmax, activations, biases, loss, optimizer. Recomputation under gradient
-    checkpointing is not counted either: the model does not need it. That makes the utilisation one of model FLOPs (MFU),
-    not of hardware FLOPs (HFU).
+    checkpointing is not counted either, because the model itself does not need it: the result is model FLOPs utilization
+    (MFU), not hardware FLOPs utilization (HFU).
     """
     L, C, T, V = config.n_layer, config.n_embd, config.n_positions, config.vocab_size
     n_inner = config.n_inner if config.n_inner is not None else 4 * C
@@ -94,17 +96,17 @@ def flops_per_token(config: GPT2ScratchConfig, causal: bool = True) -> int:
 
 
 def in_words(measured: dict[str, float]) -> str:
-    """Format measurements: `683,000 tok/s  MFU 47%  data 0.0%  peak 11.2 GB`."""
+    """Format measurements: `683,000 tok/s  0.768 s/step  MFU 47%  data 0.0%  peak 11.2 GB`."""
     return "  ".join(form.format(measured[name]) for name, form in SHOWN.items() if name in measured)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak in bytes of the device's memory; on a CPU, of this process's."""
+    """Return the peak memory of the device in bytes; on a CPU, the peak memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
-        return torch.mps.driver_allocated_memory()  # at this moment: Metal keeps no peak
-    import resource  # Windows has none, where nobody trains, but models are used
+        return torch.mps.driver_allocated_memory()  # the current value: Metal records no peak
+    import resource  # not at the top: Windows lacks it, where models are used but not trained
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024

@@ -1,4 +1,4 @@
-"""One step of training: the hot path. Nothing here waits for the device."""
+"""Training step: the hot path. Nothing here waits for the device."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from training.tensors import OPTIMIZER, WEIGHTS, whole
 
 @dataclass
 class TrainStep:
-    """Model, loss and optimizer, prepared by Accelerate, and the batches they are trained on."""
+    """Model, loss and optimizer, prepared by Accelerate, with their training batches."""
 
     accelerator: Accelerator
     model: GPT2ScratchForCausalLM
@@ -39,18 +39,18 @@ class TrainStep:
             This process's mean loss and the gradient norm before clipping, as tensors on the device.
         """
         accumulation = self.batches.plan.accumulation
-        # Dropout is a function of (seed, step, rank), as the data is: nothing to save, nothing to restore.
+        # Dropout is a function of (seed, step, rank), like the data: no generator state to save or restore.
         self._seed(mix(mix(self.batches.order.seed, step), self.accelerator.process_index) >> 1)
         set_rates(self.optimizer.optimizer, rate_factor)
         total = torch.zeros((), device=self.accelerator.device)
         for micro_step in range(accumulation):
-            with record_function("data"):  # for --profile; 5 us where nothing records
+            with record_function("data"):  # for --profile; costs 5 us when not recording
                 inputs, targets, positions = self.batches(step, micro_step)  # (B, T) each
             with self.accelerator.accumulate(self.loss):
                 with record_function("forward"):
                     loss = self.loss(inputs, targets, targets.numel(), positions)
                 with record_function("backward"):
-                    # A factor of exactly 1; where the loss is not finite, it makes every gradient so, on all processes.
+                    # A factor of exactly 1. If the loss is not finite, every gradient becomes not finite, on all processes.
                     self.accelerator.backward(loss * (1 + 0 * loss.detach()))
                     total += loss.detach()
                 with record_function("optimizer"):
@@ -58,15 +58,15 @@ class TrainStep:
                         norm = self.accelerator.clip_grad_norm_(self.loss.parameters(), self.max_grad_norm or math.inf)
                         norm = whole(norm)
                         if self.accelerator.scaler is None:
-                            skip_if_not_finite(self.optimizer.optimizer, norm)  # both are perhaps offloaded
+                            skip_if_not_finite(self.optimizer.optimizer, norm)  # both may be offloaded
                         grad_norm = norm.to(total.device)
                     self.optimizer.step()
                     self.optimizer.zero_grad()
         return total / accumulation, grad_norm
 
     def _seed(self, seed: int) -> None:
-        """Seed only the generators that draw: where there is no GPU, `torch.manual_seed` makes a traceback each time, to be
-        read should one appear: 0.3 ms."""
+        """Seed only the generators in use: without a GPU, `torch.manual_seed` records a traceback on each call, for use if a GPU
+        appears later: 0.3 ms."""
         torch.default_generator.manual_seed(seed)
         if self.accelerator.device.type != "cpu":
             torch.get_device_module(self.accelerator.device).manual_seed(seed)
@@ -80,8 +80,8 @@ def build_train_step(
     setup: Setup,
     accelerator: Accelerator,
 ) -> TrainStep:
-    """Build the model, new or with the weights and moments of a checkpoint; compile it, distribute it, and give it an optimizer.
-    Raise a `UserError` for a checkpoint's tensors that do not fit the model, or that no run writes."""
+    """Build the model, new or from a checkpoint's weights and moments; compile it, distribute it, and create its optimizer.
+    Raise a `UserError` if the checkpoint's tensors do not fit the model, or hold values that no run writes."""
     model = build_model(config, setup, batches.order.seed, checkpoint / WEIGHTS if checkpoint is not None else None)
     accelerator.gradient_accumulation_steps = batches.plan.accumulation
     loss = _prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
@@ -92,10 +92,10 @@ def build_train_step(
 
 
 def _prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) -> nn.Module:
-    """Compile `loss` and wrap it for the processes of the run: alone, DDP, or FSDP2 where the launcher asks for it.
+    """Compile `loss` and wrap it for the run's processes: one process, DDP, or FSDP2 if the launcher requests it.
 
-    Compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot be one
-    graph (huggingface/accelerate#3991). The autocast that Accelerate puts on `forward` is part of the graph either way.
+    It is compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot be
+    one graph (huggingface/accelerate#3991). The autocast that Accelerate adds to `forward` is part of the graph either way.
     """
     if setup.torch_compile:
         remove_incomplete_libraries()

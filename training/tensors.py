@@ -1,4 +1,4 @@
-"""Tensors as they are saved: whole, in fp32, and verified when they are read."""
+"""Saved tensors: whole, in fp32, and verified on reading."""
 
 import math
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ WEIGHTS, OPTIMIZER = "model.safetensors", f"{STATE_FOLDER}/optimizer.safetensors
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of which every process holds a shard; all of them must call this. A plain tensor is returned as is."""
+    """Return the full tensor of a sharded one; all processes must call this. A plain tensor is returned as is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of `full`, which every process has, placed and divided as `parameter` is.
+    """Return this process's shard of `full`, placed and divided like `parameter`; every process must pass the same `full`.
 
-    Returned as is where there is nothing to divide: the parameter is plain, or `full` is a number (AdamW's count of steps).
+    If the parameter is plain or `full` is a scalar (AdamW's step count), `full` is returned as is.
     """
     if not isinstance(parameter, DTensor) or full.dim() == 0:
         return full
@@ -34,7 +34,7 @@ def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; raise a `UserError` where it cannot be read."""
+    """Open a safetensors file; raise a `UserError` if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -45,7 +45,7 @@ def opened(path: Path) -> Iterator[Any]:
 def verified(
     tensor: torch.Tensor, name: str, shape: torch.Size, path: Path, at_least: float = -math.inf
 ) -> torch.Tensor:
-    """Return the tensor; raise a `UserError` for a shape, a type or values that no run writes."""
+    """Return the tensor; raise a `UserError` if its shape, type or values are not those of a saved run."""
     problem = None
     if tensor.shape != shape or tensor.dtype != torch.float32:
         problem = f"{tuple(tensor.shape)} of {tensor.dtype} instead of {tuple(shape)} of torch.float32"
@@ -59,8 +59,8 @@ def verified(
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Fill `model`, which is not sharded yet, from a safetensors file; raise a `UserError` for any other tensors."""
-    parameters = dict(model.named_parameters())  # a tied head is not among them
+    """Load a safetensors file into `model`, which is not yet sharded; raise a `UserError` if the tensors do not match."""
+    parameters = dict(model.named_parameters())  # without a tied head
     with opened(path) as file, torch.no_grad():
         if wrong := sorted(set(file.keys()) ^ parameters.keys()):
             raise UserError(f"{path} does not fit its config.json: {', '.join(wrong[:5])}.")

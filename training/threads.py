@@ -1,4 +1,4 @@
-"""How many threads compute on a CPU. Imported before torch, which asks as it loads."""
+"""Number of CPU threads. Import this before torch, which reads the number when it loads."""
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
@@ -11,19 +11,19 @@ from training.launcher import launcher_option, set_by_launcher
 
 
 def _cores() -> int:
-    """Physical ones that this process may use."""
+    """Return the number of physical cores that this process may use."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count()
     return min(physical, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else physical
 
 
 def _is_asked_for() -> bool:
-    """Whether the user chose a number. Where nobody did, the launcher exports 1, which would idle all other cores."""
+    """Return whether the user chose a number. By default, the launcher exports 1, which would idle all other cores."""
     number = os.environ.get("OMP_NUM_THREADS", "")
     is_chosen = not set_by_launcher("OMP_NUM_THREADS") or launcher_option("num_cpu_threads_per_process")
     return number not in ("", "1") or bool(number and is_chosen)
 
 
-# Otherwise torch might choose another number and so round differently. To tell torch later helps by half: a step of two
-# threads is then a fifth slower (docs/log.md).
+# Otherwise torch might choose another number and therefore round differently. Setting it later in torch is slower: a step of two
+# threads then takes a fifth longer (docs/log.md).
 if not _is_asked_for():
     os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

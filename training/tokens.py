@@ -1,7 +1,7 @@
-"""The tokens of a split, where they lie while a run trains, and the batches that are gathered from them.
+"""Tokens of a split during training, and the batches gathered from them.
 
-One way to read them, wherever they lie: on the device, in RAM, or in a memory-mapped file. Nothing here loops over the
-rows of a batch, but for the system calls that announce them to a cold file.
+The code is the same for tokens on the device, in RAM, or in a memory-mapped file. Nothing here loops over the rows of a batch,
+except for the system calls that read ahead in a cold file.
 """
 
 import mmap
@@ -15,35 +15,35 @@ import torch
 
 from errors import UserError
 
-IGNORED = -100  # the target that cross-entropy leaves out
+IGNORED = -100  # target that cross-entropy ignores
 SIGNED = {"uint16": torch.int16, "uint32": torch.int32}
 UNSIGNED = {torch.int16: torch.uint16, torch.int32: torch.uint32}
 
 
 class Batch(NamedTuple):
-    """On the device, (B, T) int64 each."""
+    """Batch on the device, (B, T) int64 each."""
 
     inputs: torch.Tensor
     targets: torch.Tensor  # -100 beyond the end of the text
-    positions: torch.Tensor | None  # from 0 on in each document; None where attention crosses documents
+    positions: torch.Tensor | None  # from 0 in each document; None if attention crosses documents
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents begin, for attention that keeps to them.
+    """Document boundaries, for attention within documents.
 
-    The end-of-text token that ends a document is the first token of the next one's segment, as in generation, where a
-    prompt starts from it: a document's first token is predicted from end-of-text alone, and end-of-text by the document
-    that it ends. Where a store has none, a segment starts with the document's first token; that one is then predicted
-    from the document before, because the loss is divided by a fixed number of targets, so none is left out.
+    The end-of-text token of a document is the first token of the next segment, as in generation, where a prompt starts with it.
+    So a document's first token is predicted from end-of-text alone, and end-of-text from the document that it ends. Without
+    end-of-text tokens, a segment starts with the document's first token. This token is then predicted from the previous document:
+    the loss is divided by a fixed number of targets, so no target is left out.
     """
 
     offsets: np.ndarray  # (documents + 1,) int64: where each begins, and the end
     has_eos: bool
 
     def positions(self, starts: np.ndarray, context: int) -> np.ndarray:
-        """(B, context) int64: how far each token is from the start of its segment, or of the row if that comes later."""
-        row_starts = starts + self.has_eos  # as offsets count: there, a segment starts one token before its document
+        """Return each token's distance from the start of its segment, or of the row if that is later, (B, context) int64."""
+        row_starts = starts + self.has_eos  # in terms of offsets: a segment starts one token before its document
         first = np.searchsorted(self.offsets, row_starts, side="right") - 1  # (B,): the segment that a row starts in
         beyond = np.searchsorted(self.offsets, row_starts + context, side="left")
         counts = beyond - first  # (B,): segments of each row
@@ -56,7 +56,7 @@ class Documents:
 
 
 class MemoryMap:
-    """A split's file, read as needed."""
+    """Memory map of a split's file."""
 
     def __init__(self, path: Path, dtype: str, vocab_size: int):
         self.path = path
@@ -64,20 +64,20 @@ class MemoryMap:
         self.vocab_size = vocab_size
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_RANDOM"):  # read-ahead of megabytes a window stalls a cold file for 100 ms and more
+        if hasattr(mmap, "MADV_RANDOM"):  # read-ahead of megabytes per window stalls a cold file for 100 ms and more
             self._map.madvise(mmap.MADV_RANDOM)
 
     def tensor(self) -> torch.Tensor:
         with warnings.catch_warnings():
-            # That it cannot be written. Nobody does, and Linux refuses a writable map of a file larger than memory.
+            # The warning says that the map is read-only. A writable map of a file larger than memory is refused by Linux.
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(self._map, dtype=SIGNED[self.dtype])
 
     def announce(self, starts: np.ndarray, length: int) -> None:
-        """Asks the system to read windows in the background, all at once; gathered unannounced, each would be waited for
-        in turn. Give it a batch and the next one: the batch itself was announced before, unless it is a run's first.
+        """Ask the system to read windows in the background, all at once; otherwise each window would be waited for in turn. Pass a
+        batch and the next one: the batch itself was announced before, unless it is the first of a run.
 
-        The one loop over rows, because a system call takes one range: 1 us a row that is in memory already.
+        The only loop over rows, because a system call takes one range: 1 us per row that is already in memory.
         """
         if not hasattr(mmap, "MADV_WILLNEED"):
             return
@@ -89,40 +89,40 @@ class MemoryMap:
                 self._map.madvise(mmap.MADV_WILLNEED, start, size)
 
     def check_size(self) -> None:
-        """Raise a `UserError` where the file was cut: reading beyond its end would kill the process. Takes 1 us."""
+        """Raise a `UserError` if the file was truncated: reading beyond its end would kill the process. Takes 1 us."""
         size = self._map.size()  # of the file
         if size < len(self._map):
             raise UserError(
                 f"{self.path} has {size:,} bytes now instead of {len(self._map):,}: it was changed while it was being read. "
-                f"Restore it, and the same command resumes."
+                f"Restore it and run the same command to resume."
             )
 
     def check_ids(self, rows: torch.Tensor) -> None:
-        """Raise a `UserError` for an id that the vocabulary does not have, in what was gathered: 4 us for 64 x 513, where
-        looking through a large file would take minutes."""
+        """Raise a `UserError` for an id outside the vocabulary in the gathered rows: 4 us for 64 x 513, while a check of a whole
+        large file would take minutes."""
         largest = int(rows.numpy().view(self.dtype).max())
         if largest >= self.vocab_size:
             raise UserError(
                 f"{self.path} holds token id {largest}, beyond its vocabulary of {self.vocab_size}; the file or "
-                f"metadata.json was changed. Delete {self.path.parent} and make it again."
+                f"metadata.json was changed. Delete {self.path.parent} and create it again."
             )
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A split, where it lies."""
+    """Tokens of a split on a device, in RAM or in a memory map."""
 
     values: torch.Tensor  # (n,) int16 or int32: the bits of uint16 or uint32, which not all backends index
-    device: torch.device  # where batches are wanted
-    documents: Documents | None = None  # given where attention keeps to them
-    file: MemoryMap | None = None  # given where `values` is one
+    device: torch.device  # of the batches
+    documents: Documents | None = None  # set if attention stays within documents
+    file: MemoryMap | None = None  # set if `values` is a memory map
 
     def __len__(self) -> int:
         return len(self.values)
 
     def batch(self, starts: np.ndarray, context: int) -> Batch:
-        """Return the windows that begin at `starts`, (B,) int64, and as targets the token after each of theirs, without waiting
-        for the device."""
+        """Return the windows that begin at `starts`, (B,) int64, with the next tokens as targets, without waiting for the
+        device."""
         if self.file is not None:
             self.file.check_size()
         rows = self._gather(starts, context + 1)  # (B, T + 1)
@@ -130,7 +130,7 @@ class Tokens:
             self.file.check_ids(rows)
         if self.device.type in ("cpu", "cuda"):
             rows = _sent(rows, self.device).view(UNSIGNED[rows.dtype])
-        else:  # Apple's GPUs do not compute with all unsigned types
+        else:  # Apple GPUs do not support all unsigned types
             rows = _sent(rows.view(UNSIGNED[rows.dtype]).long(), self.device)
         inputs, targets = rows[:, :-1].long().contiguous(), rows[:, 1:].long().contiguous()
         targets_left = len(self) - 1 - starts
@@ -143,16 +143,16 @@ class Tokens:
         return Batch(inputs, targets, positions)
 
     def _gather(self, starts: np.ndarray, length: int) -> torch.Tensor:
-        """(B, length), where the tokens lie. Beyond the end, the last token is repeated."""
+        """Return rows (B, length) on the device of the tokens. Beyond the end, the last token is repeated."""
         if starts.max() + length <= len(self):
             index = _sent(torch.from_numpy(starts), self.values.device)
-            return self.values.unfold(0, length, 1).index_select(0, index)  # a view, then one copy a row
+            return self.values.unfold(0, length, 1).index_select(0, index)  # a view, then one copy per row
         index = np.minimum(starts[:, None] + np.arange(length), len(self) - 1)
         return self.values[_sent(torch.from_numpy(index), self.values.device)]
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device, without waiting for it: from pinned memory."""
+    """Return the tensor on the device; the copy from pinned memory does not wait for the device."""
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Trackers (TensorBoard, W&B, Trackio ...): which ones, their runs, and what they are sent."""
+"""Experiment trackers (TensorBoard, W&B, Trackio ...): settings, runs and logged values."""
 
 import secrets
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names 
 @dataclass
 class JournalArguments:
     logging_steps: int = setting(
-        10, "Steps between log lines; each waits for the device once.", minimum=1, resume="free"
+        10, "Steps between log lines; each line waits for the device once.", minimum=1, resume="free"
     )
     report_to: list[str] = setting(
-        [], "Trackers of Accelerate to log to: tensorboard, wandb, ... or all.", resume="free"
+        [], "Trackers supported by Accelerate: tensorboard, wandb, ... or all.", resume="free"
     )
     project: str = setting(
-        "gpt2scratch", "Project of the trackers; its runs, named after their folders, can be compared.", resume="free"
+        "gpt2scratch", "Project name in the trackers; runs are named after their folders.", resume="free"
     )
 
     def problems(self) -> list[str]:
-        """What Accelerate would drop without a word, or end in a traceback for."""
+        """Return problems that Accelerate would ignore silently or turn into a traceback."""
         known, installed = list(map(str, LoggerType)), list(map(str, get_available_trackers()))
         unknown = [name for name in self.report_to if name not in known]
         missing = [name for name in self.report_to if name in known and name not in ("all", *installed)]
         return [
-            *(f"report_to names {name!r}; the trackers are {', '.join(known)}." for name in unknown),
+            *(f"report_to names {name!r}; the available trackers are {', '.join(known)}." for name in unknown),
             *(f"report_to names {name}, which is not installed: pip install {name}." for name in missing),
         ]
 
@@ -42,10 +42,10 @@ class JournalArguments:
 def open_trackers(
     accelerator: Accelerator, folder: RunFolder, project: str, settings: dict[str, Any], first_step: int
 ) -> None:
-    """Opens the trackers of `report_to` and sends every setting that has a value. Called by the main process.
+    """Open the trackers of `report_to` and send every setting that has a value. Called by the main process.
 
-    The run's id is kept in its folder, so that a resumed run continues the same run in each tracker. TensorBoard's event files
-    are in that folder too, and a resumed run discards there what was logged after its checkpoint.
+    The run's id is saved in its folder, so that a resumed run continues the same run in each tracker. TensorBoard's event files
+    are also in that folder; a resumed run discards entries after its checkpoint.
     """
     if not accelerator.log_with:
         return
@@ -56,7 +56,7 @@ def open_trackers(
     given = {name: value for name, value in settings.items() if value is not None}
     own = {
         "wandb": {"name": name, "id": run_id, "resume": "allow"},
-        "trackio": {"name": name, "resume": "allow" if is_known else "never"},  # it knows runs by their names
+        "trackio": {"name": name, "resume": "allow" if is_known else "never"},  # it identifies runs by name
     }
     accelerator.log_with = [
         TensorBoardTracker(folder.tensorboard.name, folder.path, purge_step=first_step + 1)
@@ -68,7 +68,7 @@ def open_trackers(
     for tracker in accelerator.trackers:
         if (
             tracker.name == "tensorboard"
-        ):  # one text: Accelerate writes another run of TensorBoard's for it at each start
+        ):  # as text: Accelerate's own method would create another TensorBoard run at each start
             text = yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
             tracker.writer.add_text("settings", f"```yaml\n{text}```")
             continue
@@ -79,14 +79,14 @@ def open_trackers(
 
 
 def log_to_trackers(accelerator: Accelerator, entry: dict[str, Any], step: int) -> None:
-    """Sends an entry of metrics.jsonl, under the names of Transformers' Trainer: eval/loss, train/loss. Called by the main process."""
+    """Send an entry of metrics.jsonl with the names of Transformers' Trainer: eval/loss, train/loss. Called by the main process."""
     values = {
         f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
         for name, value in entry.items()
         if name != "step"
     }
     for tracker in accelerator.trackers:
-        if tracker.name == "wandb":  # it drops steps before its last one, as after a resume from an earlier checkpoint
+        if tracker.name == "wandb":  # it drops steps before its last one, e.g. after a resume
             tracker.log(values | {STEP: step})
         else:
             tracker.log(values, step=step)

@@ -1,4 +1,4 @@
-"""Validation while training: the loss on held-out text, samples of what the model writes, and the report of both."""
+"""Validation during training: loss on held-out text, samples, and the report."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from training.step import TrainStep
 
 class Validation:
     def __init__(self, run: Run, train_step: TrainStep, max_samples: int | None):
-        """`max_samples`: windows to score but after the last step; all where None."""
+        """`max_samples`: windows to score before the last step; None: all. After the last step, all windows are scored."""
         self.run, self.train_step, self.max_samples = run, train_step, max_samples
         if run.accelerator.is_main_process:
             parameters, data = train_step.model.num_parameters(), run.data.store.metadata
@@ -26,8 +26,8 @@ class Validation:
             begin_report(run.folder, run.plan.model, parameters, data, together)
 
     def validate(self, step: int, log: RunLog, stop: Callable[[], object]) -> None:
-        """Score the model after `step` steps. Where `stop` says so, it ends early and leaves nothing: resumed, the run
-        begins with this validation."""
+        """Score the model after `step` steps. If `stop` returns true, end early and write nothing: the resumed run starts with this
+        validation."""
         run, last = self.run, step == self.run.plan.max_steps
 
         def watch(share: float) -> object:
@@ -38,7 +38,7 @@ class Validation:
             split = run.data.store.metadata.val
             return evaluate(self.train_step.loss, run.data.val, split, run.plan.batches, run.accelerator, most, watch)
 
-        metrics = score(None if last else self.max_samples)  # the last one scores everything
+        metrics = score(None if last else self.max_samples)
         if metrics is None:
             return
         if not math.isfinite(loss := metrics["eval_loss"]):
@@ -49,17 +49,17 @@ class Validation:
                 return
             metrics["eval_sampled_loss"] = sampled["eval_loss"]
         log.log_evaluation(step, metrics)
-        self.write_samples(step, log, aloud=last)
+        self.write_samples(step, log, prints=last)
         if run.accelerator.is_main_process:
             write_report(run.folder)
 
-    def write_samples(self, step: int, log: RunLog, aloud: bool) -> None:
-        """Write prompts and their continuations to samples.md, and print them if `aloud`: before the first step, they are noise."""
+    def write_samples(self, step: int, log: RunLog, prints: bool) -> None:
+        """Write prompts and continuations to samples.md, and print them if `prints`."""
         model, seed = self.train_step.model, self.run.plan.order.seed
         with generating(model):
             samples = sample(model, self.run.data.tokenizer, self.run.sampling, seed)
         if not self.run.accelerator.is_main_process:
             return
         write_samples(self.run.folder.samples, step, samples)
-        for prompt, text in samples if aloud else []:
+        for prompt, text in samples if prints else []:
             log.say(f"--- step {step}:\n{prompt}{text}")

@@ -1,1 +1,1 @@
-"""Comparison of a model with other models and baselines; memorization of training text."""
+"""Comparison of a model with other models and baselines, and a memorization test."""

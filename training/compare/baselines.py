@@ -1,4 +1,4 @@
-"""Baselines of a model: n-grams fitted on the training split, and compressors."""
+"""Baselines for comparison: n-grams fitted on the training split, and compressors."""
 
 import bz2
 import gzip
@@ -9,9 +9,9 @@ import numpy as np
 
 from tokenizer.store import TokenStore
 
-DISCOUNT = 0.75  # as in Jurafsky and Martin: it lies near what Ney's formula gives for most counts
-FITTED_TOKENS = 20_000_000  # 3-grams of more would take minutes and gigabytes
-PIECES = 20  # that they are taken in, evenly spread over a larger split
+DISCOUNT = 0.75  # as in Jurafsky and Martin: close to the result of Ney's formula for most counts
+FITTED_TOKENS = 20_000_000  # trigrams of more tokens would take minutes and gigabytes
+PIECES = 20  # of a larger split, evenly spaced, that contain these tokens
 COMPRESSORS = {
     "gzip -9": lambda data: gzip.compress(data, 9, mtime=0),
     "bzip2 -9": lambda data: bz2.compress(data, 9),
@@ -21,28 +21,28 @@ COMPRESSORS = {
 
 @dataclass(frozen=True)
 class Level:
-    """The (k + 1)-grams of a text, k tokens being the context of the last. Those contexts are numbered as the level before
-    sorts them."""
+    """(k + 1)-grams of a text: k context tokens and a last token. Contexts are numbered in the order of the previous level's
+    keys."""
 
     keys: np.ndarray  # (grams,) int64, sorted: number of the context * vocab_size + last token
-    counts: np.ndarray  # (grams,): occurrences at the highest level; below it, different tokens that stand before
+    counts: np.ndarray  # (grams,): occurrences at the highest level; at lower levels, distinct preceding tokens
     totals: np.ndarray  # (contexts,): sums of `counts`
-    kinds: np.ndarray  # (contexts,): how many of them are above 0
+    kinds: np.ndarray  # (contexts,): number of `counts` above 0
 
 
 class NGram:
-    """Interpolated Kneser-Ney (Kneser and Ney 1995; Chen and Goodman 1999, 2.7) with one discount; below single tokens, all of
-    the vocabulary are alike. Of order 1, a unigram."""
+    """Interpolated Kneser-Ney model (Kneser and Ney 1995; Chen and Goodman 1999, 2.7) with one discount. Unigrams are interpolated
+    with a uniform distribution over the vocabulary. Order 1 is a unigram model."""
 
     def __init__(self, tokens: np.ndarray, vocab_size: int, order: int):
-        """Fits it in O(n log n) to `tokens` (n,)."""
+        """Fit the model to `tokens` (n,) in O(n log n)."""
         self.vocab_size = vocab_size
         tokens = tokens.astype(np.int64)
         found, ranks = [], []
-        context = np.zeros(len(tokens), dtype=np.int64)  # (n,): the number of what stands before each token
+        context = np.zeros(len(tokens), dtype=np.int64)  # (n,): number of the context before each token
         for k in range(order):
             keys, rank, counts = np.unique(context * vocab_size + tokens[k:], return_inverse=True, return_counts=True)
-            if found:  # a gram of the level before counts once for each different token that stands before it
+            if found:  # a gram of the previous level counts once per distinct preceding token
                 end = np.empty(len(keys), dtype=np.int64)
                 end[rank] = ranks[-1][1:]
                 found[-1] = (found[-1][0], np.bincount(end, minlength=len(found[-1][0])))
@@ -61,10 +61,10 @@ class NGram:
         ]
 
     def probabilities(self, tokens: np.ndarray) -> np.ndarray:
-        """(n,) float64: of each token after those before it in `tokens` (n,)."""
+        """Return the probability of each token given the tokens before it in `tokens` (n,), as (n,) float64."""
         tokens = tokens.astype(np.int64)
         result = np.full(len(tokens), 1 / self.vocab_size)
-        context = np.zeros(len(tokens), dtype=np.int64)  # -1 where it was never seen
+        context = np.zeros(len(tokens), dtype=np.int64)  # -1 for an unseen context
         for level in self.levels:
             wanted = context * self.vocab_size + tokens
             place = np.minimum(np.searchsorted(level.keys, wanted), len(level.keys) - 1)
@@ -78,7 +78,7 @@ class NGram:
 
 
 def fitted_on(store: TokenStore) -> np.ndarray:
-    """Return the training split, or FITTED_TOKENS of a larger one, in pieces that are evenly spread."""
+    """Return the training split, or FITTED_TOKENS tokens of a larger split, in evenly spaced pieces."""
     tokens = store.memory_map("train")
     if len(tokens) <= FITTED_TOKENS:
         return np.asarray(tokens)
@@ -88,5 +88,5 @@ def fitted_on(store: TokenStore) -> np.ndarray:
 
 
 def compressed_bits(data: bytes) -> dict[str, float]:
-    """Return bits per byte of `data` by compressor."""
+    """Return the bits per byte of `data` for each compressor."""
     return {name: 8 * len(compress(data)) / len(data) for name, compress in COMPRESSORS.items()}

@@ -1,8 +1,8 @@
-"""Memorization: text of the model that occurs in its training text, word for word.
+"""Memorization test: verbatim training text in the output of a model.
 
-Texts are sampled from the model as it is (temperature 1, all of the vocabulary), and every span of 50 tokens in them is looked
-up in the training split, as Lee et al. (2022) do. Spans of held-out text are looked up as well: text that is not memorized occurs
-there too, licences for example.
+Texts are sampled from the unmodified distribution of the model (temperature 1, whole vocabulary). Every span of 50 tokens in
+them is searched in the training split, as in Lee et al. (2022). Spans of held-out text are searched too, as a baseline: some text
+that is not memorized also repeats, for example licenses.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ from tokenizer.store import TokenStore
 from training.sampling import continue_tokens, generation_config
 from training.scoring import ratio
 
-LENGTH = 256  # tokens of a text at most
+LENGTH = 256  # maximum tokens per text
 AT_ONCE = 32  # texts
-BLOCK = 1 << 22  # tokens of the store that are looked through together
+BLOCK = 1 << 22  # tokens of the store that are searched together
 BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 FILTER_BITS = 20
 
@@ -28,10 +28,10 @@ FILTER_BITS = 20
 def memorization(
     model: PreTrainedModel, store: TokenStore, texts: int, span: int, seed: int, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Return the share of spans that are found, for JSON. Called by one process.
+    """Return the share of spans that occur in the training split, for JSON. Called by one process.
 
     Raises:
-        UserError: the model ends its texts, or the validation split its documents, before they have a span.
+        UserError: all texts of the model, or all documents of the validation split, are shorter than a span.
     """
     eos, val = store.metadata.eos_token_id, store.memory_map("val")
     starts = np.random.default_rng(seed).integers(0, max(1, len(val) - LENGTH), texts)
@@ -44,12 +44,12 @@ def memorization(
         ("the texts that the model wrote", "the validation split"), counts.sum(axis=1), strict=True
     ):
         if not number:
-            raise UserError(f"No document of {what} has {span} tokens; give a smaller --memorization_span.")
+            raise UserError(f"No document of {what} has {span} tokens; use a smaller --memorization_span.")
     looked_up = np.concatenate(of_texts)
     places = find(store.memory_map("train"), looked_up, accelerator)
     hits = [part.sum() for part in np.split(places >= 0, counts.cumsum()[:-1])]
     (share, stderr), (held_out_share, held_out_stderr) = map(ratio, np.reshape(hits, counts.shape), counts)
-    example, first = None, int(np.argmax(places[: counts[0].sum()] >= 0))  # the first that was found
+    example, first = None, int(np.argmax(places[: counts[0].sum()] >= 0))  # the first span found
     if share:
         document = int(np.searchsorted(store.offsets("train"), places[first], side="right")) - 1
         text = store.load_tokenizer().decode(looked_up[first].tolist())
@@ -70,7 +70,7 @@ def memorization(
 def write(
     model: PreTrainedModel, opening: np.ndarray, eos: int | None, seed: int, accelerator: Accelerator
 ) -> list[np.ndarray]:
-    """Return what the model writes after `opening` (B, 1), up to an end of text or `LENGTH` tokens."""
+    """Return the continuations of `opening` (B, 1), up to an end of text or `LENGTH` tokens."""
     torch.manual_seed(seed)
     config = generation_config(1.0)
     config.eos_token_id = config.pad_token_id = eos
@@ -82,18 +82,18 @@ def write(
 
 
 def spans(tokens: np.ndarray, eos: int | None, span: int) -> np.ndarray:
-    """(n, span): all spans of a text within one document."""
+    """Return all spans of a text that are within one document, (n, span)."""
     if len(tokens) < span:
         return np.empty((0, span), dtype=np.int64)
     windows = np.lib.stride_tricks.sliding_window_view(tokens, span)
-    return windows[(windows != eos).all(axis=1)]  # no token is None
+    return windows[(windows != eos).all(axis=1)]  # if eos is None, all differ
 
 
 def find(tokens: np.ndarray, wanted: np.ndarray, accelerator: Accelerator) -> np.ndarray:
-    """(n,) int64: where each of `wanted`, (n, span), first stands in `tokens`, -1 where it does not.
+    """Return the first position in `tokens` of each span in `wanted` (n, span), as (n,) int64; -1 if a span does not occur.
 
-    One pass over `tokens`, in bounded memory: their rolling hashes (Karp and Rabin 1987) pass a filter of bits, then a sorted
-    table; what is left is kept by its tokens, the first of each hash and block.
+    One pass over `tokens`, in bounded memory: rolling hashes (Karp and Rabin 1987) are matched with a bit filter, then with a
+    sorted table. Of the remaining spans, the first of each hash and block is compared by its tokens.
     """
     span = wanted.shape[1]
     hashes = np.unique(hash_spans(wanted.ravel(), span)[::span])
@@ -113,7 +113,7 @@ def find(tokens: np.ndarray, wanted: np.ndarray, accelerator: Accelerator) -> np
 
 
 def hash_spans(tokens: np.ndarray, span: int) -> np.ndarray:
-    """(n - span + 1,) uint64: the polynomial of each span in BASE, modulo 2**64, from the differences of running sums."""
+    """Return the polynomial hash of each span in BASE, modulo 2**64, as (n - span + 1,) uint64, from running sums."""
     powers = np.full(len(tokens), BASE, dtype=np.uint64).cumprod()
     inverses = np.full(len(tokens), pow(BASE, -1, 1 << 64), dtype=np.uint64).cumprod()
     sums = np.concatenate([np.zeros(1, dtype=np.uint64), ((tokens.astype(np.uint64) + np.uint64(1)) * powers).cumsum()])

@@ -1,9 +1,8 @@
 """Comparison of models, n-grams and compressors by bits per byte of the same text.
 
-A model scores documents one by one, as its own tokenizer cuts them, each after the token that begins a text (bos, or eos where
-there is no bos; without either, the first token costs as much as any of the vocabulary). Windows of its context overlap by
-half: all but the first tokens of a document are predicted from half a context or more. The token that ends a document is no
-text and is not scored.
+A model scores each document separately, with its own tokenizer, after its start token (bos, or eos if there is no bos; without
+either, the first token costs as much as under a uniform distribution). Windows of its context overlap by half, so all but the
+first tokens of a document are predicted from half a context or more. The token that ends a document is not text and is not scored.
 """
 
 import math
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812  the name that everybody gives it
+import torch.nn.functional as F  # noqa: N812  the usual name
 from accelerate import Accelerator
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,42 +23,42 @@ from training.compare.baselines import FITTED_TOKENS, NGram, compressed_bits, fi
 from training.loading import find_model, load_with_tokenizer
 from training.scoring import ratio, sum_of_processes, units
 
-LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have room for more
-BYTES_OF_LOGITS = 1 << 27  # at once, in fp32
+LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have memory for more
+BYTES_OF_LOGITS = 1 << 27  # per batch, in fp32
 ORDERS = {"unigram": 1, "trigram": 3}
 DOCUMENTS_AT_ONCE = 256
-Encoded = list[tuple[np.ndarray, np.ndarray]]  # documents: ids of one tokenizer, and the unit that each begins in
+Encoded = list[tuple[np.ndarray, np.ndarray]]  # per document: ids of one tokenizer, and the unit of each id
 
 
 class HeldOut:
-    """Documents of the validation split, as text."""
+    """Documents of the validation split as text."""
 
     def __init__(self, store: TokenStore, most: int | None):
-        """All of them, or `most`, evenly spread."""
+        """`most`: number of evenly spaced documents to use; None: all."""
         tokens, offsets, rust = store.memory_map("val"), store.offsets("val"), store.load_tokenizer().backend_tokenizer
         ends = offsets[1:] - (store.metadata.eos_token_id is not None)
         number = len(ends) if most is None else min(most, len(ends))
         chosen = np.linspace(0, len(ends) - 1, number).astype(np.int64)
         self.texts = [rust.decode(tokens[offsets[i] : ends[i]].tolist(), skip_special_tokens=False) for i in chosen]
         self.starts = np.concatenate([[0], np.cumsum([len(text) for text in self.texts])])  # and the end, in characters
-        self.edges, self.units = units(self.starts)  # of the units of the standard error, and what those are
+        self.edges, self.units = units(self.starts)  # boundaries of the units of the standard error; description
         whole = "".join(self.texts)
         self.bytes = np.array([len(whole[a:b].encode()) for a, b in pairwise(self.edges)], dtype=np.int64)  # (units,)
 
     def encoded(self, tokenizer: PreTrainedTokenizerBase, name: str) -> Encoded:
-        """Encode the text; raise a `UserError` where the tokenizer does not know all of it."""
+        """Encode the text; raise a `UserError` if the tokenizer cannot represent all of it."""
         rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        rust.encode_special_tokens = True  # what reads like a control token stays text
+        rust.encode_special_tokens = True  # text that looks like a control token stays text
         rust.no_truncation()
         rust.no_padding()
         unknown = getattr(rust.model, "unk_token", None)
         unknown = rust.token_to_id(unknown) if unknown else None
-        problem = f"{name} cannot be compared: its tokenizer does not know every character of the text; leave it out."
+        problem = f"{name} cannot be compared: its tokenizer does not know every character of the text; remove it."
         documents = []
         for first in range(0, len(self.texts), DOCUMENTS_AT_ONCE):
             try:
                 batch = rust.encode_batch(self.texts[first : first + DOCUMENTS_AT_ONCE], add_special_tokens=False)
-            except Exception as error:  # the Rust library raises nothing narrower
+            except Exception as error:  # the Rust library raises no narrower type
                 raise UserError(problem) from error
             for start, encoding in zip(self.starts[first:], batch, strict=False):
                 if unknown in encoding.ids:
@@ -74,10 +73,11 @@ class HeldOut:
 def nats_of_model(
     model: PreTrainedModel, first: int | None, text: Encoded, n_units: int, accelerator: Accelerator, name: str
 ) -> np.ndarray:
-    """(units,) float64: what the text costs the model, computed by all processes together. `first` begins each document."""
+    """Return the nats of the text under the model per unit, (units,) float64, computed by all processes together. `first`: start
+    token of each document."""
     context = min(getattr(model.config, "max_position_embeddings", LONGEST_WINDOW), LONGEST_WINDOW)
     sums = np.zeros(n_units)
-    cut = []  # windows: tokens, and the units of the last of them, which no window before scored
+    cut = []  # windows: tokens, and the units of the last tokens, which no earlier window scored
     for ids, unit in text:
         if first is not None:
             ids = np.concatenate([[first], ids])
@@ -89,13 +89,13 @@ def nats_of_model(
             cut.append((ids[start : start + context + 1], unit[scored : start + context]))
             scored = start + context
             start += max(1, context // 2)
-    cut.sort(key=lambda window: -len(window[0]))  # the longest first: less padding, and no surprise
+    cut.sort(key=lambda window: -len(window[0]))  # longest first: less padding, and peak memory at once
     rows = max(1, BYTES_OF_LOGITS // (context * model.config.vocab_size * 4))
     batches = [cut[at : at + rows] for at in range(0, len(cut), rows)]
     batches = batches[accelerator.process_index :: accelerator.num_processes]
     for batch in track(batches, name, accelerator.is_main_process):
         pieces = [torch.from_numpy(tokens) for tokens, _ in batch]
-        padded = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(model.device)  # behind: nothing sees it
+        padded = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(model.device)  # padding: not attended
         with accelerator.autocast():
             logits = model(input_ids=padded[:, :-1], use_cache=False).logits
         targets = padded[:, 1:]
@@ -106,7 +106,7 @@ def nats_of_model(
 
 
 def nats_of_ngram(ngram: NGram, eos: int | None, text: Encoded, n_units: int) -> np.ndarray:
-    """(units,) float64. Each document follows an end of text, as in the store."""
+    """Return an n-gram model's nats per unit, (units,) float64. Each document follows an end of text, as in the store."""
     before = [] if eos is None else [eos]
     stream = np.concatenate([part for ids, _ in text for part in (before, ids)]).astype(np.int64)
     nats = -np.log(ngram.probabilities(stream))
@@ -122,11 +122,11 @@ def compare(
     most_documents: int | None,
     accelerator: Accelerator,
 ) -> dict[str, Any] | None:
-    """Return the rows of the panel, best first, and how they were made, for JSON; None on all processes but the main one,
-    which fits n-grams and compresses.
+    """Return the rows of the comparison, best first, and the method, for JSON. Only the main process fits n-grams and compresses;
+    the others return None.
 
     Raises:
-        UserError: a model cannot be loaded, or its tokenizer does not know the text.
+        UserError: a model cannot be loaded, or its tokenizer cannot represent the text.
     """
     text = HeldOut(store, most_documents)
     nats: dict[str, np.ndarray] = {}
@@ -140,7 +140,7 @@ def compare(
         nats[title] = nats_of_model(scored, first, encoded, len(text.bytes), accelerator, title)
         if title == name:
             ours = encoded
-        del scored  # before the next one is loaded
+        del scored  # before the next model is loaded
     if not accelerator.is_main_process:
         return None
     fitted, eos = fitted_on(store), store.metadata.eos_token_id
@@ -151,18 +151,18 @@ def compare(
     for title, values in nats.items():
         bits, stderr = ratio(values / math.log(2), text.bytes)
         row = {"name": title, "kind": "n-gram" if title in ORDERS else "model", "bits_per_byte": bits}
-        if not math.isnan(stderr):  # which JSON does not know
+        if not math.isnan(stderr):  # not valid in JSON
             row["bits_per_byte_stderr"] = stderr
-        if title != name:  # unit by unit
+        if title != name:  # paired by unit
             row["difference"], row["difference_stderr"] = ratio((values - nats[name]) / math.log(2), text.bytes)
         rows.append(row)
     split = store.metadata.train
     on = f"the training split's {split.tokens:,} tokens"
     if split.tokens > FITTED_TOKENS:
-        on = f"{FITTED_TOKENS:,} of the training split's {split.tokens:,} tokens, evenly spread"
+        on = f"{FITTED_TOKENS:,} of the training split's {split.tokens:,} tokens, evenly spaced"
     how = (
-        f"The same {text.bytes.sum():,} bytes of {counted(len(text.texts), 'document')} for all. Models score documents one by one, in windows "
-        f"of their context that overlap by half. ±: standard error over {text.units}; that of a difference is paired. N-grams "
+        f"All rows use the same {text.bytes.sum():,} bytes of {counted(len(text.texts), 'document')}. Models score each document separately, in "
+        f"windows of their context that overlap by half. ±: standard error over {text.units}, paired for differences. N-grams "
         f"(Kneser-Ney) are fitted on {on}; compressors read all documents as one file."
     )
     return {"rows": sorted(rows, key=lambda row: row["bits_per_byte"]), "how": how}

@@ -1,1 +1,1 @@
-"""Guards of a running job: locks, signals, dead or hung processes, loss spikes, errors."""
+"""Guards of a running job: lock, signals, dead or hung processes, loss spikes and errors."""

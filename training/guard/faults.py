@@ -1,4 +1,4 @@
-"""What can go wrong in the middle of a run, and what is made of it: one sentence, or a fresh process that goes on."""
+"""Failures during a run, translated into a one-sentence error or a restart in a fresh process."""
 
 import errno
 import tempfile
@@ -14,7 +14,7 @@ from training.loss import DivergenceError
 from training.restart import Restart
 from training.run import Run
 
-# What a disk, a drive or its owner can do to a run.
+# Errors caused by a disk, a drive or its permissions.
 OF_THE_DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM),
     *(errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ETIMEDOUT),
@@ -23,8 +23,8 @@ OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of 
 
 
 def translate(error: Exception, run: Run) -> Exception:
-    """Return the `UserError` or `Restart` that an error amounts to; or the error itself, where it is a `UserError` already, our
-    own mistake, or the process group's."""
+    """Return the `UserError` or `Restart` that corresponds to an error. A `UserError`, a bug of ours and an error of the process
+    group are returned unchanged."""
     folder = run.folder
     if isinstance(error, DivergenceError):
         last_good = folder.last_good()
@@ -33,20 +33,20 @@ def translate(error: Exception, run: Run) -> Exception:
         return _out_of_memory(run)
     if isinstance(error, BackendCompilerFailed):
         return UserError(
-            f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, {cache_dir()}, make room "
-            f"in {tempfile.gettempdir()} (TMPDIR) if the disk is full, and give the same command again; if that does not help, add "
-            f"--torch_compile false."
+            f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, {cache_dir()}, free "
+            f"space in {tempfile.gettempdir()} (TMPDIR) if the disk is full, and run the same command again; if that does not "
+            f"help, add --torch_compile false."
         )
     if isinstance(error, DamageError) or (isinstance(error, OSError) and error.errno in OF_THE_DISK):
         return UserError(
-            f"{error.filename or folder.path}: {error.strerror or error}. The run ends here; {folder.last_good()}. Correct "
-            f"that, and the same command resumes."
+            f"{error.filename or folder.path}: {error.strerror or error}. The run ends here; {folder.last_good()}. Fix the "
+            f"problem and run the same command to resume."
         )
     return error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Also inside what the compiler wraps around it."""
+    """Return whether an error means out of memory, also if the compiler wrapped it in another error."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
@@ -58,7 +58,7 @@ def _out_of_memory(run: Run) -> Exception:
     what = f"Out of memory with a micro-batch of {micro} sequence{'s' * (micro > 1)} of {plan.batches.context} tokens"
     if run.setup.autotunes:
         what += (
-            ", while max-autotune takes memory for the kernels it tries (leave torch_compile_mode out, and more fit)"
+            ", while max-autotune uses memory for the kernels it tries (without torch_compile_mode, more sequences fit)"
         )
     others = memory_of_others()
     what += f". {others}" if others else ""
@@ -66,13 +66,13 @@ def _out_of_memory(run: Run) -> Exception:
         return UserError(f"{what}; {last_good}.")
     if micro == 1:
         return UserError(
-            f"{what}: not even one fits; {last_good}. Use --gradient_checkpointing, a smaller model or n_positions, or FSDP2 "
-            f"on several devices (docs/multi_gpu.md)."
+            f"{what}: not even one sequence fits; {last_good}. Use --gradient_checkpointing, a smaller model or n_positions, or "
+            f"FSDP2 on several devices (docs/multi_gpu.md)."
         )
     if not plan.batches.is_auto:
         return UserError(
-            f"{what}; {last_good}. Resume with --per_device_train_batch_size {micro // 2}, or auto, which finds what fits; "
-            f"tokens_per_step and the order of the data stay the same."
+            f"{what}; {last_good}. Resume with --per_device_train_batch_size {micro // 2}, or auto, which finds a size that "
+            f"fits; tokens_per_step and the order of the data stay the same."
         )
-    reason = f"{what}: going on from the last checkpoint with at most {micro // 2}, in a fresh process."
+    reason = f"{what}: resuming from the last checkpoint with at most {micro // 2}, in a fresh process."
     return Restart(reason, {"micro_batch": micro // 2})

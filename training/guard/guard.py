@@ -1,4 +1,4 @@
-"""The guards of a job and of the run in it: lock, watchdog, stop requests, health of the losses, saving, final status."""
+"""Guards of a job and its run: lock, watchdog, stop requests, loss health, saving and final status."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,14 +25,15 @@ from training.run_folder import RunFolder
 from training.saver import Saver
 from training.status import record, write_status
 
-MOST_IN_A_ROW = 3  # rollbacks to one checkpoint: what is still wrong then is not the batches
+MOST_IN_A_ROW = 3  # rollbacks to one checkpoint: if the loss still spikes then, the batches are not the cause
 
 
 @contextmanager
 def job(
     setup: Setup, folder: RunFolder, trackers: list[str] | None, stopping: StoppingArguments, settings: dict[str, Any]
 ) -> Iterator[tuple[Accelerator, Watchdog]]:
-    """Start the processes; within, they are watched, and the folder is locked. `settings`: must be the same in all of them."""
+    """Set up the processes of a job, which are watched inside the `with` block, and lock the folder. `settings`: must be equal in
+    all processes."""
     accelerator = start_accelerator(setup, trackers, str(folder.path), stopping.ddp_timeout)
     lock = RunLock(folder.path)
     with Watchdog(accelerator.process_index, accelerator.num_processes, stopping.ddp_timeout, folder) as watchdog:
@@ -42,13 +43,13 @@ def job(
             yield accelerator, watchdog
         finally:
             lock.release()
-        on_main(accelerator, lambda: None)  # which may still be copying to the backup
+        on_main(accelerator, lambda: None)  # the main process may still be copying to the backup
         accelerator.wait_for_everyone()
     stop_accelerator(accelerator)
 
 
 class RunGuard:
-    """Used by every process. However the run ends within it, its folder says how, and its checkpoints are complete."""
+    """Guard of the training loop, used by every process: at the end, the folder has the final status and complete checkpoints."""
 
     def __init__(self, run: Run, health: HealthArguments, stopping: StoppingArguments, watchdog: Watchdog):
         self.run, self.watchdog = run, watchdog
@@ -63,18 +64,18 @@ class RunGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Raise a `UserError` for a failure that the user can fix; a `Restart` where the run resumes in a fresh process. Of several
-        processes, all do, and none returns from here."""
+        """Raise a `UserError` for a failure that the user can fix, or a `Restart` if the run resumes in a fresh process. With several
+        processes, a restart replaces all of them and does not return."""
         try:
             if error is None:
                 self._end("finished" if self.reason is None else "stopped", self.reason or "")
             elif isinstance(error, Exception):
                 self._fail(error)
         finally:
-            self.stopper.__exit__(kind)  # until then, Ctrl-C is noted
+            self.stopper.__exit__(kind)  # last: until here, Ctrl-C only requests a stop
 
     def steps(self, saver: Saver) -> Iterator[int]:
-        """Yield the steps to do, counted from 0; end early where all processes agree to stop. How far they came is saved."""
+        """Yield the remaining steps, counted from 0; end early if all processes agree to stop. Save a checkpoint at the end."""
         while self.step < self.run.plan.max_steps and not self.stopper.agreed():
             self.watchdog.phase = f"step {self.step + 1:,}"
             yield self.step
@@ -86,11 +87,11 @@ class RunGuard:
             self.read_losses(self.step, saver)
             self.save(self.step, saver)
         on_main(self.run.accelerator, saver.wait)
-        saver.verification.check()  # of other machines
+        saver.verification.check()  # by other machines
 
     def read_losses(self, step: int, saver: Saver) -> None:
-        """Read the losses of the steps until `step`, which waits for the device. Raise a `DivergenceError` where too many were not
-        finite; a `Restart` where there was a spike, and the run goes back to before it."""
+        """Read the losses of the steps until `step`, which waits for the device. Raise a `DivergenceError` if too many were not
+        finite, or a `Restart` if there was a spike and the run rolls back."""
         run, spike = self.run, self.health.read(step)
         if spike is None:
             return
@@ -102,25 +103,25 @@ class RunGuard:
         if self.rolls_back and not self.stopper.agreed(now=True):
             on_main(run.accelerator, saver.wait)
             go_back(spike, run)
-            say("The run goes on: going back has not helped, or no checkpoint from before is left. Try a lower rate.")
+            say("Continuing: rolling back did not help, or no earlier checkpoint is left. Try a lower learning rate.")
 
     def save(self, step: int, saver: Saver) -> None:
-        """Begin to save the state after `step` steps, all of them read, unless it is not worth it: at the run's end, that raises
-        a `DivergenceError`."""
+        """Start saving the state after `step` steps, whose losses have all been read. Weights with a loss that is not finite are not
+        saved; at the end of the run, they raise a `DivergenceError`."""
         if self.health.is_lost and step == self.run.plan.max_steps:
             raise DivergenceError(f"The loss is not finite at the last step, {step:,}")
-        if not self.health.is_lost:  # if the weights recover, the next checkpoint is theirs
+        if not self.health.is_lost:  # if the weights recover, the next checkpoint has them
             losses, settings = tuple(self.health.losses), self.run.start.state.settings
             saver.save(TrainState(self.run.plan.after(step), settings, losses, self.health.unlogged))
 
     def _fail(self, error: Exception) -> None:
         accelerator = self.run.accelerator
         if accelerator.num_processes > 1 and is_of_the_group(error):
-            return  # the watchdog, outside of this, knows why
+            return  # the watchdog around this guard reports the cause
         if isinstance(error, DivergenceError) and error.weights_after is not None and accelerator.is_main_process:
             remove_checkpoints_from(error.weights_after, self.run)
         outcome = translate(error, self.run)
-        if isinstance(outcome, Restart) and self.stopper.requested:  # a fresh process would not know of it
+        if isinstance(outcome, Restart) and self.stopper.requested:  # a fresh process would not know of the request
             outcome = UserError(f"Stopped ({self.stopper.requested}); the same command resumes. {outcome}")
         if isinstance(outcome, Restart):
             self.watchdog.order(outcome)
@@ -137,36 +138,36 @@ class RunGuard:
 
 
 def go_back(spike: Spike, run: Run) -> None:
-    """Raise a `Restart` from the checkpoint before a spike, with the batches to pass over. Return where that has not helped
-    before, or there are checkpoints, but none from before the spike. Called by every process, while nothing is being saved.
+    """Raise a `Restart` from the checkpoint before a spike, with the batches to skip. Return if this did not help before, or if
+    there are checkpoints, but none from before the spike. Called by every process, while nothing is being saved.
 
-    PaLM (Chowdhery et al. 2022, section 5.1) did this by hand: the batches were not bad by themselves, only together with the
-    weights they met.
+    PaLM (Chowdhery et al. 2022, section 5.1) did this by hand. The batches were not bad by themselves, only in combination with
+    the weights at that time.
     """
     plan, complete = run.plan, checkpoints.complete_checkpoints(run.folder.checkpoints)
-    # The newest one whose weights no batch has touched that will be passed over.
+    # The newest checkpoint whose weights were not trained on any batch that will be skipped.
     good = max((path for path in complete if checkpoints.step_of(path) <= spike.step - 2), default=None)
     sample = checkpoints.load_state(good).position.sample if good is not None else 0
     tried = sum(first >= sample for first, _ in plan.position.passed_over)
-    run.accelerator.wait_for_everyone()  # all have looked
+    run.accelerator.wait_for_everyone()  # all have read the checkpoints
     if tried >= MOST_IN_A_ROW or (good is None and complete):
         return
-    if good is not None:  # later ones learned from what is passed over; the drive of a backup may be slow
+    if good is not None:  # later ones saw the skipped batches; a backup's drive may be slow
         on_main(run.accelerator, lambda: remove_checkpoints_from(checkpoints.step_of(good) + 1, run))
-    # From the step before the spike, whose update led there, to its last step: steps are counted from 1 in a spike, from 0 in
-    # the data.
+    # From the step before the spike, whose update caused it, to the last step of the spike. Steps count from 1 in a spike, from
+    # 0 in the data.
     first = plan.after(max(plan.position.step, spike.step - 2)).sample
     end = plan.after(spike.last - 1).sample + plan.batches.sequences
     where = good.name if good is not None else "the beginning"
     raise Restart(
-        f"{spike}: going back to {where}, and passing over samples {first:,} to {end - 1:,}.",
+        f"{spike}: rolling back to {where} and skipping samples {first:,} to {end - 1:,}.",
         {"passed_over": [*plan.position.passed_over, (first, end)]},
     )
 
 
 def remove_checkpoints_from(step: int, run: Run) -> None:
-    """Remove the checkpoints of `step` and more steps, from the backup too, but never all: then the first one stays. The last
-    one that stays becomes the model to use."""
+    """Remove the checkpoints at `step` and later, also from the backup, but keep at least the first one. The weights of the last
+    remaining checkpoint become the model of the run."""
     complete = checkpoints.complete_checkpoints(run.folder.checkpoints)
     kept = [checkpoint for checkpoint in complete if checkpoints.step_of(checkpoint) < step] or complete[:1]
     if kept == complete:

@@ -1,8 +1,8 @@
-"""Heartbeats: processes of a job that die, freeze or hang are named in one sentence, in bounded time, wherever the others wait.
+"""Heartbeat watchdog: dead, frozen and hung processes of a job are reported in one sentence, in bounded time.
 
-Each process has a thread that writes its pulse into the store of the process group every second, and looks there for an order.
-Rank 0 judges the others, and they judge rank 0. The judge orders all to end and says why; a process that ran out of memory
-orders all to restart.
+Each process has a thread that writes its heartbeat (a `Pulse`) to the store of the process group every second, and reads orders
+there. Rank 0 judges the other ranks, and they judge rank 0. The judge orders all processes to end and reports the reason; a
+process that ran out of memory orders all processes to restart.
 """
 
 import json
@@ -28,28 +28,28 @@ from training.saver import wait_for_writing
 from training.status import mark_failed
 
 PATIENCE = 60.0  # seconds of silence
-FAREWELL = 5.0  # seconds that the cause of an error may take to become known
-MUTE = 3.0  # seconds of silence, where a connection has failed
-HEARD = 3.0  # seconds for all to hear that they end
-ALL_READY = 30.0  # seconds for all to answer to a restart
+FAREWELL = 5.0  # seconds until the cause of an error must be known
+MUTE = 3.0  # seconds of silence after a connection failed
+HEARD = 3.0  # seconds for all processes to confirm that they end
+ALL_READY = 30.0  # seconds for all processes to confirm a restart
 BEFORE_LEAVING = 30.0  # seconds for a checkpoint that is being written
-LEAVING = 120.0  # seconds for everything on the way out
+LEAVING = 120.0  # seconds for the whole exit
 REMEDY = "The run ends; resume it with the same command."
 
 
 @dataclass(frozen=True)
 class Pulse:
-    """What a process reports about itself, and what its judge adds."""
+    """Heartbeat of a process, with fields added by its judge."""
 
     rank: int
     host: str
-    machine: str  # where `pid` means something: the host, and the container in it
+    machine: str  # scope of `pid`: the host and its container
     pid: int
     beat: int = 0
     phase: str = "start"
-    error: str = ""  # of the process group, which has ended its work
-    failure: str = ""  # of its own, likewise
-    left: bool = False  # in order
+    error: str = ""  # of the process group, which ended the work of this process
+    failure: str = ""  # of this process itself, which ended its work
+    left: bool = False  # whether it ended normally
     silence: float = 0.0  # seconds without a new beat
     state: str = ""  # of the process, see `state_now`
 
@@ -57,7 +57,7 @@ class Pulse:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def state_now(self) -> str:
-        """Return psutil's word for it, such as `stopped` or `dead`; empty for a process on another machine."""
+        """Return psutil's state of the process, such as `stopped` or `dead`; empty for a process on another machine."""
         if self.machine != _machine():
             return ""
         try:
@@ -68,17 +68,17 @@ class Pulse:
 
 
 def find_fault(judge: int, pulses: list[Pulse], trouble: float, patience: float, ddp_timeout: float) -> str | None:
-    """Return what is wrong with the processes that rank `judge` judges, or None. `trouble`: seconds since an error or a failure
-    was first seen; `patience`: seconds of silence after which a process is given up."""
+    """Return the fault of the processes that rank `judge` judges, or None. `trouble`: seconds since the first error or failure.
+    `patience`: seconds of silence after which a process counts as lost."""
     running = [pulse for pulse in pulses if not pulse.left]
     judged = [pulse for pulse in running if (pulse.rank == 0) == (judge != 0)]
     errors = [pulse for pulse in running if pulse.error]
     for pulse in judged:
-        # The others may have failed likewise, each in its own words; so they are given time to.
+        # Other processes may have failed in the same way; they get time to report their own message.
         if pulse.failure and (errors or trouble >= FAREWELL):
             return f"{pulse} failed at {pulse.phase}: {pulse.failure.rstrip('.')}"
     judged = [pulse for pulse in judged if not pulse.failure]
-    # Processes go in step: where the judge is now, they are too. Their last pulse is up to a second old.
+    # Processes advance together, so the judge's phase is theirs too. Their last pulse is up to a second old.
     place = next((pulse.phase for pulse in pulses if pulse.rank == judge), "start")
     if dead := [pulse for pulse in judged if pulse.state == psutil.STATUS_DEAD]:
         return f"{_listed(dead)} {'has' if len(dead) == 1 else 'have'} died at {place}"
@@ -89,19 +89,19 @@ def find_fault(judge: int, pulses: list[Pulse], trouble: float, patience: float,
     if not errors or trouble < FAREWELL:
         return None
     if mute := [pulse for pulse in judged if pulse.silence >= MUTE]:
-        return f"{_listed(mute)} does not answer any more, last heard of at {place}"
+        return f"{_listed(mute)} no longer answers, last seen at {place}"
     if judge != 0:
         return None
     if behind := [pulse for pulse in running if not pulse.error and not pulse.failure]:
         phases = _listed([f"rank {pulse.rank} is at {pulse.phase}" for pulse in behind + errors], most=8)
         return f"{_listed(behind)} kept the others waiting for {ddp_timeout:g} s (ddp_timeout): {phases}"
-    return f"the processes lost each other at {errors[0].phase}: {errors[0].error.rstrip('.')}"
+    return f"the processes lost their connection at {errors[0].phase}: {errors[0].error.rstrip('.')}"
 
 
 class Watchdog:
-    """Within it, a process of several is watched; one process alone needs no watching.
+    """Context in which the processes of a job are watched; a single process is not.
 
-    An error of the process group ends the process here, as soon as it is known which process has caused it.
+    An error of the process group ends the process on exit, as soon as the process that caused it is known.
     """
 
     def __init__(
@@ -113,22 +113,22 @@ class Watchdog:
         patience: float | None = None,
         interval: float = 1.0,
     ):
-        """`folder`: its status says why the processes ended. `patience`: seconds of silence after which a process is given up; 60,
-        or `ddp_timeout` if that is less. `interval`: seconds between two pulses."""
+        """`folder`: its status records why the processes ended. `patience`: seconds of silence after which a process counts as lost;
+        by default 60, or `ddp_timeout` if that is less. `interval`: seconds between two pulses."""
         self.rank, self.processes, self.folder = rank, processes, folder
         self.ddp_timeout, self.interval = ddp_timeout, interval
         self.patience = min(PATIENCE, ddp_timeout) if patience is None else patience
-        self.phase = "start"  # what the main thread is at, such as `step 12`; it reads best after `at`
+        self.phase = "start"  # of the main thread, such as `step 12`; follows `at` in messages
         self._pulse = Pulse(rank, socket.gethostname(), _machine(), os.getpid())
-        self._last_words: dict[str, Any] = {}  # of the main thread, for the pulse
+        self._last_words: dict[str, Any] = {}  # final fields of the pulse, set by the main thread
         self._wish: dict[str, Any] | None = None  # an order that this process wants to give
-        self._table: dict[int, Pulse] = {}  # those that this process judges, and itself
+        self._table: dict[int, Pulse] = {}  # pulses of this process and of those that it judges, by rank
         self._trouble = 0.0
         self._over = threading.Event()
 
     def __enter__(self) -> "Watchdog":
         if self.processes > 1:
-            # The launcher's store. A clone has a connection of its own: the main thread may wait on the other one for minutes.
+            # The launcher's store. A clone has its own connection: the main thread may block the other one for minutes.
             store = distributed.distributed_c10d._get_default_store().clone()
             self._store = distributed.PrefixStore("gpt2scratch/watchdog", store)
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -142,8 +142,8 @@ class Watchdog:
         if isinstance(error, Exception):
             line = (str(error).strip() or kind.__name__).splitlines()[0]
             if is_of_the_group(error):
-                # The thread ends the process, past the interpreter's own end: that would wait for the group's threads, which
-                # wait for a dead peer. Where the thread has no store, the error gets its traceback.
+                # The thread ends the process without the interpreter's shutdown, which would wait for the group's threads, which
+                # wait for a dead peer. If the thread has no store, the error gets its traceback.
                 self._last_words = {"error": line}
                 self._thread.join(LEAVING)
             self._last_words = {"failure": f"{kind.__name__}: {line}"}
@@ -151,25 +151,25 @@ class Watchdog:
         self._thread.join(FAREWELL)
 
     def order(self, restart: Restart) -> NoReturn:
-        """Replace all processes by fresh ones, also those that hang in a collective. One process alone raises the `Restart`."""
+        """Replace all processes with fresh ones, also those that hang in a collective. A single process raises the `Restart`."""
         if self.processes > 1:
             self._wish = {"sentence": str(restart), "speaker": 0, "facts": restart.facts}
-            self._thread.join()  # it ends with the process, or without its store
+            self._thread.join()  # ends with the process, or when its store is gone
             self._leave(f"{restart} The processes could not agree on a restart")
         raise restart
 
-    # The thread. All that is written and read goes through it: a store that hangs must not take the main thread with it.
+    # The thread. Only it accesses the store, because a hung store must not block the main thread.
 
     def _watch(self) -> None:
         with suppress(RuntimeError, OSError):  # the store is gone with its launcher: `Stopper` ends the process
             while not self._over.is_set():
                 if is_launched() and os.getppid() != PARENT:
-                    return  # to ask the store would print the library's stack
+                    return  # accessing the store would print the library's stack trace
                 self._beat()
                 if self._store.check(["order"]):
                     self._obey(json.loads(self._store.get("order")))
                 if (order := self._wish or self._judge()) is not None:
-                    self._store.compare_set("order", "", json.dumps(order))  # the first one counts
+                    self._store.compare_set("order", "", json.dumps(order))  # only the first order counts
                     continue
                 self._over.wait(self.interval)
             self._beat()
@@ -179,13 +179,13 @@ class Watchdog:
         self._store.set(f"pulse/{self.rank}", json.dumps(asdict(self._pulse)))
 
     def _judge(self) -> dict[str, Any] | None:
-        """Return the order to end, where there is a reason to."""
-        states = {rank: pulse.state_now() for rank, pulse in self._table.items()}  # first: a last word may follow
+        """Return the order to end if there is a fault, or None."""
+        states = {rank: pulse.state_now() for rank, pulse in self._table.items()}  # first: a final pulse may follow
         keys = [f"pulse/{rank}" for rank in (range(self.processes) if self.rank == 0 else (0, self.rank))]
         for content in self._store.multi_get([key for key in keys if self._store.check([key])]):
             pulse = Pulse(**json.loads(content))
             before = self._table.get(pulse.rank)
-            # Counted in beats of this process: a machine that was suspended has not been silent.
+            # Counted in beats of this process, so that a suspended machine does not count as silent.
             silence = before.silence + self.interval if before is not None and before.beat == pulse.beat else 0.0
             self._table[pulse.rank] = replace(pulse, silence=silence, state=states.get(pulse.rank, ""))
         pulses = [self._table[rank] for rank in sorted(self._table)]
@@ -194,12 +194,10 @@ class Watchdog:
         if fault is None:
             return None
         for pulse in pulses:
-            if (
-                pulse.state_now() == psutil.STATUS_STOPPED
-            ):  # continued, it hears the order, and finishes what it is saving
+            if pulse.state_now() == psutil.STATUS_STOPPED:  # after SIGCONT, it receives the order and finishes saving
                 with suppress(OSError):
                     os.kill(pulse.pid, signal.SIGCONT)
-        failed = 0 in self._table and self._table[0].failure  # which rank 0 has said itself
+        failed = 0 in self._table and self._table[0].failure  # then rank 0 has reported it itself
         return {"sentence": fault, "speaker": 0 if failed else self.rank}
 
     def _obey(self, order: dict[str, Any]) -> NoReturn:
@@ -219,7 +217,7 @@ class Watchdog:
         self._leave(sentence if self.rank == order["speaker"] else "")
 
     def _wait_for_all(self, seconds: float) -> bool:
-        """Confirm an order and return whether all processes do so in time."""
+        """Confirm an order; return whether all processes confirm it in time."""
         end = time.monotonic() + seconds
         with suppress(RuntimeError):
             count = self._store.add("heard", 1)
@@ -230,11 +228,11 @@ class Watchdog:
         return False
 
     def _leave(self, fault: str) -> NoReturn:
-        """End the process, in any thread. `fault` is empty where another process says it."""
+        """End the process, from any thread. `fault`: empty if another process reports it."""
         show_cursor()
         if fault:
             say(f"error: {fault}. {REMEDY}")
-        for seconds in (0, BEFORE_LEAVING):  # noted twice: a save under way writes the status running
+        for seconds in (0, BEFORE_LEAVING):  # marked twice: a save in progress writes the status `running`
             wait_for_writing(seconds)
             if fault and self.folder is not None:
                 mark_failed(self.folder.status, self.folder.newest_step(), f"{fault}. {REMEDY}")
@@ -242,7 +240,7 @@ class Watchdog:
 
 
 def _machine() -> str:
-    """A pid means something only in its own namespace; containers may share a host's name."""
+    """Return the scope of a pid: the host and the pid namespace, because containers may share a host name."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -250,7 +248,7 @@ def _machine() -> str:
 
 
 def is_of_the_group(error: BaseException) -> bool:
-    """gloo's errors are plain RuntimeErrors."""
+    """Return whether an error comes from the process group; gloo raises plain RuntimeErrors."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     words = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup", "process group")

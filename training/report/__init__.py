@@ -1,1 +1,1 @@
-"""The report of a run: its facts, its pages and its plots."""
+"""Report of a run: facts, pages and plots."""

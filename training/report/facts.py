@@ -1,6 +1,6 @@
-"""report.json: the facts that the report and the model card show, gathered from the run folder.
+"""report.json: facts for the report and the model card, gathered from the run folder.
 
-A start of the run writes those that its folder does not hold: model, data, power. Each validation adds what was logged.
+Each start of the run writes the facts that no other file holds: model, data, power. Each validation adds the log so far.
 """
 
 import shlex
@@ -28,12 +28,12 @@ from training.speed import flops_per_token
 from training.status import hours, starts_in_force
 
 FORMAT_VERSION = 1
-MAX_ROWS = 16  # of the table of results; metrics.jsonl has them all
-MAX_MOMENTS = 5  # at which the report shows what the model wrote
-PROMPT_CHARACTERS = 10  # of a sample, as a prompt where none is given
-FIRST_LINES = 5  # log lines, from whose speed the length of a run is estimated where none was known for its device
+MAX_ROWS = 16  # of the results table; metrics.jsonl has all validations
+MAX_MOMENTS = 5  # steps for which the report shows samples
+PROMPT_CHARACTERS = 10  # of a sample, used as the prompt if none is given
+FIRST_LINES = 5  # log lines from which the duration is estimated if no speed was known for the device
 MEASURED = ("tokens_per_second", "mfu", "data_share")
-NOTICED = ("resumed", "stopped", "spike", "advice")  # events that a reader of the curves should know of
+NOTICED = ("resumed", "stopped", "spike", "advice")  # events that explain the curves
 
 Entries = list[dict[str, Any]]
 
@@ -41,7 +41,7 @@ Entries = list[dict[str, Any]]
 def begin_report(
     folder: RunFolder, model: GPT2ScratchConfig, parameters: int, data: Metadata, watts: float | None
 ) -> None:
-    """Write what the run folder does not hold. `watts`: what all devices together take at most; None if unknown."""
+    """Write the facts that no other file of the run folder holds. `watts`: maximum power of all devices; None if unknown."""
     on_the_hub = tuple(data.hub_datasets)
     facts = {
         "model": {name: getattr(model, name) for name in model_fields(type(model))},
@@ -68,7 +68,7 @@ def write_facts(folder: RunFolder, facts: dict[str, Any]) -> None:
 
 
 def read_facts(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the content of report.json; None if there is none, or one that was damaged. A newer format is refused."""
+    """Return the content of report.json; None if it is missing or damaged. Raise a `UserError` for a newer format."""
     try:
         facts = schema.read(folder.facts)
         check_format(folder.facts, facts["format_version"], FORMAT_VERSION)
@@ -78,7 +78,7 @@ def read_facts(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def gather(folder: RunFolder) -> dict[str, Any]:
-    """Return what the run's files say by now."""
+    """Gather the facts from the current files of the run."""
     entries, events, samples = read_metrics(folder.metrics), read_events(folder.events), read_samples(folder.samples)
     settings, starts = read_yaml(folder.config), starts_in_force(events)
     written = {step: texts for step, texts in samples.items() if texts}
@@ -104,12 +104,12 @@ def gather(folder: RunFolder) -> dict[str, Any]:
 
 
 def evenly(items: list[Any], most: int) -> list[Any]:
-    """Return at most `most` of them, evenly spread, the first and the last among them."""
+    """Return at most `most` evenly spaced items, including the first and the last."""
     return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)]
 
 
 def _results(entries: Entries, samples: dict[int, list[str]]) -> dict[str, Any] | None:
-    """A row for each validation: how good the model was by then, how long that took, and what it wrote."""
+    """Return one row per validation: scores, training time and a sample; None before the first validation."""
     scored = [entry for entry in entries if "eval_loss" in entry]
     if not scored:
         return None
@@ -124,19 +124,19 @@ def _results(entries: Entries, samples: dict[int, list[str]]) -> dict[str, Any] 
             for entry in evenly(scored, MAX_ROWS)
         ],
         "validations": len(scored),
-        "is_sampled": any(map(scores_more, scored)),  # then losses compare on the sample alone
+        "is_sampled": any(map(scores_more, scored)),  # then losses are comparable only on the sample
         "best": {"step": best["step"], "loss": comparable_loss(best)},
     }
 
 
 def _environments(starts: Entries) -> list[dict[str, Any]]:
-    """The hardware and libraries, and the step after which others took over."""
+    """Return hardware and libraries, with the step after which each combination was used."""
     known = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]
     return [later for before, later in pairwise([None, *known]) if before is None or later["text"] != before["text"]]
 
 
 def _as_typed(data: str) -> str:
-    """The value of `--data`; of an absolute path outside of the current folder, which names places of this machine, the end."""
+    """Return the value of `--data`; an absolute path outside of the current folder is shortened, because it is private."""
     path = PurePath(data)
     if not path.is_absolute():
         return data
@@ -144,7 +144,7 @@ def _as_typed(data: str) -> str:
 
 
 def _is_private(name: str, value: Any) -> bool:
-    """Whether it names a place of the machine that the run was made on."""
+    """Return whether the setting names a path of this machine."""
     return name in ("data", "backup_dir") or (isinstance(value, str) and PurePath(value).is_absolute())
 
 
@@ -159,7 +159,7 @@ def _speed(timed: Entries, first_step: float) -> dict[str, Any]:
 
 
 def _estimate(timed: Entries, first_step: float, events: Entries) -> dict[str, Any] | None:
-    """What the run was estimated to take when it last started, and what it has taken."""
+    """Return the estimate of the last start and the actual values; None if no start recorded an estimate."""
     planned = next((event["planned"] for event in reversed(events) if "planned" in event), None)
     if planned is None:
         return None
@@ -169,13 +169,13 @@ def _estimate(timed: Entries, first_step: float, events: Entries) -> dict[str, A
         speed = float(np.median(speeds[:FIRST_LINES]))
         tokens = planned["steps"] * last["tokens"] / last["step"]
         time = (first_step + tokens / speed / (1 - planned["evaluation_share"])) / 3600
-    # The steps before a branch took their time in the run whose checkpoint it resumes from.
+    # The steps before a branch belong to the time of the run whose checkpoint it resumes from.
     time *= 1 - events[0]["step"] / planned["steps"]
     return {
         "is_extrapolated": planned["tokens_per_second"] is None,
         "steps": [planned["steps"], last["step"]],
         "tokens_per_second": [speed, float(np.median(speeds))],
         "hours": time,
-        # Older versions did not log it.
+        # Older versions did not log peak memory.
         "memory_gb": [planned["memory_bytes"] / 1e9, max(entry.get("peak_memory_gb", 0.0) for entry in timed)],
     }

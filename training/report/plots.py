@@ -1,5 +1,5 @@
-"""The plots of a run: PNG without a background, legible on light and dark pages. Where matplotlib cannot be imported, there
-are none: the functions return whether they wrote a file."""
+"""Plots of a run: transparent PNGs, legible on light and dark pages. The functions return whether they wrote a file: there are
+no plots if matplotlib cannot be imported."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,11 +29,11 @@ STYLE = {
 }
 LONGEST_NAME = 40  # characters
 UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
-MOST_POINTS = 1000  # of a curve; neighbors share one where there are more
+MOST_POINTS = 1000  # of a curve; in longer curves, neighbors are averaged
 
 
 def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
-    """Plot training and validation loss, by tokens and by the time that the steps took."""
+    """Plot training and validation loss, by tokens and by training time."""
     train = [entry for entry in entries if "loss" in entry]
     scored = [entry for entry in entries if "eval_loss" in entry]
     if not train:
@@ -58,7 +58,7 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
 
 
 def plot_course(entries: list[dict[str, Any]], path: Path) -> bool:
-    """Plot throughput, learning rate and the gradient's norm by tokens."""
+    """Plot throughput, learning rate and gradient norm, by tokens."""
     logged = [entry for entry in entries if "learning_rate" in entry]
     titles = {"tokens_per_second": "tokens per second", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
 
@@ -78,10 +78,10 @@ def plot_course(entries: list[dict[str, Any]], path: Path) -> bool:
 
 
 def plot_panel(rows: list[dict[str, Any]], path: Path) -> bool:
-    """Plot bars, the best on top; `rows` as evaluation.json has them."""
+    """Plot bits per byte as bars, the best on top; `rows`: as in evaluation.json."""
     places, values = range(len(rows)), [row["bits_per_byte"] for row in rows]
     errors = [row.get("bits_per_byte_stderr", np.nan) for row in rows]
-    names = [row["name"] for row in rows]  # of a long path the end: the rest would leave no room for the bars
+    names = [row["name"] for row in rows]  # long paths lose their beginning, to leave room for the bars
     names = [name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}" for name in names]
 
     def draw(figure: Any) -> None:
@@ -93,7 +93,7 @@ def plot_panel(rows: list[dict[str, Any]], path: Path) -> bool:
         axes.set_yticks(places, names)
         axes.invert_yaxis()
         axes.margins(x=0.1)
-        axes.set_xlabel("bits per byte of held-out text (less is better)")
+        axes.set_xlabel("bits per byte of held-out text (lower is better)")
         axes.grid(visible=False)
         axes.spines["left"].set_visible(False)
         axes.tick_params(left=False)
@@ -104,9 +104,9 @@ def plot_panel(rows: list[dict[str, Any]], path: Path) -> bool:
 def _save(path: Path, inches: tuple[float, float], draw: Callable[[Any], None]) -> bool:
     try:
         import matplotlib
-        from matplotlib.backends import backend_agg  # noqa: F401  what would be imported when the picture is saved
+        from matplotlib.backends import backend_agg  # noqa: F401  otherwise imported at savefig
         from matplotlib.figure import Figure
-    except Exception:  # of any kind: MPLBACKEND names nothing, numpy is of another build ...
+    except Exception:  # of any kind: an unknown MPLBACKEND, an incompatible numpy ...
         return False
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=inches)
@@ -123,7 +123,7 @@ def _curve(axes: Any, points: list[tuple[float, float]], label: str) -> None:
 
 
 def _in_thousands(axis: Any) -> None:
-    """1.5M"""
+    """Label the axis as 1.5M."""
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=""))

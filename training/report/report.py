@@ -1,7 +1,7 @@
-"""The pages of a run: report.md with its plots, from report.json; and what evaluate.py found, on a terminal and in the run folder.
+"""Pages of a run: report.md with its plots, from report.json; results of evaluate.py, on a terminal and in the run folder.
 
-evaluation/evaluation.json   everything, also of earlier commands on the same weights and the same text
-evaluation/evaluation.md     the same to read, with panel.png where models were compared
+evaluation/evaluation.json   all results, including those of earlier commands on the same weights and the same text
+evaluation/evaluation.md     the same results as a page, with panel.png if models were compared
 """
 
 import json
@@ -30,31 +30,31 @@ from training.sampling import fenced
 
 TEMPLATES = Path(__file__).parent / "templates"
 CELL = 60  # characters of a text in a table
-EVALUATION_FORMAT = 1  # of evaluation.json; one without a version is of format 1 too
+EVALUATION_FORMAT = 1  # of evaluation.json; a file without a version has format 1
 
 
 def environment(*folders: Path) -> Environment:
-    """Return Jinja's environment for the templates of `folders` and of this package."""
+    """Return the Jinja environment for the templates of `folders` and of this package."""
     loader = FileSystemLoader([*folders, TEMPLATES])
     made = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     made.filters |= {"as": format, "counted": counted, "fenced": fenced, "cell": cell, "clock": clock}
-    made.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a string of Python
+    made.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a Python string
     made.filters["yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
     made.globals["grams_of_co2_per_kwh"] = GRAMS_OF_CO2_PER_KWH
     return made
 
 
 def cell(text: str) -> str:
-    """The beginning of a text in a row of a table, as code, so that no text of a model is read as Markdown."""
+    """Return the beginning of a text for a table cell, as code, so that a model's text is never rendered as Markdown."""
     line = re.sub(r"\s+", " ", text.replace("`", "'")).strip()
     line = line if len(line) <= CELL else line[: CELL - 1] + "…"
     return f"`{line}`".replace("|", r"\|")
 
 
 def write_report(folder: RunFolder) -> None:
-    """Write report.json, report.md and, if matplotlib is installed, the plots, from what was logged so far."""
+    """Write report.json, report.md and, if matplotlib is installed, the plots, from the log so far."""
     begun = read_facts(folder)
-    if begun is None:  # deleted or damaged since the run was started: its next start writes it again
+    if begun is None:  # deleted or damaged since the start: the next start of the run writes it again
         return
     entries = read_metrics(folder.metrics)
     plots = {"loss": plot_loss(entries, folder.plots["loss"]), "course": plot_course(entries, folder.plots["course"])}
@@ -69,7 +69,7 @@ def _write(folder: RunFolder, facts: dict[str, Any], evaluation: dict[str, Any] 
 
 
 def facts_of(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the facts that report.md was made from; None if someone edited the page, or an older version wrote it."""
+    """Return the facts behind report.md; None if the page was edited, or written by an older version."""
     facts = read_facts(folder) or {}
     written = facts.get("report_sha256")
     is_edited = folder.report.is_file() and file_sha256(folder.report) != written
@@ -77,9 +77,9 @@ def facts_of(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def sections_of(page: str) -> dict[str, str]:
-    """Return the sections of a Markdown page by heading, "" for what is above the first; those of the same name as one.
+    """Return the sections of a Markdown page by heading ("" above the first heading); sections of the same name are joined.
 
-    For pages that people wrote. Headings inside code blocks are text: what a model wrote may hold anything.
+    For pages that people wrote. Headings inside code blocks are text, because a model may write anything.
     """
     sections: dict[str, list[list[str]]] = {"": [[]]}
     heading, fence = "", None
@@ -98,7 +98,7 @@ def sections_of(page: str) -> dict[str, str]:
 
 
 class Page(Markdown):
-    """Markdown on a terminal, whose tables fold long names instead of cutting them."""
+    """Markdown on a terminal, with tables that fold long names instead of truncating them."""
 
     class Table(TableElement):
         def __rich_console__(self, *where: Any) -> RenderResult:
@@ -111,13 +111,13 @@ class Page(Markdown):
 
 
 def show_evaluation(results: dict[str, Any]) -> None:
-    """Print small tables."""
+    """Print the results as small tables."""
     Console().print(Page(_page(results)))
 
 
 def keep_evaluation(results: dict[str, Any], model: Path, store: TokenStore) -> None:
-    """Write the files into the run folder of `model`, if it is of a run, and show them in report.md in place of those before. A
-    page that someone edited, or that an older version wrote, stays as it is."""
+    """Write the results into the run folder of `model`, if it belongs to a run, and replace the earlier results in report.md. A
+    page that was edited, or written by an older version, is not changed."""
     try:
         run = RunFolder(run_of(model))
     except UserError:
@@ -142,18 +142,18 @@ def keep_evaluation(results: dict[str, Any], model: Path, store: TokenStore) -> 
         facts = facts_of(run)
         if facts is not None and run.report.is_file():
             _write(run, facts, found)
-    print(f"Kept in {folder}.", file=sys.stderr)
+    print(f"Saved in {folder}.", file=sys.stderr)
 
 
 def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
-    """Return what was found of just these weights, for a page that others read: without paths of this machine and without
-    text that was trained on."""
+    """Return the results for exactly these weights, for a public page: without paths of this machine and without training
+    text."""
     results = _read(run.evaluation)
     if results.get("weights_sha256") != _hashes(model):
         return None
     for row in results.get("panel", {}).get("rows", []):
         name = str(row["name"])
-        if os.path.exists(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # no id of the Hub
+        if os.path.exists(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # not a Hub id
             row["name"] = Path(name).name
     if "memorization" in results:
         results["memorization"]["example"] = None
@@ -161,7 +161,7 @@ def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Return the content of evaluation.json; nothing if there is none, or one that cannot be shown."""
+    """Return the content of evaluation.json; empty if the file is missing or cannot be rendered."""
     path = folder / "evaluation.json"
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
