@@ -115,7 +115,7 @@ def test_resume_with_mask_documents_is_exact_and_refuses_a_changed_setting(train
     train(None, "--resume_from_checkpoint", str(stopped))
     assert_equal(weights(straight), weights(stopped))
     run = train(tmp_path / "run", max_steps=1)
-    with pytest.raises(UserError, match=r"holds another run \(mask_documents False -> True\)"):
+    with pytest.raises(UserError, match=r"contains another run \(mask_documents False -> True\)"):
         train(run, "--mask_documents", "true", max_steps=1)
     monkeypatch.setattr("training.device._attention", lambda asked, *_: asked)  # as if it were installed
     with pytest.raises(UserError, match="mask_documents needs attn_implementation sdpa, eager or flex_attention"):

@@ -247,13 +247,13 @@ def test_run_keeps_evaluation_results(train, tmp_path, capsys):
     kept = json.loads((folder / "evaluation.json").read_text())
     assert {"panel", "memorization", "eval_loss", "weights_sha256"} <= kept.keys()
     page = (folder / "evaluation.md").read_text()
-    assert all(words in page for words in ("| trigram |", "![Bits per byte of each](panel.png)", "## Memorization"))
+    assert all(words in page for words in ("| trigram |", "![Bits per byte, compared](panel.png)", "## Memorization"))
     report = (run / "report.md").read_text()
     headings = re.findall(r"^## (.*)", report, re.MULTILINE)
     assert headings[:3] == ["Use", "Results", "Evaluation"]
     assert headings.count("Evaluation") == 1
     assert "| step_00000003 | " in report
-    assert "![Bits per byte of each](evaluation/panel.png)" in report
+    assert "![Bits per byte, compared](evaluation/panel.png)" in report
     assert str(run) not in str(evaluation_of(RunFolder(run), run / "model"))
     assert evaluation_of(RunFolder(run), run / "checkpoints" / "step_00000003") is None
     show_evaluation(kept)
@@ -281,7 +281,7 @@ def test_checkpoint_option_chooses_last_best_or_a_step(train, tmp_path, capsys):
         assert result["eval_loss"] == pytest.approx(loss[step], abs=1e-5)
     with pytest.raises(UserError, match=r"^checkpoint is 4, but .* steps 3, 6; name one of them, last or best\.$"):
         evaluate.main([str(run), "--checkpoint", "4"])
-    with pytest.raises(UserError, match=r"is a checkpoint already; leave --checkpoint best out\.$"):
+    with pytest.raises(UserError, match=r"is already a checkpoint; remove --checkpoint best\.$"):
         evaluate.main([str(run / "checkpoints" / "step_00000003"), "--checkpoint", "best"])
 
 
@@ -293,8 +293,8 @@ def test_invalid_inputs_are_refused_with_one_sentence(many, letters, tmp_path):
         (["--compare_with", here[0]], r"compare_with names a model twice"),
         (["--compare_with", "runs/none"], r"runs/none is neither a local folder nor a Hub id"),
         (["--compare_with", str(tmp_path / "letters")], r"its tokenizer does not know every character of the text"),
-        (["--memorization", "--memorization_span", "300"], r"No document of .* has 300 tokens; give a smaller"),
-        (["--checkpoint", "best"], r"is not a run folder or a checkpoint in one"),
+        (["--memorization", "--memorization_span", "300"], r"No document of .* has 300 tokens; use a smaller"),
+        (["--checkpoint", "best"], r"is neither a run folder nor a checkpoint in one"),
     ):
         with pytest.raises(UserError, match=sentence):
             evaluate.main([*here, *more])

@@ -1,4 +1,4 @@
-"""One run a folder: real processes that hold the lock, die with it, and come back."""
+"""Lock of a run folder, with real processes that hold it, die and return."""
 
 import re
 import subprocess
@@ -36,7 +36,7 @@ os.execv(sys.executable, [sys.executable, "-c", {HOLD!r}, *sys.argv[1:]])
 
 @pytest.fixture
 def start():
-    """Starts a script with arguments and returns it and the first line it prints."""
+    """Start a script with arguments; return it and the first line that it prints."""
     started = []
 
     def run(script: str, *arguments) -> tuple[subprocess.Popen, str]:
@@ -58,21 +58,21 @@ def refusal(folder) -> str:
     return str(refused.value)
 
 
-def test_the_second_is_refused_and_reads_who_was_first(start, tmp_path):
+def test_a_second_process_is_refused_with_the_name_of_the_holder(start, tmp_path):
     run = tmp_path / "x"
     holder, said = start(HOLD, run, 60)
     assert said == "held"
     assert re.fullmatch(
-        rf"{run} is being trained by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d; wait for it, stop it, "
-        r"or name another --output_dir\.",
+        rf"{run} is in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d; wait, stop it, "
+        r"or use another --output_dir\.",
         refusal(run),
     )
-    assert not run.exists()  # nothing is made in a folder that may turn out to be someone else's
+    assert not run.exists()  # a folder that may belong to another program is not created
 
 
-def test_it_is_free_after_a_run_and_after_kill_9_and_a_process_that_replaces_itself_takes_it_again(start, tmp_path):
+def test_lock_is_free_after_a_run_or_kill_9_and_is_reacquired_after_exec(start, tmp_path):
     with RunLock(tmp_path / "x"):
-        assert "is being trained" in refusal(tmp_path / "x")
+        assert "is in use" in refusal(tmp_path / "x")
     holder, _ = start(HOLD, tmp_path / "x", 60)
     holder.kill()
     holder.wait()
@@ -86,40 +86,40 @@ def test_it_is_free_after_a_run_and_after_kill_9_and_a_process_that_replaces_its
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b'{"host": 1}', b"process x\n", b"\xff"])
-def test_what_is_left_in_the_files_locks_nothing(tmp_path, content):
+def test_leftover_lock_files_do_not_lock(tmp_path, content):
     for name in (".x.lock", ".x.lock.txt"):
         (tmp_path / name).write_bytes(content)
     with RunLock(tmp_path / "x"):
         (tmp_path / ".x.lock.txt").write_bytes(content)
-        assert "is being trained by another process; wait" in refusal(tmp_path / "x")
+        assert "is in use by another process; wait" in refusal(tmp_path / "x")
 
 
-def test_a_holder_that_ends_is_waited_for(start, tmp_path):
+def test_lock_waits_for_a_holder_that_ends(start, tmp_path):
     holder, _ = start(HOLD, tmp_path / "x", 1)
     said = []
     with RunLock(tmp_path / "x", said.append, patience=60):
-        assert said[0].startswith(f"{tmp_path / 'x'} is held by process {holder.pid} on ")
-        assert said[0].endswith("; waiting up to 60 s for its end ...")
+        assert said[0].startswith(f"{tmp_path / 'x'} is in use by process {holder.pid} on ")
+        assert said[0].endswith("; waiting up to 60 s for it to end ...")
 
 
-def test_the_same_folder_by_another_name_is_the_same_and_a_place_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+def test_other_paths_of_a_folder_share_its_lock_and_an_unwritable_path_is_reported(tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     (tmp_path / "link").symlink_to("x")
     monkeypatch.chdir(tmp_path)
     with RunLock(tmp_path / "link"):
         for name in ("x", "./x", "x/../x", "link"):
-            assert "is being trained" in refusal(name)
+            assert "is in use" in refusal(name)
     (tmp_path / "file").write_text("")
-    assert re.search(r"cannot be read or written \(.*\); name another --output_dir", refusal(tmp_path / "file" / "x"))
+    assert re.search(r"cannot be read or written \(.*\); use another --output_dir", refusal(tmp_path / "file" / "x"))
 
 
-def test_a_disk_without_flock_is_locked_by_a_file(start, tmp_path):
+def test_a_disk_without_flock_uses_a_lock_file(start, tmp_path):
     holder, said = start(WITHOUT_FLOCK + HOLD, tmp_path / "x", 60)
     assert said == "held"
     assert (tmp_path / ".x.lock.soft").exists()
     second, _ = start(WITHOUT_FLOCK + HOLD, tmp_path / "x", 0)
     said = second.communicate()[1]
-    assert f"is being trained by process {holder.pid} on" in said
+    assert f"is in use by process {holder.pid} on" in said
     assert f"delete {tmp_path / '.x.lock.soft'}" in said
     holder.kill()
     holder.wait()

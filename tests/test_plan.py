@@ -42,7 +42,7 @@ def test_plan_prints_all_estimates_and_writes_nothing(store, tmp_path, capsys):
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_cuda_graphs_are_refused_with_gradient_accumulation(store, tmp_path, capsys, mode):
     settings = {"plan_device": "h100-80gb", "torch_compile": "auto", "torch_compile_mode": mode}
-    refusal = f"{mode} uses CUDA graphs, which would overwrite gradients that 2 micro-batches"
+    refusal = f"{mode} uses CUDA graphs, which overwrite the gradients accumulated over 2 micro-batches"
     with pytest.raises(UserError, match=refusal):
         planned(store, tmp_path, capsys, per_device_train_batch_size=2, **settings)
     assert "compiled" in planned(store, tmp_path, capsys, per_device_train_batch_size=4, **settings)
@@ -150,7 +150,7 @@ def test_store_overrides_the_vocab_size_of_a_preset(store, tmp_path, capsys, pre
     line = f"\n         vocab_size is 300, from the data; the value {asked or 0:,} in the YAML file has no effect.\n"
     assert (line in said) is (asked is not None)
     with pytest.raises(
-        UserError, match=r"^vocab_size is 301, but the store .* has 300 tokens; leave --vocab_size out\.$"
+        UserError, match=r"^vocab_size is 301, but the vocabulary of .* has 300 tokens; remove --vocab_size\.$"
     ):
         train_accelerate.main([*arguments, "--plan", "--vocab_size", "301"])
 
@@ -165,7 +165,7 @@ def test_problems_of_every_kind_are_reported_together(launch, store, tmp_path):
         f"error: save_steps in {tmp_path}/own.yaml is 0; it must be at least 1.",
         "error: Argument --warmup_steps/--warmup-steps: invalid int value: 'x'. See --help.",
         "error: mixed_precision is fp16, which needs a GPU, and none was found; use bf16, no or auto.",
-        f"error: vocab_size is 301, but the store {store.folder} has 300 tokens; leave --vocab_size out.",
+        f"error: vocab_size is 301, but the vocabulary of {store.folder} has 300 tokens; remove --vocab_size.",
         f"error: The training split has {store.metadata.train.tokens:,} tokens, fewer than one context of 8192 plus the next "
         "token; use more text or a smaller n_positions.",
         "error: n_embd 100 is not divisible by n_head 3.",
@@ -185,7 +185,7 @@ def test_problems_are_reported_before_a_text_is_tokenized(tmp_path, capsys):
             train_accelerate.main(flags(**settings | planned))
         assert [line.split()[0] for line in str(refusal.value).splitlines()][:2] == ["learning_rate", "vocab_size"]
         assert "learning_rate is -1.0; it must be above 0 and at most 100." in str(refusal.value).splitlines()
-    assert "mixed_precision is bf16, but a T4 has none; use fp16 or auto." in str(refusal.value).splitlines()
+    assert "mixed_precision is bf16, which a T4 does not support; use fp16 or auto." in str(refusal.value).splitlines()
     assert capsys.readouterr().out == ""
 
 

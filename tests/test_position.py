@@ -1,4 +1,4 @@
-"""Where a run stands in its data: literal numbers, and the definition walked step by step."""
+"""Position of a run in its data: literal values, and the definition applied step by step."""
 
 import random
 
@@ -6,7 +6,7 @@ from training.batches import DataPosition
 
 
 def walked(position: DataPosition, step: int, sequences: int) -> int:
-    """The definition: from step to step, and behind every range that a step would reach into."""
+    """Return the sample by definition: step by step, skipping every range that a step would reach."""
     sample = position.sample
     for now in range(position.step, step + 1):
         while reached := [end for first, end in position.passed_over if sample < end and sample + sequences > first]:
@@ -16,7 +16,7 @@ def walked(position: DataPosition, step: int, sequences: int) -> int:
     return sample
 
 
-def test_samples_follow_each_other_ranges_are_jumped_and_another_batch_size_goes_on():
+def test_samples_are_consecutive_skip_ranges_and_continue_with_another_batch_size():
     position = DataPosition(passed_over=((40, 60),))
     assert [position.first_sample(step, 10) for step in range(8)] == [0, 10, 20, 30, 60, 70, 80, 90]
     position = DataPosition(step=3, sample=30, tokens=480).after(5, 10, 16)
@@ -24,7 +24,7 @@ def test_samples_follow_each_other_ranges_are_jumped_and_another_batch_size_goes
     assert [position.first_sample(step, 4) for step in (5, 6, 7)] == [50, 54, 58]
 
 
-def test_it_is_the_definition():
+def test_position_equals_its_definition():
     for seed in range(3000):
         chance = random.Random(seed)
         ranges, at = [], 0

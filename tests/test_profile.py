@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what kernels are for, that all time is accounted for, and that looking changes nothing."""
+"""Profile: categories of kernels, complete accounting of time, and no effect on the run."""
 
 import gzip
 import json
@@ -40,7 +40,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize(("category", "name"), [(category, name) for category in KERNELS for name in KERNELS[category]])
-def test_kernels_and_operators_are_classified_by_their_names(category, name):
+def test_kernels_and_operators_are_classified_by_name(category, name):
     assert classify(name) == category
 
 
@@ -52,14 +52,14 @@ def event(name: str, start: float, end: float, inside: FunctionEvent | None = No
     return made
 
 
-def test_time_on_a_device_goes_to_its_kernels_and_copies_get_what_those_leave():
-    """Two steps, of 1,000 us together."""
+def test_device_time_is_that_of_kernels_and_copies_get_the_rest():
+    """Two steps that take 1,000 us together."""
     gpu = {"device_type": DeviceType.CUDA}
     copy, collective = "Memcpy HtoD (Pinned -> Device)", "ncclDevKernel_AllReduce"
     events = [
         event("data", 0, 100),
-        event("aten::mm", 200, 900),  # launches only
-        event("optimizer", 600, 1000, is_user_annotation=True, **gpu),  # the range, as the device's own stream has it
+        event("aten::mm", 200, 900),  # only launches kernels
+        event("optimizer", 600, 1000, is_user_annotation=True, **gpu),  # the range, in the device's stream
         event("nvjet_hsh", 0, 300, **gpu),
         event(CUDNN, 300, 500, **gpu),
         event(collective, 300, 600, **gpu),
@@ -92,7 +92,7 @@ def test_time_on_a_device_goes_to_its_kernels_and_copies_get_what_those_leave():
     assert shown[-1] == f"Attention ran in {CUDNN}."
 
 
-def test_time_on_a_cpu_goes_to_the_innermost_operator():
+def test_cpu_time_counts_for_the_innermost_operator():
     data, linear, optimizer = event("data", 0, 100), event("aten::linear", 120, 200), event("optimizer", 600, 700)
     events = [data, event("aten::stack", 10, 90, data), linear, event("aten::addmm", 130, 190, linear), optimizer]
     events += [event("gloo:all_reduce", 450, 550, is_async=True), event("aten::mul_", 620, 650, optimizer)]
@@ -115,7 +115,7 @@ def assert_adds_up(summary: dict) -> None:
     assert {"data", "matmul", "attention", "elementwise", "loss", "optimizer", "host"} <= summary["ms"].keys()
 
 
-def test_a_profile_changes_no_number_of_the_run(train, tmp_path, capsys):
+def test_profiling_does_not_change_the_run(train, tmp_path, capsys):
     settings = {"per_device_train_batch_size": 2, "resid_pdrop": 0.1}
     plain = train(tmp_path / "plain", **settings)
     capsys.readouterr()
@@ -128,7 +128,7 @@ def test_a_profile_changes_no_number_of_the_run(train, tmp_path, capsys):
     assert_adds_up(summary)
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in summary["attention"]
     assert table(summary) in said.out
-    assert f"The trace is {run / 'profile' / 'trace.json.gz'}; open it at https://ui.perfetto.dev." in said.out
+    assert f"Trace: {run / 'profile' / 'trace.json.gz'}; open it at https://ui.perfetto.dev." in said.out
     trace = json.loads(gzip.decompress((run / "profile" / "trace.json.gz").read_bytes()))
     names = [event.get("name") for event in trace["traceEvents"]]
     assert {"data", "forward", "backward", "optimizer", "aten::addmm"} <= set(names)
@@ -136,7 +136,7 @@ def test_a_profile_changes_no_number_of_the_run(train, tmp_path, capsys):
     assert "profile" not in (run / "config.yaml").read_text()  # a resumed run does not profile again
 
 
-def test_a_resumed_run_is_profiled_from_where_it_starts(train, tmp_path, capsys):
+def test_a_resumed_run_is_profiled_from_its_start(train, tmp_path, capsys):
     run = train(tmp_path / "run", max_steps=2, eval_strategy="no")
     train(run, "--resume_from_checkpoint", str(run), "--profile", max_steps=9, eval_strategy="no", save_steps=20)
     summary = summary_of(run)
@@ -148,7 +148,7 @@ def test_a_resumed_run_is_profiled_from_where_it_starts(train, tmp_path, capsys)
     assert not (run / "profile").exists()
 
 
-def test_attention_written_out_and_a_profile_that_a_checkpoint_ends(train, tmp_path):
+def test_profile_of_eager_attention_ends_at_a_checkpoint(train, tmp_path):
     run = train(tmp_path / "run", "--profile", attn_implementation="eager", save_steps=1, eval_strategy="no")
     summary = summary_of(run)
     assert (summary["first_step"], summary["last_step"]) == (4, 4)
@@ -157,7 +157,7 @@ def test_attention_written_out_and_a_profile_that_a_checkpoint_ends(train, tmp_p
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_compiled_kernels_have_names(train, tmp_path):
+def test_compiled_kernels_are_named(train, tmp_path):
     summary = summary_of(train(tmp_path / "run", "--profile", torch_compile="true", n_layer=1, eval_strategy="no"))
     assert_adds_up(summary)
     compiled = [kernel for kernel in summary["kernels"] if "cpp_fused_" in kernel["name"]]

@@ -92,12 +92,12 @@ def test_the_checkpoint_is_the_one_that_is_asked_for(a_copy):
     assert chosen == {None: 6, "last": 6, "best": 4, "2": 2}
     assert find_source(a_copy / "checkpoints" / "step_00000004", None).step == 4
     assert find_source(a_copy / "model", "best").step == 4
-    with pytest.raises(UserError, match=r"checkpoint is 3, but .* keeps the checkpoints of steps 2, 4, 6; name one"):
+    with pytest.raises(UserError, match=r"checkpoint is 3, but .* has these checkpoint steps: 2, 4, 6; use one"):
         find_source(a_copy, "3")
     with pytest.raises(UserError, match="leave --checkpoint best out"):
         find_source(a_copy / "checkpoints" / "step_00000004", "best")
     (a_copy / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="no validation at any of them"):
+    with pytest.raises(UserError, match="none of them was validated"):
         find_source(a_copy, "best")
 
 
@@ -341,7 +341,7 @@ def test_the_card_tells_the_run(run, monkeypatch):
     )
     headings = re.findall(r"^## (.*)$", re.sub(r"```.*?```", "", card.text, flags=re.DOTALL), flags=re.MULTILINE)
     assert headings == [
-        *("Use", "Results", "What it writes", "Data", "Training", "Speed", "Estimate vs. actual", "Cost"),
+        *("Use", "Results", "Samples", "Data", "Training", "Speed", "Estimate vs. actual", "Cost"),
         *("Limitations", "Licence", "Citation"),
     ]
     rows = [row for row in card.text.splitlines() if re.match(r"\| [246] \|", row)]
@@ -682,4 +682,4 @@ def test_tokens_in_short():
 
 def test_the_cost_is_told_where_a_price_is(train, tmp_path):
     run = train(tmp_path / "run", max_steps=1, hourly_price=2.5)
-    assert "At 2.50 dollars an hour: 0.0" in (run / "report.md").read_text()
+    assert "At 2.50 dollars per hour: 0.0" in (run / "report.md").read_text()

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, starved and lied to: real processes, real files, and the same weights at the end."""
+"""Reliability: kills, stops, memory and disk errors and damaged files, with real processes; the final weights are equal."""
 
 import itertools
 import json
@@ -97,10 +97,10 @@ def steps_logged(run) -> int:
     return path.read_bytes().count(b'"loss"') if path.is_file() else 0
 
 
-# ---- killed ----------------------------------------------------------------------------------------------------------
+# ---- kills -----------------------------------------------------------------------------------------------------------
 
 
-def test_killed_at_any_moment_nothing_is_lost(train, start, tmp_path):
+def test_a_run_killed_at_random_moments_loses_nothing(train, start, tmp_path):
     straight = train(tmp_path / "straight", **LONG)
     run, chance = tmp_path / "killed", random.Random(0)
     newest = 0
@@ -121,8 +121,8 @@ def test_killed_at_any_moment_nothing_is_lost(train, start, tmp_path):
     assert kinds[-1] == "finished"
 
 
-def test_at_default_settings_a_killed_run_ends_with_the_same_weights(start, tmp_path):
-    """Compiled where there is a C++ compiler, in the device's precision, on two threads: sizes at which both work."""
+def test_a_killed_run_ends_with_the_same_weights_at_default_settings(start, tmp_path):
+    """Compiled if there is a C++ compiler, in the device's precision, on two threads; the sizes work for both."""
     settings = {"torch_compile": None, "mixed_precision": None, "n_layer": 1, "n_embd": 96, "n_positions": 64}
     settings |= {**DROPOUT, "tokens_per_step": 1024, "max_steps": 24, "save_steps": 4, "eval_steps": 12, "threads": "2"}
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -145,15 +145,15 @@ def kill_after_a_save(process: subprocess.Popen, run: Path, before: int, seconds
     process.wait()
 
 
-def test_what_a_kill_left_half_done_is_made_up_for(finished, run, train):
-    """The moments that a random kill seldom meets."""
+def test_work_interrupted_by_a_kill_is_completed(finished, run, train):
+    """Moments that a random kill rarely hits."""
     shutil.copytree(run / "model", run / ".model.unfinished")
-    shutil.rmtree(run / "model")  # between the two renames of its replacement
+    shutil.rmtree(run / "model")  # as if killed between the two renames of its replacement
     (run / "checkpoints" / ".step_00000009.unfinished").mkdir()
-    (run / "checkpoints" / ".step_00000009.unfinished" / ".tmpBLcpas").touch()  # safetensors'
+    (run / "checkpoints" / ".step_00000009.unfinished" / ".tmpBLcpas").touch()  # a temporary file of safetensors
     (run / "checkpoints" / "step_00000006").rename(run / "checkpoints" / ".step_00000006.removed")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": 3.')  # a line cut off
+        file.write('{"step": 5, "loss": 3.')  # a truncated line
     train(run)
     assert_same_run(finished, run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
@@ -164,7 +164,7 @@ def test_what_a_kill_left_half_done_is_made_up_for(finished, run, train):
     assert_same_run(finished, run)
 
 
-def test_a_launcher_killed_while_its_process_starts_takes_it_along(start, tmp_path):
+def test_killing_the_launcher_ends_a_process_that_is_starting(start, tmp_path):
     launcher = start(tmp_path / "run", launch=("-m", "accelerate.commands.launch", "--quiet"), max_steps=10**6)
     wait_until(lambda: psutil.Process(launcher.pid).children())
     [process] = psutil.Process(launcher.pid).children()
@@ -174,7 +174,7 @@ def test_a_launcher_killed_while_its_process_starts_takes_it_along(start, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_folder_that_vanishes_ends_in_one_sentence(start, tmp_path):
+def test_a_deleted_run_folder_ends_in_one_sentence(start, tmp_path):
     process = start(tmp_path / "run", max_steps=10**6, save_steps=20, eval_strategy="no")
     wait_until(lambda: RunFolder(tmp_path / "run").newest_step() > 0)
     (tmp_path / "run").rename(tmp_path / "away")
@@ -184,27 +184,27 @@ def test_a_run_folder_that_vanishes_ends_in_one_sentence(start, tmp_path):
     assert errors.count("\n") == 1
 
 
-def test_the_command_that_branched_off_goes_on_with_the_branch(run, train, tmp_path):
+def test_repeating_the_branch_command_resumes_the_branch(run, train, tmp_path):
     named = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000003"))
     branch = train(tmp_path / "branch", *named)
     straight = weights(branch)
     shutil.rmtree(branch / "checkpoints" / "step_00000006")
-    (branch / "checkpoints" / "step_00000003").mkdir()  # killed in no way that a run could have left
+    (branch / "checkpoints" / "step_00000003").mkdir()  # a state that no killed run leaves
     with pytest.raises(UserError, match="damaged"):
         train(branch, *named)
     shutil.rmtree(branch / "checkpoints" / "step_00000003")
-    shutil.rmtree(branch / "model")  # which would not be replaced
+    shutil.rmtree(branch / "model")  # otherwise refused
     train(branch, *named)
     assert_equal(straight, weights(branch))
     train(branch, *named)  # finished
-    with pytest.raises(UserError, match=r"holds another run \(learning_rate"):
+    with pytest.raises(UserError, match=r"contains another run \(learning_rate"):
         train(branch, *named, learning_rate=0.02)
 
 
 # ---- with and without a launcher -------------------------------------------------------------------------------------
 
 
-def test_python_and_accelerate_launch_are_the_same_run(start, tmp_path):
+def test_python_and_accelerate_launch_give_the_same_run(start, tmp_path):
     launcher = ("-m", "accelerate.commands.launch", "--quiet")
     runs = {"python": (), "accelerate launch --quiet": launcher}
     for name, launch in runs.items():
@@ -227,7 +227,7 @@ def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(launch, tm
     assert (result.returncode, list(tmp_path.iterdir())) == (1, [])
 
 
-def test_the_command_to_resume_names_the_file_of_several_processes(launch):
+def test_resume_command_names_the_launch_file(launch):
     code = "import os, training.launcher; os.environ['RANK'] == '0' and print(training.launcher.launch_command())"
     for file, options in (
         ("launch/two_cpu_processes.yaml", "--config_file launch/two_cpu_processes.yaml --num_processes 2"),
@@ -239,24 +239,24 @@ def test_the_command_to_resume_names_the_file_of_several_processes(launch):
         assert result.stdout == f"accelerate launch --quiet {options} train_accelerate.py\n", result.stderr
 
 
-# ---- asked to stop ---------------------------------------------------------------------------------------------------
+# ---- stop requests ---------------------------------------------------------------------------------------------------
 
 
 def interrupt(process: subprocess.Popen) -> tuple[int, str, str]:
-    """Presses Ctrl-C, which a terminal sends to all processes of the group."""
+    """Press Ctrl-C, which a terminal sends to all processes of the group."""
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     return process.returncode, output, errors
 
 
-def test_ctrl_c_during_the_imports_is_one_word(start, tmp_path):
+def test_ctrl_c_during_imports_prints_one_word(start, tmp_path):
     process = start(tmp_path / "run")
     wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
     assert interrupt(process) == (130, "", "interrupted\n")
     assert not (tmp_path / "run").exists()
 
 
-def test_ctrl_c_while_a_text_is_tokenized_is_one_word(start, tmp_path):
+def test_ctrl_c_during_tokenization_prints_one_word(start, tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(prose(i, 50_000))
     text = str(tmp_path / "*.txt")
@@ -267,23 +267,23 @@ def test_ctrl_c_while_a_text_is_tokenized_is_one_word(start, tmp_path):
     assert not list((REPOSITORY / "data").glob(f"{tmp_path.name}-*/metadata.json"))
 
 
-def test_ctrl_c_in_training_saves_and_names_the_command_that_resumes(start, tmp_path):
+def test_ctrl_c_in_training_saves_and_prints_the_resume_command(start, tmp_path):
     run = tmp_path / "run"
     process = start(run, **LONG | {"save_steps": 1000})
     wait_until(lambda: steps_logged(run) >= 2)
     code, output, errors = interrupt(process)
     assert code == 130
-    words = "Ctrl-C once more ends the run at once, without saving."
-    assert errors == f"Stopping after this step (SIGINT), and saving. {words}\n"
+    words = "Press Ctrl-C again to end the run immediately, without saving."
+    assert errors == f"Stopping after this step (SIGINT) and saving. {words}\n"
     step = steps_logged(run)
     assert output.endswith(
         f"\nStopped after step {step} of 150 (SIGINT); {run / 'checkpoints' / f'step_{step:08}'} is the last good "
-        f"checkpoint. To resume, give the same command, or:\n  python train_accelerate.py --resume_from_checkpoint {run}\n"
+        f"checkpoint. To resume, run the same command again, or:\n  python train_accelerate.py --resume_from_checkpoint {run}\n"
     )
     assert [status(run)[key] for key in ("state", "reason", "step")] == ["stopped", "SIGINT", step]
 
 
-def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(train, start, tmp_path):
+def test_sigterm_saves_at_the_next_step_and_the_run_resumes_exactly(train, start, tmp_path):
     settings = {**LONG, "save_steps": 1000}
     straight = train(tmp_path / "straight", **settings)
     run = tmp_path / "run"
@@ -299,8 +299,8 @@ def test_sigterm_saves_at_the_next_step_and_the_run_goes_on_exactly(train, start
     assert_same_run(straight, run)
 
 
-def test_a_reader_that_leaves_does_not_end_the_run(start, tmp_path):
-    """`| head`, or a terminal that was closed."""
+def test_a_closed_output_does_not_end_the_run(start, tmp_path):
+    """As with `| head` or a closed terminal."""
     run = tmp_path / "run"
     process = start(run, max_steps=200, eval_strategy="no", save_steps=200)
     process.stdout.readline()
@@ -326,8 +326,8 @@ LARGE = {"tokens_per_step": 262144, "max_steps": 2, "save_steps": 1, "eval_strat
 def test_out_of_memory_halves_the_micro_batch_in_a_fresh_process(launch, store, train, tmp_path):
     run = tmp_path / "run"
     settings = TINY | LARGE
-    # One arena: each more would take 64 MB of the address space. Half of the micro-batch fits with 100 MB to spare for what
-    # happens beside it (saving, the plot), and the whole of it does not, by as much.
+    # One arena, because each one reserves 64 MB of the address space. Half of the micro-batch fits with 100 MB to spare for
+    # other work (saving, the plot); the whole micro-batch exceeds the limit by as much.
     starved = partial(launch, "-c", STARVED, MALLOC_ARENA_MAX="1")
     result = starved(*flags(data=store.folder, output_dir=run, **settings))
     assert result.returncode == 0, result.stderr
@@ -346,7 +346,7 @@ def test_out_of_memory_halves_the_micro_batch_in_a_fresh_process(launch, store, 
 
 
 def test_out_of_memory_in_one_process_of_two_halves_the_micro_batch_of_both(launch, store, tmp_path):
-    """As a thread cannot be started then, the restart needs none."""
+    """The restart needs no new thread, which could not start without memory."""
     script = tmp_path / "script.py"
     path = f"import os, sys; sys.path.insert(0, {os.getcwd()!r})\n"
     limit = 'if os.environ["LOCAL_RANK"] == "1" and resource.getrlimit'
@@ -369,7 +369,7 @@ run(restarting(train_accelerate.main))
 """
 
 
-def test_a_disk_that_is_full_ends_in_one_sentence_and_keeps_the_last_checkpoint(launch, store, train, tmp_path):
+def test_a_full_disk_ends_in_one_sentence_and_keeps_the_last_checkpoint(launch, store, train, tmp_path):
     run = train(tmp_path / "run", max_steps=3)
     settings = TINY | {"max_steps": 6, "save_total_limit": 1}
     result = launch("-c", LIMITED, *flags(data=store.folder, resume_from_checkpoint=run, **settings))
@@ -383,12 +383,12 @@ def test_a_disk_that_is_full_ends_in_one_sentence_and_keeps_the_last_checkpoint(
     assert not list((run / "checkpoints").glob(".*"))
     train(None, "--resume_from_checkpoint", str(run))
     assert status(run)["state"] == "finished"
-    refuse_full_disk(tmp_path, 1000)  # what is known before a step is said then
+    refuse_full_disk(tmp_path, 1000)  # checked before the first step
     with pytest.raises(UserError, match=r"^A checkpoint takes 1,333,333\.3 GB, and .* GB free; earlier"):
         refuse_full_disk(tmp_path, 10**15)
 
 
-def test_a_store_that_is_cut_while_training_ends_in_one_sentence(store, start, tmp_path):
+def test_a_store_truncated_during_training_ends_in_one_sentence(store, start, tmp_path):
     copy = Path(shutil.copytree(store.folder, tmp_path / "store"))
     often = {"max_steps": 10**6, "save_steps": 10, "logging_steps": 10}
     process = start(tmp_path / "run", data=copy, data_placement="mmap", **often)
@@ -400,14 +400,14 @@ def test_a_store_that_is_cut_while_training_ends_in_one_sentence(store, start, t
     assert "Traceback" not in errors
 
 
-# ---- lied to ---------------------------------------------------------------------------------------------------------
+# ---- damaged files ---------------------------------------------------------------------------------------------------
 
 
 def all_files(checkpoint: Path) -> list[Path]:
     return sorted(path for path in checkpoint.rglob("*") if path.is_file())
 
 
-def test_every_file_that_is_missing_cut_or_flipped_is_found(run):
+def test_every_missing_truncated_or_changed_file_is_detected(run):
     checkpoint = run / "checkpoints" / "step_00000006"
     files = all_files(checkpoint)
     needed = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
@@ -425,7 +425,7 @@ def test_every_file_that_is_missing_cut_or_flipped_is_found(run):
 
 
 class Bomb:
-    """Unpickled, it leaves a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -434,11 +434,11 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
-def test_no_planted_pickle_is_ever_opened(run, train, tmp_path):
+def test_pickles_are_never_loaded(run, train, tmp_path):
     crater = tmp_path / "crater"
     bomb = pickle.dumps(Bomb(crater))
     pickle.loads(bomb)
-    crater.unlink()  # it works
+    crater.unlink()  # the bomb works
     names = "pytorch_model.bin optimizer.bin optimizer.pt scheduler.bin random_states_0.pkl rng_state.pth".split()
     checkpoints = list((run / "checkpoints").iterdir())
     for folder in [run / "model", *checkpoints, *(checkpoint / "training_state" for checkpoint in checkpoints)]:
@@ -452,7 +452,7 @@ def test_no_planted_pickle_is_ever_opened(run, train, tmp_path):
     assert not crater.exists()
 
 
-def test_nothing_outside_a_checkpoint_is_followed(run, tmp_path):
+def test_paths_outside_a_checkpoint_are_refused(run, tmp_path):
     checkpoint = run / "checkpoints" / "step_00000006"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     elsewhere = tmp_path / "elsewhere.safetensors"
@@ -472,7 +472,7 @@ def test_nothing_outside_a_checkpoint_is_followed(run, tmp_path):
         generate.main([str(run), "--prompt", "the"])
 
 
-def test_files_are_readable_as_the_umask_says(train, tmp_path):
+def test_file_modes_follow_the_umask(train, tmp_path):
     before = os.umask(0o027)
     try:
         run = train(tmp_path / "run", max_steps=1)
@@ -497,7 +497,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("change", "expected"), NONSENSE)
-def test_a_state_that_no_run_writes_is_refused(run, train, change, expected):
+def test_an_invalid_training_state_is_refused(run, train, change, expected):
     checkpoint = run / "checkpoints" / "step_00000006"
     state = checkpoint / "training_state" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | change))
@@ -514,8 +514,8 @@ NO_TENSORS = [(file, content) for file in (*TENSORS, "config.json") for content 
     ("file", "how"),
     [*itertools.product(TENSORS, ("not finite", "bfloat16", r"\(15,\)", "does not fit")), *NO_TENSORS],
 )
-def test_files_that_no_run_writes_are_refused(run, train, file, how):
-    """With a manifest that was made to fit."""
+def test_invalid_checkpoint_files_are_refused(run, train, file, how):
+    """The manifest matches the invalid file."""
     path = run / "checkpoints" / "step_00000006" / file
     if isinstance(how, bytes):
         path.write_bytes(how)
@@ -534,7 +534,7 @@ def test_files_that_no_run_writes_are_refused(run, train, file, how):
         train(None, "--resume_from_checkpoint", str(run), max_steps=8)
 
 
-def test_notes_of_the_user_and_a_link_in_the_run_folder_do_no_harm(run, train, tmp_path):
+def test_user_notes_and_links_in_the_run_folder_are_harmless(run, train, tmp_path):
     (run / "samples.md").write_text("# my run\n\nnotes\n\n" + (run / "samples.md").read_text())
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n[]\n5\n")
@@ -558,7 +558,7 @@ def seal(checkpoint: Path) -> None:
 
 @pytest.fixture(scope="module")
 def noisy_store(tmp_path_factory):
-    """Text that is soon learned, with a stretch of noise in it."""
+    """Token store of an easy text with a stretch of noise."""
     folder = tmp_path_factory.mktemp("noisy")
     easy = "abcdefgh" * 16_000
     noise = "".join(random.Random(0).choice("ijklmnopqrstuvwxyz") for _ in range(200))
@@ -571,7 +571,7 @@ SPIKY = {"tokens_per_step": 128, "max_steps": 400, "save_steps": 50, "eval_strat
 SPIKY |= {"sample_prompts": "abc", "save_total_limit": 1}
 
 
-def test_a_loss_spike_is_said_and_noted(train, noisy_store, tmp_path, capsys):
+def test_a_loss_spike_is_printed_and_recorded(train, noisy_store, tmp_path, capsys):
     run = train(tmp_path / "run", data=noisy_store.folder, **SPIKY)
     spikes = [event for event in lines(run / "events.jsonl") if event["event"] == "spike"]
     assert spikes
@@ -579,7 +579,7 @@ def test_a_loss_spike_is_said_and_noted(train, noisy_store, tmp_path, capsys):
     assert "standard deviations above its mean" in capsys.readouterr().out
 
 
-def test_rollback_passes_over_the_batches_of_a_spike(launch, noisy_store, tmp_path):
+def test_rollback_skips_the_batches_of_a_spike(launch, noisy_store, tmp_path):
     run = tmp_path / "run"
     settings = TINY | SPIKY | {"on_spike": "rollback", "spike_z_score": 20}
     result = launch("train_accelerate.py", *flags(data=noisy_store.folder, output_dir=run, **settings))
@@ -588,7 +588,7 @@ def test_rollback_passes_over_the_batches_of_a_spike(launch, noisy_store, tmp_pa
     spike = next(event for event in events if event["event"] == "spike")
     resumed = next(event for event in events[events.index(spike) :] if event["event"] == "resumed")
     assert resumed["step"] == (spike["step"] - 2) // 50 * 50
-    assert "passing over samples" in resumed["because"]
+    assert "skipping samples" in resumed["because"]
     state = json.loads((run / "checkpoints" / "step_00000400" / "training_state" / "state.json").read_text())
     first, end = state["position"]["passed_over"][0]
     assert first == (spike["step"] - 2) * 8
@@ -600,7 +600,7 @@ def test_rollback_passes_over_the_batches_of_a_spike(launch, noisy_store, tmp_pa
 # ---- changes ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_difference_is_refused_in_one_message_and_what_cannot_change_by_name(run, train, tmp_path):
+def test_all_changed_settings_are_refused_in_one_message(run, train, tmp_path):
     (tmp_path / "other.txt").write_text(prose(99))
     other = tokenized(tmp_path / "other.txt", tmp_path / "store", vocab_size=290)
     before = (run / "metrics.jsonl").read_text()
@@ -629,7 +629,7 @@ def test_every_difference_is_refused_in_one_message_and_what_cannot_change_by_na
         train(None, "--resume_from_checkpoint", str(run), "--allow_change", "n_embd", n_embd=32)
 
 
-def test_a_new_field_of_the_model_is_compared_though_it_changes_no_shape(run):
+def test_a_new_model_field_is_compared_even_without_a_shape_change(run):
     @strict
     class NewConfig(GPT2ScratchConfig):
         attention_scale: float = 1.0
@@ -648,7 +648,7 @@ def test_a_new_field_of_the_model_is_compared_though_it_changes_no_shape(run):
     assert compare(checkpoint, state, changed, state.settings, allowed) == ["attention_scale changed from 1.0 to 0.5"]
 
 
-def test_what_is_allowed_by_name_may_change(run, train, capsys):
+def test_settings_in_allow_change_may_change(run, train, capsys):
     allowed = ("--allow_change", "tokens_per_step,seed", "mixed_precision")
     changed = {"tokens_per_step": 128, "seed": 1, "mixed_precision": "bf16", "learning_rate": 0.02, "max_steps": 8}
     train(None, "--resume_from_checkpoint", str(run), *allowed, **changed)
@@ -665,16 +665,16 @@ def test_what_is_allowed_by_name_may_change(run, train, capsys):
 
 
 def changes_of(page):
-    """The lines of a report or card about settings that changed."""
+    """Return the lines of a report or card about changed settings."""
     _, _, section = page.partition("Settings that changed when the run was resumed:\n\n")
     return [line.removeprefix("- after ") for line in section.split("\n\n")[0].splitlines()]
 
 
-def test_the_report_and_the_card_name_every_change_with_its_step(run, train, tmp_path):
+def test_report_and_card_list_every_change_with_its_step(run, train, tmp_path):
     assert changes_of((run / "report.md").read_text()) == []
     train(None, "--resume_from_checkpoint", str(run), max_steps=9, learning_rate=0.02)
     checkpoint = run / "checkpoints" / "step_00000009"
-    shutil.rmtree(checkpoint)  # as if killed before it was written: what was changed after step 6 changes again
+    shutil.rmtree(checkpoint)  # as if killed before it was written: the changes after step 6 are repeated
     train(None, "--resume_from_checkpoint", str(run), max_steps=9, learning_rate=0.03)
     train(None, "--resume_from_checkpoint", str(run), max_steps=12, learning_rate=0.04)
     twice = [
@@ -691,7 +691,7 @@ def test_the_report_and_the_card_name_every_change_with_its_step(run, train, tmp
         assert changes_of(model_card(find_source(folder, None), Repository("me/tiny"), FolderArguments())) == changes
 
 
-def test_a_run_killed_before_its_config_was_written_may_begin(train, tmp_path):
+def test_a_run_killed_before_its_config_was_written_can_start(train, tmp_path):
     mark(tmp_path / "run", "run")
     (tmp_path / "run" / "checkpoints").mkdir()
     (tmp_path / "run" / "config.yaml.tmp").touch()
@@ -702,22 +702,22 @@ def test_a_run_killed_before_its_config_was_written_may_begin(train, tmp_path):
 def test_two_runs_in_one_folder_are_refused(start, train, tmp_path):
     first = start(tmp_path / "run", max_steps=10**6)
     wait_until(lambda: steps_logged(tmp_path / "run") > 0)
-    with pytest.raises(UserError, match=f"is being trained by process {first.pid} on "):
+    with pytest.raises(UserError, match=f"is in use by process {first.pid} on "):
         train(tmp_path / "run", max_steps=10**6)
     first.kill()
     first.wait()
     train(tmp_path / "run", "--overwrite_output_dir", max_steps=1)
 
 
-def test_a_finished_run_brings_its_backup_up_to_date(train, tmp_path):
-    run = train(tmp_path / "run", backup_dir=tmp_path / "drive")  # which is not there
+def test_a_finished_run_updates_its_backup(train, tmp_path):
+    run = train(tmp_path / "run", backup_dir=tmp_path / "drive")  # which does not exist
     (tmp_path / "drive").mkdir()
     train(run, backup_dir=tmp_path / "drive")
     assert damage(tmp_path / "drive" / "run" / "checkpoints" / "step_00000006") is None
     assert status(tmp_path / "drive" / "run")["state"] == "finished"
 
 
-def test_a_lost_disk_is_replaced_by_the_backup(finished, train, tmp_path, capsys):
+def test_a_lost_run_is_restored_from_its_backup(finished, train, tmp_path, capsys):
     (tmp_path / "drive").mkdir()
     run = train(tmp_path / "run", backup_dir=tmp_path / "drive")
     shutil.rmtree(run)

@@ -1,4 +1,4 @@
-"""Only what this project wrote is deleted: folders of a user, under the names of a run, stay as they are."""
+"""Only files written by this project are deleted; a user's folders with the names of a run are not changed."""
 
 import shutil
 from pathlib import Path
@@ -37,19 +37,19 @@ def write(folder: Path, *names: str) -> dict[str, bytes]:
     "names", [THEIRS, THEIRS[:1], (".git/config",), THEIRS[-2:], ("checkpoints/step_00000003/manifest.json",)]
 )
 @pytest.mark.parametrize("flag", ["--overwrite_output_dir", "--save_total_limit=1"])
-def test_a_folder_that_is_not_a_run_is_refused_and_left_alone(train, tmp_path, names, flag):
+def test_a_folder_that_is_not_a_run_is_refused_and_unchanged(train, tmp_path, names, flag):
     before = write(tmp_path / "p", *names)
-    with pytest.raises(UserError, match="p exists and is not a run folder; name another --output_dir"):
+    with pytest.raises(UserError, match="p exists and is not a run folder; use another --output_dir"):
         train(tmp_path / "p", flag)
     assert contents(tmp_path / "p") == before
-    with pytest.raises(UserError, match="p is not a run folder or a checkpoint in one"):
+    with pytest.raises(UserError, match="p is neither a run folder nor a checkpoint in one"):
         train(None, "--resume_from_checkpoint", str(tmp_path / "p"))
     with pytest.raises(UserError, match="p exists and is not a backup of a run; name another --backup_dir"):
         train(tmp_path / "runs" / "p", "--backup_dir", str(tmp_path))
     assert contents(tmp_path / "p") == before
 
 
-def test_a_file_is_refused_in_place_of_a_run_or_its_backup(train, tmp_path):
+def test_a_file_is_refused_as_a_run_or_backup_folder(train, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match="file exists and is not a run folder"):
         train(tmp_path / "file")
@@ -75,7 +75,7 @@ def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, tmp_path, ca
     for name, kept in zip(mine, ("thesis.txt", "model.kept/notes.md", "checkpoints.kept/step_00000003/eval.json",
                                  "evaluation.kept/mine.csv", "hub/README.md", "lm_eval.kept/my/own/results_1.json"), strict=True):  # fmt: skip
         assert there[kept] == written[name]
-    assert f"{run}/model.kept keeps files that were in {run} and that no run wrote." in capsys.readouterr().out
+    assert f"Files in {run} that no run wrote were moved to {run}/model.kept." in capsys.readouterr().out
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003"]
 
 
@@ -90,7 +90,7 @@ def test_pruning_keeps_the_files_that_no_run_wrote(train, tmp_path):
 
 
 @pytest.mark.parametrize("left", ["checkpoints", "status"])
-def test_a_run_from_before_the_mark_is_recognized_and_marked_when_it_resumes(train, tmp_path, left):
+def test_an_old_run_without_a_mark_is_recognized_and_marked_on_resume(train, tmp_path, left):
     run = train(tmp_path / "run", max_steps=3)
     (run / MARK).unlink()
     if left == "checkpoints":
@@ -110,17 +110,17 @@ def test_a_model_without_its_checkpoints_is_not_replaced(train, tmp_path):
     before = contents(run)
     for more in ((), ("--seed", "3"), ("--resume_from_checkpoint", str(other), "--eval_strategy", "no")):
         with pytest.raises(
-            UserError, match="run holds a model and no checkpoint that this command can resume from; name"
+            UserError, match="run contains a model, but no checkpoint that this command can resume from; use"
         ):
             train(run, *more, max_steps=3)
         assert contents(run) == before
     train(run, "--overwrite_output_dir", max_steps=3)
     (run / "config.yaml").unlink()
-    with pytest.raises(UserError, match=r"run has lost its config.yaml; put it back from a backup"):
+    with pytest.raises(UserError, match=r"run has no config.yaml; restore it from a backup"):
         train(run, max_steps=3)
 
 
-def test_a_checkpoint_with_another_name_is_not_one(train, tmp_path):
+def test_a_folder_with_another_name_is_not_a_checkpoint(train, tmp_path):
     run = train(tmp_path / "run", max_steps=3)
     shutil.copytree(run / "checkpoints" / "step_00000003", run / "checkpoints" / "step_9")
     train(None, "--resume_from_checkpoint", str(run), max_steps=6)
@@ -131,7 +131,7 @@ def test_a_checkpoint_with_another_name_is_not_one(train, tmp_path):
     assert contents(run / "checkpoints.kept") == copies
 
 
-def test_a_model_next_to_another_is_not_the_folder_for_the_hub(train, tmp_path):
+def test_a_model_folder_named_hub_is_not_replaced_on_publishing(train, tmp_path):
     model = Path(shutil.copytree(train(tmp_path / "run", max_steps=3) / "model", tmp_path / "my"))
     shutil.copytree(model, tmp_path / "my-hub")
     before = contents(tmp_path)
@@ -140,7 +140,7 @@ def test_a_model_next_to_another_is_not_the_folder_for_the_hub(train, tmp_path):
     assert contents(tmp_path) == before | {".my-hub.lock": b""}
 
 
-def test_the_folder_of_a_space_is_not_emptied_of_other_files(tmp_path):
+def test_a_space_folder_keeps_other_files(tmp_path):
     pytest.importorskip("gradio")
     before = write(tmp_path / "demo", "app.py")
     with pytest.raises(UserError, match="demo exists and was not written by this command"):
@@ -152,7 +152,7 @@ def test_the_folder_of_a_space_is_not_emptied_of_other_files(tmp_path):
     assert (tmp_path / "space.kept" / "mine.txt").read_text() == "mine"
 
 
-def test_unfinished_work_of_the_same_name_loses_no_other_file(tmp_path):
+def test_an_unfinished_folder_keeps_other_files(tmp_path):
     write(tmp_path / ".x.unpacking", "train.bin", "mine.txt")
     with unfinished_path(tmp_path / "x", ".unpacking", ("train.bin",)) as unfinished:
         write(unfinished, "train.bin")
@@ -160,7 +160,7 @@ def test_unfinished_work_of_the_same_name_loses_no_other_file(tmp_path):
 
 
 @pytest.mark.parametrize("names", [("parts/mine.txt", "store/thesis/a.txt"), ("plan.json",)])
-def test_unfinished_tokens_replace_no_files_of_others(tmp_path, names):
+def test_pretokenizing_replaces_no_other_files(tmp_path, names):
     write(tmp_path / "text", "a.txt", "b.txt")
     before = write(tmp_path / ".store.unfinished", *names)
     recipe = Recipe([str(tmp_path / "text")], CorpusArguments(validation_fraction=0.5))
@@ -179,7 +179,7 @@ def test_unfinished_tokens_replace_no_files_of_others(tmp_path, names):
         pretokenize(recipe, tmp_path / "store")
 
 
-def test_discard_deletes_what_is_known_and_follows_no_link(tmp_path):
+def test_discard_deletes_only_known_files_and_follows_no_link(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     write(tmp_path / "elsewhere", "a.bin")
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_discard_deletes_what_is_known_and_follows_no_link(tmp_path):
     assert (tmp_path / "elsewhere" / "a.bin").exists()
 
 
-def test_a_removal_that_was_killed_is_finished(tmp_path):
+def test_a_killed_removal_is_completed(tmp_path):
     write(tmp_path / ".x.removed", "a.bin", "mine.txt")
     write(tmp_path / "x", "a.bin")
     write(tmp_path / "fresh", "b.bin")
@@ -203,7 +203,7 @@ def test_a_removal_that_was_killed_is_finished(tmp_path):
     assert sorted(contents(tmp_path)) == ["x.kept/mine.txt", "x/b.bin"]
 
 
-def test_a_mark_is_of_one_kind(tmp_path):
+def test_a_mark_is_valid_for_one_kind(tmp_path):
     mark(tmp_path / "x", "run")
     assert is_marked(tmp_path / "x", "run")
     with pytest.raises(UserError, match="x exists and was not written by this command"):

@@ -1,4 +1,4 @@
-"""Several texts at once, beyond the context, on a model of eight letters."""
+"""Generation of several texts at once, beyond the context, with a model of eight letters."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CONTEXT, HALF, END = 8, 4, 7
 
 @pytest.fixture
 def letters():
-    """A model of eight letters that ends its texts with the last of them, and its tokenizer."""
+    """A model of eight letters, whose last letter ends a text, and its tokenizer."""
     torch.manual_seed(0)
     fields = {"n_positions": CONTEXT, "n_embd": 16, "n_layer": 1, "n_head": 2, "initializer_range": 0.5}
     model = GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=8, eos_token_id=END, pad_token_id=0, **fields)).eval()
@@ -21,8 +21,8 @@ def letters():
 
 
 @torch.no_grad()
-def test_each_of_several_texts_goes_on_where_it_stood_and_ends_where_it_ends(letters):
-    """Every letter is among the four likeliest after the very letters that the model saw of that text."""
+def test_texts_in_a_batch_continue_and_end_independently(letters):
+    """Every letter is among the four most likely ones after the letters of its own text that the model saw."""
     model, tokenizer = letters
     torch.manual_seed(1)
     config = generation_config(1.0, top_k=4)
@@ -39,9 +39,9 @@ def test_each_of_several_texts_goes_on_where_it_stood_and_ends_where_it_ends(let
 
 
 @torch.no_grad()
-def test_a_text_ends_at_any_of_several_end_tokens_and_arranged_weights_are_the_same(letters):
+def test_any_of_several_end_tokens_ends_a_text_and_arranging_weights_keeps_them(letters):
     model, tokenizer = letters
-    model.generation_config.eos_token_id = [END, 3]  # as a chat model, whose config names one
+    model.generation_config.eos_token_id = [END, 3]  # like a chat model, whose config names only one
     torch.manual_seed(1)
     texts = continue_texts(model, tokenizer, "a", 64, 30, generation_config(1.0, top_k=4))
     assert not {END, 3} & {id for text in texts for id in tokenizer.encode(text)}

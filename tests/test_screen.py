@@ -1,4 +1,4 @@
-"""What a user sees of a run."""
+"""Output of a run on a terminal and elsewhere."""
 
 import os
 import re
@@ -12,31 +12,34 @@ from training.console import clock, perplexity, wrapped
 from training.screen import Screen, line_of, parts_of, sparkline
 
 ENTRY = {"step": 100, "loss": 3.2141, "learning_rate": 6e-4, "grad_norm": 0.4237, "tokens_per_second": 683_000.0}
-ENTRY |= {"mfu": 0.47, "data_share": 0.0004, "peak_memory_gb": 11.2}
+ENTRY |= {"seconds_per_step": 0.76762, "mfu": 0.47, "data_share": 0.0004, "peak_memory_gb": 11.2}
 
 
-def test_a_log_line_a_perplexity_and_a_clock():
+def test_log_line_perplexity_and_clock_formats():
     skipped = {"learning_rate": 6e-4, "skipped_steps": 10, "peak_memory_gb": 1.0}
-    start = "loss 3.214  norm 0.42  lr 6.00e-04  683,000 tok/s  MFU 47%  data 0.0%  peak 11.2 GB  "
+    start = "loss 3.214  norm 0.42  lr 6.00e-04  683,000 tok/s  0.768 s/step  MFU 47%  data 0.0%  peak 11.2 GB  "
     for arguments, line in (
         ((ENTRY, 120.0, 62.0, None), f"{start}ETA 1:02"),
         ((ENTRY, 1800.0, 5400.0, 2.0), f"{start}ETA 1:30:00  1.00 of 4.00 $"),
         ((ENTRY, 1800.0, None, 2.0), f"{start}1.00 $"),
-        ((skipped, 1.0, 1.0, None), "no finite loss  (10 skipped: not finite)  lr 6.00e-04  peak 1.0 GB  ETA 0:01"),
+        (
+            (skipped, 1.0, 1.0, None),
+            "no finite loss  (10 steps skipped: not finite)  lr 6.00e-04  peak 1.0 GB  ETA 0:01",
+        ),
     ):
         assert line_of(*parts_of(*arguments).values()) == line
     assert [perplexity(value) for value in (44.3219, 6787.0, 1.139e108)] == ["44.32", "6,787.00", "1.1e+108"]
     assert [clock(seconds) for seconds in (0, 61, 3661.9, 360_000)] == ["0:00", "1:01", "1:01:01", "100:00:00"]
 
 
-def test_the_best_is_claimed_by_the_loss_that_compares(capsys):
+def test_the_best_validation_is_chosen_by_comparable_loss(capsys):
     early = {"step": 400, "eval_loss": 3.3, "eval_perplexity": 27.1126, "eval_bits_per_byte": 1.5}
     last = early | {"step": 800, "eval_loss": 3.4, "eval_sampled_loss": 3.25}
     screen = Screen(800, 0, [], compiles=True)
     for entry, best in ((early, early), (last, last), (early | {"step": 600, "eval_loss": 3.35}, early)):
         screen.validated(entry, best)
     assert capsys.readouterr().out.splitlines() == [
-        "Compiling for the first step, which may take minutes ...",
+        "Compiling before the first step; this may take minutes ...",
         "step 400: validation loss 3.3000, perplexity 27.11, 1.500 bits per byte (the best so far)",
         "step 800: validation loss 3.4000, perplexity 27.11, 1.500 bits per byte on all held-out text, loss 3.2500 on the "
         "sample (the best so far)",
@@ -44,7 +47,7 @@ def test_the_best_is_claimed_by_the_loss_that_compares(capsys):
     ]
 
 
-def test_lines_break_at_words_and_commands_stay_whole():
+def test_lines_wrap_at_words_and_commands_stay_whole():
     text = "Memory:  0.52 GB of 23.3 a device, for 4 sequences at once\n  python generate.py runs/a-long-name --prompt 'def '\nDone."
     assert wrapped(text, 32).split("\n") == [
         "Memory:  0.52 GB of 23.3 a",
@@ -65,11 +68,11 @@ def test_lines_break_at_words_and_commands_stay_whole():
         ([3.0, 3.0], 8, "▁▁"),
     ],
 )
-def test_a_curve_in_a_line(values, width, drawn):
+def test_sparkline(values, width, drawn):
     assert sparkline(values, width) == drawn
 
 
-def test_on_a_terminal_a_few_lines_stay_in_place(store, tmp_path):
+def test_terminal_lines_are_updated_in_place(store, tmp_path):
     ours, theirs = os.openpty()
     settings = TINY | {"max_steps": 40, "eval_steps": 20, "hourly_price": 2.0}
     arguments = flags(data=store.folder, output_dir=tmp_path / "run", **settings)
@@ -88,22 +91,22 @@ def test_on_a_terminal_a_few_lines_stay_in_place(store, tmp_path):
     text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", said.decode())
     assert re.search(r"step 0/40 ━+ first step \.\.\. 0:0\d", text)
     assert "--- step 0" not in text
-    stays = r"\rstep 40/40  loss [\d.]+  [\d,]+ tok/s  data [\d.]+%  peak [\d.]+ GB *\r"
+    stays = r"\rstep 40/40  loss [\d.]+  [\d,]+ tok/s  [\d.]+ s/step *\r"
     assert re.search(stays, text)
     last = text[text.rindex("step 40/40 ━") :]
     assert re.search(r"\ntrain +loss [\d.]+  █[▁-█]+  gradient norm [\d.]+  learning rate 0.00e\+00", last)
     scored = r"\nvalidate +loss [\d.]+, perplexity [\d.]+, [\d.]+ bits per byte, at step 40 \(the best so far\)"
     assert re.search(scored, last)
-    assert re.search(r"\nspeed +[\d,]+ tok/s  data [\d.]+%  peak [\d.]+ GB", last)
+    assert re.search(r"\nspeed +[\d,]+ tok/s  [\d.]+ s/step  data [\d.]+%  peak [\d.]+ GB", last)
     assert re.search(r"\ntime +\d:\d\d so far  0.\d\d of 0.\d\d \$", last)
     assert said.endswith(b"\n")
-    assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l")  # the cursor is back
+    assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l")  # the cursor is shown again
 
 
 IS_LIVE = "from training.screen import Screen; it = Screen(100, 0, []); print(it.live is not None)"
 
 
-def test_nothing_stays_in_place_in_a_file_whatever_its_colours_or_on_a_terminal_that_cannot_move_its_cursor(launch):
+def test_files_and_dumb_terminals_get_plain_lines(launch):
     assert launch("-c", IS_LIVE, FORCE_COLOR="1").stdout == "False\n"
     ours, theirs = os.openpty()
     dumb = os.environ | {"TERM": "dumb"}
@@ -117,7 +120,7 @@ def test_nothing_stays_in_place_in_a_file_whatever_its_colours_or_on_a_terminal_
 SPEAKS = "from command_line import run; from training.screen import say; run(lambda _: say('\u2581 7'))"
 
 
-def test_another_encoding_shows_what_it_can_and_a_closed_output_is_no_reason_to_fail(launch):
+def test_other_encodings_and_a_closed_output_do_not_fail(launch):
     assert launch("-c", SPEAKS, PYTHONIOENCODING="ascii").stdout == "? 7\n"
     command = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, SPEAKS]
     closed = subprocess.run(command, cwd=REPOSITORY, stderr=subprocess.PIPE, check=False)

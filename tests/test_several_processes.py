@@ -1,4 +1,4 @@
-"""One run is the same run whatever the number of processes, and whether each has the model or all share it."""
+"""A run gives the same result with any number of processes, with and without sharding."""
 
 import json
 from pathlib import Path
@@ -19,14 +19,14 @@ from training.sharding import Sharding
 LAUNCHER = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")
 DDP = {"ACCELERATE_USE_FSDP": "false"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-SETTINGS = {**TINY, "tokens_per_step": 96}  # 6 sequences: for 1, 2 and 3 processes; 16 wide: 3 shares are unequal
-# Compiled, where there is a C++ compiler; three micro-batches a step.
+SETTINGS = {**TINY, "tokens_per_step": 96}  # 6 sequences: for 1, 2 and 3 processes; width 16: 3 unequal shards
+# Compiled if there is a C++ compiler; three micro-batches per step.
 DEFAULTS = {"torch_compile": None, "mixed_precision": None, "per_device_train_batch_size": 1}
-TIED = {"tie_word_embeddings": True, "per_device_train_batch_size": 1}  # and 3 micro-batches a step
+TIED = {"tie_word_embeddings": True, "per_device_train_batch_size": 1}  # and 3 micro-batches per step
 
 
 def run(store, folder: Path, environment: dict[str, str], resume_from: Path | None = None, **settings) -> dict:
-    """A run of a group of processes; `resume_from` another one's third step."""
+    """Return a run for a group of processes; `resume_from`: a run whose third step it resumes from."""
     settings = {**SETTINGS, "data": store.folder, "output_dir": folder, **settings}
     if resume_from is not None:
         settings["resume_from_checkpoint"] = resume_from / "checkpoints" / "step_00000003"
@@ -64,7 +64,7 @@ def runs(launch, store, tmp_path_factory) -> Path:
     assert result.stdout.count("2 processes, model and optimizer sharded") == 8
     compiled = decide(DeviceArguments(), TINY["n_positions"]).torch_compile
     assert result.stdout.count(", compiled, ") == (3 if compiled else 0)
-    assert result.stdout.count("Where the time of a step went (steps 4 to 6)") == 1
+    assert result.stdout.count("Time per step (steps 4 to 6)") == 1
     resumed_alone(store, folder / "fsdp_to_alone", folder / "fsdp")
     resumed_alone(store, folder / "ddp_to_alone", folder / "ddp")
     return folder
@@ -83,7 +83,7 @@ def assert_same(run: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp_offloaded"])
-def test_two_processes_train_as_one_does_also_with_a_tied_head_and_accumulation(runs, name):
+def test_two_processes_train_like_one_with_tied_head_and_accumulation(runs, name):
     assert_same(runs / "fsdp_tied", runs / "alone_tied")
     assert_same(runs / name, runs / "alone")
     assert numbers(runs / name).keys() == numbers(runs / "alone").keys()
@@ -91,14 +91,14 @@ def test_two_processes_train_as_one_does_also_with_a_tied_head_and_accumulation(
 
 
 @pytest.mark.parametrize("name", ["alone_to_fsdp", "fsdp_to_ddp", "fsdp_to_alone", "ddp_to_alone"])
-def test_a_run_goes_on_with_another_number_of_processes(runs, name):
+def test_a_run_resumes_with_another_number_of_processes(runs, name):
     assert_same(runs / name, runs / "alone")
     assert min(numbers(runs / name))[0] == 4
 
 
-def test_three_processes_go_on_from_two_by_the_yaml_for_fsdp2(launch, store, runs):
-    going_on = run(store, runs / "three", {}, resume_from=runs / "fsdp")
-    three = ("--num_processes", "3", "train_accelerate.py", *going_on["arguments"])
+def test_three_processes_resume_from_two_with_the_fsdp2_yaml(launch, store, runs):
+    resumed = run(store, runs / "three", {}, resume_from=runs / "fsdp")
+    three = ("--num_processes", "3", "train_accelerate.py", *resumed["arguments"])
     result = launch(*LAUNCHER, "launch/fsdp2.yaml", *three, ACCELERATE_USE_CPU="true")
     assert result.returncode == 0, result.stderr
     assert "3 processes, model and optimizer sharded" in result.stdout
@@ -107,7 +107,7 @@ def test_three_processes_go_on_from_two_by_the_yaml_for_fsdp2(launch, store, run
 
 @pytest.mark.parametrize("name", ["ddp_defaults", "fsdp_defaults"])
 def test_two_processes_train_at_default_settings(runs, name):
-    """Compiled, in the device's precision, which may be bf16."""
+    """Compiled, with the device's precision, which may be bf16."""
     ours, expected = numbers(runs / name), numbers(runs / "alone")
     assert ours.keys() == expected.keys()
     for step in range(1, 7):
@@ -118,7 +118,7 @@ def test_two_processes_resume_bitwise_at_default_settings(runs):
     assert_equal(weights(runs / "ddp_defaults"), weights(runs / "ddp_defaults_resumed"))
 
 
-def test_another_optimizer_is_sharded_and_resumes_to_the_bit(runs):
+def test_another_optimizer_is_sharded_and_resumes_bit_for_bit(runs):
     assert_equal(weights(runs / "fsdp_sgd"), weights(runs / "fsdp_sgd_resumed"))
 
 
@@ -128,7 +128,7 @@ def shapes(path: Path) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("fsdp", "ddp"), ("ddp", "alone"), ("fsdp_tied", "alone_tied")])
-def test_a_checkpoint_is_the_same_whoever_wrote_it(runs, ours, theirs):
+def test_checkpoints_are_equal_for_all_kinds_of_processes(runs, ours, theirs):
     ours, theirs = (runs / name / "checkpoints" / "step_00000006" for name in (ours, theirs))
     files = {path.relative_to(ours) for path in ours.rglob("*") if path.is_file()}
     assert files == {path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file()}
@@ -142,7 +142,7 @@ def test_a_checkpoint_is_the_same_whoever_wrote_it(runs, ours, theirs):
     assert not any(info.values()), info
 
 
-def test_bf16_and_recomputed_activations_are_near(runs):
+def test_bf16_and_recomputed_activations_are_close(runs):
     expected = numbers(runs / "alone")
     for (step, name), value in numbers(runs / "fsdp_bf16").items():
         if name == "loss" and step < 3:
@@ -151,13 +151,13 @@ def test_bf16_and_recomputed_activations_are_near(runs):
     assert {dtype for _, dtype in saved.values()} == {"F32"}
 
 
-def test_more_processes_asked_for_than_there_are_is_refused(train, tmp_path, monkeypatch):
+def test_more_requested_than_running_processes_are_refused(train, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"requests 2 processes \(WORLD_SIZE\), but Accelerate sees 1"):
         train(tmp_path / "run")
 
 
-def test_fsdp1_is_refused_and_what_is_not_used_is_said(monkeypatch):
+def test_fsdp1_is_refused_and_unused_settings_are_reported(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="fsdp_version is 1; set it to 2"):
         decide(DeviceArguments(), 16)
@@ -169,7 +169,7 @@ def test_fsdp1_is_refused_and_what_is_not_used_is_said(monkeypatch):
     assert any("fsdp_activation_checkpointing is not used" in note for note in setup.notes)
 
 
-def test_one_process_of_fsdp_has_the_whole_model(train, tmp_path, monkeypatch, capsys):
+def test_fsdp_with_one_process_keeps_the_whole_model(train, tmp_path, monkeypatch, capsys):
     for name, value in FSDP.items():
         monkeypatch.setenv(name, value)
     train(tmp_path / "run", max_steps=1)
@@ -177,7 +177,7 @@ def test_one_process_of_fsdp_has_the_whole_model(train, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "launch").glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_launch_file_says_what_it_is_for_and_the_launcher_knows_every_key(path):
+def test_launch_files_have_a_header_and_only_known_keys(path):
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# ")
     assert f"accelerate launch --quiet --config_file launch/{path.name}" in text

@@ -24,7 +24,7 @@ from training.tokens import Tokens
 
 @pytest.fixture
 def clock(monkeypatch):
-    """`clock.now`, in seconds, goes by itself only where the test says so."""
+    """A clock whose `now` (seconds) only the test advances."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("training.speed.time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
@@ -34,11 +34,11 @@ def speed(monkeypatch, peak: float | None, processes: int = 1) -> Speed:
     monkeypatch.setattr("training.speed.peak_flops", lambda name, precision: peak)
     monkeypatch.setattr("training.speed.peak_memory", lambda device: 11_249_000_000)
     accelerator = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16", num_processes=processes)
-    return Speed(SimpleNamespace(seconds=0.0), GPT2ScratchConfig(), accelerator)  # 685,375,488 operations a token
+    return Speed(SimpleNamespace(seconds=0.0), GPT2ScratchConfig(), accelerator)  # 685,375,488 operations per token
 
 
 @pytest.mark.parametrize("processes", [1, 8])
-def test_what_a_log_line_tells(clock, monkeypatch, processes):
+def test_measurements_of_a_log_line(clock, monkeypatch, processes):
     it = speed(monkeypatch, 989.4e12, processes)
     assert it.measured() == {"peak_memory_gb": 11.249}  # before the first step
     assert in_words(it.measured()) == "peak 11.2 GB"
@@ -48,12 +48,13 @@ def test_what_a_log_line_tells(clock, monkeypatch, processes):
     clock.now = 0.48
     measured = it.measured()
     assert measured.pop("tokens_per_second") == pytest.approx(processes * 682_666.7, abs=0.5)
+    assert measured.pop("seconds_per_step") == 0.048
     assert measured == {"mfu": 0.4729, "data_share": 0.0063, "peak_memory_gb": 11.249}  # of one device
     if processes == 1:
-        assert in_words(it.measured()) == "682,667 tok/s  MFU 47%  data 0.6%  peak 11.2 GB"
+        assert in_words(it.measured()) == "682,667 tok/s  0.048 s/step  MFU 47%  data 0.6%  peak 11.2 GB"
 
 
-def test_pauses_and_what_was_before_do_not_count(clock, monkeypatch):
+def test_pauses_and_earlier_time_do_not_count(clock, monkeypatch):
     it = speed(monkeypatch, None)
     clock.now, it.batches.seconds = 100.0, 50.0  # the first step
     it.restart()
@@ -62,10 +63,11 @@ def test_pauses_and_what_was_before_do_not_count(clock, monkeypatch):
     with it.pause():
         clock.now += 60
     it.batches.seconds += 0.5
-    assert it.measured() == {"tokens_per_second": 500.0, "data_share": 0.25, "peak_memory_gb": 11.249}
+    assert (it.measured()["tokens_per_second"], it.measured()["seconds_per_step"]) == (500.0, 2.0)
+    assert it.measured()["data_share"] == 0.25
 
 
-def test_making_batches_is_timed(monkeypatch):
+def test_time_for_making_batches_is_measured(monkeypatch):
     ticks = count()
     monkeypatch.setattr("training.batches.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     tokens = Tokens(torch.from_numpy(np.zeros(3000, dtype=np.int16)), torch.device("cpu"))
@@ -83,7 +85,7 @@ def test_the_device_line_names_the_peak(monkeypatch, name, peak):
     accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
     line = describe(accelerator, Setup("bf16", True, "eager", ()), GPT2ScratchConfig())
     assert line == f"{name} ({peak}), bf16, compiled, attention: eager, 1 process"
-    assert 50e6 < peak_memory(torch.device("cpu")) < 1e12  # torch alone takes more than 50 MB
+    assert 50e6 < peak_memory(torch.device("cpu")) < 1e12  # torch alone needs more than 50 MB
 
 
 EVENTS = """\
@@ -94,7 +96,7 @@ EVENTS = """\
 """
 
 
-def test_an_event_cut_off_hides_none_after_it_and_hours_leave_out_the_time_between_starts(tmp_path):
+def test_a_truncated_event_hides_no_later_one_and_hours_exclude_time_between_starts(tmp_path):
     path = tmp_path / "events.jsonl"
     record(path, "begun", 0)
     with path.open("a") as file:
@@ -106,11 +108,11 @@ def test_an_event_cut_off_hides_none_after_it_and_hours_leave_out_the_time_betwe
     (tmp_path / "events.jsonl").write_text(EVENTS)
     events = read_events(tmp_path / "events.jsonl")
     assert hours(events, datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 1.5
-    assert hours(events, datetime(2026, 1, 2, 8, 30, tzinfo=UTC)) == 1.25  # a clock that was set back
+    assert hours(events, datetime(2026, 1, 2, 8, 30, tzinfo=UTC)) == 1.25  # the clock was set back
     assert hours([], datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 0
 
 
-def test_the_report_sums_up_the_log_lines(store, tmp_path):
+def test_report_summarizes_the_log_lines(store, tmp_path):
     folder = RunFolder(tmp_path)
     lines = ['{"step": 1, "loss": 9.0, "tokens": 64, "peak_memory_gb": 10.9, "seconds_to_first_step": 41.3}']
     lines += [
@@ -134,16 +136,16 @@ def test_the_report_sums_up_the_log_lines(store, tmp_path):
         "|---|--:|--:|",
         "| tokens per second | 650,000 | 610,000 to 690,000 |",
         "| model FLOPs utilization (MFU) | 45.0% | 41.0% to 49.0% |",
-        "| share of the time in which batches were made | 0.12% | 0.12% to 0.12% |",
+        "| share of time spent making batches | 0.12% | 0.12% to 0.12% |",
         "",
         "Over 11 log lines. Peak memory 11.2 GB; 41.3 s to the first step.",
         "",
-        "MFU counts 685.4 MFLOP per token (6 N + 6 L C T, with N weights in matrix products; causal attention) against the "
-        "peak that the device's datasheet gives, named above. As PaLM and nanoGPT count (12 L C T), it would be 46.9%.",
+        "MFU compares 685.4 MFLOP per token (6 N + 6 L C T, with N weights in matrix products; causal attention) with the "
+        "peak in the device's datasheet, given above. As counted by PaLM and nanoGPT (12 L C T), it would be 46.9%.",
     ]
 
 
-def test_the_report_names_the_hardware_of_each_part_of_the_run(store, tmp_path):
+def test_report_names_the_hardware_of_each_part_of_the_run(store, tmp_path):
     folder = RunFolder(tmp_path)
     folder.config.write_text("data: data/mine\n")
     folder.metrics.write_text('{"step": 1, "loss": 9.0, "tokens": 64}\n')
@@ -157,7 +159,7 @@ def test_the_report_names_the_hardware_of_each_part_of_the_run(store, tmp_path):
 
     assert report_after({"step": 0, "environment": "CPU"}) == "CPU."
     assert report_after({"step": 5, "environment": "CPU"}) == "CPU."
-    # The GPU's steps after step 5 were lost with it: the run was resumed from step 5 again.
+    # The GPU's steps after step 5 were lost: the run resumed from step 5 again.
     assert report_after({"step": 5, "environment": "GPU"}, {"step": 5, "environment": "2 GPUs"}) == (
         "- after step 0: CPU\n- after step 5: 2 GPUs"
     )
@@ -171,6 +173,6 @@ PLOTS = "from pathlib import Path; from training.report.plots import plot_loss; 
 ENTRY = {"step": 1, "loss": 3.0, "tokens": 64, "learning_rate": 1e-3}
 
 
-def test_a_matplotlib_that_does_not_work_ends_no_run(launch):
+def test_a_broken_matplotlib_does_not_end_a_run(launch):
     drawn = launch("-c", PLOTS % [ENTRY], MPLBACKEND="nothing")
     assert (drawn.stdout, drawn.stderr) == ("False\n", "")

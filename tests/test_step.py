@@ -42,7 +42,7 @@ def fresh(config: GPT2ScratchConfig = CONFIG) -> GPT2ScratchForCausalLM:
 def test_accumulation_equals_the_large_batch(micro_batch, accumulation):
     whole = train_step(8, 1)
     one = whole(3, 1.0)
-    parts = train_step(micro_batch, accumulation)  # of an accelerator of its own: all share their state
+    parts = train_step(micro_batch, accumulation)  # has its own accelerator: all accelerators share their state
     other = parts(3, 1.0)
     assert one[0].shape == one[1].shape == ()  # and no logits
     assert not one[0].requires_grad
@@ -56,8 +56,8 @@ def test_dropout_is_a_function_of_the_step():
     config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"resid_pdrop": 0.5})
 
     def loss_of(step: int) -> float:
-        ready = train_step(4, 1, config, n_tokens=17)  # of one window, which every step reads
-        torch.rand(7)  # whatever was drawn before does not matter
+        ready = train_step(4, 1, config, n_tokens=17)  # a single window, which every step reads
+        torch.rand(7)  # earlier draws have no effect
         return ready(step, 0.0)[0].item()
 
     assert loss_of(2) == loss_of(2)
@@ -65,8 +65,8 @@ def test_dropout_is_a_function_of_the_step():
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_changes_nothing(poison):
-    """One token has an embedding that is not finite, so that a batch with it has a loss or gradient that is not."""
+def test_a_step_with_nonfinite_gradients_changes_nothing(poison):
+    """One token has a nonfinite embedding, so batches with this token have a nonfinite loss or gradient."""
     poisoned = train_step(4, 2)
     model = poisoned.model
     batches = [poisoned.batches(step, micro_step).inputs for step in range(60) for micro_step in range(2)]
@@ -94,7 +94,7 @@ def test_a_step_that_is_not_finite_changes_nothing(poison):
     assert counts[-1] == sum(changed)
 
 
-def test_model_and_loss_are_one_graph_compiled_once_and_no_attention_mask_is_built():
+def test_model_and_loss_compile_once_into_one_graph_without_attention_mask():
     """A (T, T) tensor in the graph would mean that attention left its fast path."""
     torch._dynamo.reset()
     graphs = []
@@ -116,15 +116,15 @@ PIECES = ([7, 3, 9, EOS], [EOS, 5, EOS], [EOS, 2, 8, 4, 6, 2, EOS], [EOS, 30, 31
 
 
 def packed_batch() -> Batch:
-    """Two rows of four documents, the last of which is cut off. End-of-text is the last target of one document and the
-    first input of the next."""
+    """Two rows of four documents, the last one cut off. End-of-text is the last target of a document and the first
+    input of the next."""
     ids = np.array([7, 3, 9, EOS, 5, EOS, 2, 8, 4, 6, 2, EOS, 30, 31, 32], dtype=np.int16)
     documents = Documents(np.array([0, 4, 6, 12, 15]), has_eos=True)
     return Tokens(torch.from_numpy(ids), torch.device("cpu"), documents).batch(np.array([0, 1]), 13)
 
 
 def loss_of_documents_alone(model: GPT2ScratchForCausalLM) -> torch.Tensor:
-    """The mean over all targets of `packed_batch`, one document at a time and with nothing of ours but the model."""
+    """Mean loss over all targets of `packed_batch`, computed per document, with no code of ours except the model."""
     nats = torch.zeros(())
     for pieces in (PIECES, ([3, 9, EOS], *PIECES[1:3], [EOS, 30, 31, 32])):
         for piece in pieces:
@@ -134,7 +134,7 @@ def loss_of_documents_alone(model: GPT2ScratchForCausalLM) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_masked_documents_train_as_if_alone(attention):
+def test_masked_documents_train_as_if_separate(attention):
     packed, alone = (GPT2ScratchForCausalLM._from_config(CONFIG, attn_implementation=attention) for _ in range(2))
     alone.load_state_dict(packed.state_dict())
     inputs, targets, positions = packed_batch()
@@ -145,11 +145,11 @@ def test_masked_documents_train_as_if_alone(attention):
     for (name, a), b in zip(packed.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-5, msg=name)
     crossing = NextTokenLoss(alone)(inputs, targets, 26)
-    assert (crossing - expected).abs() > 1e-4  # the mask is what makes them equal
+    assert (crossing - expected).abs() > 1e-4  # only the mask makes them equal
 
 
-def test_masked_documents_are_one_graph_compiled_once():
-    """Whatever the batch: also where no document ends in it."""
+def test_masked_documents_compile_once_into_one_graph():
+    """Also for a batch in which no document ends."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     model = fresh()

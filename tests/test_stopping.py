@@ -1,4 +1,4 @@
-"""Being asked to stop: real processes under the real launcher, real signals."""
+"""Stop requests: real processes under the real launcher, with real signals."""
 
 import fcntl
 import multiprocessing
@@ -18,8 +18,8 @@ import pytest
 from conftest import REPOSITORY, clean_environment
 from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
 
-# A training run without the training: 0.1 s a step, a collective where there are several processes. It writes what it
-# does to a file of its own, since its screen may go.
+# A run without training: 0.1 s per step, with a collective if there are several processes. It logs to its own file,
+# because its terminal may close.
 JOB = """
 import os, sys, time
 from datetime import timedelta
@@ -62,13 +62,13 @@ if processes > 1:
 sys.exit(EXIT_CODES[reason] if reason else 0)
 """
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_machines", "1")
-SAID_ALOUD = ("--mixed_precision", "no", "--dynamo_backend", "no")  # what the launcher would tell us about else
-ALONE = (*LAUNCH, *SAID_ALOUD, "--num_processes", "1")
-TWO = (*LAUNCH, *SAID_ALOUD, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+EXPLICIT = ("--mixed_precision", "no", "--dynamo_backend", "no")  # otherwise the launcher prints a note
+ALONE = (*LAUNCH, *EXPLICIT, "--num_processes", "1")
+TWO = (*LAUNCH, *EXPLICIT, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
 
 
 class Job:
-    """A script that was started, by a launcher or plainly, and what each of its processes has written to its log."""
+    """A script started with or without a launcher, and the logs of its processes."""
 
     def __init__(self, folder: Path, script: str, launcher: tuple[str, ...], *arguments: str, **options):
         self.folder = folder
@@ -100,7 +100,7 @@ class Job:
             time.sleep(0.02)
 
     def wait_for_end(self, rank: int = 0, seconds: float = 120) -> list[str]:
-        """Of a process, whose launcher may be gone; returns its log."""
+        """Wait for the end of a process, whose launcher may be gone; return its log."""
         end = time.monotonic() + seconds
         while alive(self.pid(rank)):
             assert time.monotonic() < end, (self.lines(rank), self.stderr())
@@ -137,7 +137,7 @@ def job(tmp_path):
 
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "the launcher died"])
-def test_one_signal_to_one_of_two_or_to_their_launcher_stops_both_at_the_same_step(job, reason):
+def test_a_signal_to_one_process_or_the_launcher_stops_both_at_the_same_step(job, reason):
     two = job(TWO, "600", "steps")
     two.wait_for("step 3", 1)
     if reason == "SIGTERM":
@@ -147,18 +147,18 @@ def test_one_signal_to_one_of_two_or_to_their_launcher_stops_both_at_the_same_st
     last = two.wait_for_end(0)[-1]
     assert re.fullmatch(rf"saved \d+ {reason}", last)
     assert two.wait_for_end(1)[-1] == last
-    said = f"Stopping after this step ({reason}), and saving.\n"
+    said = f"Stopping after this step ({reason}) and saving.\n"
     assert said in two.stderr() if reason == "SIGTERM" else said == two.stderr()
 
 
-def test_without_its_launcher_one_process_saves_and_ends_also_where_saving_takes_longer_than_the_grace(job):
+def test_a_process_without_launcher_saves_and_ends_even_if_saving_exceeds_the_grace(job):
     one = job(ALONE, "600", "slow save")
     one.wait_for("step 3")
     one.started.kill()
     assert re.fullmatch(r"saved \d+ the launcher died", one.wait_for_end()[-1])
 
 
-def test_a_process_that_hangs_ends_after_the_grace(job):
+def test_a_hung_process_ends_after_the_grace(job):
     one = job((sys.executable,), "600", "hang")
     one.wait_for("step 3")
     one.started.terminate()
@@ -166,23 +166,23 @@ def test_a_process_that_hangs_ends_after_the_grace(job):
     assert one.lines()[-1] == "step 3"
 
 
-def test_a_shell_that_exits_is_no_launcher_that_dies(job):
+def test_an_exiting_shell_does_not_count_as_a_dead_launcher(job):
     in_background = ("sh", "-c", 'nohup "$@" > /dev/null & read line', "sh", sys.executable)
     one = job(in_background, "20", "steps", stdin=subprocess.PIPE)
     one.wait_for("step 0")
-    one.started.communicate()  # the shell reads its end, and exits
+    one.started.communicate()  # the shell reads end of file and exits
     os.kill(one.pid(), signal.SIGHUP)
     assert one.wait_for_end()[-1] == "saved 19 None"
     assert "Stopping" not in one.stderr()
 
 
 def own_terminal() -> None:
-    """In the child; also where whoever runs these tests lets no hang-up through, as nohup does."""
+    """Set up the child; reset SIGHUP in case these tests run under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def test_a_terminal_that_is_closed_ends_the_run_after_it_has_saved(job):
+def test_a_closed_terminal_saves_and_ends_the_run(job):
     ours, theirs = os.openpty()
     terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
     one = job((sys.executable,), "600", "steps", preexec_fn=own_terminal, **terminal)
@@ -193,14 +193,15 @@ def test_a_terminal_that_is_closed_ends_the_run_after_it_has_saved(job):
     assert re.fullmatch(r"saved \d+ SIGHUP", one.lines()[-1])
 
 
-def test_the_second_ctrl_c_stops_at_once_whatever_the_process_hangs_in(job):
+def test_a_second_ctrl_c_ends_a_hung_process_immediately(job):
     one = job((sys.executable,), "600", "hang")
     one.wait_for("step 3")
     one.started.send_signal(signal.SIGINT)
     time.sleep(0.3)
-    one.started.send_signal(signal.SIGINT)  # torchrun's copy of the first one
+    one.started.send_signal(signal.SIGINT)  # the copy of the first signal by torchrun
     time.sleep(1)
-    said = "Stopping after this step (SIGINT), and saving. Ctrl-C once more ends the run at once, without saving.\n"
+    more = "Press Ctrl-C again to end the run immediately, without saving."
+    said = f"Stopping after this step (SIGINT) and saving. {more}\n"
     assert one.stderr() == said
     assert one.started.poll() is None
     one.started.send_signal(signal.SIGINT)
@@ -208,22 +209,22 @@ def test_the_second_ctrl_c_stops_at_once_whatever_the_process_hangs_in(job):
     assert one.stderr() == said + "interrupted\n"
 
 
-def test_max_hours_stop_and_save_and_count_from_the_start_of_the_process(job):
+def test_max_hours_saves_stops_and_counts_from_the_process_start(job):
     before = time.monotonic()
     one = job((sys.executable,), "600", "steps", str(4 / 3600))
     assert one.started.wait(60) == 0
     assert time.monotonic() - before >= 4
     assert one.lines()[-1].endswith(" max_hours")
-    assert one.stderr() == "Stopping after this step (max_hours), and saving.\n"
+    assert one.stderr() == "Stopping after this step (max_hours) and saving.\n"
     age = (time.time() - psutil.Process().create_time()) / 3600
     assert age > 0
     with Stopper(StoppingArguments(max_hours=age / 2)) as stopper:
-        assert stopper._hours_end < time.monotonic()  # over before the stopper began
+        assert stopper._hours_end < time.monotonic()  # expired before the stopper started
     with Stopper(StoppingArguments(max_hours=age + 1)) as stopper:
         assert stopper._hours_end == pytest.approx(time.monotonic() + 3600, abs=60)
 
 
-def test_ending_a_forked_child_is_no_request_to_stop():
+def test_ending_a_forked_child_does_not_request_a_stop():
     before = signal.getsignal(signal.SIGINT)
     with Stopper(StoppingArguments()) as stopper:
         assert signal.getsignal(signal.SIGINT) is not before
@@ -235,10 +236,10 @@ def test_ending_a_forked_child_is_no_request_to_stop():
         child.terminate()
         child.join(60)
         assert child.exitcode == -signal.SIGTERM
-        stopper._sent.send(bytes([signal.SIGUSR1]))  # read after what the child might have sent
+        stopper._sent.send(bytes([signal.SIGUSR1]))  # read after any byte sent by the child
         while select.select([stopper._received], [], [], 0)[0]:
             time.sleep(0.01)
         assert (stopper.requested, stopper.agreed()) == (None, None)
         stopper.request("SIGINT")
         assert EXIT_CODES[stopper.agreed()] == 130
-    assert signal.getsignal(signal.SIGINT) is before  # put back
+    assert signal.getsignal(signal.SIGINT) is before  # restored

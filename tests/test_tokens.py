@@ -1,4 +1,4 @@
-"""The tokens of a split: the same batches wherever they lie, and documents that are kept apart."""
+"""Tokens of a split: equal batches from every storage, and separate documents."""
 
 import mmap
 
@@ -38,7 +38,7 @@ def test_batches_are_the_same_from_memory_and_from_a_file(tmp_path, dtype, vocab
         assert positions is None
 
 
-def test_a_device_that_may_not_know_unsigned_integers_gets_them_widened(monkeypatch):
+def test_unsigned_integers_are_widened_for_devices_without_them(monkeypatch):
     sent = []
     monkeypatch.setattr("training.tokens._sent", lambda tensor, device: sent.append(tensor) or tensor.to(device))
     ids = np.array([1, 2, 65_000, 4], dtype=np.uint16)
@@ -56,11 +56,11 @@ def test_targets_beyond_the_end_are_ignored(tmp_path, n):
         expected = ids[1:9].tolist() + [IGNORED] * (9 - n)
         assert targets.tolist() == [expected, [98 + n, 99 + n] + [IGNORED] * 6, [IGNORED] * 8]
         assert inputs[1, :3].tolist() == ids[n - 3 :].tolist()
-        assert inputs.min() >= 100  # ids of the vocabulary, whatever they stand for
+        assert inputs.min() >= 100  # always ids of the vocabulary
 
 
-def test_a_file_with_an_unknown_id_ends_in_a_sentence(tmp_path):
-    for dtype, bad in (("<u2", 40_000), ("<u4", 2**32 - 1)):  # negative, if read as signed
+def test_a_file_with_an_unknown_id_is_refused(tmp_path):
+    for dtype, bad in (("<u2", 40_000), ("<u4", 2**32 - 1)):  # negative if read as signed
         ids = np.zeros(1000, dtype=dtype)
         ids[700] = bad
         tokens = mapped(tmp_path / "train.bin", ids, 300)
@@ -70,7 +70,7 @@ def test_a_file_with_an_unknown_id_ends_in_a_sentence(tmp_path):
 
 
 class Advice:
-    """Stands for a map, and notes what the system is told."""
+    """Replacement of a memory map that records `madvise` calls."""
 
     def __init__(self, size: int):
         self.length = size
@@ -92,7 +92,7 @@ class Advice:
         return any(start <= first_byte and end <= stop for start, stop in self.ranges)
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="this system takes no advice")
+@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="needs MADV_WILLNEED")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_batch_announces_itself_and_the_next(tmp_path, rank):
     tokens = mapped(tmp_path / "train.bin", np.zeros(100_000, dtype=np.uint16), 300)
@@ -104,9 +104,9 @@ def test_a_batch_announces_itself_and_the_next(tmp_path, rank):
         assert len(advice.ranges) == 8
         for start in (*batches._starts(step, micro_step), *batches._starts(next_step, next_micro_step)):
             assert advice.covers(2 * start, 2 * (start + 65))
-    for n in (mmap.PAGESIZE // 2, 3000):  # to the end of a page, and not
+    for n in (mmap.PAGESIZE // 2, 3000):  # ends at a page boundary, or not
         tokens = mapped(tmp_path / "val.bin", np.zeros(n, dtype=np.uint16), 300)
-        tokens.file.announce(np.array([0, n - 3, n]), 17)  # by the real map, which would refuse what is beyond it
+        tokens.file.announce(np.array([0, n - 3, n]), 17)  # the real map would refuse a range beyond its end
 
 
 def positions(offsets: list[int], starts: list[int], context: int, has_eos: bool) -> list[list[int]]:
@@ -119,37 +119,37 @@ def positions(offsets: list[int], starts: list[int], context: int, has_eos: bool
         # tokens  a b c E | d E | e f g h i E: ends at 4, 6 and 12; end-of-text is the first token of the next document
         ([0, 4, 6, 12], [0], True, [[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5]]),
         ([0, 4, 6, 12], [0], False, [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4]]),
-        # a boundary just outside of the window does not show
+        # a boundary just outside of the window has no effect
         ([0, 4, 8, 12], [4], False, [[0, 1, 2, 3]]),
         ([0, 4, 8, 12], [3], True, [[0, 1, 2, 3]]),
-        # empty documents change nothing, and a lone one has no boundaries
+        # empty documents change nothing; a single document has no boundaries
         ([0, 0, 4, 4, 4, 6, 6], [0, 1], False, [[0, 1, 2, 3, 0], [0, 1, 2, 0, 1]]),
         ([0, 100], [0, 40, 91], False, [list(range(8))] * 3),
     ],
 )
-def test_positions_start_again_with_every_document(offsets, starts, has_eos, expected):
+def test_positions_restart_with_every_document(offsets, starts, has_eos, expected):
     assert positions(offsets, starts, len(expected[0]), has_eos) == expected
 
 
-def test_windows_cut_documents_and_documents_windows():
+def test_positions_in_windows_that_cut_documents():
     expected = {
         2: [0, 0, 1, 0],  # c E d E: starts and ends within documents
-        3: [0, 1, 0, 1],  # E d E e: starts where a document does
+        3: [0, 1, 0, 1],  # E d E e: starts at the start of a document
         4: [0, 0, 1, 2],  # d E e f
         5: [0, 1, 2, 3],  # E e f g: one document, from its start
-        7: [0, 1, 2, 3],  # f g h i: one that began before the window
-        8: [0, 1, 2, 0],  # g h i E: the next one starts with the last token
+        7: [0, 1, 2, 3],  # f g h i: a document that began before the window
+        8: [0, 1, 2, 0],  # g h i E: the next document starts with the last token
     }
     assert positions([0, 4, 6, 12], list(expected), 4, has_eos=True) == list(expected.values())
     ids = np.arange(12, dtype=np.uint16)
     tokens = Tokens(torch.from_numpy(ids.view(np.int16)), CPU, Documents(np.array([0, 4, 6, 12]), has_eos=True))
-    _, targets, found = tokens.batch(np.array([0, 8, 12]), 8)  # they go on beyond the end
+    _, targets, found = tokens.batch(np.array([0, 8, 12]), 8)  # beyond the end of the text
     assert found.dtype == torch.int64
     assert found.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4], list(range(8))]
     assert (targets[1] != IGNORED).tolist() == [True] * 3 + [False] * 5
 
 
-def test_many_documents_are_what_a_loop_finds():
+def test_positions_of_many_documents_equal_a_loop():
     rng = np.random.default_rng(0)
     offsets = np.concatenate([[0], rng.integers(1, 40, 500).cumsum()])
     starts = rng.integers(0, offsets[-1] - 64, 50)

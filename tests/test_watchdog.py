@@ -1,4 +1,4 @@
-"""Processes that die or hang: real ones, two under the real launcher."""
+"""Processes that die or hang: two real processes under the real launcher."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def finish_saving():
 
 with (
     Watchdog(rank, processes, seconds, patience=3, interval=0.5) as watchdog,
-    Stopper(StoppingArguments(), processes),  # as the launcher sends a SIGTERM once one has died
+    Stopper(StoppingArguments(), processes),  # because the launcher sends SIGTERM after a death
 ):
     if not restarted():
         Thread(target=finish_saving, name=THREAD, daemon=True).start()
@@ -75,7 +75,7 @@ def job(tmp_path):
 
 
 def errors(job: Job) -> list[str]:
-    """The sentences said, with their step left out, which depends on the moment."""
+    """Return the error sentences without their step, which depends on timing."""
     return [re.sub(r"step \d+", "step N", line) for line in job.stderr().splitlines() if line.startswith("error: ")]
 
 
@@ -86,19 +86,19 @@ def errors(job: Job) -> list[str]:
         (signal.SIGKILL, "has died at step N"),
     ],
 )
-def test_a_process_that_is_stopped_or_dies_is_named_and_ends_the_job(job, number, what):
+def test_a_stopped_or_dead_process_is_reported_and_ends_the_job(job, number, what):
     two = job("steps", "60")
     os.kill(two.pid(1), number)
     assert two.wait_for_end(0)[-1] == "saved"
     if number == signal.SIGSTOP:
-        assert two.wait_for_end(1)[-1] == "saved"  # it was woken, to end in order
+        assert two.wait_for_end(1)[-1] == "saved"  # it was continued, to end normally
     assert two.started.wait(60) == 1
     assert len(errors(two)) == 1
     assert re.fullmatch(rf"error: rank 1 \(.+, pid {two.pid(1)}\) {what}\. {REMEDY}", errors(two)[0])
     assert "Connection closed by peer" not in two.stderr()
 
 
-def test_a_main_thread_that_hangs_is_named_after_the_timeout(job):
+def test_a_hung_main_thread_is_reported_after_the_timeout(job):
     two = job("hang", "2")
     assert two.wait_for_end(0, 16)[-1] == "saved"
     assert two.wait_for_end(1)[-1] == "saved"
@@ -110,7 +110,7 @@ def test_a_main_thread_that_hangs_is_named_after_the_timeout(job):
     )
 
 
-def test_a_restart_gives_fresh_processes_of_the_same_pids_also_where_one_hangs_in_a_collective(job):
+def test_restart_replaces_processes_with_the_same_pids_even_during_a_collective(job):
     two = job("restart", "60")
     for rank in (0, 1):
         two.wait_for("done", rank)
@@ -134,10 +134,10 @@ def test_a_restart_gives_fresh_processes_of_the_same_pids_also_where_one_hangs_i
         (0, 5, [{}, {"failure": "ValueError: x."}, {}], "rank 1 (a, pid 1) failed at step 7: ValueError: x"),
         (0, 1, [{"error": "r"}, {"failure": "E: x"}, {"state": "dead"}], "rank 1 (a, pid 1) failed at step 7: E: x"),
         (0, 4, [{"error": "reset"}, {"error": "reset"}, {"silence": 9}], None),
-        (0, 5, [{"error": "r"}, {}, {"silence": 3}], f"{SECOND} does not answer any more, last heard of at step 7"),
-        (0, 5, [{"error": "r"}] * 3, "the processes lost each other at step 7: r"),
+        (0, 5, [{"error": "r"}, {}, {"silence": 3}], f"{SECOND} no longer answers, last seen at step 7"),
+        (0, 5, [{"error": "r"}] * 3, "the processes lost their connection at step 7: r"),
     ],
 )
-def test_the_judge_finds_the_cause_and_not_its_consequences(judge, trouble, pulses, fault):
+def test_judge_finds_the_cause_not_its_consequences(judge, trouble, pulses, fault):
     table = [Pulse(rank, "a", "", rank, phase="step 7", **pulse) for rank, pulse in enumerate(pulses)]
     assert find_fault(judge, table, trouble, patience=60, ddp_timeout=600) == fault
