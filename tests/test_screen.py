@@ -20,8 +20,8 @@ def test_log_line_perplexity_and_clock_formats():
     start = "loss 3.214  norm 0.42  lr 6.00e-04  683,000 tok/s  0.768 s/step  MFU 47%  data 0.0%  peak 11.2 GB  "
     for arguments, line in (
         ((ENTRY, 120.0, 62.0, None), f"{start}ETA 1:02"),
-        ((ENTRY, 1800.0, 5400.0, 2.0), f"{start}ETA 1:30:00  1.00 of 4.00 $"),
-        ((ENTRY, 1800.0, None, 2.0), f"{start}1.00 $"),
+        ((ENTRY, 1800.0, 5400.0, 2.0), f"{start}ETA 1:30:00  $1.00 of $4.00"),
+        ((ENTRY, 1800.0, None, 2.0), f"{start}$1.00"),
         (
             (skipped, 1.0, 1.0, None),
             "no finite loss  (10 steps skipped: not finite)  lr 6.00e-04  peak 1.0 GB  ETA 0:01",
@@ -98,7 +98,7 @@ def test_terminal_lines_are_updated_in_place(store, tmp_path):
     scored = r"\nvalidate +loss [\d.]+, perplexity [\d.]+, [\d.]+ bits per byte, at step 40 \(the best so far\)"
     assert re.search(scored, last)
     assert re.search(r"\nspeed +[\d,]+ tok/s  [\d.]+ s/step  data [\d.]+%  peak [\d.]+ GB", last)
-    assert re.search(r"\ntime +\d:\d\d so far  0.\d\d of 0.\d\d \$", last)
+    assert re.search(r"\ntime +\d:\d\d so far  \$0.\d\d of \$0.\d\d", last)
     assert said.endswith(b"\n")
     assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l")  # the cursor is shown again
 

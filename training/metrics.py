@@ -22,7 +22,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of an events.jsonl."""
     return [entry for entry in _objects(path) if {"time", "event"} <= entry.keys() and _fits(entry)]
 
 

@@ -99,12 +99,11 @@ def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor
     """
     if optimizer.defaults.get("fused"):
         optimizer.grad_scale, optimizer.found_inf = None, (~grad_norm.isfinite()).float()
-    elif not grad_norm.isfinite():  # waits for the device, an Apple GPU, where AdamW is not fused
+    elif not grad_norm.isfinite():  # waits for the device; only on Apple GPUs, where AdamW is not fused
         optimizer.zero_grad()
 
 
 def moment_shapes(shape: torch.Size) -> dict[str, torch.Size]:
-    """Return the shapes of a parameter's moments by key."""
     return {moment.key: torch.Size() if moment.is_scalar else shape for moment in OPTIMIZER.moments}
 
 

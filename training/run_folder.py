@@ -97,8 +97,8 @@ class RunFolder:
         return (self.config, *logs, *self.plots.values())
 
     def is_run(self) -> bool:
-        """Return whether this project trained in the folder: it has the mark file or, from an older version, a checkpoint or
-        status and events in our format. A config.yaml is not enough: any project may have one."""
+        """Return whether this project trained in the folder: it has the mark file or, from an older version, a checkpoint, or a
+        status and events in our format. A config.yaml is not enough: any project may have such a file."""
         if is_marked(self.path, "run") or (is_status(self.status) and read_events(self.events)):
             return True
         for checkpoint in checkpoints.complete_checkpoints(self.checkpoints):

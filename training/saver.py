@@ -173,7 +173,9 @@ class Saver:
 
     def _copy_off_the_device(self) -> None:
         snapshot = self.snapshot
-        tensors = [(snapshot.weights, name, weight) for name, weight in self.model.named_parameters()]  # tied ones once
+        tensors = [
+            (snapshot.weights, name, weight) for name, weight in self.model.named_parameters()
+        ]  # tied weights once
         tensors += [(snapshot.moments, name, moment) for name, moment in named_moments(self.model, self.optimizer)]
         for kept, name, tensor in tensors:
             full = whole(tensor.detach())

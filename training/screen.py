@@ -36,8 +36,8 @@ def parts_of(entry: dict[str, Any], seconds: float, left: float | None, hourly_p
     note = f"  ({counted(skipped, 'step')} skipped: not finite)" if skipped else ""
     if hourly_price is not None:
         so_far = seconds / 3600 * hourly_price
-        whole = "" if left is None else f"of {so_far + left / 3600 * hourly_price:,.2f} "
-        dollars = f"{so_far:,.2f} {whole}$"
+        whole = "" if left is None else f" of ${so_far + left / 3600 * hourly_price:,.2f}"
+        dollars = f"${so_far:,.2f}{whole}"
     return {
         "loss": (f"loss {entry['loss']:.3f}" if "loss" in entry else "no finite loss") + note,
         "norm": "" if norm is None else f"norm {norm:.2f}",

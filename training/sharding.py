@@ -60,7 +60,7 @@ def _is_set(name: str) -> bool:
 
 
 def keep_accelerate_from_sharding() -> None:
-    """Clear the launcher's variable after it was read: Transformers reads it too, and would load weights in one process only."""
+    """Clear the launcher's variable after it was read: Transformers reads it too, and would load weights only in one process."""
     os.environ[ASKED] = "false"
 
 

@@ -106,7 +106,7 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()  # the current value: Metal records no peak
-    import resource  # not at the top: Windows lacks it, where models are used but not trained
+    import resource  # not at the top: Windows lacks this module; there, models are used but not trained
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024

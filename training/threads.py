@@ -23,7 +23,7 @@ def _is_asked_for() -> bool:
     return number not in ("", "1") or bool(number and is_chosen)
 
 
-# Otherwise torch might choose another number and therefore round differently. Setting it later in torch is slower: a step of two
-# threads then takes a fifth longer (docs/log.md).
+# Otherwise torch might choose another number and round differently. It is set here, not later in torch, because then a step of
+# two threads takes a fifth longer (docs/log.md).
 if not _is_asked_for():
     os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

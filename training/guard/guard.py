@@ -25,7 +25,7 @@ from training.run_folder import RunFolder
 from training.saver import Saver
 from training.status import record, write_status
 
-MOST_IN_A_ROW = 3  # rollbacks to one checkpoint: if the loss still spikes then, the batches are not the cause
+MOST_IN_A_ROW = 3  # rollbacks to one checkpoint: if the loss still spikes after these, the batches are not the cause
 
 
 @contextmanager
@@ -87,7 +87,7 @@ class RunGuard:
             self.read_losses(self.step, saver)
             self.save(self.step, saver)
         on_main(self.run.accelerator, saver.wait)
-        saver.verification.check()  # by other machines
+        saver.verification.check()  # of the store on other machines
 
     def read_losses(self, step: int, saver: Saver) -> None:
         """Read the losses of the steps until `step`, which waits for the device. Raise a `DivergenceError` if too many were not

@@ -18,8 +18,8 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from errors import UserError, disk_errors
 
-# filelock's own fallback is off (possible since version 4): it uses the same file, and an empty file left by a lock would then
-# lock forever.
+# filelock's own fallback is off (possible since version 4): it uses the same file, and an empty file left by a normal lock would
+# then lock forever.
 NO_FALLBACK = {"fallback_to_soft": False} if "fallback_to_soft" in signature(BaseFileLock.__init__).parameters else {}
 NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 # Seconds for a holder that is about to end: after losing its launcher, it still saves. filelock takes over a soft lock with

@@ -54,7 +54,7 @@ class StoppingArguments:
 
 
 class Stopper:
-    """Context that turns signals into stop requests; the training loop checks for one at each step boundary.
+    """Context that turns signals into stop requests; the training loop checks for a request at each step boundary.
 
     A thread receives the signals. They therefore work even if the main thread hangs in a collective or waits for the device, where
     Python runs no handlers.
@@ -174,7 +174,7 @@ class Stopper:
 
     def _receive(self, number: signal.Signals) -> None:
         if number == signal.SIGINT:
-            # The terminal sends Ctrl-C to all processes, and torchrun forwards it: these two count as one.
+            # The terminal sends Ctrl-C to all processes, and torchrun forwards it again: both signals count once.
             if time.monotonic() - self._first_interrupt >= 1:
                 leave(EXIT_CODES["SIGINT"], "interrupted")
             self._first_interrupt = min(self._first_interrupt, time.monotonic())
@@ -183,8 +183,8 @@ class Stopper:
         self.request(number.name)
 
     def _allow_grace(self) -> None:
-        """Set the deadline to exit: a process stuck in a collective with a dead peer must not keep the device. If steps are slow, the
-        exit is too: it may take up to two steps."""
+        """Set the deadline to exit: a process stuck in a collective with a dead peer must not keep the device. Slow steps get more
+        time, because the exit may take up to two steps."""
         self._leave_at = min(self._leave_at, time.monotonic() + max(self.grace, 3 * self._longest_step))
 
 

@@ -84,7 +84,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     written = {step: texts for step, texts in samples.items() if texts}
     timed = [entry for entry in entries if "tokens_per_second" in entry]
     first_step = next((entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry), 0.0)
-    openings = [texts[0][:PROMPT_CHARACTERS] for texts in written.values()]  # of characters that the tokenizer knows
+    openings = [texts[0][:PROMPT_CHARACTERS] for texts in written.values()]  # the tokenizer can encode these
     return {
         "name": folder.path.name,
         "prompt": [*settings.get("sample_prompts", []), *openings, "Once"][0],

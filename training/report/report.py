@@ -111,7 +111,6 @@ class Page(Markdown):
 
 
 def show_evaluation(results: dict[str, Any]) -> None:
-    """Print the results as small tables."""
     Console().print(Page(_page(results)))
 
 
