@@ -63,7 +63,7 @@ def test_a_second_process_is_refused_with_the_name_of_the_holder(start, tmp_path
     holder, said = start(HOLD, run, 60)
     assert said == "held"
     assert re.fullmatch(
-        rf"{run} is in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d; wait, stop it, "
+        rf"{run} is in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d; wait for it, stop it, "
         r"or use another --output_dir\.",
         refusal(run),
     )

@@ -242,7 +242,7 @@ def test_branching_off_does_not_change_the_first_run(train, tmp_path):
 
 def test_a_moved_run_resumes_and_a_missing_checkpoint_lists_the_others(train, tmp_path):
     run = train(tmp_path / "run", max_steps=3).rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=r"step_00000005; .* has step_00000003"):
+    with pytest.raises(UserError, match=r"step_00000005 does not exist; .* has step_00000003"):
         train(None, "--resume_from_checkpoint", str(run / "checkpoints" / "step_00000005"))
     train(None, "--resume_from_checkpoint", str(run), max_steps=4)
     assert metrics(run)[-1]["step"] == 4

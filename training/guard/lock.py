@@ -71,12 +71,12 @@ class RunLock:
         try:
             return _take(self.path, self.patience)
         except Timeout as refused:
-            sentence = f"{self.folder} is in use by {self._holder()}; wait, stop it, or use another --output_dir."
+            text = f"{self.folder} is in use by {self._holder()}; wait for it, stop it, or use another --output_dir."
             if (file := Path(refused.lock_file)) != self.path:
-                sentence += (
+                text += (
                     f" (This disk does not show whether a process elsewhere still runs: if it does not, delete {file}.)"
                 )
-            raise UserError(sentence) from None
+            raise UserError(text) from None
 
     def _holder(self) -> str:
         with suppress(OSError, ValueError):
