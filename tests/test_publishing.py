@@ -94,7 +94,7 @@ def test_the_checkpoint_is_the_one_that_is_asked_for(a_copy):
     assert find_source(a_copy / "model", "best").step == 4
     with pytest.raises(UserError, match=r"checkpoint is 3, but .* has these checkpoint steps: 2, 4, 6; use one"):
         find_source(a_copy, "3")
-    with pytest.raises(UserError, match="leave --checkpoint best out"):
+    with pytest.raises(UserError, match="remove --checkpoint best"):
         find_source(a_copy / "checkpoints" / "step_00000004", "best")
     (a_copy / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="none of them was validated"):
