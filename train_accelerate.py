@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     if config.cost.plan:
         show_plan(config)
         return
-    setup, folder, trackers = setup_of(config), config.run.folder, config.journal.report_to or None
+    setup, folder, trackers = setup_of(config), config.run.folder, config.logging.report_to or None
     with job(setup, folder, trackers, config.stopping, config.flat()) as (accelerator, watchdog):
         # Decide: all problems are found here, before the first step.
         run = decide_run(config, setup, accelerator)
@@ -71,7 +71,7 @@ def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
             RunLog(run, batches, forecast.evaluation_share, config.cost.hourly_price) as log,
             Profiler(config.profile, run, log) as profiler,
         ):
-            log.start_trackers(config.journal.project, config.flat())
+            log.start_trackers(config.logging.project, config.flat())
             if start.step == 0:
                 validation.write_samples(0, log, prints=False)  # before training, samples are noise
             if start.owes_validation:
@@ -83,7 +83,7 @@ def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
                 guard.health.add(step_loss, grad_norm)
                 log.count(step_loss)
                 done = step + 1
-                logs = plan.is_due("steps", config.journal.logging_steps, done)
+                logs = plan.is_due("steps", config.logging.logging_steps, done)
                 saves = plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, done)
                 validates = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, done)
                 profiler.after(done, saves or validates)

@@ -32,7 +32,7 @@ from training.profile import ProfileArguments
 from training.run_folder import CONFIG_FILE, RunArguments, run_of
 from training.sampling import SamplingArguments
 from training.scoring import EvaluationArguments
-from training.trackers import JournalArguments
+from training.trackers import LoggingArguments
 
 TEXT_PARTS = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
 TEXT_SETTINGS = {part.name for kind in TEXT_PARTS for part in fields(kind)}
@@ -63,7 +63,7 @@ class TrainConfig:
     changes: ChangeArguments
     health: HealthArguments
     stopping: StoppingArguments
-    journal: JournalArguments
+    logging: LoggingArguments
     cost: CostArguments
     profile: ProfileArguments
     flags: set[str] = field(default_factory=set)  # names of the settings given on the command line
@@ -117,7 +117,7 @@ class TrainConfig:
         """Return the problems that can be found without the data or the device."""
         found = [
             problem
-            for part in (self.run, self.length, self.optim, self.settings, self.journal, self.cost)
+            for part in (self.run, self.length, self.optim, self.settings, self.logging, self.cost)
             for problem in part.problems()
         ]
         found += self.backup.problems(self.run.output_dir)

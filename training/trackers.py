@@ -17,7 +17,7 @@ STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names 
 
 
 @dataclass
-class JournalArguments:
+class LoggingArguments:
     logging_steps: int = setting(
         10, "Steps between log lines; each line waits for the device once.", minimum=1, resume="free"
     )
