@@ -1,4 +1,4 @@
-"""notebooks/colab.ipynb in a real kernel: it trains, stops, loses its machine, goes on from the drive and would publish."""
+"""The notebooks in a real kernel: notebooks/colab.ipynb with its interruptions, and those of docs/understand."""
 
 import re
 import shutil
@@ -12,6 +12,9 @@ nbclient = pytest.importorskip("nbclient", reason="notebooks need: pip install n
 pytest.importorskip("ipykernel", reason="notebooks need: pip install nbclient ipykernel")
 
 NOTEBOOK = REPOSITORY / "notebooks" / "colab.ipynb"
+LESSONS = sorted((REPOSITORY / "docs" / "understand").glob("*.ipynb"))
+every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
+MACHINE_PATH = re.compile(r"/(home|mnt|opt|private|root|tmp|Users|var|work)/")
 
 
 def execute(last: str, **parameters) -> dict[str, str]:
@@ -62,3 +65,35 @@ def test_a_machine_is_lost_and_the_same_cells_go_on(store, tmp_path, monkeypatch
     assert said["Generate text"].startswith("the")
     assert "Not uploaded (--dry_run)" in said["Publish"]
     assert [path.name for path in sorted((drive / "tiny" / "checkpoints").glob("step_*"))][-1] == "step_00000006"
+
+
+def assert_no_errors(notebook) -> None:
+    """Raise an AssertionError for an error, a warning or a path of this machine in an output."""
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert outputs
+    for output in outputs:
+        assert output.output_type != "error", output.evalue
+        assert output.get("name") != "stderr", output.text
+        text = output.get("text", "") + output.get("data", {}).get("text/plain", "")
+        assert not MACHINE_PATH.search(text), text
+
+
+@every_lesson
+def test_a_lesson_is_committed_with_its_outputs(lesson):
+    notebook = nbformat.read(lesson, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))  # once, from top to bottom
+    assert not any("execution" in cell.metadata for cell in notebook.cells)  # timestamps
+    assert_no_errors(notebook)
+    assert lesson.stat().st_size < 250_000
+
+
+@every_lesson
+def test_a_lesson_runs(lesson, monkeypatch):
+    pytest.importorskip("matplotlib", reason="lessons need: pip install matplotlib")
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1")):
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(lesson, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": lesson.parent}}).execute()
+    assert_no_errors(notebook)
