@@ -51,16 +51,18 @@ SEED_FIELDS = {
 SEED_ONLY_KEYS = {"embed_dim", "ff_dim", "max_seq_len"}
 SEED_WEIGHTS = "pytorch_model.bin"
 SEED_PARAMETERS = {
-    "token_embedding": "transformer.wte",
-    "positional_embedding": "transformer.wpe",
-    "norm1": "ln_1",
-    "norm2": "ln_2",
-    "attention.qkv": "attn.c_attn",
-    "attention.out_proj": "attn.c_proj",
-    "feed_forward.fc1": "mlp.c_fc",
-    "feed_forward.fc2": "mlp.c_proj",
-    "ln_f": "transformer.ln_f",
-    "head": "lm_head",
+    "_orig_mod": "",  # of a compiled model
+    "blocks": "transformer.h.",
+    "token_embedding": "transformer.wte.",
+    "positional_embedding": "transformer.wpe.",
+    "norm1": "ln_1.",
+    "norm2": "ln_2.",
+    "attention.qkv": "attn.c_attn.",
+    "attention.out_proj": "attn.c_proj.",
+    "feed_forward.fc1": "mlp.c_fc.",
+    "feed_forward.fc2": "mlp.c_proj.",
+    "ln_f": "transformer.ln_f.",
+    "head": "lm_head.",
 }
 
 
@@ -150,12 +152,9 @@ def _transposed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def _seed_parameter_name(name: str) -> str:
     """Translate a name: `_orig_mod.blocks.3.attention.qkv.weight` -> `transformer.h.3.attn.c_attn.weight`."""
-    name = name.removeprefix("_orig_mod.")
-    module, _, kind = name.rpartition(".")
-    if module.startswith("blocks."):
-        _, layer, *inner = module.split(".", 2)
-        return ".".join(["transformer.h", layer, *(SEED_PARAMETERS.get(part, part) for part in inner), kind])
-    return f"{SEED_PARAMETERS.get(module, module)}.{kind}"
+    for theirs, ours in SEED_PARAMETERS.items():
+        name = name.replace(f"{theirs}.", ours)
+    return name
 
 
 def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> None:
