@@ -1,17 +1,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# EXTRAS=test,everything also installs what takes long: browser, harness, fine-tuning ... (see setup.cfg)
+# EXTRAS=test,everything also installs the large extras: browser tests, lm-evaluation-harness, fine-tuning ... (see setup.cfg)
 EXTRAS ?= test
 INSTALLED := $(VENV)/installed-$(EXTRAS)
 
-# The CUDA build of the pinned torch. `===` compares names as they are: torch 2.13.0+cpu, where pip finds one, is not meant.
+# The CUDA build of the pinned torch. `===` compares version strings exactly, so that pip does not choose torch 2.13.0+cpu.
 CUDA_TORCH ?= $(shell sed -n 's/^torch==/torch===/p' constraints.txt)
 FAKE_CUDA := tests/fake_cuda/build
 
 .PHONY: train test test-fake-cuda install lint clean
 
-train: install  ## Train the quickstart: about 1.7M parameters on Python's own standard library, minutes on two CPU cores
+train: install  ## Train the quickstart: about 1.7M parameters on Python's standard library, minutes on two CPU cores
 	$(BIN)/python train_accelerate.py
 
 test: install  ## Run all tests
@@ -25,7 +25,7 @@ $(FAKE_CUDA)/installed: setup.cfg constraints.txt
 	@echo "Installing $(CUDA_TORCH) with CUDA into $(FAKE_CUDA): 5.2 GB on disk, about 3 GB to download."
 	test -d $(FAKE_CUDA)/venv || $(PYTHON) -m venv $(FAKE_CUDA)/venv
 	$(FAKE_CUDA)/venv/bin/pip install -q -c constraints.txt -e . '$(CUDA_TORCH)' pytest
-	$(FAKE_CUDA)/venv/bin/python -c 'import sys, torch; torch.version.cuda or sys.exit(f"{torch.__version__} has no CUDA; make CUDA_TORCH=... names a build that has")'
+	$(FAKE_CUDA)/venv/bin/python -c 'import sys, torch; torch.version.cuda or sys.exit(f"{torch.__version__} is built without CUDA: name a CUDA build with make CUDA_TORCH=...")'
 	touch $@
 
 lint: install
@@ -35,8 +35,8 @@ lint: install
 install: $(INSTALLED)
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or later is needed, this is {sys.version.split()[0]}; make PYTHON=python3.11")'
-	@echo 'Installing gpt2scratch[$(EXTRAS)] into $(abspath $(VENV)): PyTorch, Transformers and what they need.'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or later is required, but this is {sys.version.split()[0]}: run make PYTHON=python3.11.")'
+	@echo 'Installing gpt2scratch[$(EXTRAS)] into $(abspath $(VENV)): PyTorch, Transformers and their dependencies.'
 	@echo 'Disk space: about 1.7 GB with PyTorch for CPUs, about 5.6 GB with PyTorch for CUDA; the extra "everything" adds 0.6 GB.'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'

@@ -1,1 +1,1 @@
-"""What was measured, and how to measure it again. Results are JSON files in `benchmarks/results/`."""
+"""Benchmark scripts. Each writes its result as a JSON file into `benchmarks/results/`."""

@@ -1,9 +1,9 @@
-"""A batch of 64 x 513 tokens as the training loop gets it, timed beside nanoGPT's way.
+"""Time a batch of 64 x 513 tokens in the training loop, compared with nanoGPT's get_batch.
 
 python -m benchmarks.batches                            # writes benchmarks/results/batches-cpu.json
 
-The store is 400 MB of random ids; no window comes twice. "Cold" asks the system to forget the file before every batch, all
-but the windows that were announced with the batch before it, as a loop announces them: a step of 20 ms lies between.
+The store holds 400 MB of random ids. No window is read twice. The "cold" cases drop the file from the page cache before every
+batch. For the memory map, the windows of the next batch are then announced, as the training loop does, 20 ms (one step) earlier.
 """
 
 import json
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def nanogpt(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """As its get_batch goes about it: the file is mapped anew for each batch, and its rows are taken in a Python loop."""
+    """Read a batch like nanoGPT's get_batch: map the file again for each batch, and read the rows in a Python loop."""
     data = np.memmap(path, dtype=np.uint16, mode="r")
     at = torch.randint(len(data) - CONTEXT, (ROWS,))
     x = torch.stack([torch.from_numpy(data[i : i + CONTEXT].astype(np.int64)) for i in at])
@@ -36,7 +36,7 @@ def nanogpt(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def timed(get: Callable[[int], object], count: int, before: Callable[[int], None] = lambda i: None) -> dict[str, float]:
-    """Microseconds a batch."""
+    """Return the median, 99th percentile and maximum of the microseconds per batch."""
     taken = []
     for i in range(count):
         before(i)
@@ -65,7 +65,7 @@ def measure(path: Path) -> dict[str, dict[str, float]]:
     )
 
     def forget() -> None:
-        file._map.madvise(mmap.MADV_DONTNEED)  # what is mapped is not forgotten
+        file._map.madvise(mmap.MADV_DONTNEED)  # mapped pages would stay in the cache
         with path.open("rb") as content:
             os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -1,8 +1,8 @@
-"""One contestant of `benchmarks.train_step` or rung of `benchmarks.ladder`, in a process of its own.
+"""Run one contestant of `benchmarks.train_step`, or one rung of `benchmarks.ladder`, in a separate process.
 
 python -m benchmarks.contestants FOLDER '{"contestant": "raw", ...}'
 
-FOLDER holds workload.json and store/. Prints one JSON line: seconds a step of each window, and the peak of memory.
+FOLDER holds workload.json and store/. Prints one JSON line: the seconds per step of each window, and the peak memory.
 """
 
 import json
@@ -34,7 +34,7 @@ LAUNCH += ("--mixed_precision", "no", "--dynamo_backend", "no", "train_accelerat
 
 @dataclass(frozen=True)
 class Measurement:
-    """How long to look: `warmup` steps, then `windows` of `steps` steps."""
+    """Length of a measurement: `warmup` untimed steps, then `windows` timed windows of `steps` steps each."""
 
     warmup: int
     windows: int
@@ -43,9 +43,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Rung:
-    """A raw PyTorch loop on our model, with each lever by itself."""
+    """Settings of a raw PyTorch loop on our model: one switch per optimization."""
 
-    batches: str = "ours"  # or `ram_loop`, `memory_map_loop`: nanoGPT's way, a row at a time
+    batches: str = "ours"  # or `ram_loop`, `memory_map_loop`: one row at a time, as in nanoGPT
     compiled: bool = True
     bf16: bool = True
     attention: str = "auto"
@@ -57,7 +57,7 @@ class Rung:
 
 
 def measured(step: Callable[[int], object], measurement: Measurement) -> dict[str, Any]:
-    """Times `step`, which is given its number; the device is waited for at the ends of a window only."""
+    """Time `step`, which receives its number. The device is synchronized only at both ends of a window."""
 
     def wait() -> None:
         if DEVICE.type == "cuda":
@@ -88,7 +88,7 @@ def measured(step: Callable[[int], object], measurement: Measurement) -> dict[st
 
 
 def peak_memory() -> int:
-    """Of the device's allocations; on a CPU, of the whole process."""
+    """Return the peak bytes of the device's allocations; on a CPU, of the whole process."""
     if DEVICE.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -99,7 +99,7 @@ def use_all_cores() -> None:
 
 
 def rows_one_by_one(read: Callable[[], np.ndarray], workload: Workload) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Batches as nanoGPT's `get_batch` makes them: random places, a Python loop over the rows, pinned for a GPU."""
+    """Return a function that builds batches like nanoGPT's `get_batch`: random positions, a loop over rows, pinned for a GPU."""
     context = workload.n_positions
 
     def batch() -> tuple[torch.Tensor, ...]:
@@ -117,12 +117,12 @@ def rows_one_by_one(read: Callable[[], np.ndarray], workload: Workload) -> Calla
 
 
 def memory_map(folder: Path) -> Callable[[], np.ndarray]:
-    """Opened anew for each batch, as there."""
+    """Return a function that maps the training file again for each batch, as nanoGPT does."""
     return lambda: np.memmap(folder / "store" / "train.bin", dtype=np.uint16, mode="r")
 
 
 def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
-    """`accelerate launch train_accelerate.py`, told nothing but the workload; its own log is the measurement."""
+    """Measure `accelerate launch train_accelerate.py` with default settings on the workload, from the run's own log."""
     run = folder / f"run-{os.getpid()}"
     steps = measurement.warmup + measurement.windows * measurement.steps
     settings = {
@@ -135,7 +135,9 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
         "per_device_train_batch_size": workload.sequences,
         "max_steps": steps,
         "warmup_steps": 1,
-        "logging_steps": math.gcd(measurement.warmup, measurement.steps, LOGGING_STEPS),  # windows are whole lines
+        "logging_steps": math.gcd(
+            measurement.warmup, measurement.steps, LOGGING_STEPS
+        ),  # a window consists of whole log lines
         "eval_strategy": "no",
         "save_strategy": "no",
         "max_eval_samples": 1,
@@ -144,12 +146,12 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
         **more,
     }
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    told = os.environ | {"TORCH_LOGS": "recompiles,graph_breaks"}
+    environment = os.environ | {"TORCH_LOGS": "recompiles,graph_breaks"}
     start = time.time()
     with subprocess.Popen(
         [sys.executable, *LAUNCH, *flags],
         cwd=REPOSITORY,
-        env=told,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -181,7 +183,7 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
 
 
 def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
-    """Our model in the plainest loop: what Accelerate and the rest of a run add to it shows by comparison."""
+    """Measure our model in a minimal loop, which shows the overhead of Accelerate and the rest of a run."""
     from modeling_gpt2scratch import GPT2ScratchConfig
     from tokenizer.store import TokenStore
     from training.batches import BatchPlan, TrainBatches, WindowOrder
@@ -211,7 +213,7 @@ def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[s
                 return fused(inputs, targets, targets.numel())
             logits = model(inputs, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        return loss, logits  # which Transformers' and nanoGPT's models hand out as well
+        return loss, logits  # Transformers' and nanoGPT's models return the logits too
 
     forward = torch.compile(loss_of, fullgraph=True, dynamic=False) if rung.compiled else loss_of
     optimizer = build_optimizer(model, OptimArguments(), DEVICE)
@@ -244,15 +246,19 @@ def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[s
 
 
 def nanogpt(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
-    """Its model.py from the clone at `path`, and a step like its train.py's: `bf16` adds the autocast that it leaves out on
-    a CPU."""
+    """Measure nanoGPT: model.py from the clone at `path`, with the training step of its train.py.
+
+    `bf16` adds autocast on a CPU, where nanoGPT's train.py does not use it.
+    """
     sys.path.insert(0, more["path"])
     from model import GPT, GPTConfig  # nanoGPT's
 
     use_all_cores()
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
-    vocab_size = 50304 if workload.vocab_size == 50257 else workload.vocab_size  # as it advises
+    vocab_size = (
+        50304 if workload.vocab_size == 50257 else workload.vocab_size
+    )  # nanoGPT's default: padded to a multiple of 64
     shape = {"n_layer": workload.n_layer, "n_head": workload.n_head, "n_embd": workload.n_embd}
     model = GPT(
         GPTConfig(block_size=workload.n_positions, vocab_size=vocab_size, dropout=workload.dropout, bias=True, **shape)
@@ -284,7 +290,7 @@ def nanogpt(folder: Path, workload: Workload, measurement: Measurement, more: di
 
 
 class Windows(torch.utils.data.Dataset):
-    """As a user of Trainer would have them: rows of ids in RAM, with themselves as labels."""
+    """Dataset for Trainer: rows of token ids in RAM, which are also their labels."""
 
     def __init__(self, folder: Path, context: int):
         ids = np.fromfile(folder / "store" / "train.bin", dtype=np.uint16)
@@ -298,8 +304,11 @@ class Windows(torch.utils.data.Dataset):
 
 
 def trainer(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
-    """Transformers' Trainer with its GPT-2: as shipped, or `tuned` (compiled, no dropout but the workload's, no filter of
-    losses, which waits for the device at every step)."""
+    """Measure Transformers' Trainer with its GPT-2, as shipped or `tuned`.
+
+    `tuned` compiles the model, sets the workload's dropout, uses the fused AdamW, and turns off the NaN filter of the losses,
+    which synchronizes with the device at every step.
+    """
     tuned = more["tuned"]
     settings = {
         "output_dir": str(folder / f"trainer-{os.getpid()}"),
@@ -351,7 +360,7 @@ def trainer(folder: Path, workload: Workload, measurement: Measurement, more: di
 
 
 def ceilings(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
-    """What the device can do, in bf16 on random data: a large matrix product, our own shapes, a copy."""
+    """Measure the limits of the device in bf16 on random data: a large matrix product, our own shapes, and a copy."""
     use_all_cores()
     M, C, V = workload.tokens, workload.n_embd, workload.vocab_size
     large = 8192 if DEVICE.type == "cuda" else 2048
@@ -359,7 +368,7 @@ def ceilings(folder: Path, workload: Workload, measurement: Measurement, more: d
     shapes["head"] = (M, C, V)
 
     def rate(work: Callable[[], object], amount: float) -> float:
-        """Amount a second, the best of some; each long enough to be timed."""
+        """Return the best of five rates, in `amount` per second. Each timing covers at least about 0.05 seconds of work."""
         repeats = max(1, math.ceil(0.05 / measured_once(work)))
         return max(amount * repeats / measured_once(lambda: [work() for _ in range(repeats)]) for _ in range(5))
 
@@ -388,10 +397,10 @@ CONTESTANTS = {"ours": ours, "raw": raw, "nanogpt": nanogpt, "trainer": trainer,
 
 
 def compete(folder: Path, measurement: Measurement, contestant: str, **more: Any) -> dict[str, Any]:
-    """Runs a contestant in a fresh process and returns what it printed."""
-    told = json.dumps({"contestant": contestant, "measurement": vars(measurement), "more": more})
+    """Run a contestant in a fresh process and return the result that it printed."""
+    request = json.dumps({"contestant": contestant, "measurement": vars(measurement), "more": more})
     result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.contestants", str(folder), told],
+        [sys.executable, "-m", "benchmarks.contestants", str(folder), request],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -404,9 +413,9 @@ def compete(folder: Path, measurement: Measurement, contestant: str, **more: Any
 
 def main() -> None:
     transformers.utils.logging.set_verbosity_error()
-    folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
-    run = CONTESTANTS[told["contestant"]]
-    result = run(folder, Workload.read(folder), Measurement(**told["measurement"]), told["more"])
+    folder, request = Path(sys.argv[1]), json.loads(sys.argv[2])
+    run = CONTESTANTS[request["contestant"]]
+    result = run(folder, Workload.read(folder), Measurement(**request["measurement"]), request["more"])
     print("\n" + json.dumps(result))
 
 

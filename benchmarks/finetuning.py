@@ -1,9 +1,9 @@
-"""Makes a chat model of a run, by the recipe's defaults and otherwise: what is learned, what is forgotten, whether answers end.
+"""Fine-tune a run into a chat model with several settings, and measure losses, forgetting and whether answers end.
 
 python -m benchmarks.finetuning runs/quickstart       # writes benchmarks/results/finetuning-DEVICE.json
 
-The chats are about the functions of Python's standard library, taken from its sources: one chat a function, so that no
-question about one that is held out was learned.
+The chats are about the functions of Python's standard library, taken from its sources. Each function has exactly one chat, so
+training never covers a held-out function.
 """
 
 import ast
@@ -27,7 +27,7 @@ from command_line import run
 from errors import UserError
 
 CHATS = 540
-ASKED = 100  # questions to generate for, about functions that are in none of the chats
+ASKED = 100  # questions to answer, about functions that are in none of the training chats
 DEFAULT_SEEDS = (1337, 1, 2)
 WAYS = {
     "the defaults": [],
@@ -42,12 +42,12 @@ QUESTIONS = {
     "arguments": ("Which arguments does {} take?", "What do I pass to {}?", "Arguments of {}?"),
     "module": ("Which module has {}?", "Where is {} defined?", "Where do I find {}?"),
 }
-KINDS = ("It takes ", "It is in the module ", "")  # how an answer begins: a purpose is told in any words
+KINDS = ("It takes ", "It is in the module ", "")  # how an answer starts: a purpose may start with any words
 NO_LIBRARY = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 
 
 def library_chats() -> list[tuple[str, str]]:
-    """(question, answer), in an order that is always the same: short ones, no function and no answer twice."""
+    """Return (question, answer) pairs in a fixed random order: short answers, one pair per function."""
     chats: dict[str, tuple[str, str]] = {}
     library = Path(sysconfig.get_path("stdlib"))
     chance = random.Random(0)
@@ -87,7 +87,7 @@ def write_chats(path: Path, chats: list[tuple[str, str]]) -> Path:
 
 @torch.no_grad()
 def answers(folder: Path, questions: list[str]) -> list[tuple[str, bool]]:
-    """What the model says to each, greedily, and whether it came to an end before the context was full."""
+    """Return the greedy answer to each question, and whether it ended before the context was full."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     said = []
     for question in questions:
@@ -102,7 +102,7 @@ def answers(folder: Path, questions: list[str]) -> list[tuple[str, bool]]:
 def measure(
     run_folder: str, data: Path, asked: list[tuple[str, str]], folder: Path, flags: list[str]
 ) -> dict[str, Any]:
-    """One run of the recipe as a user starts it."""
+    """Run the recipe with `flags` from the command line, and return losses and rates of its answers."""
     command = [
         sys.executable,
         "-m",
@@ -132,7 +132,7 @@ def measure(
 
 def main(arguments: list[str]) -> None:
     if len(arguments) != 1:
-        raise UserError("Name a run: python -m benchmarks.finetuning runs/quickstart")
+        raise UserError("Pass exactly one run folder: python -m benchmarks.finetuning runs/quickstart.")
     [run_folder] = arguments
     chats = library_chats()
     asked = chats[CHATS : CHATS + ASKED]

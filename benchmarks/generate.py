@@ -1,14 +1,21 @@
-"""Tokens a second that `generate` writes: this model beside Transformers' `GPT2LMHeadModel` with the same weights.
+"""Compare the speed of `generate` with Transformers' `GPT2LMHeadModel` on the same weights, in tokens per second.
 
 python -m benchmarks.generate                            # writes benchmarks/results/generate-DEVICE.json
 python -m benchmarks.generate --dtype bfloat16           # writes benchmarks/results/generate-DEVICE-bfloat16.json
 
-`small` is 4 layers x 256 with 65 tokens and a context of 256, `gpt2` OpenAI's 124M; their weights are random. Greedy, after
-a prompt of 32 tokens. Time runs from the first new token to the last: reading the prompt, loading, compiling and warming up
-are left out. Each contestant runs in a fresh process, one after the other, in several rounds; ratios are taken within a round.
+Models, with random weights:
 
-gpt2, gpt2scratch: a dynamic cache, not compiled, as loaded. _compiled: `cache_implementation="static"`, a compiled step.
-gpt2scratch_arranged: as generate.py lays the weights out on a CPU; gpt2scratch_compiled has them like that too.
+- `small`: 4 layers, width 256, a vocabulary of 65 tokens, a context length of 256
+- `gpt2`: the shape of OpenAI's 124M model
+
+Decoding is greedy, after a prompt of 32 tokens. The time is measured from the first new token to the last. It excludes the
+prompt, loading, compilation and warm-up. Each contestant runs in a fresh process, one after the other, in several rounds.
+Ratios are computed within a round.
+
+- gpt2, gpt2scratch: not compiled, with a dynamic cache and the weights as loaded
+- gpt2scratch_arranged: with the weight layout that generate.py uses on a CPU
+- gpt2_compiled, gpt2scratch_compiled: `cache_implementation="static"` and a compiled step; gpt2scratch_compiled also has the
+  weight layout of gpt2scratch_arranged
 """
 
 import json
@@ -50,18 +57,24 @@ PROMPT_TOKENS, WARM_UPS = 32, 1 if not ON_GPU else 3
 
 @dataclass
 class GenerateArguments:
-    models: list[str] = field(default_factory=lambda: list(SHAPES), metadata={"help": "Of small and gpt2."})
-    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "Precision of all of them."})
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 32], metadata={"help": "Texts at once.", "minimum": 1})
-    repeats: int = field(default=5 if ON_GPU else 2, metadata={"help": "Timings in a process.", "minimum": 1})
-    rounds: int = field(default=5 if ON_GPU else 3, metadata={"help": "Processes of each contestant.", "minimum": 1})
+    models: list[str] = field(
+        default_factory=lambda: list(SHAPES), metadata={"help": "Models to measure: small, gpt2."}
+    )
+    dtype: Literal["float32", "bfloat16"] = field(
+        default="float32", metadata={"help": "Data type of the weights of all contestants."}
+    )
+    batch_sizes: list[int] = field(
+        default_factory=lambda: [1, 32], metadata={"help": "Texts that are generated at once.", "minimum": 1}
+    )
+    repeats: int = field(default=5 if ON_GPU else 2, metadata={"help": "Timings per process.", "minimum": 1})
+    rounds: int = field(default=5 if ON_GPU else 3, metadata={"help": "Processes per contestant.", "minimum": 1})
 
 
 class Clock(BaseStreamer):
-    """When each batch of new tokens arrived; `generate` has waited for the device by then."""
+    """Arrival times of the new tokens. `generate` has synchronized with the device by then."""
 
     def __init__(self):
-        self.arrivals: list[float] = []  # the prompt's is the first
+        self.arrivals: list[float] = []  # the first is that of the prompt
 
     def put(self, value: torch.Tensor) -> None:
         self.arrivals.append(time.perf_counter())
@@ -71,7 +84,7 @@ class Clock(BaseStreamer):
 
 
 def contest(contestant: str, folder: str, dtype: str, batch_sizes: list[int], new_tokens: int, repeats: int) -> dict:
-    """In a process of its own: for each batch size, the tokens/s of each repeat, and what was written."""
+    """Measure one contestant: for each batch size, the tokens/s of each repeat and the generated ids."""
     transformers.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(Path(folder) / contestant.split("_")[0], dtype=dtype)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu").eval()
@@ -95,7 +108,7 @@ def contest(contestant: str, folder: str, dtype: str, batch_sizes: list[int], ne
 
 
 def in_a_process(*arguments) -> dict:
-    """`contest` with these arguments, in a fresh one."""
+    """Call `contest` with these arguments in a fresh process."""
     command = [sys.executable, "-c", "import sys, benchmarks.generate as b; b.answer(sys.argv[1])"]
     done = subprocess.run(
         [*command, json.dumps(arguments)], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True
@@ -108,7 +121,7 @@ def answer(question: str) -> None:
 
 
 def compare(folder: str, new_tokens: int, options: GenerateArguments) -> list[dict]:
-    """The contestants on one model: a summary for each batch size."""
+    """Run all contestants on one model, and return a summary per batch size."""
     settings = (options.batch_sizes, new_tokens, options.repeats)
     arranges = options.dtype == "float32" and not ON_GPU
     names = [name for name in CONTESTANTS if arranges or name != "gpt2scratch_arranged"]
@@ -119,7 +132,7 @@ def compare(folder: str, new_tokens: int, options: GenerateArguments) -> list[di
 
 
 def summary(rounds: list[dict], batch_size: int) -> dict:
-    """Over the rounds: tokens/s of each contestant, who wrote what GPT-2 wrote, and the ratios within each round."""
+    """Summarize all rounds: tokens/s per contestant, whether its text equals GPT-2's, and the ratios within each round."""
     speeds, same_text = {}, {}
     for name in rounds[0]:
         all_speeds = [speed for one in rounds for speed in one[name]["tokens_per_second"]]
@@ -142,7 +155,7 @@ def main(arguments: list[str]) -> None:
     started, runs = time.perf_counter(), []
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(0)  # weights of ten times the usual size: smaller ones write one token over and over
+            torch.manual_seed(0)  # weights of ten times the usual size: smaller weights repeat one token
             gpt2 = GPT2LMHeadModel(GPT2Config(**SHAPES[name], initializer_range=0.2, bos_token_id=0, eos_token_id=0))
             gpt2.save_pretrained(f"{folder}/gpt2")
             from_gpt2(gpt2).save_pretrained(f"{folder}/gpt2scratch")

@@ -1,11 +1,10 @@
-"""How a run bears being killed: at random moments, by `kill -9` of the process, the launcher or one rank, again and again
-until it is done; then its weights are compared with those of a run that nobody touched.
+"""Kill a run with `kill -9` at random moments until it is finished, and compare it with an uninterrupted run.
 
 python -m benchmarks.kills --output benchmarks/results/kills-cpu.json
 python -m benchmarks.kills --kills 10 --processes 2
 
-Compilation, precision and threads are at their defaults. The model is small and every step is saved, with `--save_total_limit 1`, so that most kills fall into the writing or the
-removal of a checkpoint.
+Each kill hits the launcher or one rank. Compilation, precision and threads have their defaults. The model is small, every step is
+saved, and `--save_total_limit` is 1, so most kills interrupt the writing or removal of a checkpoint.
 """
 
 import datetime
@@ -50,11 +49,11 @@ SETTINGS = {
 
 @dataclass
 class KillsArguments:
-    kills: int = field(default=24, metadata={"help": "How often to kill."})
+    kills: int = field(default=24, metadata={"help": "Number of kills."})
     steps: int = field(default=400, metadata={"help": "Steps of the run.", "minimum": 1})
     processes: int = field(default=1, metadata={"help": "Processes of the run: 1 or 2.", "minimum": 1, "maximum": 2})
-    seed: int = field(default=0, metadata={"help": "Decides when and what to kill."})
-    output: str | None = field(default=None, metadata={"help": "A JSON file for the result."})
+    seed: int = field(default=0, metadata={"help": "Seed of the moments and processes to kill."})
+    output: str | None = field(default=None, metadata={"help": "JSON file to write the result to."})
 
 
 def start(folder: Path, text: Path, arguments: KillsArguments) -> subprocess.Popen:
@@ -88,7 +87,7 @@ def everything_of(launcher: subprocess.Popen) -> list[psutil.Process]:
 
 
 def kill(launcher: subprocess.Popen, chance: random.Random) -> tuple[str, float]:
-    """What was killed, and the seconds until nothing of the job was left."""
+    """Kill the launcher or a random rank. Return its name and the seconds until all processes of the run have ended."""
     workers = everything_of(launcher)
     victim = chance.choice(["launcher", *(f"rank {rank}" for rank in range(len(workers)))])
     began = time.monotonic()
@@ -97,7 +96,7 @@ def kill(launcher: subprocess.Popen, chance: random.Random) -> tuple[str, float]
     psutil.wait_procs(workers, timeout=120)
     left = [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
     if left:
-        raise UserError(f"These processes are still there: {left}.")
+        raise UserError(f"These processes are still running: {left}.")
     return victim, time.monotonic() - began
 
 
@@ -128,7 +127,7 @@ def main(arguments: list[str]) -> None:
                 time.sleep(0.002)
             time.sleep(chance.uniform(0.0, 0.4))
             if launcher.poll() is not None:
-                break  # done before it could be killed as often as asked
+                break  # finished before `options.kills` kills
             half_written = len(list((killed / "checkpoints").glob(".step_*")))
             victim, seconds = kill(launcher, chance)
             complete = complete_checkpoints(killed / "checkpoints")

@@ -1,9 +1,10 @@
-"""The ladder of a training step at one fixed batch, a lever a rung; and the top without one lever at a time.
+"""Measure the speed of a training step while optimizations are added one by one, and then without each of them.
 
 python -m benchmarks.ladder                                  # writes benchmarks/results/ladder-PRESET-DEVICE.json
 python -m benchmarks.ladder --preset gpt2_small_seed --sequences 64
 
-All rungs train our model in a plain loop, each in a fresh process, one after the other, in several rounds.
+The batch is the same on all rungs. Each rung trains our model in a plain loop, in a fresh process, one after the other, in several
+rounds.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -19,12 +20,14 @@ from command_line import FlagParser, run
 
 @dataclass
 class LadderArguments:
-    preset: str = field(default="shakespeare_char", metadata={"help": "The shape, from presets/."})
-    sequences: int = field(default=16, metadata={"help": "Rows of a step, all computed at once.", "minimum": 1})
-    rounds: int = field(default=3, metadata={"help": "Times that each rung is started.", "minimum": 1})
-    warmup: int = field(default=5, metadata={"help": "Steps before the first window."})
-    windows: int = field(default=3, metadata={"help": "Windows that are timed.", "minimum": 1})
-    steps: int = field(default=5, metadata={"help": "Steps of a window.", "minimum": 1})
+    preset: str = field(
+        default="shakespeare_char", metadata={"help": "Preset in presets/ that gives the model's shape."}
+    )
+    sequences: int = field(default=16, metadata={"help": "Sequences per step, in one micro-batch.", "minimum": 1})
+    rounds: int = field(default=3, metadata={"help": "Processes per rung.", "minimum": 1})
+    warmup: int = field(default=5, metadata={"help": "Steps before the first timed window."})
+    windows: int = field(default=3, metadata={"help": "Timed windows per process.", "minimum": 1})
+    steps: int = field(default=5, metadata={"help": "Steps per window.", "minimum": 1})
 
 
 NAIVE = Rung("memory_map_loop", False, False, "eager", False, False, False)
@@ -83,7 +86,7 @@ def main(arguments: list[str]) -> None:
 
 
 def summary(found: list[dict[str, Any]], top: list[dict[str, Any]], workload: Workload) -> dict[str, Any]:
-    """Over all rounds; `of_the_top`: speed as a share of the top rung's in the same round."""
+    """Summarize all rounds. `of_the_top` is the speed as a share of the top rung's speed in the same round."""
     seconds = [one for each in found for one in each["seconds_a_step"]]
     shares = [
         spread(best["seconds_a_step"], 9)["median"] / spread(each["seconds_a_step"], 9)["median"]

@@ -1,10 +1,10 @@
-"""Texts without blanks -> token stores: whether the time is proportional to the size, and the ids are those of `tokenizers`.
+"""Tokenize texts without spaces: check that time grows linearly with size and that the ids equal those of `tokenizers`.
 
 python -m benchmarks.long_words          # writes benchmarks/results/long-words-cpu.json
 
-GPT-2's pattern makes one word of DNA, and long words of Chinese without punctuation; base64 and minified code have short words
-and no blanks. Every text comes from a seed. Each run is `tokenizer.pretokenize` in a process of its own, which trains the BPE
-and encodes; its start takes about two seconds.
+GPT-2's pattern reads DNA as a single word, and Chinese without punctuation as long words. Base64 and minified code have short
+words and no spaces. Every text is generated from a seed. Each run is `tokenizer.pretokenize` in a separate process, which trains
+the BPE and encodes. Its startup takes about two seconds.
 """
 
 import base64
@@ -41,7 +41,7 @@ def minified(pick: random.Random, n_bytes: int) -> str:
 
 
 def chinese(pick: random.Random, n_bytes: int) -> str:
-    """Frequent characters and rare ones, three bytes each."""
+    """Return random frequent and rare characters, three bytes each."""
     return "".join(chr(0x4E00 + min(int(pick.expovariate(1 / 600)), 5000)) for _ in range(n_bytes // 3))
 
 
@@ -54,7 +54,7 @@ TEXTS = {
 
 
 def made(kind: str, megabytes: int, folder: Path) -> dict[str, Any]:
-    """The measurements of one text, whose ids are verified."""
+    """Tokenize one text, verify its ids, and return the wall and CPU seconds."""
     text = TEXTS[kind](random.Random(0), megabytes * 1_000_000)
     source, store = folder / f"{kind}-{megabytes}.txt", folder / f"{kind}-{megabytes}"
     source.write_text(text, encoding="utf-8")
@@ -68,13 +68,13 @@ def made(kind: str, megabytes: int, folder: Path) -> dict[str, Any]:
 
 
 def verify(text: str, store: Path) -> None:
-    """A lone document gives its end, and the end of text after it, for validation."""
+    """Check all ids. The end of a single document, with its end-of-text token, is the validation split."""
     from tokenizer.encode import load_rust
 
     expected = load_rust(store / "tokenizer" / "tokenizer.json").encode(text, add_special_tokens=False).ids
     train, val = (np.fromfile(store / f"{split}.bin", dtype="<u2").tolist() for split in ("train", "val"))
     if train + val[:-1] != expected:
-        raise SystemExit(f"{store.name} has other ids than tokenizers gives.")
+        raise SystemExit(f"The ids of {store.name} differ from those of tokenizers.")
 
 
 def main() -> None:

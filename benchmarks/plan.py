@@ -1,4 +1,4 @@
-"""What --plan says of a run, beside what the run then takes.
+"""Compare the estimates of --plan with the time, speed and memory of the actual run.
 
 python -m benchmarks.plan          # writes benchmarks/results/plan-DEVICE.json
 """
@@ -16,20 +16,20 @@ from benchmarks.results import REPOSITORY, about, device_kind, write
 
 WIDER = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--n_positions=256", "--tokens_per_step=4096", "--max_steps=100"]
 RUNS = {"quickstart": [], "11.5M parameters": [*WIDER, "--eval_steps=50", "--max_eval_samples=64"]}
-SAID = re.compile(
+ESTIMATES = re.compile(
     r"measured peak[^:]*: (?P<gb>[\d.]+) GB.*^Time: +(?P<clock>[\d:]+) at (?P<speed>[\d,]+) tokens/s",
     re.DOTALL | re.MULTILINE,
 )
 
 
 def main() -> None:
-    launch([])  # the text is tokenized, and what is imported has been read from the disk
+    launch([])  # warm-up: tokenizes the text and loads the imports into the page cache
     runs = {}
     for name, flags in RUNS.items():
-        said = SAID.search(launch(flags))
+        estimates = ESTIMATES.search(launch(flags))
         with tempfile.TemporaryDirectory() as folder:
             launch([*flags, "--output_dir", folder, "--overwrite_output_dir"], plan=False)
-            runs[name] = {"flags": flags, "said": what_was_said(said), "took": what_it_took(Path(folder))}
+            runs[name] = {"flags": flags, "said": estimated(estimates), "took": actual(Path(folder))}
         print(json.dumps(runs[name], indent=2))
     write(f"plan-{device_kind()}", {**about("plan", []), "runs": runs})
 
@@ -39,15 +39,15 @@ def launch(flags: list[str], plan: bool = True) -> str:
     return subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
 
 
-def what_was_said(said: re.Match[str]) -> dict[str, float]:
+def estimated(estimates: re.Match[str]) -> dict[str, float]:
     seconds = 0
-    for part in said["clock"].split(":"):
+    for part in estimates["clock"].split(":"):
         seconds = 60 * seconds + int(part)
-    speed = float(said["speed"].replace(",", ""))
-    return {"seconds": seconds, "tokens_per_second": speed, "peak_memory_gb": float(said["gb"])}
+    speed = float(estimates["speed"].replace(",", ""))
+    return {"seconds": seconds, "tokens_per_second": speed, "peak_memory_gb": float(estimates["gb"])}
 
 
-def what_it_took(run: Path) -> dict[str, float]:
+def actual(run: Path) -> dict[str, float]:
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     begun, ended = (datetime.fromisoformat(event["time"]) for event in (events[0], events[-1]))

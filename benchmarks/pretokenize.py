@@ -1,11 +1,11 @@
-"""Text -> tokens, timed side by side: this project, the way nanoGPT prepares its data, and `datasets.map`.
+"""Compare the speed of tokenization with nanoGPT's data preparation and with `datasets.map`.
 
 python -m benchmarks.pretokenize                        # writes benchmarks/results/pretokenize-cpu.json
 python -m benchmarks.pretokenize --megabytes 120 --num_proc 1
 
-The text is what any machine has: sources, documentation and data files below Python and /usr/share, each a document. Every
-system starts in a process of its own, from the same jsonl file and the same 32,000-token BPE, and ends with a file of
-uint16 ids. The ids have to be the same. Of several runs of each the fastest counts. Peers that are not installed are left out by name.
+The text is available on any machine: sources, documentation and data files of Python and /usr/share, one document per file. Every
+system starts in a separate process, from the same jsonl file and the same 32,000-token BPE, and ends with a file of uint16 ids.
+The ids must be equal. The fastest of several runs counts. Systems that are not installed are skipped and listed in the result.
 """
 
 import argparse
@@ -55,7 +55,7 @@ if __name__ == "__main__":
             batch["ids"].combine_chunks().flatten().to_numpy().astype(np.uint16).tofile(file)
 """
 
-# As its data/openwebtext/prepare.py goes about it: tiktoken a document at a time in datasets.map, then a second pass over
+# The method of nanoGPT's data/openwebtext/prepare.py: tiktoken, one document at a time, in datasets.map, then a second pass over
 # 1,024 shards into a memory map.
 NANOGPT = """
 import sys, json, numpy as np, tiktoken
@@ -99,8 +99,11 @@ PEERS = {
 
 
 def texts(n_bytes: int) -> Iterator[str]:
-    """Text files of this machine until there is enough, every seventh of them first, so that all kinds are there; over and
-    over where it has less. No system remembers a word from one batch to the next long enough to profit from that."""
+    """Yield text files of this machine until `n_bytes` are reached, and repeat them if the machine has less.
+
+    Every seventh file comes first, so that all kinds of files are included. No system profits from the repetition, because none
+    keeps words cached from one batch to the next long enough.
+    """
     roots = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share", "/usr/include", "/usr/lib"]
     found = sorted(
         {
@@ -129,10 +132,10 @@ def texts(n_bytes: int) -> Iterator[str]:
 
 
 def timed(command: list[str], folder: Path, n_bytes: int, output: Path, repeats: int) -> dict[str, float]:
-    """Seconds of the fastest of some runs, and the most memory that the process and its children took together (of their own)."""
+    """Return the seconds of the fastest run, and the peak private memory of the process and its children together."""
     runs = []
     for _ in range(repeats):
-        shutil.rmtree(folder / "hf", ignore_errors=True)  # what peers would find again
+        shutil.rmtree(folder / "hf", ignore_errors=True)  # so that the peers find no cached results
         shutil.rmtree(output, ignore_errors=True)
         runs.append(_timed_once(command, folder))
     best = min(run["seconds"] for run in runs)
@@ -149,7 +152,7 @@ def _timed_once(command: list[str], folder: Path) -> dict[str, float]:
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    os.sync()  # nobody waits for what another has left to write
+    os.sync()  # so that pending writes of the previous system delay no other
     start = time.perf_counter()
     process = subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -170,7 +173,7 @@ def _watch(pid: int, peak: list[int]) -> None:
         try:
             root = psutil.Process(pid)
             for process in [root, *root.children(recursive=True)]:
-                memory = process.memory_info()  # a look at all pages, as for `uss`, would hold the process up
+                memory = process.memory_info()  # `uss` would read all pages and slow the process down
                 total += memory.rss - memory.shared
         except psutil.Error:
             pass
@@ -210,7 +213,7 @@ def measure(folder: Path, megabytes: int, num_proc: int, repeats: int) -> dict[s
         systems[name] = timed([sys.executable, str(path), *arguments], folder, size, out, repeats)
         reference = reference or out
         if out.read_bytes() != reference.read_bytes():
-            raise SystemExit(f"{name} has other ids than {reference.stem}.")
+            raise SystemExit(f"The ids of {name} differ from those of {reference.stem}.")
     if reference is not None:
         check_identical(folder / "ours", reference)
     seconds = systems["gpt2scratch"]["seconds"]
@@ -228,7 +231,7 @@ def measure(folder: Path, megabytes: int, num_proc: int, repeats: int) -> dict[s
 
 
 def other_texts(documents: list[str], run: list[str], folder: Path, repeats: int) -> dict[str, dict[str, float]]:
-    """Whether the cost of a megabyte, or the memory, grows with the text or with a document."""
+    """Measure whether the time per megabyte, or the memory, grows with the size of the text or of a document."""
     quarter = documents[::4]
     found = {
         "a_quarter_of_the_text": (written(quarter, folder / "quarter.jsonl"), quarter),
@@ -252,7 +255,7 @@ def written(documents: list[str], path: Path) -> Path:
 
 
 def check_identical(store: Path, reference: Path) -> None:
-    """Document by document: the store's, taken from both splits, against the peer's, which has one."""
+    """Check that the documents of both splits of the store equal those of the peer's single file."""
     import numpy as np
 
     def of_split(name: str) -> list[bytes]:
@@ -264,16 +267,20 @@ def check_identical(store: Path, reference: Path) -> None:
     ends = np.flatnonzero(theirs == 0) + 1
     expected = [part.tobytes() for part in np.split(theirs, ends[:-1])]
     if sorted(of_split("train") + of_split("val")) != sorted(expected):
-        raise SystemExit("The store has other ids than its peers.")
+        raise SystemExit("The ids of the store differ from those of its peers.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=240, help="Text to take.")
+    parser.add_argument("--megabytes", type=int, default=240, help="Megabytes of text.")
     parser.add_argument(
-        "--num_proc", type=int, nargs="+", default=[1, os.cpu_count()], help="Processes of each system."
+        "--num_proc",
+        type=int,
+        nargs="+",
+        default=[1, os.cpu_count()],
+        help="Numbers of processes to measure each system with.",
     )
-    parser.add_argument("--repeats", type=int, default=2, help="Runs of each system, of which the fastest counts.")
+    parser.add_argument("--repeats", type=int, default=2, help="Runs of each system; the fastest counts.")
     parser.add_argument("--result", default="pretokenize-cpu.json", help="Name of the file in benchmarks/results.")
     options = parser.parse_args()
     runs = []
@@ -292,7 +299,7 @@ def main() -> None:
     }
     path = RESULTS / options.result
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"{path.name} is written")
+    print(f"Wrote {path.name}.")
 
 
 if __name__ == "__main__":

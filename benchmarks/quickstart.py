@@ -1,4 +1,4 @@
-"""Times what a newcomer does first, and says how good the model comes out.
+"""Time the quickstart in a fresh clone, and report the quality of its model.
 
 python -m benchmarks.quickstart          # writes benchmarks/results/quickstart-DEVICE.json
 """
@@ -20,7 +20,7 @@ from benchmarks.results import REPOSITORY, about, device_kind, write
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        # Nothing is warm: the text is tokenized and the graph compiled as in a fresh clone on a new machine.
+        # No warm caches: text is tokenized and graphs are compiled as in a fresh clone on a new machine.
         clone = shutil.copytree(REPOSITORY, Path(folder) / "clone", ignore=shutil.ignore_patterns(".*", "runs", "data"))
         start = time.perf_counter()
         subprocess.run(

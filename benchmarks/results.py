@@ -1,4 +1,4 @@
-"""What every benchmark writes: a JSON file that says by itself what was measured, where, when, with what and by which command."""
+"""Result files of the benchmarks: JSON with the command, date, device and versions of each measurement."""
 
 import datetime
 import importlib.metadata
@@ -49,15 +49,15 @@ def about(module: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def write(name: str, result: dict[str, Any]) -> Path:
-    """Into benchmarks/results/NAME.json."""
+    """Write the result to benchmarks/results/NAME.json, and return its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"benchmarks/results/{path.name} is written.")
+    print(f"Wrote benchmarks/results/{path.name}.")
     return path
 
 
 def spread(values: list[float], digits: int = 1) -> dict[str, float]:
-    """Median, 10th and 90th percentile."""
+    """Return the median and the 10th and 90th percentiles."""
     p10, median, p90 = np.quantile(values, (0.1, 0.5, 0.9))
     return {"median": round(median, digits), "p10": round(p10, digits), "p90": round(p90, digits)}

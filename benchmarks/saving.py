@@ -1,5 +1,6 @@
-"""What a checkpoint costs: seconds that training waits, seconds that writing takes behind its back, and what a step loses
-meanwhile. On the preset gpt2_small_seed: 134.6M parameters, 1.6 GB a checkpoint.
+"""Measure the cost of checkpoints: how long training waits, how long writing takes, and how much it slows training steps.
+
+Uses the preset gpt2_small_seed: 134.6M parameters, 1.6 GB per checkpoint.
 
 python -m benchmarks.saving                              # writes benchmarks/results/saving-DEVICE.json
 python -m benchmarks.saving --tokens_per_step 32768 --steps 200 --save_steps 50      # on a GPU
@@ -21,9 +22,10 @@ from command_line import FlagParser, run
 @dataclass
 class SavingArguments:
     data: str | None = field(
-        default=None, metadata={"help": "A token store of 32,000 tokens; one of Python's own sources where left out."}
+        default=None,
+        metadata={"help": "Token store with a vocabulary of 32,000 tokens; default: one built from Python's sources."},
     )
-    tokens_per_step: int = field(default=1024, metadata={"help": "Tokens a step.", "minimum": 1})
+    tokens_per_step: int = field(default=1024, metadata={"help": "Tokens per step.", "minimum": 1})
     steps: int = field(default=24, metadata={"help": "Steps of the run.", "minimum": 1})
     save_steps: int = field(default=8, metadata={"help": "Steps between checkpoints.", "minimum": 1})
     torch_compile: str = field(default="false", metadata={"help": "As in train_accelerate.py."})

@@ -1,10 +1,10 @@
-"""Tokens a second of a training step: this project beside nanoGPT, Trainer, and a raw loop on its own model.
+"""Compare the tokens per second of a training step with nanoGPT, Trainer, and a raw loop on this project's model.
 
 python -m benchmarks.train_step --nanogpt path/to/nanoGPT          # writes benchmarks/results/train-step-PRESET-DEVICE.json
 python -m benchmarks.train_step --nanogpt path/to/nanoGPT --preset gpt2_small_seed --sequences 64
 
-Every contestant trains the preset's shape on the same tokens, in a fresh process, one after the other, in several rounds; ours
-first and last in each, which shows how far the machine drifts. Ours is `accelerate launch train_accelerate.py` itself.
+Every contestant trains the preset's shape on the same tokens, in a fresh process, one after the other, in several rounds. "ours"
+is `accelerate launch train_accelerate.py`. It runs first and last in each round, which shows how much the machine's speed drifts.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -22,20 +22,25 @@ from errors import UserError
 @dataclass
 class TrainStepArguments:
     nanogpt: str | None = field(
-        default=None, metadata={"help": "A clone of nanoGPT, whose model.py competes; left out, it does not."}
+        default=None,
+        metadata={
+            "help": "Path of a clone of nanoGPT, to compare with its model.py; without the flag, nanoGPT does not take part."
+        },
     )
-    preset: str = field(default="shakespeare_char", metadata={"help": "The shape, from presets/."})
-    sequences: int = field(default=16, metadata={"help": "Rows of a step, all computed at once.", "minimum": 1})
+    preset: str = field(
+        default="shakespeare_char", metadata={"help": "Preset in presets/ that gives the model's shape."}
+    )
+    sequences: int = field(default=16, metadata={"help": "Sequences per step, in one micro-batch.", "minimum": 1})
     dropout: float = field(default=0.0, metadata={"help": "Dropout probability of all contestants.", "below": 1})
-    rounds: int = field(default=3, metadata={"help": "Times that each contestant is started.", "minimum": 1})
-    warmup: int = field(default=20, metadata={"help": "Steps before the first window."})
-    windows: int = field(default=5, metadata={"help": "Windows that are timed.", "minimum": 1})
-    steps: int = field(default=20, metadata={"help": "Steps of a window.", "minimum": 1})
-    only: list[str] = field(default_factory=list, metadata={"help": "Names of the contestants; all where left out."})
+    rounds: int = field(default=3, metadata={"help": "Processes per contestant.", "minimum": 1})
+    warmup: int = field(default=20, metadata={"help": "Steps before the first timed window."})
+    windows: int = field(default=5, metadata={"help": "Timed windows per process.", "minimum": 1})
+    steps: int = field(default=20, metadata={"help": "Steps per window.", "minimum": 1})
+    only: list[str] = field(default_factory=list, metadata={"help": "Names of the contestants to run; default: all."})
 
 
 def contestants(nanogpt: str | None, on_cpu: bool) -> dict[str, dict[str, Any]]:
-    """What each is told."""
+    """Return the arguments of `compete` for each contestant."""
     known: dict[str, dict[str, Any]] = {
         "ours": {"contestant": "ours"},
         "raw loop on our model": {"contestant": "raw"},
@@ -46,7 +51,7 @@ def contestants(nanogpt: str | None, on_cpu: bool) -> dict[str, dict[str, Any]]:
     if nanogpt is not None:
         theirs = {"contestant": "nanogpt", "path": str(Path(nanogpt).resolve())}
         known["nanoGPT, compiled"] = theirs
-        if on_cpu:  # where it computes in fp32, and its README does not compile
+        if on_cpu:  # on a CPU, nanoGPT computes in fp32, and its README turns compilation off
             known["nanoGPT, as its README has it"] = theirs | {"compiled": False}
             known["nanoGPT, compiled, bf16 added"] = theirs | {"bf16": True}
     return known | {"ours, again": {"contestant": "ours"}}
@@ -55,11 +60,11 @@ def contestants(nanogpt: str | None, on_cpu: bool) -> dict[str, dict[str, Any]]:
 def main(arguments: list[str]) -> None:
     (options,), _ = FlagParser((TrainStepArguments,), __doc__.splitlines()[0]).parse(arguments)
     if options.nanogpt is not None and not (Path(options.nanogpt) / "model.py").is_file():
-        raise UserError(f"{options.nanogpt} has no model.py; name a clone of nanoGPT.")
+        raise UserError(f"{options.nanogpt} has no model.py: pass the path of a clone of nanoGPT.")
     entered = contestants(options.nanogpt, device_kind() == "cpu")
     if unknown := sorted(set(options.only) - set(entered)):
-        raise UserError(f"There is no contestant {unknown[0]!r}; there are {', '.join(entered)}.")
-    entered = {name: told for name, told in entered.items() if not options.only or name in options.only}
+        raise UserError(f"Unknown contestant {unknown[0]!r}: use {', '.join(entered)}.")
+    entered = {name: given for name, given in entered.items() if not options.only or name in options.only}
     workload = Workload.of_preset(options.preset, options.sequences, options.dropout)
     measurement = Measurement(options.warmup, options.windows, options.steps)
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in entered}
@@ -70,8 +75,8 @@ def main(arguments: list[str]) -> None:
         workload.write(folder)
         for _ in range(options.rounds):
             ceilings.append(compete(folder, measurement, "ceilings"))
-            for name, told in entered.items():
-                found = compete(folder, measurement, **told)
+            for name, given in entered.items():
+                found = compete(folder, measurement, **given)
                 measured[name].append(found)
                 tokens = spread([workload.tokens / seconds for seconds in found["seconds_a_step"]])["median"]
                 print(f"{name}: {tokens:,.0f} tokens/s", flush=True)
@@ -89,7 +94,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _without_path(arguments: list[str]) -> list[str]:
-    """The command for everyone: no path of this machine."""
+    """Return the arguments with the local path of nanoGPT replaced by a placeholder."""
     hidden = list(arguments)
     if "--nanogpt" in hidden:
         hidden[hidden.index("--nanogpt") + 1] = "path/to/nanoGPT"
@@ -97,24 +102,24 @@ def _without_path(arguments: list[str]) -> list[str]:
 
 
 def summary(found: list[dict[str, Any]], workload: Workload) -> dict[str, Any]:
-    """Over all rounds and windows."""
+    """Summarize all rounds and windows of one contestant."""
     seconds = [one for each in found for one in each["seconds_a_step"]]
-    told = {
+    values = {
         "tokens_per_second": spread([workload.tokens / one for one in seconds]),
         "milliseconds_a_step": spread([1000 * one for one in seconds], 2),
         "peak_memory_gb": round(max(each["peak_memory_bytes"] for each in found) / 1e9, 3),
     }
     for name in ("recompiles", "graph_breaks", "data_share", "mfu"):
         if name in found[0]:
-            told[name] = round(max(each[name] for each in found), 5)
+            values[name] = round(max(each[name] for each in found), 5)
     for name in ("seconds_to_the_first_step", "device_line"):
         if name in found[0]:
-            told[name] = found[-1][name]
-    return told
+            values[name] = found[-1][name]
+    return values
 
 
 def ratios(measured: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """How many times as fast ours is as each other, within a round."""
+    """Return the speed of `ours` divided by that of each other contestant, computed within each round."""
     if "ours" not in measured:
         return {}
 

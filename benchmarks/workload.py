@@ -1,4 +1,4 @@
-"""What the contestants of a benchmark train: the shape of a model, a batch, and tokens that are spread like words."""
+"""Workload of the benchmarks: the shape of a model, a batch size, and random tokens with the frequencies of words."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ SPLITS = {"train": 4_000_000, "val": 20_000}  # tokens
 
 @dataclass(frozen=True)
 class Workload:
-    """A preset's model, at `sequences` x `n_positions` tokens a step."""
+    """Model of a preset, trained with `sequences` x `n_positions` tokens per step."""
 
     preset: str
     sequences: int
@@ -33,12 +33,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """A step."""
+        """Tokens per step."""
         return self.sequences * self.n_positions
 
     @property
     def model(self) -> dict:
-        """As the fields of our configuration."""
+        """Fields of our model configuration."""
         shape = {name: value for name, value in asdict(self).items() if name not in ("preset", "sequences", "dropout")}
         return shape | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), self.dropout)
 
@@ -57,9 +57,9 @@ class Workload:
 
 
 def make_store(folder: Path, vocab_size: int) -> None:
-    """A token store of ids whose frequencies fall as those of words do (Zipf), in an order of no meaning.
+    """Write a token store of random ids whose frequencies follow Zipf's law, as words do.
 
-    Neither zeros nor equal frequencies will do: embeddings are read and their gradients added up by id.
+    Zeros or equal frequencies would distort the timing, because embeddings are read, and their gradients summed, by id.
     """
     folder.mkdir(parents=True)
     words = Tokenizer(models.WordLevel({f"word{i}": i for i in range(vocab_size)}, unk_token="word0"))

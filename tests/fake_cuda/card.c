@@ -1,4 +1,4 @@
-// The card that is imitated, and the log of what was asked of it.
+// The emulated card, and the log of calls to it.
 #include "fake.h"
 
 #include <pthread.h>
@@ -63,7 +63,7 @@ void fake_record(const char *event, const char *format, ...) {
     fprintf(log_file, "%s %s\n", event, detail);
 }
 
-// For programs under test, by ctypes: a line of their own, and all lines so far on disk.
+// Called by programs under test through ctypes: write a marker line, and flush the log to disk.
 void fake_mark(const char *text) {
     fake_record("MARK", "%s", text);
     if (log_file != NULL) fflush(log_file);

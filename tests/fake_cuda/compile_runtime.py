@@ -1,7 +1,9 @@
-"""Compile the fake CUDA runtime into one library for the Python environment that runs this: python build.py FOLDER
+"""Compile the fake CUDA runtime into one library for the Python environment that runs this script.
 
-What torch's libraries import from CUDA and the C files do not define is generated: functions that answer success and do
-nothing, or are recorded as a kernel where they compute. So is the rest of the driver, which Triton links against.
+python tests/fake_cuda/compile_runtime.py FOLDER
+
+CUDA functions that torch's libraries import and the C files do not define are generated. They return success and do nothing.
+Functions that would compute are recorded as a kernel. The rest of the driver, which Triton links against, is also generated.
 """
 
 import re
@@ -18,7 +20,9 @@ COMPUTES = re.compile(r"cublas.*(?:gemm|Gemm|gemv|dot|Dot|axpy|scal|Scal|trsm|Ma
 
 def build(folder: Path) -> None:
     packages = Path(sysconfig.get_path("purelib"))
-    headers = packages / "triton" / "backends" / "nvidia" / "include"  # the one complete set in torch's dependencies
+    headers = (
+        packages / "triton" / "backends" / "nvidia" / "include"
+    )  # the only complete set of headers in torch's dependencies
     wanted = {
         name for library in (packages / "torch" / "lib").glob("*.so") for name in _symbols(library, "--undefined-only")
     }
@@ -33,7 +37,7 @@ def build(folder: Path) -> None:
     stubs.write_text('#include "fake.h"\n' + "".join(map(_stub, sorted(wanted - defined))), encoding="utf-8")
     command = [*compile_, f"-I{HERE}", "-shared", f"-Wl,-soname,{LIBRARY}", "-o", folder / LIBRARY, stubs, *objects]
     subprocess.run([*command, "-ldl", "-lpthread"], check=True)
-    link = folder / "libcuda.so"  # as linkers look for it
+    link = folder / "libcuda.so"  # the name that linkers search for
     link.unlink(missing_ok=True)
     link.symlink_to(LIBRARY)
 

@@ -1,4 +1,4 @@
-// The device, its streams and events, and its kernels, which are recorded by name and not run.
+// The device, its streams and events, and its kernels. Kernels are recorded by name and not run.
 #define _GNU_SOURCE
 #include "fake.h"
 
@@ -10,13 +10,13 @@
 #include <string.h>
 #include <time.h>
 
-#define CUDA_VERSION_SAID 13000
+#define REPORTED_CUDA_VERSION 13000
 
 // ---- the device
 cudaError_t cudaGetDeviceCount(int *count) { return *count = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
-cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDA_VERSION_SAID, cudaSuccess; }
-cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDA_VERSION_SAID, cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *version) { return *version = REPORTED_CUDA_VERSION, cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int *version) { return *version = REPORTED_CUDA_VERSION, cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, cudaSuccess; }
 cudaError_t cudaDeviceGetPCIBusId(char *id, int room, int device) { return snprintf(id, room, "0000:01:00.0"), cudaSuccess; }
 
@@ -70,7 +70,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
 
 cudaError_t cudaDeviceSynchronize(void) { return fake_record("SYNC", "device"), cudaSuccess; }
 
-// ---- streams and events: all work is done when it is asked for
+// ---- streams and events: all work is synchronous
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return *stream = fake_handle(), cudaSuccess; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { return cudaStreamCreate(stream); }
@@ -100,7 +100,7 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEve
     return *milliseconds = elapsed > 0.001f ? elapsed : 0.001f, cudaSuccess;
 }
 
-// ---- kernels: libraries register the names of theirs when they are loaded
+// ---- kernels: libraries register the names of their kernels when they are loaded
 #define SLOTS (1u << 19)
 static struct {
     const void *function;
@@ -159,7 +159,7 @@ cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 bl
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *function) {
     const struct card *card = fake_card();
     *attributes = (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .numRegs = 32};
-    attributes->binaryVersion = attributes->ptxVersion = card->capability == 89 ? 86 : card->capability;  // of the wheel's kernels
+    attributes->binaryVersion = attributes->ptxVersion = card->capability == 89 ? 86 : card->capability;  // the wheel has sm_86 kernels for 8.9
     attributes->maxDynamicSharedSizeBytes = card->shared_per_block;
     return cudaSuccess;
 }

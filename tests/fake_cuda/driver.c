@@ -1,4 +1,4 @@
-// The driver's interface, by which Triton and Inductor load and launch what they compiled.
+// The driver API. Triton and Inductor load and launch their compiled kernels through it.
 #include "fake.h"
 
 #include <cuda.h>
@@ -12,7 +12,7 @@ CUresult cuDeviceGet(CUdevice *device, int number) { return *device = number, CU
 CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) { return *bytes = fake_card()->memory, CUDA_SUCCESS; }
 CUresult cuMemGetInfo(size_t *free_bytes, size_t *total) { return cudaMemGetInfo(free_bytes, total), CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
-    return cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device), CUDA_SUCCESS;  // the numbers are the same
+    return cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device), CUDA_SUCCESS;  // both enumerations have the same values
 }
 CUresult cuCtxGetCurrent(CUcontext *current) { return *current = (CUcontext)&context, CUDA_SUCCESS; }
 CUresult cuCtxGetDevice(CUdevice *device) { return *device = 0, CUDA_SUCCESS; }
@@ -23,7 +23,7 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
 }
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) { return *status = 0, CUDA_SUCCESS; }
 
-// A function is its name.
+// A function handle is a copy of the function's name.
 CUresult cuModuleLoad(CUmodule *module, const char *path) { return *module = fake_handle(), CUDA_SUCCESS; }
 CUresult cuModuleLoadData(CUmodule *module, const void *image) { return *module = fake_handle(), CUDA_SUCCESS; }
 CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned n, CUjit_option *options, void **values) {

@@ -1,5 +1,6 @@
-// What cuBLAS and cuDNN must answer, so that PyTorch calls them; what they compute is recorded by generated stubs.
-// Without their headers, which need more than torch installs: handles are pointers, enumerations int, 0 is success.
+// Functions of cuBLAS and cuDNN that must return values so that PyTorch calls these libraries. Generated stubs record the computations.
+// The headers of both libraries are not used, because they need more than torch installs: handles are pointers, enumerations are
+// int, and 0 is success.
 #include "fake.h"
 
 #include <stdint.h>
@@ -28,7 +29,7 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *operation, void *a, void 
     return *found = 1, 0;
 }
 
-// cuDNN's graphs, by which attention runs: one engine, one plan.
+// cuDNN graphs, which run attention: one engine, one plan.
 enum type { INT64 = 3, BOOLEAN = 2, DESCRIPTOR = 15 };  // cudnnBackendAttributeType_t
 int cudnnCreate(void **handle) { return *handle = fake_handle(), 0; }
 int cudnnSetStream(void *handle, void *stream) { return 0; }

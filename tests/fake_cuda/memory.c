@@ -1,4 +1,4 @@
-// Memory: device memory is host memory that is mapped when it is touched, with the card's limit; copies are real.
+// Memory. Device memory is host memory with the size limit of the card, and is mapped on first access. Copies are real.
 #define _GNU_SOURCE
 #include "fake.h"
 
@@ -15,8 +15,8 @@ struct range {
     enum kind kind;
 };
 
-#define PAGE ((size_t)2 << 20)    // what cudaMalloc rounds up to
-#define WORTH_DOING ((size_t)1 << 20)  // bytes of a device tensor that are really set or copied: counters and flags
+#define PAGE ((size_t)2 << 20)    // cudaMalloc rounds up to this size
+#define WORTH_DOING ((size_t)1 << 20)  // limit in bytes for setting and copying device memory: enough for counters and flags
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct range *ranges;
 static size_t n_ranges, room, in_use;
@@ -29,7 +29,7 @@ static void add(void *start, size_t bytes, enum kind kind) {
     ranges[n_ranges++] = (struct range){start, bytes, kind};
 }
 
-// The range that an address lies in, or kind -1.
+// Return the range that contains an address, or a range of kind -1.
 static struct range find(const void *address) {
     struct range found = {NULL, 0, -1};
     pthread_mutex_lock(&lock);
@@ -98,7 +98,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
     return cudaSuccess;
 }
 
-// From device to device only what is small is copied: no kernel wrote what is large.
+// Between device addresses, only small copies are done: no kernel wrote the contents of large buffers.
 static cudaError_t copy(void *to, const void *from, size_t bytes, const char *event) {
     enum kind target = find(to).kind, source = find(from).kind;
     int pageable = target == (enum kind)-1 || source == (enum kind)-1;

@@ -1,10 +1,12 @@
-"""Train as train_accelerate.py does, with synchronizations forbidden and what the GPU is asked for written down.
+"""Run train_accelerate.py with synchronizations forbidden, and record its use of the GPU.
 
-python tests/fake_cuda/observed_run.py RESULT.json [the flags of train_accelerate.py]
+python tests/fake_cuda/observed_run.py RESULT.json [flags of train_accelerate.py]
 
-Every step but the first runs under `set_sync_debug_mode("error")`. Validation is left out: the number of tokens that it scored comes
-from the device, where nothing is counted. With TORCHINDUCTOR_BENCHMARK_KERNEL=1, which makes Inductor note the bytes of each kernel, what the
-first step compiled is read from its cache; TORCHINDUCTOR_CACHE_DIR must then name an empty folder.
+Every step after the first runs under `set_sync_debug_mode("error")`. Validation is skipped, because the device would have to count
+the scored tokens, and this device computes nothing.
+
+TORCHINDUCTOR_BENCHMARK_KERNEL=1 makes Inductor record the bytes of each kernel. The graphs that the first step compiled are then
+read from Inductor's cache, and TORCHINDUCTOR_CACHE_DIR must name an empty folder.
 """
 
 import ctypes

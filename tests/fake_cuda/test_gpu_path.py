@@ -1,4 +1,4 @@
-"""The GPU path on a CUDA runtime that computes nothing. See README.md."""
+"""Tests of the GPU path on a CUDA runtime that computes nothing. See README.md."""
 
 import json
 import os
@@ -26,7 +26,7 @@ CARDS = {  # name, compute capability, multiprocessors, GB
 
 
 def on_card(card: str, *command: str | Path, **environment: str | Path) -> subprocess.CompletedProcess:
-    """Runs Python with the arguments `command` on a machine with this card."""
+    """Run Python with the arguments `command` on a machine with this card."""
     own = {"FAKE_GPU": CARDS[card], "LD_PRELOAD": BUILD / "libcuda.so.1", "TRITON_LIBCUDA_PATH": BUILD}
     own = {name: str(value) for name, value in {**own, "HF_HUB_OFFLINE": "1", **environment}.items()}
     command = [sys.executable, *map(str, command)]
@@ -44,7 +44,7 @@ def stores(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def record():
-    """What was counted, for benchmarks/results/: of the memory of all cards, of the step, or of both."""
+    """Counts to write to benchmarks/results/: memory (if all cards were measured), the step, or both."""
     counted = {"memory": []}
     yield counted
     if len(counted["memory"]) < len(MEMORY):
@@ -57,7 +57,7 @@ def record():
 
 
 def planned(card: str, folder: Path, store: Path, *flags: str, **environment: str | Path) -> dict:
-    """Runs a few steps under --plan; returns what observed_run.py saw and the memory that was planned."""
+    """Run a few steps with --plan. Return the observations of observed_run.py and the estimated memory."""
     result = folder / "observed.json"
     flags = ("--data", store, "--output_dir", folder / "run", "--plan", "--plan_steps", "1", *flags)
     done = on_card(card, HERE / "observed_run.py", result, *flags, **environment)
@@ -65,7 +65,7 @@ def planned(card: str, folder: Path, store: Path, *flags: str, **environment: st
     observed = json.loads(result.read_text(encoding="utf-8"))
     assert observed["steps"] > 2
     observed["planned_gb"] = float(re.search(r"Memory:  ([\d.]+) GB", done.stdout)[1])
-    observed["said"] = done.stdout + done.stderr
+    observed["output"] = done.stdout + done.stderr
     return observed
 
 
@@ -73,8 +73,8 @@ MEMORY = [(card, preset) for card in ("T4", "L4", "H100") for preset in ("gpt2_s
 
 
 @pytest.mark.parametrize(("card", "preset"), MEMORY)
-def test_memory_is_what_was_planned_and_no_step_synchronizes(card, preset, stores, tmp_path, record):
-    """With the micro-batch that `auto` takes; on a T4 in fp16 with its scaler; accumulated where the preset's batch is larger."""
+def test_peak_memory_matches_the_plan_and_no_step_synchronizes(card, preset, stores, tmp_path, record):
+    """Uses the micro-batch that `auto` chooses. A T4 trains in fp16 with loss scaling. Larger batches of a preset are accumulated."""
     store = stores / ("50257" if preset == "gpt2" else "32000")
     seen = planned(card, tmp_path, store, "--config", f"presets/{preset}.yaml", "--torch_compile", "false")
     if preset == "gpt2":
@@ -84,16 +84,16 @@ def test_memory_is_what_was_planned_and_no_step_synchronizes(card, preset, store
     assert seen["peak_gb"] == pytest.approx(seen["planned_gb"], rel=0.1)
 
 
-def test_fp16_with_its_scaler_compiled_and_accumulated_on_a_small_gpu(stores, tmp_path):
+def test_fp16_works_compiled_and_with_gradient_accumulation_on_a_small_gpu(stores, tmp_path):
     flags = ("--config", "presets/shakespeare_char.yaml", "--n_layer", "1", "--tokens_per_step", "16384")
     seen = planned("T4", tmp_path, stores / "32000", *flags, "--per_device_train_batch_size", "32")
-    assert "fp16, compiled" in seen["said"]
+    assert "fp16, compiled" in seen["output"]
     assert seen["accumulation"] == 2
-    assert "Not enough SMs" not in seen["said"]
+    assert "Not enough SMs" not in seen["output"]
 
 
-def test_the_step_of_the_seeds_run_keeps_to_its_budget(stores, tmp_path, record):
-    """12 layers, 64 x 512 tokens, compiled: kernel launches, bytes that Triton's kernels move, and no fp32 logits."""
+def test_a_step_of_gpt2_small_seed_stays_within_its_budget(stores, tmp_path, record):
+    """Limits for 12 layers, 64 x 512 tokens, compiled: kernel launches, bytes moved by Triton kernels, and no fp32 logits."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache", "TORCHINDUCTOR_BENCHMARK_KERNEL": "1"}
     flags = ("--config", "presets/gpt2_small_seed.yaml", "--per_device_train_batch_size", "64")
     seen = planned("H100", tmp_path, stores / "32000", *flags, FAKE_GPU_LOG=tmp_path / "log", **cache)
@@ -116,7 +116,7 @@ def test_the_step_of_the_seeds_run_keeps_to_its_budget(stores, tmp_path, record)
     assert seen["peak_gb"] == pytest.approx(seen["planned_gb"], rel=0.1)
 
 
-# Plans as if three times the memory were usable, so that the first micro-batch does not fit.
+# Sets the usable memory to three times its size, so that the first micro-batch does not fit.
 TOO_MUCH = """if True:
     import sys
     sys.path.insert(0, "tests/fake_cuda")
@@ -128,7 +128,7 @@ TOO_MUCH = """if True:
 SMALL = ("--config", "presets/shakespeare_char.yaml", "--torch_compile", "false", "--sample_tokens", "0")
 
 
-def test_a_run_that_is_out_of_memory_goes_on_in_a_fresh_process_with_half_the_micro_batch(stores, tmp_path):
+def test_a_run_out_of_memory_restarts_in_a_fresh_process_with_half_the_micro_batch(stores, tmp_path):
     flags = ("--data", stores / "32000", "--output_dir", tmp_path / "run", "--tokens_per_step", str(2**20))
     done = on_card("T4", "-c", TOO_MUCH, tmp_path / "seen.json", *SMALL, *flags, "--max_steps", "3")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -140,7 +140,7 @@ def test_a_run_that_is_out_of_memory_goes_on_in_a_fresh_process_with_half_the_mi
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-def test_the_copy_that_is_saved_is_page_locked_and_no_larger_than_it(stores, tmp_path):
+def test_the_host_copy_of_a_checkpoint_is_pinned_and_only_as_large_as_needed(stores, tmp_path):
     flags = ("--data", stores / "32000", "--output_dir", tmp_path / "run", "--n_embd", "320", "--max_steps", "1")
     log = tmp_path / "log"
     done = on_card("H100", HERE / "observed_run.py", tmp_path / "seen.json", *SMALL, *flags, FAKE_GPU_LOG=log)
@@ -155,7 +155,7 @@ def test_the_copy_that_is_saved_is_page_locked_and_no_larger_than_it(stores, tmp
 
 
 @pytest.mark.parametrize(("card", "capability"), [("V100", "7.0"), ("P100", "6.0")])
-def test_a_gpu_without_kernels_is_refused_before_text_is_read(card, capability, tmp_path):
+def test_a_gpu_that_this_build_does_not_support_is_refused_before_text_is_read(card, capability, tmp_path):
     done = on_card(card, "train_accelerate.py", "--data", "README.md", "--output_dir", tmp_path / "run")
     assert done.returncode == 1
     assert f"of compute capability {capability}: install a build for CUDA 12.6" in done.stderr
@@ -163,13 +163,13 @@ def test_a_gpu_without_kernels_is_refused_before_text_is_read(card, capability, 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_gpu_that_others_fill_is_said_to_be_full(stores, tmp_path):
+def test_a_gpu_filled_by_other_processes_is_reported(stores, tmp_path):
     flags = ("--data", stores / "32000", "--output_dir", tmp_path / "run", "--plan", "--plan_steps", "0")
     done = on_card("H100", "train_accelerate.py", *SMALL, *flags, FAKE_GPU_TAKEN_GB="74")
     assert "Advice:  74 of 85 GB of the GPU are in use by other processes" in done.stdout, done.stderr[-3000:]
 
 
-def test_attention_avoids_cudnn_with_masks_at_lengths_where_it_gave_nan(stores, tmp_path):
+def test_masked_attention_avoids_cudnn_at_lengths_where_it_returned_nan(stores, tmp_path):
     flags = ("--data", stores / "32000", "--output_dir", tmp_path / "run", "--plan", "--plan_steps", "0")
     flags += ("--mask_documents", "true", "--attn_pdrop", "0", "--tokens_per_step", "8192")
     for context, kernel in (("64", "efficient"), ("128", "cudnn")):
@@ -198,7 +198,7 @@ ATTENTION = """if True:
         ("H100", {"bf16 0.0 False": "cudnn", "bf16 0.1 False": "flash", "no 0.0 True": "efficient"}),
     ],
 )
-def test_attention_runs_in_the_fastest_kernel_of_the_card(card, expected):
+def test_attention_uses_the_fastest_kernel_of_the_card(card, expected):
     done = on_card(card, "-c", ATTENTION)
     assert done.returncode == 0, done.stderr
     chosen = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())

