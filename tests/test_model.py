@@ -1,4 +1,4 @@
-"""The model against Transformers' GPT-2, against literal numbers, and against itself where two ways must agree."""
+"""Tests of the model against Transformers' GPT-2, literal numbers, and its own alternative paths."""
 
 import logging
 import math
@@ -9,7 +9,6 @@ import torch
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AutoTokenizer,
@@ -26,7 +25,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.modeling_gpt2scratch import eager_attention_forward
 from tokenizer.vocabulary import character_tokenizer, save
 
-# Weights of ten times the usual size: attention is then far from uniform, and whatever it should not see shows.
+# Weights have ten times the usual size, so that attention is far from uniform and leaks between tokens are visible.
 TINY = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 F = torch.nn.functional
@@ -35,7 +34,10 @@ SEED = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 512, "vocab_s
 CHARACTERS = {"n_layer": 4, "n_head": 4, "n_embd": 256, "n_positions": 256}
 OPENAI = {"n_positions": 1024, "vocab_size": 50257, "activation_function": "gelu_new", "tie_word_embeddings": True}
 PRESETS = {
-    "nano": (413_184 + 256 * 32_000, {"n_layer": 2, "n_head": 4, "n_embd": 128, "n_positions": 128}),  # any vocabulary
+    "nano": (
+        413_184 + 256 * 32_000,
+        {"n_layer": 2, "n_head": 4, "n_embd": 128, "n_positions": 128},
+    ),  # has no vocab_size of its own
     "shakespeare_char": (3_258_368, CHARACTERS | {"vocab_size": 65}),
     "medium_char": (3_322_368, CHARACTERS | {"vocab_size": 190}),
     "gpt2_small_seed": (134_601_216, SEED | {"activation_function": "gelu", "tie_word_embeddings": False}),
@@ -53,12 +55,12 @@ def tiny(attention="sdpa", **fields):
     return model
 
 
-def tokens(*shape, seed=1):
-    return torch.randint(0, TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+def tokens(*shape, seed=1, vocab_size=64):
+    return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def gpt2_of(model):
-    """Transformers' own GPT-2 with the same weights."""
+    """Return Transformers' GPT-2 with the same weights."""
     names = (*TINY, "activation_function", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
     gpt2 = GPT2LMHeadModel(GPT2Config(**{name: getattr(model.config, name) for name in names})).eval()
     gpt2.set_attn_implementation(model.config._attn_implementation)
@@ -70,12 +72,34 @@ def as_conv1d(name, tensor):
     return tensor.t() if name.endswith(CONV1D) else tensor
 
 
+def left_padded(short, long):
+    """Return a batch of both rows, the short one padded on the left, and its attention mask."""
+    padding = torch.zeros(1, long.shape[1] - short.shape[1], dtype=torch.long)
+    batch = torch.cat([torch.cat([padding, short], dim=1), long])
+    mask = torch.ones_like(batch)
+    mask[0, : padding.shape[1]] = 0
+    return batch, mask
+
+
 def new_cache(kind, model):
     return DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=16)
 
 
 def greedy(model, prompt, new=10, **settings):
     return model.generate(prompt, max_new_tokens=new, do_sample=False, pad_token_id=0, **settings)
+
+
+class Calls(TorchFunctionMode):
+    """Recorder of the keyword arguments of all calls to a function of torch."""
+
+    def __init__(self, watched):
+        super().__init__()
+        self.watched, self.seen = watched, []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is self.watched:
+            self.seen.append(kwargs)
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -85,11 +109,11 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-# Sizes and first weights
+# Sizes and initial weights
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_files_describe_models_of_exactly_their_published_number_of_parameters(name):
+def test_presets_have_exactly_the_published_number_of_parameters(name):
     preset = yaml.safe_load((REPOSITORY / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
     fields = {key: value for key, value in preset.items() if key in GPT2ScratchConfig.__annotations__}
     parameters, expected = PRESETS[name]
@@ -99,8 +123,8 @@ def test_preset_files_describe_models_of_exactly_their_published_number_of_param
         assert GPT2ScratchForCausalLM(GPT2ScratchConfig(**expected)).num_parameters() == parameters
 
 
-def test_projections_into_the_residual_stream_start_smaller():
-    """0.02 / sqrt(2 * 8) = 0.005, applied to the very weights that feed the residual stream."""
+def test_projections_into_the_residual_stream_have_smaller_initial_weights():
+    """The standard deviation of the weights that feed the residual stream is 0.02 / sqrt(2 * 8) = 0.005."""
     torch.manual_seed(0)
     config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=8, n_head=4)
     weights = GPT2ScratchForCausalLM(config).state_dict()
@@ -112,7 +136,7 @@ def test_projections_into_the_residual_stream_start_smaller():
         assert weights[name].std().item() == pytest.approx(0.02, rel=0.05), name
 
 
-def test_all_problems_of_a_config_arrive_in_one_error_also_when_it_is_saved(tmp_path):
+def test_all_problems_of_a_config_are_reported_together_also_on_saving(tmp_path):
     wrong = {"n_embd": 30, "n_head": 4, "n_layer": 0, "n_inner": 0, "resid_pdrop": 1.5, "activation_function": "gleu"}
     with pytest.raises(StrictDataclassError) as error:
         GPT2ScratchConfig(**wrong)
@@ -134,7 +158,7 @@ def test_all_problems_of_a_config_arrive_in_one_error_also_when_it_is_saved(tmp_
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_logits_loss_and_gradients_are_those_of_gpt2(tied, activation, attention):
+def test_logits_loss_and_gradients_match_gpt2(tied, activation, attention):
     ours = tiny(attention, tie_word_embeddings=tied, activation_function=activation)
     theirs = gpt2_of(ours)
     ids = tokens(2, 32)
@@ -149,7 +173,7 @@ def test_logits_loss_and_gradients_are_those_of_gpt2(tied, activation, attention
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_hidden_states_and_attentions_are_those_of_gpt2_and_only_returned_when_asked_for():
+def test_hidden_states_and_attentions_match_gpt2_and_are_returned_only_on_request():
     ours = tiny("eager")
     theirs = gpt2_of(ours)
     wanted = {"output_hidden_states": True, "output_attentions": True}
@@ -167,7 +191,7 @@ def test_hidden_states_and_attentions_are_those_of_gpt2_and_only_returned_when_a
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
 def test_flex_attention_agrees_with_sdpa():
-    """Not compiled: the kernel takes half a minute to build and is PyTorch's business, the call is ours."""
+    """Without compilation: building the kernel takes half a minute and tests PyTorch, not this call."""
     model, ids = tiny(), tokens(2, 32)
     expected = model(ids).logits
     model.set_attn_implementation("flex_attention")
@@ -175,20 +199,9 @@ def test_flex_attention_agrees_with_sdpa():
         torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
 
 
-class SoftmaxTypes(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._softmax.default:
-            self.seen.append(args[0].dtype)
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["embd_pdrop", "attn_pdrop", "resid_pdrop"])
-def test_each_kind_of_dropout_acts_in_training_and_only_there(kind, attention):
+def test_each_kind_of_dropout_acts_only_in_training(kind, attention):
     model, ids = tiny(attention, **{kind: 0.5}), tokens(1, 8)
     assert torch.equal(model(ids).logits, model(ids).logits)
     model.train()
@@ -200,26 +213,22 @@ def test_each_kind_of_dropout_acts_in_training_and_only_there(kind, attention):
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_padding_changes_nothing_without_position_ids(attention):
+def test_padding_does_not_change_logits_without_position_ids(attention):
     model = tiny(attention)
     short, long = tokens(1, 7), tokens(1, 12, seed=2)
-    padded = torch.cat([torch.cat([torch.zeros(1, 5, dtype=torch.long), short], dim=1), long])
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[0, :5] = 0
+    padded, mask = left_padded(short, long)
     logits = model(padded, attention_mask=mask).logits
     torch.testing.assert_close(logits[:1, 5:], model(short).logits, rtol=0, atol=1e-5)
     torch.testing.assert_close(logits[1:], model(long).logits, rtol=0, atol=1e-5)
-    right = torch.cat([short, torch.zeros(1, 5, dtype=torch.long)], dim=1)
-    right = model(right, attention_mask=mask[:1].flip(1)).logits
+    right = model(padded[:1].roll(7, 1), attention_mask=mask[:1].flip(1)).logits
     torch.testing.assert_close(right[:, :7], model(short).logits, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_left_padding_changes_nothing_through_a_cache_either(kind):
+def test_left_padding_does_not_change_logits_through_a_cache(kind):
     model, ids = tiny(), tokens(1, 7)
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
-    mask = torch.tensor([[0] * 5 + [1] * 7])
+    padded, mask = (rows[:1] for rows in left_padded(ids, tokens(1, 12)))
     cache = new_cache(kind, model)
     steps = [(0, 9), (9, 10), (10, 11), (11, 12)]
     logits = [model(padded[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits for a, b in steps]
@@ -228,37 +237,25 @@ def test_left_padding_changes_nothing_through_a_cache_either(kind):
 
 
 def packed(*lengths):
-    """A row of documents, the positions that tell them apart, and what each is alone."""
+    """Return a row of packed documents, its position ids, and the single documents."""
     documents = [tokens(1, length, seed=length + place) for place, length in enumerate(lengths)]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return torch.cat(documents, dim=1), positions, documents
 
 
-def assert_documents_are_alone(logits, model, documents):
-    alone = torch.cat([model(document).logits for document in documents], dim=1)
-    torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("use_cache", [None, False], ids=["default_cache", "no_cache"])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_packed_documents_do_not_see_each_other(use_cache, training, attention):
-    model = tiny(attention).train(training)
-    row, positions, documents = packed(5, 9, 4)
-    logits = model(row, position_ids=positions, use_cache=use_cache).logits
-    assert_documents_are_alone(logits, model, documents)
-
-
 @torch.no_grad()
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("use_cache", [None, False], ids=["default_cache", "no_cache"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("way", ["eager", "sdpa", "compiled"])
 @pytest.mark.parametrize("lengths", [(5, 9, 4), (20, 32, 20)], ids=["within_context", "72_of_32_tokens"])
-def test_a_packed_row_may_be_compiled_and_longer_than_the_context(compiled, lengths):
-    model = tiny()
+def test_packed_documents_do_not_see_each_other_even_beyond_the_context(use_cache, training, way, lengths):
+    model = tiny("eager" if way == "eager" else "sdpa").train(training)
     row, positions, documents = packed(*lengths)
-    forward = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-    assert_documents_are_alone(forward(row, position_ids=positions).logits, model, documents)
+    forward = torch.compile(model, backend="eager", fullgraph=True) if way == "compiled" else model
+    logits = forward(row, position_ids=positions, use_cache=use_cache).logits
+    alone = torch.cat([model(document).logits for document in documents], dim=1)
+    torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
 # Beyond the context
@@ -284,7 +281,7 @@ BEYOND = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("way", BEYOND)
-def test_what_is_beyond_the_context_is_refused_with_both_lengths(way):
+def test_input_beyond_the_context_is_refused_with_both_lengths(way):
     with pytest.raises(ValueError, match="33 tokens does not fit the context of 32 tokens"):
         BEYOND[way](tiny())
 
@@ -303,9 +300,9 @@ for fullgraph in (False, True):
 """
 
 
-def test_a_compiled_model_refuses_what_is_beyond_the_context_and_lives(launch):
+def test_a_compiled_model_refuses_input_beyond_the_context_without_crashing(launch):
     done = launch("-c", BEYOND_COMPILED)
-    assert done.returncode == 0, done.stderr  # negative where the process was aborted
+    assert done.returncode == 0, done.stderr  # negative if the process aborted
     assert done.stdout == "True\nTrue\n"
 
 
@@ -316,28 +313,30 @@ def test_a_compiled_model_refuses_what_is_beyond_the_context_and_lives(launch):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("lengths", [[5, *[1] * 7], [5, 7]], ids=["one_by_one", "several_at_once"])
-def test_pieces_through_a_cache_give_the_logits_of_the_whole(lengths, kind, attention):
+def test_chunks_through_a_cache_give_the_logits_of_the_whole_input(lengths, kind, attention):
     model, ids = tiny(attention), tokens(2, 12)
     cache = new_cache(kind, model)
     steps = [model(piece, past_key_values=cache).logits for piece in ids.split(lengths, dim=1)]
     torch.testing.assert_close(torch.cat(steps, dim=1), model(ids).logits, rtol=0, atol=1e-5)
 
 
-WAYS_TO_BE_GREEDY = {
+WAYS_TO_GENERATE = {
     "dynamic_cache": {},
     "static_cache": {"cache_implementation": "static"},
     "no_cache": {"use_cache": False},
     "prompt_lookup": {"prompt_lookup_num_tokens": 3},
     "assistant": {"assistant_model": tiny(n_layer=1)},
+    "beams": {"num_beams": 2},
+    "drafts": {"assistant_early_exit": 1},
 }
 
 
-def test_drafts_of_the_first_layers_are_greedy_generation():
+def test_drafts_of_the_first_layers_give_greedy_text_with_fewer_runs():
     model, prompt = tiny(), tokens(1, 6)
     runs = []
     model.transformer.h[1].register_forward_hook(lambda *_: runs.append(1))
     drafted = greedy(model, prompt, assistant_early_exit=1)
-    assert len(runs) < 10  # of the second of two layers, for ten tokens
+    assert len(runs) < 10  # runs of the second layer, for ten tokens
     assert torch.equal(drafted, greedy(model, prompt))
 
 
@@ -351,14 +350,13 @@ def warned():
     logger.removeFilter(watch)
 
 
-WAYS_TO_GENERATE = WAYS_TO_BE_GREEDY | {"beams": {"num_beams": 2}, "drafts": {"assistant_early_exit": 1}}
 STOPS = "The prompt has 10 tokens and the context 32 (n_positions), so generation stops after 22 new tokens."
 
 
 @pytest.mark.parametrize("way", WAYS_TO_GENERATE)
-def test_generation_is_that_of_gpt2_and_stops_where_the_context_ends_with_one_warning(way, warned):
+def test_generation_matches_gpt2_and_stops_at_the_context_length_with_one_warning(way, warned):
     model = tiny()
-    prompt = tokens(1, 5).repeat(1, 2)  # a repetition, for the look-up to find
+    prompt = tokens(1, 5).repeat(1, 2)  # a repetition for prompt lookup to find
     expected = greedy(model, prompt, new=22, **WAYS_TO_GENERATE[way])
     if way != "beams":
         assert torch.equal(expected, greedy(gpt2_of(model), prompt, new=22, use_cache=False))
@@ -368,27 +366,27 @@ def test_generation_is_that_of_gpt2_and_stops_where_the_context_ends_with_one_wa
     assert warned == [STOPS]
 
 
-def test_embeddings_a_max_length_and_a_static_cache_end_where_the_context_ends(warned):
-    model, ids = tiny(), tokens(1, 10).clamp(min=1)  # 0 pads
+def test_embeddings_max_length_and_a_static_cache_stop_at_the_context_length(warned):
+    model, ids = tiny(), tokens(1, 10).clamp(min=1)  # 0 is the padding token
     expected = greedy(model, ids, new=22)
     embedded = greedy(model, None, new=256, inputs_embeds=model.transformer.wte(ids))
     assert torch.equal(embedded, expected[:, 10:])
     assert torch.equal(model.generate(ids, max_length=100, do_sample=False, pad_token_id=0), expected)
     static = greedy(model, ids, new=256, cache_implementation="static", return_dict_in_generate=True)
     assert torch.equal(static.sequences, expected)
-    assert static.past_key_values.get_max_length() == 31  # the last token need not be read
+    assert static.past_key_values.get_max_length() == 31  # the last token is not read
     assert warned == [STOPS] * 3
 
 
-def test_a_prompt_that_fills_the_context_still_has_a_next_token(warned):
+def test_a_prompt_that_fills_the_context_gets_one_token(warned):
     model, prompt = tiny(), tokens(1, 32)
     for new in (1, 5):
         assert greedy(model, prompt, new=new).tolist()[0][32:] == [model(prompt).logits[0, -1].argmax().item()]
-    assert len(warned) == 1  # of the five
+    assert len(warned) == 1  # for the five tokens
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["one", "batch"])
-def test_a_pipeline_at_its_defaults_stays_within_the_context(many, tmp_path):
+def test_a_pipeline_with_default_settings_stays_within_the_context(many, tmp_path):
     tokenizer = character_tokenizer(["abc "])
     model = tiny(vocab_size=len(tokenizer))
     save(tokenizer, tmp_path, 32)
@@ -400,7 +398,7 @@ def test_a_pipeline_at_its_defaults_stays_within_the_context(many, tmp_path):
         assert len(tokenizer(answer[0]["generated_text"]).input_ids) == 32
 
 
-def test_sampling_and_beam_search_find_what_gpt2_finds():
+def test_sampling_and_beam_search_match_gpt2():
     model, prompt = tiny(), tokens(2, 6)
     drawn = []
     for one in (model, gpt2_of(model)):
@@ -412,12 +410,10 @@ def test_sampling_and_beam_search_find_what_gpt2_finds():
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_left_padded_batch_generates_what_each_row_would_and_stops_where_the_context_ends(cache, warned):
+def test_a_left_padded_batch_generates_the_text_of_each_row_and_stops_at_the_context_length(cache, warned):
     model = tiny()
     short, long = tokens(1, 5), tokens(1, 10, seed=2)
-    batch = torch.cat([torch.cat([torch.zeros(1, 5, dtype=torch.long), short], dim=1), long])
-    mask = torch.ones_like(batch)
-    mask[0, :5] = 0
+    batch, mask = left_padded(short, long)
     together = greedy(model, batch, attention_mask=mask, cache_implementation=cache)[:, 10:]
     assert torch.equal(together, torch.cat([greedy(model, short)[:, 5:], greedy(model, long)[:, 10:]]))
     stopped = greedy(model, batch, new=256, attention_mask=mask, cache_implementation=cache)
@@ -425,11 +421,11 @@ def test_a_left_padded_batch_generates_what_each_row_would_and_stops_where_the_c
     assert warned == [STOPS]
 
 
-# What goes in and what comes out
+# Inputs and outputs
 
 
 @torch.no_grad()
-def test_embeddings_in_place_of_ids_give_the_same_logits_and_both_or_neither_are_refused():
+def test_embeddings_give_the_logits_of_ids_and_passing_both_or_neither_is_refused():
     model, ids = tiny(), tokens(2, 8)
     embeddings = model.get_input_embeddings()(ids)
     assert torch.equal(model(inputs_embeds=embeddings).logits, model(ids).logits)
@@ -444,13 +440,13 @@ def test_embeddings_in_place_of_ids_give_the_same_logits_and_both_or_neither_are
     [(0, range(8)), (1, [7]), (3, [5, 6, 7]), (torch.tensor([0, 5]), [0, 5])],
     ids=["all", "last", "last_three", "chosen"],
 )
-def test_logits_to_keep_are_kept_and_no_others(keep, positions):
+def test_logits_to_keep_selects_positions(keep, positions):
     model, ids = tiny(), tokens(2, 8)
     kept = model(ids, logits_to_keep=keep).logits
     torch.testing.assert_close(kept, model(ids).logits[:, list(positions)], rtol=0, atol=1e-6)
 
 
-def test_the_loss_is_the_mean_cross_entropy_of_the_next_tokens_that_are_labels():
+def test_the_loss_is_the_mean_cross_entropy_of_the_labeled_next_tokens():
     model, ids = tiny(), tokens(2, 8)
     targets, logits = ids[:, 1:].flatten(), model(ids).logits[:, :-1].flatten(0, 1)
     nats = -logits.log_softmax(-1)[range(14), targets]
@@ -461,7 +457,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_next_tokens_that_are_labels()
     counted = (labels[:, 1:] != -100).flatten()
     assert counted.sum() == 10
     torch.testing.assert_close(model(ids, labels=labels).loss, nats[counted].mean())
-    shifted = {"labels": ids[:, :-1], "shift_labels": ids[:, 1:].contiguous()}  # taken as they are
+    shifted = {"labels": ids[:, :-1], "shift_labels": ids[:, 1:].contiguous()}  # used without another shift
     torch.testing.assert_close(model(ids[:, :-1], **shifted).loss, nats.mean())
     expected, short = model(ids, labels=ids), model(ids.int(), labels=ids.int())
     assert torch.equal(short.logits, expected.logits)
@@ -469,7 +465,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_next_tokens_that_are_labels()
 
 
 def block_runs_of_one_step(model, ids):
-    """Gradients of a training step, and how often the first block ran for them."""
+    """Return the gradients of a training step, and how often the first block ran."""
     runs = []
     hook = model.transformer.h[0].ln_1.register_forward_hook(lambda *_: runs.append(1))
     model.zero_grad()
@@ -478,7 +474,7 @@ def block_runs_of_one_step(model, ids):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}, len(runs)
 
 
-def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients():
+def test_gradient_checkpointing_recomputes_blocks_and_keeps_the_gradients():
     model, ids = tiny(), tokens(2, 16)
     expected, runs = block_runs_of_one_step(model, ids)
     assert runs == 1
@@ -504,28 +500,15 @@ def test_the_vocabulary_can_grow(tied):
 # Compiling and exporting
 
 
-class AttentionCalls(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.masks, self.causal = [], []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.scaled_dot_product_attention:
-            self.masks.append(kwargs["attn_mask"])
-            self.causal.append(kwargs["is_causal"])
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("more", [{}, {"use_cache": False}, {"attention_mask": torch.ones(2, 8).long()}], ids=list)
-def test_plain_causal_attention_needs_no_mask(more):
-    with AttentionCalls() as calls:
+def test_causal_attention_without_padding_uses_no_mask(more):
+    with Calls(F.scaled_dot_product_attention) as calls:
         tiny()(tokens(2, 8), **more)
-    assert calls.masks == [None] * 2
-    assert calls.causal == [True] * 2
+    assert [(call["attn_mask"], call["is_causal"]) for call in calls.seen] == [(None, True)] * 2
 
 
 def captured_graph(model, **inputs):
-    """The one graph that a training step compiles to."""
+    """Return the single graph that a training step compiles to."""
     graphs = []
 
     def capture(graph_module, example_inputs):
@@ -538,13 +521,12 @@ def captured_graph(model, **inputs):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_the_compiled_causal_path_holds_no_mask():
+def test_the_compiled_causal_path_has_no_mask():
     ids = tokens(2, 24)
-    captured_graph(tiny().train(), input_ids=ids, labels=ids)  # one graph with the default cache, too
+    captured_graph(tiny().train(), input_ids=ids, labels=ids)  # also a single graph with the default cache
     graph = captured_graph(tiny().train(), input_ids=ids, labels=ids, use_cache=False)
     calls = [node for node in graph.nodes if node.target is F.scaled_dot_product_attention]
-    assert [node.kwargs["attn_mask"] for node in calls] == [None] * 2
-    assert [node.kwargs["is_causal"] for node in calls] == [True] * 2
+    assert [(node.kwargs["attn_mask"], node.kwargs["is_causal"]) for node in calls] == [(None, True)] * 2
     values = [node.meta.get("example_value") for node in graph.nodes]
     assert not [value for value in values if isinstance(value, torch.Tensor) and value.shape[-2:] == (24, 24)]
 
@@ -564,7 +546,7 @@ def test_a_compiled_training_step_gives_the_same_gradients(checkpointing):
 
 
 @torch.no_grad()
-def test_an_exported_model_takes_any_batch_size():
+def test_an_exported_model_accepts_any_batch_size():
     model = tiny()
     inputs = {"input_ids": tokens(2, 8), "use_cache": False}
     shapes = {"input_ids": {0: torch.export.Dim("batch")}, "use_cache": None}
@@ -579,7 +561,7 @@ def test_an_exported_model_takes_any_batch_size():
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_loading_in_half_precision_computes_in_it(dtype, tmp_path):
+def test_a_model_loaded_in_half_precision_computes_in_half_precision(dtype, tmp_path):
     model, ids = tiny(), tokens(2, 16)
     model.save_pretrained(tmp_path)
     half = GPT2ScratchForCausalLM.from_pretrained(tmp_path, dtype=dtype)
@@ -610,7 +592,7 @@ def test_a_device_map_places_the_model(device_map, second_block, tmp_path):
     assert torch.equal(greedy(placed, ids), greedy(model, ids))
 
 
-# Many devices and other programs
+# Several devices and other programs
 
 
 def modules_matching(plan_name, model):
@@ -618,7 +600,7 @@ def modules_matching(plan_name, model):
     return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
 
 
-def test_every_name_of_the_parallel_plans_is_a_matrix_or_a_module_of_the_model():
+def test_every_name_in_the_parallel_plans_matches_a_module():
     model = tiny()
     plan = model.config.base_model_tp_plan
     for name in plan:
@@ -627,13 +609,13 @@ def test_every_name_of_the_parallel_plans_is_a_matrix_or_a_module_of_the_model()
         assert all(isinstance(module, torch.nn.Linear | torch.nn.Embedding) for module in matched), name
     assert modules_matching("lm_head", model)
     assert set(model._tp_plan) == {"lm_head", *(f"transformer.{name}" for name in plan)}
-    assert plan["h.*.attn.c_attn"] == "colwise_gather_output"  # a column block would mix queries with keys
+    assert plan["h.*.attn.c_attn"] == "colwise_gather_output"  # because a column block would mix queries with keys
     assert plan["h.*.attn.c_proj"] == "rowwise_split_input"
     assert all(modules_matching(name, model.transformer) for name in model.config.base_model_fsdp_plan)
 
 
 @torch.no_grad()
-def test_the_pipeline_plan_walked_by_hand_is_the_model():
+def test_running_the_stages_of_the_pipeline_plan_gives_the_model_output():
     model, ids = tiny(), tokens(2, 8)
     values = {"input_ids": ids, "position_ids": torch.arange(8)[None], "attention_mask": None}
     for name, (inputs, outputs) in model.config.base_model_pp_plan.items():
@@ -646,7 +628,7 @@ def test_the_pipeline_plan_walked_by_hand_is_the_model():
 
 
 @torch.no_grad()
-def test_a_registered_attention_function_sees_the_layer_and_every_keyword():
+def test_a_registered_attention_function_receives_the_layer_and_every_keyword():
     calls = []
 
     def watched(module, query, key, value, attention_mask, **kwargs):
@@ -667,7 +649,7 @@ def test_a_registered_attention_function_sees_the_layer_and_every_keyword():
 
 
 @torch.no_grad()
-def test_eager_attention_is_the_equation_with_the_softmax_in_float32():
+def test_eager_attention_computes_the_equation_with_the_softmax_in_float32():
     """softmax(q k^T / sqrt(2)) v with q k^T / sqrt(2) = (0, ln 3): weights 1/4 and 3/4."""
     query = torch.tensor([[[[math.sqrt(2), 0.0]]]])
     key = torch.tensor([[[[0.0, 1.0], [math.log(3), 1.0]]]])
@@ -676,7 +658,7 @@ def test_eager_attention_is_the_equation_with_the_softmax_in_float32():
     torch.testing.assert_close(weights, torch.tensor([[[[0.25, 0.75]]]]))
     torch.testing.assert_close(output, torch.tensor([[[[1.0, 6.0]]]]))
     model = tiny("eager").to(torch.bfloat16)
-    with SoftmaxTypes() as softmax:
+    with Calls(F.softmax) as softmax:
         output = model(tokens(1, 8), output_attentions=True)
-    assert softmax.seen == [torch.float32] * 2
+    assert [call["dtype"] for call in softmax.seen] == [torch.float32] * 2
     assert output.attentions[0].dtype == output.logits.dtype == torch.bfloat16
