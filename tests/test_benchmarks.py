@@ -1,3 +1,5 @@
+"""Tests of the benchmark scripts at tiny sizes, and of their recorded results."""
+
 import itertools
 import json
 import os
@@ -14,18 +16,18 @@ from conftest import REPOSITORY
 from errors import UserError
 
 
-def test_the_page_of_performance_says_what_the_results_say():
+def test_the_performance_page_matches_the_results():
     assert (REPOSITORY / "docs" / "performance.md").read_text(encoding="utf-8") == performance.page()
 
 
-def test_plans_came_near_their_runs():
+def test_plan_estimates_are_close_to_the_measured_runs():
     for path in results.RESULTS.glob("plan-*.json"):
         for run in json.loads(path.read_text())["runs"].values():
             assert run["said"]["seconds"] == pytest.approx(run["took"]["seconds"], rel=0.2)
             assert run["said"]["peak_memory_gb"] == pytest.approx(run["took"]["peak_memory_gb"], rel=0.1)
 
 
-def test_every_rung_changes_one_lever():
+def test_each_rung_changes_one_setting():
     rungs = list(LADDER.values())
     pairs = list(itertools.pairwise(rungs)) + [(Rung(), rung) for rung in WITHOUT_ONE.values()]
     for one, other in pairs:
@@ -33,8 +35,8 @@ def test_every_rung_changes_one_lever():
     assert rungs[-1] == Rung()
 
 
-def test_ratios_are_taken_within_a_round_and_a_clone_that_is_none_is_refused(tmp_path):
-    """The machine is three times as slow in the second round; theirs takes twice as long in both."""
+def test_ratios_are_computed_within_a_round_and_a_wrong_nanogpt_path_is_refused(tmp_path):
+    """The machine is three times slower in the second round. `theirs` takes twice as long as `ours` in both."""
     measured = {
         "ours": [{"seconds_a_step": [0.1, 0.2, 0.2]}, {"seconds_a_step": [0.6]}],
         "theirs": [{"seconds_a_step": [0.4]}, {"seconds_a_step": [1.2]}],
@@ -44,8 +46,8 @@ def test_ratios_are_taken_within_a_round_and_a_clone_that_is_none_is_refused(tmp
         train_step.main(["--nanogpt", str(tmp_path)])
 
 
-def test_ours_and_a_raw_loop_compete(tmp_path, monkeypatch):
-    """From the command to the result, with everything real but the size."""
+def test_the_train_step_benchmark_measures_a_run(tmp_path, monkeypatch):
+    """Runs the whole benchmark, only smaller."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     few = ["--sequences", "1", "--rounds", "1", "--warmup", "1", "--windows", "1", "--steps", "1"]
     train_step.main([*few, "--only", "ours"])
@@ -60,7 +62,7 @@ def test_ours_and_a_raw_loop_compete(tmp_path, monkeypatch):
     assert performance.train_step(path, result).startswith("### shakespeare_char (4 layers, width 256, vocabulary 65)")
 
 
-def test_rungs_train_the_same_model_whatever_their_levers(tmp_path):
+def test_a_raw_loop_is_measured_without_recompilation(tmp_path):
     workload = Workload.of_preset("shakespeare_char", 1, dropout=0.0)
     make_store(tmp_path / "store", workload.vocab_size)
     workload.write(tmp_path)
@@ -70,8 +72,8 @@ def test_rungs_train_the_same_model_whatever_their_levers(tmp_path):
     assert found["recompiles"] == 0
 
 
-def test_the_first_hour_on_a_gpu_runs_at_tiny_sizes_on_a_cpu(tmp_path):
-    """Its commands exist, take their flags, and resume to the bit; what they show about a GPU is for whoever has one."""
+def test_the_script_for_the_first_hour_on_a_gpu_runs_on_a_cpu_with_tiny_models(tmp_path):
+    """All commands of the script exist and accept their flags, and its run resumes bitwise."""
     done = subprocess.run(
         ["bash", "benchmarks/first_hour_on_gpu.sh", "--smoke"],
         cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""Flags over a YAML file over defaults, and errors that are one sentence."""
+"""Tests of command lines: flags override a YAML file, the file overrides defaults, and errors are one sentence."""
 
 import importlib
 import os
@@ -42,7 +42,7 @@ class Length:
 
 
 def parse(*arguments: str, **options) -> tuple[Model, Length, set[str]]:
-    (model, length), given = FlagParser((Model, Length), "A door.").parse(list(arguments), **options)
+    (model, length), given = FlagParser((Model, Length), "A command.").parse(list(arguments), **options)
     return model, length, given
 
 
@@ -62,17 +62,17 @@ def yaml(tmp_path):
     return write
 
 
-# ---- what wins ------------------------------------------------------------------------------------------------------
+# ---- precedence -----------------------------------------------------------------------------------------------------
 
 
-def test_a_file_gives_defaults_that_flags_override(yaml):
+def test_flags_override_the_values_of_a_file(yaml):
     path = yaml("n_layer: 6\nlearning_rate: 3e-4\ntorch_compile: true\nlr_scheduler_type: linear\ninput: [a, b c]\n")
     model, _, given = parse("--config", path, "--n_layer", "2")
     assert model == Model(2, 3e-4, True, "linear", None, ["a", "b c"])
     assert given == {"config", "n_layer", "learning_rate", "torch_compile", "lr_scheduler_type", "input"}
 
 
-def test_a_default_file_is_read_only_where_no_other_is_named_and_is_not_the_users_word(yaml, tmp_path):
+def test_a_default_file_is_read_only_without_config_and_does_not_count_as_given(yaml, tmp_path):
     default = tmp_path / "default.yaml"
     default.write_text("n_layer: 3\nname: quickstart\n")
     model, _, given = parse("--name=mine", default_config=default)
@@ -90,7 +90,7 @@ def test_a_default_file_is_read_only_where_no_other_is_named_and_is_not_the_user
         (["--input", "a b", "ü*.txt", "--torch_compile"], Model(torch_compile=True, input=["a b", "ü*.txt"])),
     ],
 )
-def test_a_flag_may_be_written_in_any_of_its_forms(arguments, expected):
+def test_all_forms_of_a_flag_are_accepted(arguments, expected):
     model, length, given = parse(*arguments)
     assert (model, length) == (expected, Length())
     flags = {argument.split("=")[0] for argument in arguments if argument.startswith("--")}
@@ -99,21 +99,21 @@ def test_a_flag_may_be_written_in_any_of_its_forms(arguments, expected):
 
 @pytest.mark.parametrize("flag", [["--max_steps", "5"], ["--num_train_epochs=2"], ["--max-train-tokens", "1000"]])
 @pytest.mark.parametrize("in_file", ["max_steps: 9", "num_train_epochs: 9", "max_train_tokens: 9"])
-def test_a_flag_for_the_length_clears_what_the_file_says_about_it(yaml, flag, in_file):
+def test_a_flag_for_the_run_length_replaces_the_length_of_the_file(yaml, flag, in_file):
     _, length, _ = parse("--config", yaml(in_file), *flag)
-    wanted = {"--max_steps": Length(max_steps=5), "--num_train_epochs=2": Length(num_train_epochs=2.0)}
-    assert length == wanted.get(flag[0], Length(max_train_tokens=1000))
+    expected = {"--max_steps": Length(max_steps=5), "--num_train_epochs=2": Length(num_train_epochs=2.0)}
+    assert length == expected.get(flag[0], Length(max_train_tokens=1000))
 
 
-def test_first_arguments_without_a_flag_fill_the_positional_field():
-    (model,), given = FlagParser((Model,), "A door.", positional="name").parse(["runs/x", "--n_layer=2"])
+def test_leading_arguments_without_a_flag_fill_the_positional_field():
+    (model,), given = FlagParser((Model,), "A command.", positional="name").parse(["runs/x", "--n_layer=2"])
     assert (model, given) == (Model(n_layer=2, name="runs/x"), {"name", "n_layer"})
     arguments = ["runs/x", "runs/y", "--n_layer", "2"]
-    (model,), given = FlagParser((Model,), "A door.", positional="input").parse(arguments)
+    (model,), given = FlagParser((Model,), "A command.", positional="input").parse(arguments)
     assert (model, given) == (Model(n_layer=2, input=["runs/x", "runs/y"]), {"input", "n_layer"})
 
 
-# ---- flags that are wrong -------------------------------------------------------------------------------------------
+# ---- wrong flags ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,43 +137,43 @@ def test_first_arguments_without_a_flag_fill_the_positional_field():
         (["--n_layer=2", "--n-layer", "3"], "--n_layer is given twice; give it once, with all its values."),
     ],
 )
-def test_a_wrong_flag_is_one_sentence(arguments, sentence):
+def test_a_wrong_flag_is_reported_in_one_sentence(arguments, sentence):
     assert refused(*arguments) == sentence
 
 
 def helped(capsys, *arguments: str, main: tuple[str, ...] = (), **options) -> str:
     with pytest.raises(SystemExit) as leaving:
-        FlagParser((Model, Length), "A door.", main=main).parse(list(arguments), **options)
+        FlagParser((Model, Length), "A command.", main=main).parse(list(arguments), **options)
     assert leaving.value.code == 0
     return capsys.readouterr().out
 
 
-def test_help_has_a_sentence_for_every_field_and_a_long_one_the_main_flags_and_the_groups(capsys, monkeypatch):
+def test_help_lists_all_flags_or_only_the_main_flags_and_the_groups(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for flag in ("--help", "-h", "--help_all"):
-        said = helped(capsys, flag, "--unknown")
-        for words in ("A door.", "Blocks.", "The shape.", "--max_steps N ", "flags override it", "{cosine,linear}"):
-            assert words in said
-    said = helped(capsys, "--help", main=("config", "n_layer"))
-    assert "  --n_layer N               Blocks. (default: 12)\n" in said
-    assert said.endswith(
+        text = helped(capsys, flag, "--unknown")
+        for words in ("A command.", "Blocks.", "The shape.", "--max_steps N ", "flags override it", "{cosine,linear}"):
+            assert words in text
+    text = helped(capsys, "--help", main=("config", "n_layer"))
+    assert "  --n_layer N               Blocks. (default: 12)\n" in text
+    assert text.endswith(
         "All 9 flags by group (--help_all explains each):\n"
         "  Model         n_layer, learning_rate, torch_compile, lr_scheduler_type, ...\n"
         "  Length        max_steps, num_train_epochs, max_train_tokens\n"
     )
-    assert "The shape." not in said
+    assert "The shape." not in text
     assert "The shape." in helped(capsys, "--help_all", main=("config", "n_layer"))
 
 
-def test_help_shows_the_codes_defaults_and_what_a_file_says_otherwise(capsys, monkeypatch, tmp_path):
+def test_help_shows_defaults_of_the_code_and_of_the_default_file(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "quickstart.yaml").write_text("n_layer: 3\ntorch_compile: true\nlearning_rate: 1.0e-3\nmax_steps: 9\n")
-    said = helped(capsys, "--help", default_config=tmp_path / "quickstart.yaml")
+    text = helped(capsys, "--help", default_config=tmp_path / "quickstart.yaml")
     for words in (
         *("Blocks. (default: 12; quickstart: 3)\n", "compile. (default: false; quickstart: true)\n"),
         *("At the peak. (default: 0.001)\n", "Steps. (quickstart: 9)\n", "A name.\n"),
     ):
-        assert words in said
+        assert words in text
 
 
 @pytest.mark.parametrize("command", [train_accelerate, tokenizer.pretokenize, training.evaluate, generate])
@@ -182,9 +182,9 @@ def test_the_help_of_a_command_fits_a_terminal(capsys, monkeypatch, command):
     for flag in ("--help", "--help_all"):
         with pytest.raises(SystemExit):
             command.main([flag])
-        said = capsys.readouterr().out
-        assert max(map(len, said.splitlines())) <= 80
-        assert ("Main flags:" in said) is (flag == "--help" and command in (train_accelerate, tokenizer.pretokenize))
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 80
+        assert ("Main flags:" in text) is (flag == "--help" and command in (train_accelerate, tokenizer.pretokenize))
 
 
 def test_help_names_the_command(launch):
@@ -206,7 +206,7 @@ def test_help_names_the_command(launch):
         ("xy", "See --help for the list."),
     ],
 )
-def test_names_of_nanogpt_and_trainer_are_answered_with_ours(tmp_path, given, hint):
+def test_flags_of_nanogpt_and_trainer_are_answered_with_the_flags_of_this_project(tmp_path, given, hint):
     with pytest.raises(UserError) as error:
         read_config([f"--{given}=3"])
     assert str(error.value) == f"Unknown flag --{given}=3. {hint}"
@@ -217,14 +217,14 @@ def test_names_of_nanogpt_and_trainer_are_answered_with_ours(tmp_path, given, hi
     assert str(error.value) == f"{tmp_path / 'own.yaml'}: Unknown key {given}. {hint}"
 
 
-def test_every_name_that_is_answered_exists():
+def test_every_suggested_flag_exists():
     names = {field.name for part in PARTS for field in fields(part)} | {"config"}
     names |= {field.name for field in fields(generate.GenerateArguments)}
     other_names = safe_load((REPOSITORY / "other_names.yaml").read_text())
     assert {name for targets in other_names.values() for name in targets} <= names
 
 
-def test_flags_keys_and_values_that_are_wrong_come_together(yaml):
+def test_wrong_flags_keys_and_values_are_reported_together(yaml):
     def check(model: Model, length: Length) -> None:
         raise UserError(
             f"n_layer is {model.n_layer}; too many.\nlearning_rate is {model.learning_rate}.\nmax_steps is {length.max_steps}."
@@ -242,13 +242,15 @@ def test_flags_keys_and_values_that_are_wrong_come_together(yaml):
         "Argument --torch_compile/--torch-compile: Truthy value expected: got maybe but expected one of yes/no, true/false, "
         "t/f, y/n, 1/0 (case insensitive). See --help.",
         "--name is given twice; give it once, with all its values.",
-        "max_steps is 1.",  # the values of n_layer and learning_rate are not known
+        "max_steps is 1.",  # the sentences on n_layer and learning_rate are dropped, because their values are unknown
     ]
     assert "n_layer is 7; too many." in refused("--config", path, "--n_layer", "7", check=check)
-    assert "max_steps is" not in refused("--config", f"{path}.yaml", "--zzz", check=check)  # its values are not known
+    assert "max_steps is" not in refused(
+        "--config", f"{path}.yaml", "--zzz", check=check
+    )  # the values of the file are unknown
 
 
-# ---- files that are wrong -------------------------------------------------------------------------------------------
+# ---- wrong files ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,7 @@ def test_flags_keys_and_values_that_are_wrong_come_together(yaml):
         ("#" * 2_000_000, ("a settings file may have at most 1,048,576.",)),
     ],
 )
-def test_a_wrong_value_in_a_file_or_a_file_that_is_no_flat_yaml_is_one_sentence(yaml, content, words):
+def test_a_wrong_value_or_a_file_that_is_not_flat_yaml_is_reported_in_one_sentence(yaml, content, words):
     sentence = refused("--config", yaml(content))
     assert "\n" not in sentence
     assert all(word in sentence for word in words)
@@ -309,18 +311,18 @@ def test_a_wrong_value_in_a_file_or_a_file_that_is_no_flat_yaml_is_one_sentence(
         ("\ufeffname: x\n", Model(name="x"), Length()),
     ],
 )
-def test_a_file_may_hold_these_values(yaml, content, model, length):
+def test_values_of_a_file_are_read_as_the_types_of_the_fields(yaml, content, model, length):
     assert parse("--config", yaml(content))[:2] == (model, length)
 
 
-def test_what_this_project_writes_is_read_with_its_types(tmp_path):
+def test_written_settings_are_read_back_with_their_types(tmp_path):
     values = ["no", "010", "1:30", "1e3", "~", "", "a\nb", "2020-01-01", "1_0", "é", 3, -1.0, 1e-05, 1e22, True, None]
     settings = {"input": values, **{f"value_{nth}": value for nth, value in enumerate(values)}}
     (tmp_path / "config.yaml").write_text(safe_dump(settings, allow_unicode=True), encoding="utf-8")
     assert read_yaml(tmp_path / "config.yaml") == settings
 
 
-def test_a_config_file_that_is_not_there_is_answered_with_the_nearest(yaml, tmp_path):
+def test_a_missing_config_file_is_answered_with_the_closest_name(yaml, tmp_path):
     (tmp_path / "other.yaml").write_text("")
     path = yaml("")
     missing = Path(path).with_name("runn.yaml")
@@ -333,7 +335,7 @@ def test_a_config_file_that_is_not_there_is_answered_with_the_nearest(yaml, tmp_
 
 
 class Accepted(Exception):  # noqa: N818
-    """Ends a command after its settings were checked."""
+    """Raised to end a command after its settings were checked."""
 
 
 COMMANDS: dict[str, dict[str, str]] = {
@@ -355,8 +357,8 @@ NAMES = ("", " ", "a\0b", "x/" * 5000, "x" * 256, "caf\udce9")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_value_of_every_setting_is_accepted_or_answered_in_one_sentence(command, store, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where nothing may appear
+def test_every_value_of_every_setting_is_accepted_or_refused_in_one_sentence(command, store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # must stay empty
     module, parsers = importlib.import_module(command), []
 
     def parse(parser: FlagParser, *arguments, **options):
@@ -384,25 +386,26 @@ def test_every_value_of_every_setting_is_accepted_or_answered_in_one_sentence(co
                 where = f"{command} --{name}={value[:20]}: {found}"
                 assert len(found) <= 1, where
                 assert all(len(sentence) < 700 for sentence in found), where
-                signed = parsers[0].limits[name].get("minimum", 0) < 0  # any whole number that a store's seed had
+                signed = parsers[0].limits[name].get("minimum", 0) < 0  # a seed may be negative or large
                 if is_name or (value in WRONG and not (signed and value in ("-1", str(10**30)))):
                     assert name in " ".join(found), where
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- leaving --------------------------------------------------------------------------------------------------------
+# ---- exit codes -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("error", "rank", "code", "said", "seconds"),
+    ("error", "rank", "code", "printed", "seconds"),
     [
         (UserError("This is wrong.\nSo is that."), None, 1, "error: This is wrong.\nerror: So is that.\n", []),
         (KeyboardInterrupt(), None, 130, "interrupted\n", []),
-        (UserError("This is wrong."), "1", 1, "", [10.0]),  # or the launcher might end the process that speaks
+        (FileNotFoundError(2, "Not found", "a.txt"), None, 1, "error: a.txt: Not found.\n", []),
+        (UserError("This is wrong."), "1", 1, "", [10.0]),  # otherwise the launcher might end the process that prints
     ],
 )
-def test_one_process_says_what_is_wrong_and_all_leave_with_a_code(
-    capsys, monkeypatch, error, rank, code, said, seconds
+def test_one_process_prints_the_error_and_all_exit_with_its_code(
+    capsys, monkeypatch, error, rank, code, printed, seconds
 ):
     def main(arguments: list[str]) -> None:
         raise error
@@ -415,10 +418,10 @@ def test_one_process_says_what_is_wrong_and_all_leave_with_a_code(
         monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as leaving:
         run(main)
-    assert (leaving.value.code, capsys.readouterr().err, waited) == (code, said, seconds)
+    assert (leaving.value.code, capsys.readouterr().err, waited) == (code, printed, seconds)
 
 
-def test_an_output_that_is_closed_full_or_not_read_ends_without_a_traceback(store):
+def test_a_closed_full_or_unread_output_ends_a_command_without_a_traceback(store):
     command = [sys.executable, "-m", "tokenizer.inspect", str(store.folder)]
     reader, not_read = os.pipe()
     os.close(reader)
@@ -434,19 +437,10 @@ def test_an_output_that_is_closed_full_or_not_read_ends_without_a_traceback(stor
             assert (done.returncode, done.stderr) == expected
 
 
-def test_ctrl_c_during_the_imports_of_a_command_is_one_word():
+def test_ctrl_c_during_the_imports_of_a_command_prints_one_word():
     process = subprocess.Popen([sys.executable, "generate.py", "x"], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == "interrupted\n"
     assert process.returncode == 130
-
-
-def test_a_file_that_cannot_be_opened_is_one_sentence(capsys, tmp_path):
-    with pytest.raises(SystemExit) as leaving:
-        run(lambda arguments: (tmp_path / "missing").read_text())
-    assert (leaving.value.code, capsys.readouterr().err) == (
-        1,
-        f"error: {tmp_path}/missing: No such file or directory.\n",
-    )

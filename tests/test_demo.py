@@ -1,4 +1,4 @@
-"""The demo in a real browser: models side by side on one prompt, here and as a Space."""
+"""Tests of the demo page in a real browser, served locally and as a Space."""
 
 import os
 import re
@@ -30,19 +30,19 @@ CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 QUIET = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # what would be fetched from elsewhere is missing
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # the page cannot load anything from other hosts
 )
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, store):
-    """A trained model of a few thousand parameters with a context of 16."""
+    """A trained model of a few thousand parameters with a context length of 16."""
     return trained(store, tmp_path_factory.mktemp("runs") / "tiny", max_steps=3)
 
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory):
-    """A character model, never trained; deep, so that it writes slowly and can be stopped."""
+    """An untrained character model, deep enough to write slowly, so that a test can stop it."""
     folder = tmp_path_factory.mktemp("models") / "letters"
     torch.manual_seed(0)
     tokenizer = character_tokenizer([prose(0, 200)])
@@ -63,9 +63,9 @@ def served(command: list[str], folder: Path):
     pipe = {"stdout": subprocess.PIPE, "text": True}
     server = subprocess.Popen([sys.executable, *command], cwd=folder, env=os.environ | own, **pipe)
     try:
-        said = server.stdout.readline()
-        address = re.match(r"Open (http://127\.0\.0\.1:\d+/) ", said)
-        assert address, said
+        line = server.stdout.readline()
+        address = re.match(r"Open (http://127\.0\.0\.1:\d+/) ", line)
+        assert address, line
         yield address[1]
     finally:
         server.terminate()
@@ -133,7 +133,7 @@ def greedy(model: Path, prompt: str, number: int, capsys) -> str:
     return capsys.readouterr().out.removesuffix("\n")
 
 
-def test_both_models_write_what_generate_writes_with_what_the_page_has(address, browser, run, letters, capsys):
+def test_both_models_write_the_text_of_generate_and_the_page_loads_nothing_else(address, browser, run, letters, capsys):
     page = Page(browser, address)
     assert page.texts("h2") == ["tiny", "letters"]
     about = r"11,648 parametersstep 3validation loss \d\.\d\d\d\.\d\d bits per byte"
@@ -141,9 +141,13 @@ def test_both_models_write_what_generate_writes_with_what_the_page_has(address, 
     page.set(temperature="0", length="40")
     page.fill("#prompt textarea", "The")
     page.click("#start")
-    page.wait_for("return document.querySelectorAll('.card.writing .new:not(:empty)').length > 0")  # it streams
+    page.wait_for(
+        "return document.querySelectorAll('.card.writing .new:not(:empty)').length > 0"
+    )  # the text is streamed
     page.wait_until_done()
-    assert page.texts(".text") == [greedy(model, "The", 40, capsys) for model in (run, letters)]  # beyond the context
+    assert page.texts(".text") == [
+        greedy(model, "The", 40, capsys) for model in (run, letters)
+    ]  # longer than the context
     assert page.texts(".prompt") == ["The", "The"]
     assert re.fullmatch(r"40 tokens[\d,]+ tokens/s", page.texts("footer")[1])
     fetched = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
@@ -151,36 +155,34 @@ def test_both_models_write_what_generate_writes_with_what_the_page_has(address, 
     assert all(name.startswith(address) for name in fetched)
 
 
-def test_stop_ends_the_writing(address, browser):
+def test_stop_ends_the_generation(address, browser):
     page = Page(browser, address)
     page.set(length="1000")
     page.click("#start")
     page.wait_for("return document.querySelectorAll('.card')[1].querySelector('.new')?.textContent.length > 5")
     page.click("#stop")
     page.wait_until_done()
-    said = page.texts("footer")[1]
-    assert said.endswith("stopped")
-    assert 5 < int(said.split()[0]) < 1000
-    page.click("#start")  # and it can be started again
+    footer = page.texts("footer")[1]
+    assert footer.endswith("stopped")
+    assert 5 < int(footer.split()[0]) < 1000
+    page.click("#start")  # it can start again
     page.wait_for("return document.querySelector('.card.writing') !== null")
     page.click("#stop")
     page.wait_until_done()
 
 
-def test_a_character_that_a_model_has_never_seen_is_told_and_the_other_model_writes(address, browser):
+def test_an_unknown_character_is_reported_and_the_other_model_writes(address, browser):
     page = Page(browser, address)
     page.set(length="4")
     page.fill("#prompt textarea", "<b>${1+1}</b>")
     page.click("#start")
     page.wait_until_done()
-    assert page.texts(".prompt") == ["<b>${1+1}</b>"]  # as it was written
-    assert (
-        "The prompt has '$', '+', '/', '1', '<', '>', '{', '}', which is not among this model's"
-        in page.texts(".text")[1]
-    )
+    assert page.texts(".prompt") == ["<b>${1+1}</b>"]  # shown as typed, not as HTML
+    refusal = "The prompt has '$', '+', '/', '1', '<', '>', '{', '}', which is not among this model's"
+    assert refusal in page.texts(".text")[1]
 
 
-def test_an_example_is_written_into_the_prompt(address, browser):
+def test_a_click_on_an_example_fills_the_prompt(address, browser):
     page = Page(browser, address)
     page.fill("#prompt textarea", "something else")
     page.click(".chip")
@@ -197,7 +199,7 @@ def written(models: list[demo_page.DemoModel], **others) -> list[str]:
     return [continuation.text for continuation in last]
 
 
-def test_a_seed_gives_the_same_text_and_what_is_no_text_is_refused(shown):
+def test_a_seed_reproduces_the_text_and_a_prompt_that_is_not_text_is_refused(shown):
     alone = written([shown])
     assert len(alone[0]) == 30
     assert written([shown, shown, shown]) == alone * 3
@@ -223,7 +225,7 @@ FILES = {"README.md", "app.py", "app.css", "app.html.j2", "models.json", "requir
 PACKAGE = {"__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py"}
 
 
-def test_the_app_of_a_space_needs_nothing_but_its_folder(run, letters, browser, tmp_path, capsys):
+def test_the_app_of_a_space_runs_from_its_folder_alone(run, letters, browser, tmp_path, capsys):
     models = [shutil.copytree(run / "model", tmp_path / "a"), letters]
     folder = assemble_space([str(model) for model in models], tmp_path / "space", title="Two of them")
     with served(["app.py"], folder) as address:
@@ -236,7 +238,7 @@ def test_the_app_of_a_space_needs_nothing_but_its_folder(run, letters, browser, 
         assert page.texts(".text") == [greedy(model, "The", 20, capsys) for model in models]
 
 
-def test_a_dry_run_leaves_the_folder_of_the_space(tmp_path, monkeypatch, capsys):
+def test_a_dry_run_writes_the_folder_of_the_space(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     demo.main(["me/small", "me/large", "--space", "me/try-them", "--dry_run"])
     folder = Path("runs/spaces/try-them")
@@ -249,7 +251,7 @@ def test_a_dry_run_leaves_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     assert needed == ["torch>=2.11", "transformers>=5.17,<6", "accelerate>=1.12", "safetensors>=0.6"]
 
 
-def test_a_space_is_published_with_models_that_everyone_can_see(hub, tmp_path, monkeypatch, capsys):
+def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     HfApi().create_repo("me/a")
     HfApi().create_repo("me/hidden", private=True)
@@ -274,12 +276,12 @@ def test_a_space_is_published_with_models_that_everyone_can_see(hub, tmp_path, m
         (["me/a", "--space", "demo"], "it must be user/name"),
     ],
 )
-def test_bad_requests_end_in_a_sentence(run, arguments, expected):
+def test_wrong_arguments_are_refused(run, arguments, expected):
     with pytest.raises(UserError, match=expected):
         demo.main([str(run) if argument == "RUN" else argument for argument in arguments])
 
 
-def test_without_gradio_one_is_told_what_to_install(run, monkeypatch):
+def test_without_gradio_the_install_command_is_printed(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[demo\]'"):
         demo.main([str(run)])

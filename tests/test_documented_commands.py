@@ -1,4 +1,4 @@
-"""Every command line of README.md and docs/ is run, in their order, or has a substitute and the reason for it."""
+"""Run every command line of README.md and docs/ in order, or its substitute, which has a reason."""
 
 import json
 import os
@@ -143,7 +143,7 @@ LM_EVAL = "python -m lm_eval "
 
 
 def commands() -> list[str]:
-    """The lines of all ```bash blocks in order, without comments, each once."""
+    """Return the unique lines of all ```bash blocks in order, without comments."""
     found = []
     for document in DOCUMENTS:
         for block in re.findall(r"^```bash\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
@@ -155,7 +155,7 @@ def commands() -> list[str]:
 
 
 def substitute(command: str) -> str | None:
-    """What is run for a command; None where nothing is written down for it."""
+    """Return the command line or test file that is run for a command, or None for an unknown command."""
     if command in RUN:
         return f"{command} {RUN[command]}".strip()
     if command.startswith(LM_EVAL):
@@ -173,7 +173,7 @@ def test_every_command_is_known_and_no_other():
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """A copy of the repository with the texts that the documents name."""
+    """Copy of the repository with the input files that the documents name."""
     folder = tmp_path_factory.mktemp("clone") / "GPT2Scratch"
     left_out = shutil.ignore_patterns(".*", "runs", "data", "wandb", "build", "__pycache__", "tests")
     shutil.copytree(REPOSITORY, folder, ignore=left_out)

@@ -1,4 +1,4 @@
-"""The recipes of examples/ on real, small runs: what they leave is a model like any other."""
+"""Tests of the recipes of examples/ with small real runs. Their output is a folder like that of any model."""
 
 import json
 import re
@@ -30,8 +30,8 @@ QUICK = {"eval_steps": 150, "save_steps": 150, "logging_steps": 60, "sample_toke
 SMALL_STEPS = ["--per_device_train_batch_size", "4"]
 
 
-# What a stranger would write, in an empty folder. Prints JSON as its last line.
-STRANGER = """
+# Code of a user who has only the model, run in an empty folder. Prints JSON as its last line.
+USER_CODE = """
 import json, sys
 from transformers import AutoModelForCausalLM, pipeline
 
@@ -55,15 +55,24 @@ def chats_file(path, each=30):
     return path
 
 
+def tune(recipe, model, data, output, *flags: str) -> None:
+    recipe.main([str(model), "--data", str(data), "--output_dir", str(output), *flags])
+
+
+def assert_refused(sentence: str, *arguments) -> None:
+    with pytest.raises(UserError, match=sentence):
+        tune(*arguments)
+
+
 def table(output: str) -> dict[str, tuple[float, float]]:
-    """Losses before and after, by what was held out."""
+    """Return the losses before and after fine-tuning, by held-out text."""
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|", output, re.MULTILINE)
     return {name: (float(before), float(after)) for name, before, after in rows}
 
 
-def asked_by_a_stranger(launch, model, folder) -> dict:
+def answers_to_a_user(launch, model, folder) -> dict:
     own = {"PYTHONPATH": "", "HF_MODULES_CACHE": str(folder / "modules")}
-    result = launch("-c", STRANGER, model, json.dumps(list(ANSWERS)), folder=folder, **own)
+    result = launch("-c", USER_CODE, model, json.dumps(list(ANSWERS)), folder=folder, **own)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -75,7 +84,7 @@ def run(tmp_path_factory, store):
 
 @pytest.fixture(scope="module")
 def tuned(run, launch, tmp_path_factory):
-    """A folder, and what was printed while it came to be."""
+    """The folder of a fine-tuned model, and the output of its fine-tuning."""
     folder = tmp_path_factory.mktemp("tuned")
     data = chats_file(folder / "chats.jsonl", each=150)
     result = launch("-m", "examples.finetune_chat", run, "--data", data, "--output_dir", folder / "model")
@@ -83,14 +92,13 @@ def tuned(run, launch, tmp_path_factory):
     return folder / "model", result.stdout
 
 
-def test_chats_are_learned_and_what_is_forgotten_and_what_was_left_out_are_said(tuned):
+def test_chats_are_learned_and_forgetting_and_settings_are_reported(tuned):
     losses = table(tuned[1])
     assert list(losses) == ["chats", "original"]
     assert losses["chats"][1] < losses["chats"][0] - 1.5
     assert losses["original"][1] < losses["original"][0] + 0.2
     assert table((tuned[0] / "README.md").read_text()) == losses
-    said = "Peak learning rate 0.0074 (width 64); 50% of the examples are replayed original text."
-    assert said in tuned[1]
+    assert "Peak learning rate 0.0074 (width 64); 50% of the examples are replayed original text." in tuned[1]
     card = (tuned[0] / "README.md").read_text()
     assert "| learning rate, epochs, seed | 0.0074, 3, 1337 |" in card
     assert "fine-tuned on 405 chats of chats.jsonl: 122,368\nparameters" in card
@@ -102,7 +110,7 @@ def test_chats_are_learned_and_what_is_forgotten_and_what_was_left_out_are_said(
     assert re.fullmatch(r"User:\n(Who is he|Are they on it|Was it his)\?\n\nAssistant:\n", prompt)
 
 
-def test_the_published_card_is_of_the_published_model(tuned, tmp_path, launch):
+def test_the_published_card_describes_the_published_model(tuned, tmp_path, launch):
     metadata = "---\nbase_model: me/base\nlicense: mit\ntags:\n- gpt2scratch\n- fine-tuned\n---\n"
     model = shutil.copytree(tuned[0], tmp_path / "model", ignore=shutil.ignore_patterns("adapter"))
     _, _, text = (model / "README.md").read_text().split("---\n", 2)
@@ -127,18 +135,18 @@ def test_the_published_card_is_of_the_published_model(tuned, tmp_path, launch):
 
 
 @pytest.mark.parametrize(("width", "with_lora", "all_weights"), [(192, 3.1e-3, 3.1e-4), (768, 1.1e-3, 1.1e-4)])
-def test_the_rate_goes_by_the_width(width, with_lora, all_weights):
+def test_the_default_learning_rate_depends_on_the_width(width, with_lora, all_weights):
     assert (default_rate(width, lora=True), default_rate(width, lora=False)) == (with_lora, all_weights)
 
 
-def test_it_answers_a_stranger_and_stops_at_the_end_of_the_turn(tuned, tmp_path, launch):
-    seen = asked_by_a_stranger(launch, tuned[0], tmp_path)
+def test_a_tuned_model_answers_and_stops_at_the_end_of_the_turn(tuned, tmp_path, launch):
+    seen = answers_to_a_user(launch, tuned[0], tmp_path)
     assert seen["wrong"] == []
-    assert seen["ends"] == [0, 0, 0]  # <|endoftext|>, long before the context is full
+    assert seen["ends"] == [0, 0, 0]  # <|endoftext|>, before the context is full
     assert all(0 < len(answer) < 40 and "<|" not in answer for answer in seen["answers"].values())
 
 
-def test_the_folder_is_that_of_a_model(run, tuned):
+def test_the_output_folder_has_the_files_of_a_model(run, tuned):
     names = {path.name for path in tuned[0].iterdir()}
     assert names - {path.name for path in (run / "model").iterdir()} == {"README.md", "adapter", "chat_template.jinja"}
     configs = [json.loads((folder / "config.json").read_text()) for folder in (run / "model", tuned[0])]
@@ -147,10 +155,10 @@ def test_the_folder_is_that_of_a_model(run, tuned):
     assert keys[0] == keys[1]
     assert str(run) not in (tuned[0] / "README.md").read_text()
     settings = json.loads((tuned[0] / "generation_config.json").read_text())
-    assert "max_length" not in settings  # else max_new_tokens warns
+    assert "max_length" not in settings  # otherwise Transformers warns about max_new_tokens
 
 
-def test_the_adapter_alone_on_its_base_is_the_merged_model(run, tuned):
+def test_the_adapter_on_its_base_model_equals_the_merged_model(run, tuned):
     base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (run / "model", tuned[0]))
     ids = torch.arange(40)[None]
     unadapted = base(ids).logits
@@ -161,7 +169,7 @@ def test_the_adapter_alone_on_its_base_is_the_merged_model(run, tuned):
     assert targets == {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
 
 
-def test_a_model_with_chat_tokens_keeps_its_template_and_stops_at_its_own_token(tmp_path, capsys, launch):
+def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, capsys, launch):
     for number in range(4):
         messages = [{"role": "user", "content": prose(number, 200)}, {"role": "assistant", "content": prose(9, 200)}]
         with (tmp_path / "old.jsonl").open("a") as file:
@@ -170,12 +178,11 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stops_at_its_own_token(
     store = tokenized(tmp_path / "old.jsonl", tmp_path / "store", corpus, seed=1337, vocab_size=300)
     run = trained(store, tmp_path / "run", **BIGGER, **QUICK)
     data, model = chats_file(tmp_path / "new.jsonl"), tmp_path / "model"
-    learned_by_heart = ["--learning_rate", "0.005", "--num_train_epochs", "8", "--replay_fraction", "0", *SMALL_STEPS]
-    flags = ["--output_dir", str(model), "--lora_rank", "0", *learned_by_heart]
-    finetune_chat.main([str(run), "--data", str(data), *flags])
+    memorizing = ["--learning_rate", "0.005", "--num_train_epochs", "8", "--replay_fraction", "0", *SMALL_STEPS]
+    tune(finetune_chat, run, data, model, "--lora_rank", "0", *memorizing)
     assert table(capsys.readouterr().out)["chats"][1] < 0.1
     end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
-    assert asked_by_a_stranger(launch, model, tmp_path) == {"wrong": [], "answers": ANSWERS, "ends": [end] * 3}
+    assert answers_to_a_user(launch, model, tmp_path) == {"wrong": [], "answers": ANSWERS, "ends": [end] * 3}
     assert not (model / "adapter").exists()
 
 
@@ -183,8 +190,7 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stops_at_its_own_token(
 def test_text_is_learned(run, tmp_path, capsys, rank):
     data, model = tmp_path / "new.jsonl", tmp_path / "model"
     data.write_text((json.dumps({"text": "They are not at it."}) + "\n") * 400)
-    flags = ["--output_dir", str(model), "--lora_rank", str(rank), *SMALL_STEPS]
-    finetune_text.main([str(run), "--data", str(data), *flags])
+    tune(finetune_text, run, data, model, "--lora_rank", str(rank), *SMALL_STEPS)
     losses = table(capsys.readouterr().out)
     assert list(losses) == ["text", "original"]
     assert losses["text"][1] < losses["text"][0] - 1
@@ -195,30 +201,30 @@ def test_text_is_learned(run, tmp_path, capsys, rank):
     assert (model / "adapter").exists() == (rank > 0)
 
 
-def test_a_model_without_its_run_replays_nothing_and_says_so(run, tmp_path, capsys):
-    lone = shutil.copytree(run / "model", tmp_path / "lone")
+def test_a_model_without_its_run_is_tuned_without_replay(run, tmp_path, capsys):
+    model = shutil.copytree(run / "model", tmp_path / "model")
     data = tmp_path / "new.txt"
     data.write_text("They are not at it.\n" * 100)
-    finetune_text.main([str(lone), "--data", str(data), "--output_dir", str(tmp_path / "out")])
-    said = capsys.readouterr().out
-    assert "Forgetting is not measured, because there is no --original_data" in said
-    assert "no example is replayed original text" in said
-    assert list(table(said)) == ["text"]
+    tune(finetune_text, model, data, tmp_path / "out")
+    output = capsys.readouterr().out
+    assert "Forgetting is not measured, because there is no --original_data" in output
+    assert "no example is replayed original text" in output
+    assert list(table(output)) == ["text"]
 
 
-def test_chats_beyond_the_context_are_cut_and_counted_and_those_asked_beyond_it_refused(run, tmp_path, capsys):
+def test_chats_longer_than_the_context_are_cut_or_refused(run, tmp_path, capsys):
     def chat(asked: str, answered: str) -> str:
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         return json.dumps({"messages": messages}) + "\n"
 
     data = chats_file(tmp_path / "chats.jsonl", each=2)
     data.write_text(data.read_text() + 6 * chat("Who?", prose(1, 100)))
-    finetune_chat.main([str(run), "--data", str(data), "--output_dir", str(tmp_path / "out")])
-    said = capsys.readouterr().out
-    assert "5 of 11 chats are shorter than the context of 48 tokens; the others are cut." in said
+    tune(finetune_chat, run, data, tmp_path / "out")
+    output = capsys.readouterr().out
+    assert "5 of 11 chats are shorter than the context of 48 tokens; the others are cut." in output
     data.write_text(4 * chat(prose(1, 100), "They are."))
-    with pytest.raises(UserError, match="assistant's turns start after the context of 48 tokens"):
-        finetune_chat.main([str(run), "--data", str(data), "--output_dir", str(tmp_path / "other")])
+    sentence = "assistant's turns start after the context of 48 tokens"
+    assert_refused(sentence, finetune_chat, run, data, tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -230,36 +236,30 @@ def test_chats_beyond_the_context_are_cut_and_counted_and_those_asked_beyond_it_
         ("[]", "line 2 is not a JSON object"),
     ],
 )
-def test_what_is_no_chat_is_named_by_its_line(run, tmp_path, line, expected):
+def test_a_line_that_is_not_a_chat_is_named(run, tmp_path, line, expected):
     data = chats_file(tmp_path / "chats.jsonl")
     first, *_ = data.read_text().splitlines()
     data.write_text(f"{first}\n{line}\n")
-    with pytest.raises(UserError, match=expected):
-        finetune_chat.main([str(run), "--data", str(data), "--output_dir", str(tmp_path / "out")])
+    assert_refused(expected, finetune_chat, run, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_is_said_at_once(run, tmp_path):
-    data = str(chats_file(tmp_path / "chats.jsonl"))
-    mine, new = [str(run), "--data", data], ["--output_dir", str(tmp_path / "out")]
-    for arguments, expected in (
-        ([], "Name a model and a file"),
-        ([*mine, *new, "--lora_rank", "-1", "--replay_fraction", "1"], "lora_rank is -1.*\n.*is 1.0"),
-        ([str(run), "--data", "nothing.jsonl", *new], "nothing.jsonl is not a file"),
-        ([*mine, "--output_dir", str(run)], "exists already"),
-        ([str(tmp_path), "--data", data, *new], "holds no model"),
-    ):
-        with pytest.raises(UserError, match=expected):
-            finetune_chat.main(arguments)
-    with pytest.raises(UserError, match="line 1 has no text"):
-        finetune_text.main([*mine, *new])
+def test_wrong_options_and_input_are_refused(run, tmp_path):
+    data, new = chats_file(tmp_path / "chats.jsonl"), tmp_path / "out"
+    wrong = ("--lora_rank", "-1", "--replay_fraction", "1")
+    assert_refused("lora_rank is -1.*\n.*is 1.0", finetune_chat, run, data, new, *wrong)
+    assert_refused("nothing.jsonl is not a file", finetune_chat, run, "nothing.jsonl", new)
+    assert_refused("exists already", finetune_chat, run, data, run)
+    assert_refused("holds no model", finetune_chat, tmp_path, data, new)
+    assert_refused("line 1 has no text", finetune_text, run, data, new)
+    with pytest.raises(UserError, match="Name a model and a file"):
+        finetune_chat.main([])
     with pytest.raises(UserError, match="The tokenizer of 3 tokens has no end-of-text token"):
         finetune_chat.give_template(character_tokenizer(["abc"]))
 
 
 @pytest.mark.parametrize(("missing", "recipe"), [("trl", finetune_chat), ("peft", finetune_text)])
-def test_a_missing_package_is_one_sentence(run, tmp_path, monkeypatch, missing, recipe):
+def test_a_missing_package_is_reported_with_the_install_command(run, tmp_path, monkeypatch, missing, recipe):
     monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
-    arguments = [str(run), "--data", str(chats_file(tmp_path / "chats.jsonl")), "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(UserError, match=rf"needs {missing}: run pip install -e '\.\[finetuning\]'"):
-        recipe.main(arguments)
+    sentence = rf"needs {missing}: run pip install -e '\.\[finetuning\]'"
+    assert_refused(sentence, recipe, run, chats_file(tmp_path / "chats.jsonl"), tmp_path / "out")

@@ -1,4 +1,4 @@
-"""GGUF files, read back by three programs: llama.cpp where it is installed, Transformers, and `difference`."""
+"""Tests of GGUF files, read by llama.cpp (if installed), Transformers, and `difference`."""
 
 import shutil
 from functools import partial
@@ -51,14 +51,14 @@ def characters():
 
 
 def model_folder(folder, tokenizer, **fields):
-    """One whose likeliest token is no tie."""
+    """Save a random model whose most likely tokens are never tied."""
     fields = {"n_positions": 256, "activation_function": "gelu_new"} | fields
     return test_native.model_folder(folder, tokenizer, seed=2, **fields)
 
 
 @pytest.fixture
 def written(tmp_path):
-    """Writes a model folder and its file; returns the model, the folder and the file."""
+    """Function that writes a model folder and its GGUF file, and returns the model, the folder and the file."""
 
     def write(tokenizer, kind="f16", **fields):
         model = model_folder(tmp_path / "model", tokenizer, **fields)
@@ -70,7 +70,7 @@ def written(tmp_path):
 
 @torch.no_grad()
 def rounded(model):
-    """What an f16 file holds: matrices in half precision, vectors and positions as they are."""
+    """Round the model like an f16 file: matrices to half precision, not vectors and position embeddings."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and "wpe" not in name:
             parameter.copy_(parameter.half().float())
@@ -127,7 +127,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("make", "fields"), SHAPES.values(), ids=SHAPES)
-def test_llama_cpp_writes_the_same_text(make, fields, written, llama):
+def test_llama_cpp_generates_the_same_text(make, fields, written, llama):
     tokenizer = make()
     ours, _, file = written(tokenizer, **fields)
     ours, theirs = rounded(ours), llama(file)
@@ -140,37 +140,37 @@ def test_llama_cpp_writes_the_same_text(make, fields, written, llama):
             break
     assert ids == expected
     first, second = logits_of(ours, expected)[len(prompt) - 1 : -1].topk(2).values.T
-    assert (first - second).min() > 0.01  # or a rounding might have decided
+    assert (first - second).min() > 0.01  # otherwise rounding could decide
 
 
 @pytest.mark.parametrize("make", [bpe, characters, ascii_characters])
-def test_llama_cpp_reads_the_same_tokens(make, written, llama):
+def test_llama_cpp_tokenizes_like_our_tokenizer(make, written, llama):
     tokenizer = make()
     theirs = llama(written(tokenizer)[2])
     for text in AWKWARD:
-        if make is not bpe:  # others are refused here, and dropped there
+        if make is not bpe:  # our tokenizer refuses other characters, and llama.cpp drops them
             text = "".join(character for character in text if character in tokenizer.get_vocab())
         ids = theirs.tokenize(text.encode(), add_bos=False, special=True)
         assert ids == tokenizer.encode(text)
         assert theirs.detokenize(ids, special=True).decode() == text
 
 
-def test_llama_cpp_knows_the_control_tokens(written, llama):
+def test_llama_cpp_reads_the_special_tokens_and_the_chat_template(written, llama):
     tokenizer = bpe()
     tokenizer.add_tokens(["two words"])
     theirs = llama(written(tokenizer, vocab_size=430)[2])
     assert (theirs.token_bos(), theirs.token_eos(), theirs.metadata["tokenizer.ggml.padding_token_id"]) == (0, 0, "1")
     assert theirs.metadata["tokenizer.chat_template"] == CHATML
     assert theirs.metadata["general.name"] == "Tiny"
-    assert theirs.n_vocab() == 430  # rows beyond the tokenizer's stay
+    assert theirs.n_vocab() == 430  # embeddings without a token are kept
     for text, special in (("a two words b", False), ("<|im_end|>", True)):
         assert theirs.tokenize(text.encode(), add_bos=False, special=special) == tokenizer.encode(text)
     assert len(theirs.tokenize(b"<|im_end|>", add_bos=False, special=False)) > 1
-    assert theirs.tokenize(b"the") == tokenizer.encode("the")  # nothing is put before a text
+    assert theirs.tokenize(b"the") == tokenizer.encode("the")  # no token is added before a text
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_text_without_an_end_goes_on_in_llama_cpp(tied, written, llama):
+def test_a_model_without_an_end_token_generates_without_stopping_in_llama_cpp(tied, written, llama):
     tokenizer = characters()
     ours, _, file = written(tokenizer, tie_word_embeddings=tied)
     theirs = llama(file)
@@ -185,8 +185,8 @@ def test_a_text_without_an_end_goes_on_in_llama_cpp(tied, written, llama):
 @pytest.mark.parametrize(
     ("kind", "activation", "room"), [("f16", "gelu_new", 0.02), ("f16", "gelu", 0.02), ("q8_0", "gelu", 0.5)]
 )
-def test_llama_cpp_is_as_far_as_the_difference_says(kind, activation, room, written, llama):
-    """`room` is what llama.cpp rounds itself: activations to f16, or to 8 bits before a Q8_0 matrix."""
+def test_the_logits_of_llama_cpp_differ_as_reported(kind, activation, room, written, llama):
+    """`room` allows for rounding by llama.cpp: activations to f16, or to 8 bits before a Q8_0 matrix."""
     ours, folder, file = written(bpe(), kind, activation_function=activation)
     ids = some_ids(ours)
     theirs, (logits, loss_gap) = llama_logits(llama(file), ids), difference(folder, file, torch.tensor([ids]))
@@ -196,13 +196,13 @@ def test_llama_cpp_is_as_far_as_the_difference_says(kind, activation, room, writ
     assert (loss(theirs[:-1]) - loss(logits_of(ours, ids)[:-1])).item() == pytest.approx(loss_gap, abs=room / 4)
 
 
-def test_matrices_are_rounded_and_the_rest_is_not(written):
+def test_only_matrices_are_quantized(written):
     kinds = kinds_of(written(bpe(), "q8_0", n_inner=48)[2])
     block = {
         **{f"blk.0.{name}.{part}": "F32" for name in ("attn_norm", "ffn_norm") for part in ("weight", "bias")},
         **{f"blk.0.{name}.bias": "F32" for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")},
         **{f"blk.0.{name}.weight": "Q8_0" for name in ("attn_qkv", "attn_output", "ffn_up")},
-        "blk.0.ffn_down.weight": "F16",  # rows of 48
+        "blk.0.ffn_down.weight": "F16",  # its rows of 48 values do not fit Q8_0 blocks of 32
     }
     assert {name: kind for name, kind in kinds.items() if name.startswith("blk.0")} == block
     rest = {"token_embd.weight": "Q8_0", "position_embd.weight": "F32", "output.weight": "Q8_0"}
@@ -211,7 +211,7 @@ def test_matrices_are_rounded_and_the_rest_is_not(written):
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
-def test_an_f16_file_differs_by_its_rounding_and_by_exact_gelu(written, activation):
+def test_an_f16_file_differs_by_rounding_and_by_the_exact_gelu(written, activation):
     ours, folder, file = written(bpe(), tie_word_embeddings=True, activation_function=activation)
     assert "output.weight" not in kinds_of(file)
     ids = torch.tensor([some_ids(ours), some_ids(ours)[::-1]])
@@ -226,42 +226,42 @@ def test_an_f16_file_differs_by_its_rounding_and_by_exact_gelu(written, activati
     assert logits > 1e-3
 
 
-def test_the_door_writes_a_file_of_a_run(store, tmp_path, launch):
+def test_the_command_writes_a_file_of_a_run(store, tmp_path, launch):
     run = trained(store, tmp_path / "runs" / "tiny", max_steps=3)
     file = tmp_path / "out" / "tiny.gguf"
     result = launch("-m", "publishing.gguf_file", run, file, "--type", "q8_0", "--license", "mit")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"Wrote {file} (")
     assert [path.name for path in file.parent.iterdir()] == ["tiny.gguf"]
-    told = fields_of(file)
+    fields = fields_of(file)
     general = {"architecture": "gpt2", "name": "tiny", "license": "mit", "file_type": 7, "quantization_version": 2}
     shape = {"context_length": 16, "embedding_length": 16, "block_count": 2, "feed_forward_length": 64}
     shape |= {"attention.head_count": 2, "attention.layer_norm_epsilon": pytest.approx(1e-5)}
     for kind, expected in (("general.", general), ("gpt2.", shape)):
-        found = {name.removeprefix(kind): value for name, value in told.items() if name.startswith(kind)}
+        found = {name.removeprefix(kind): value for name, value in fields.items() if name.startswith(kind)}
         assert found == expected
-    assert (told["tokenizer.ggml.model"], told["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
-    assert told["tokenizer.ggml.add_bos_token"] is False
-    assert told["tokenizer.ggml.tokens"][:2] == ["<|endoftext|>", "<|pad|>"]
-    assert told["tokenizer.ggml.token_type"][:3] == [3, 3, 1]
+    assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
+    assert fields["tokenizer.ggml.add_bos_token"] is False
+    assert fields["tokenizer.ggml.tokens"][:2] == ["<|endoftext|>", "<|pad|>"]
+    assert fields["tokenizer.ggml.token_type"][:3] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
-def test_transformers_reads_it_when_told_the_context(tied, activation, written):
+def test_transformers_reads_a_gguf_file_given_the_context_length(tied, activation, written):
     fields = {"n_positions": 64, "tie_word_embeddings": tied, "activation_function": activation, "n_inner": 48}
     tokenizer = bpe()
     ours, folder, file = written(tokenizer, **fields)
     write_native(folder, file.parent / "native")
     shutil.move(file, file.parent / "native")
-    said = {"n_positions": 64, "n_inner": 48, "activation_function": activation}
-    told = AutoModelForCausalLM.from_pretrained(file.parent / "native", gguf_file=file.name, **said)
+    given = {"n_positions": 64, "n_inner": 48, "activation_function": activation}
+    loaded = AutoModelForCausalLM.from_pretrained(file.parent / "native", gguf_file=file.name, **given)
     ids = some_ids(ours)
-    assert (logits_of(told, ids) - logits_of(rounded(ours), ids)).abs().max() < 1e-4
+    assert (logits_of(loaded, ids) - logits_of(rounded(ours), ids)).abs().max() < 1e-4
     words = AutoTokenizer.from_pretrained(file.parent / "native", gguf_file=file.name)
     assert [words.encode(text) for text in AWKWARD] == [tokenizer.encode(text) for text in AWKWARD]
-    untold = AutoConfig.from_pretrained(file.parent / "native", gguf_file=file.name)
-    assert (untold.n_positions, untold.n_ctx, untold.n_inner) == (1024, 64, None)
+    config = AutoConfig.from_pretrained(file.parent / "native", gguf_file=file.name)
+    assert (config.n_positions, config.n_ctx, config.n_inner) == (1024, 64, None)
 
 
 def with_rust(**parts):
@@ -294,18 +294,18 @@ SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\d"), "isolated"),
         (
             partial(with_token, lstrip=True),
             {},
-            "a token '<mask>' that includes neighboring blanks or matches whole words only",
+            "a token '<mask>' that includes neighboring blanks or matches whole words",
         ),
     ],
 )
-def test_what_llama_cpp_would_compute_or_read_otherwise_is_refused(make, fields, sentence, tmp_path):
+def test_a_model_that_llama_cpp_would_compute_or_tokenize_differently_is_refused(make, fields, sentence, tmp_path):
     model_folder(tmp_path / "model", make(), **fields)
     with pytest.raises(UserError, match=sentence):
         write_gguf(tmp_path / "model", tmp_path / "model.gguf", "f16", "Tiny")
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_a_model_or_a_file_that_cannot_be_used_is_a_sentence(tmp_path):
+def test_an_unusable_model_or_file_is_refused(tmp_path):
     model_folder(tmp_path / "model", bpe())
     write_native(tmp_path / "model", tmp_path / "native")
     (tmp_path / "folder.gguf").mkdir()

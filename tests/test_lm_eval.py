@@ -1,4 +1,4 @@
-"""EleutherAI's harness on our folders and on the GPT-2 they convert to, as docs/evaluation.md tells users to run it."""
+"""Tests of EleutherAI's lm-evaluation-harness with our folders and converted GPT-2 models, as docs/evaluation.md describes."""
 
 import json
 import math
@@ -22,7 +22,11 @@ lm_eval = pytest.importorskip("lm_eval", reason="the harness is not installed: p
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 DOCUMENTATION = REPOSITORY / "docs" / "evaluation.md"
-PAGES = [prose(11, 60), prose(12, 60), "The"]  # many windows of 16 tokens, the last one cut; and less than one
+PAGES = [
+    prose(11, 60),
+    prose(12, 60),
+    "The",
+]  # two texts of many windows of 16 tokens, the last one shorter, and a text below one window
 CHOICES = [{"query": "The of and", "choices": ["a to in", f"is {word}", word], "label": 0} for word in ("was", "he")]
 MULTIPLE_CHOICE = """
 task: which
@@ -38,7 +42,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 
 
 def write_tasks(folder) -> None:
-    """The documentation's task for one's own text, and a multiple-choice one."""
+    """Write the task from the documentation for the user's own text, and a multiple-choice task."""
     documented = re.search(r"```yaml\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)[1]
     assert "tasks/held_out.jsonl" in documented
     my_text = documented.replace("tasks/held_out.jsonl", f"{folder}/my_text.jsonl")
@@ -67,7 +71,7 @@ def models(tmp_path_factory, store):
 
 @pytest.fixture(scope="module")
 def results(launch, models, tasks):
-    """What the harness says of each of them: all its results, and the log likelihoods of the choices."""
+    """For each model: all results of the harness, and the log likelihoods of the choices."""
 
     def evaluate(name: str):
         output = tasks / name
@@ -85,14 +89,17 @@ def results(launch, models, tasks):
         answers = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
         return json.loads(summary.read_text()), [float(nats) for choices in answers for [[nats, _]] in choices]
 
-    with ThreadPoolExecutor() as pool:  # most of the time goes into reading the harness's thousands of tasks
+    with ThreadPoolExecutor() as pool:  # most of the time is spent reading the thousands of tasks of the harness
         return dict(zip(models, pool.map(evaluate, models), strict=True))
 
 
 @torch.no_grad()
 def bits_per_byte(folder, prefix: int | None = None) -> float:
-    """Each page after the token that begins a text, in windows of the context that overlap by one token; the last window
-    is filled up with what was scored before."""
+    """Compute bits per byte of PAGES like the harness.
+
+    Each page follows the token that starts a text. Windows have the context length and overlap by one token. The last window is
+    filled with tokens that were scored before.
+    """
     model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
     context, nats = model.config.n_positions, 0.0
     for page in PAGES:
@@ -109,7 +116,7 @@ def numbers(result: dict, task: str) -> dict[str, float]:
     return {name: value for name, value in result["results"][task].items() if isinstance(value, float)}
 
 
-def test_a_checkpoint_and_its_gpt2_get_the_same_results_and_the_bits_per_byte_of_the_text(results, models):
+def test_a_checkpoint_and_its_converted_gpt2_get_the_same_results(results, models):
     (checkpoint, choices), (twin, choices_of_twin) = results["checkpoint"], results["twin"]
     assert checkpoint["max_length"] == twin["max_length"] == 16
     assert checkpoint["config"]["model_num_parameters"] == twin["config"]["model_num_parameters"] == 11648
@@ -119,10 +126,10 @@ def test_a_checkpoint_and_its_gpt2_get_the_same_results_and_the_bits_per_byte_of
         assert numbers(checkpoint, task) == pytest.approx(numbers(twin, task), rel=1e-6)
     measured = checkpoint["results"]["my_text"]["bits_per_byte,none"]
     assert measured == pytest.approx(bits_per_byte(models["checkpoint"]), rel=1e-5)
-    assert 1.5 < measured < 3.5  # an even choice among 300 tokens would be 3.5
+    assert 1.5 < measured < 3.5  # a uniform distribution over 300 tokens would give 3.5
 
 
-def test_a_model_of_characters_begins_with_the_token_that_is_named(tasks, tmp_path):
+def test_a_character_model_uses_the_given_prefix_token(tasks, tmp_path):
     (tmp_path / "text.txt").write_text(prose(1, 800))
     model = trained(tokenized(tmp_path, tmp_path / "store", tokenizer_type="character"), tmp_path / "run") / "model"
     newline = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("\n")
@@ -136,7 +143,7 @@ def test_a_model_of_characters_begins_with_the_token_that_is_named(tasks, tmp_pa
     assert result["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(bits_per_byte(model, newline), rel=1e-5)
 
 
-def test_results_stand_in_the_card_of_the_weights_that_they_are_of(results, models, tasks):
+def test_the_card_shows_harness_results_only_of_its_own_weights(results, models, tasks):
     checkpoint = models["checkpoint"]
     source = find_source(checkpoint, None)
     shutil.copytree(tasks / "checkpoint", source.run.evaluations)
@@ -153,5 +160,5 @@ def test_results_stand_in_the_card_of_the_weights_that_they_are_of(results, mode
     assert listed["which", "acc"].source_name == f"lm-eval {lm_eval.__version__}, 0-shot"
     assert "## Evaluation\n\n| task | metric | value | source |" in card.text
     [path] = source.run.evaluations.glob("*/results_*.json")
-    path.write_text(path.read_text().replace("step_00000030", "step_00000015"))  # of other weights
+    path.write_text(path.read_text().replace("step_00000030", "step_00000015"))  # results of other weights
     assert harness_results(source) == []

@@ -1,4 +1,4 @@
-"""One loader for all commands: what it loads, and that nothing else becomes a model."""
+"""Tests of the loader of all commands: which models it loads, and which it refuses."""
 
 import json
 import shutil
@@ -40,14 +40,14 @@ def saved(folder: Path, model=None, **options) -> Path:
     ids=["untied", "tied", "gpt2", "llama"],
 )
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": 3000}], ids=["whole", "sharded"])
-def test_what_transformers_saves_is_loaded(tmp_path, model, options):
+def test_models_saved_by_transformers_are_loaded(tmp_path, model, options):
     loaded, _ = load_with_tokenizer(saved(tmp_path, model, **options))
     assert type(loaded) is type(model)
     ids = torch.arange(4)[None]
     torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).logits, rtol=0, atol=1e-6)
 
 
-def test_a_hub_id_is_loaded_from_the_cache_whose_files_are_links(tmp_path, monkeypatch):
+def test_a_hub_id_is_loaded_from_the_cache_in_which_files_are_links(tmp_path, monkeypatch):
     repository = tmp_path / "models--me--tiny"
     snapshot = repository / "snapshots" / ("c0ffee" * 6 + "cafe")
     saved(snapshot)
@@ -79,7 +79,7 @@ def cut(folder):
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-10])
 
 
-def of_integers(folder):
+def with_integers(folder):
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes().replace(b'"F32"', b'"I32"'))
 
 
@@ -91,8 +91,8 @@ def with_weights(**tensors):
     return change
 
 
-def led_out(name: str):
-    """Weights that are there, outside of the folder, by an index."""
+def indexed(name: str):
+    """Return a change that moves the weights out of the folder and names this shard in an index."""
 
     def change(folder):
         (folder / WEIGHTS).rename(folder.parent / "secret.safetensors")
@@ -140,20 +140,20 @@ def linked(name: str):
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         (lambda folder: character_tokenizer(["abcde"]).save_pretrained(folder), "ids up to 4, but its model has only 4 embeddings"),
         (cut, "Error while deserializing header"),
-        (of_integers, r"wte\.weight has type I32"),
+        (with_integers, r"wte\.weight has type I32"),
         (with_weights(extra=torch.zeros(3)), "extra is unknown"),
         (with_weights(**{"lm_head.weight": None, "head": torch.zeros(4, 16)}), r"lm_head\.weight is missing; head is unknown"),
         (with_weights(**{"lm_head.weight": torch.zeros(16, 4)}), r"lm_head\.weight is \(16, 4\) instead of \(4, 16\)"),
         (with_weights(**{"transformer.ln_f.bias": torch.full((16,), float("nan"))}), "logits that are not finite"),
-        (led_out("../secret.safetensors"), r"names weights outside the folder \(\.\./secret"),
-        (led_out("PARENT/secret.safetensors"), "names weights outside the folder"),
-        (led_out("model-1.safetensors"), "is missing, but model.safetensors.index.json names it"),
-        (led_out("model.bin"), "which is not a safetensors file"),
+        (indexed("../secret.safetensors"), r"names weights outside the folder \(\.\./secret"),
+        (indexed("PARENT/secret.safetensors"), "names weights outside the folder"),
+        (indexed("model-1.safetensors"), "is missing, but model.safetensors.index.json names it"),
+        (indexed("model.bin"), "which is not a safetensors file"),
         (linked(WEIGHTS), "model.safetensors is a link out of the folder"),
         (linked(CONFIG), "config.json is a link out of the folder"),
     ],
 )  # fmt: skip
-def test_what_is_not_a_whole_model_is_refused_in_a_sentence(tmp_path, change, expected, capsys):
+def test_an_incomplete_or_wrong_model_is_refused_in_one_sentence(tmp_path, change, expected, capsys):
     change(saved(tmp_path / "model"))
     with pytest.raises(UserError, match=expected) as refused:
         generate.main([str(tmp_path / "model"), "--prompt", "a", "--max_new_tokens", "2"])
@@ -162,12 +162,11 @@ def test_what_is_not_a_whole_model_is_refused_in_a_sentence(tmp_path, change, ex
     assert capsys.readouterr().out == ""
 
 
-def test_code_that_comes_with_a_model_does_not_run(tmp_path, capsys):
-    folder, crater = saved(tmp_path / "model"), tmp_path / "crater"
-    bomb = f"open({str(crater)!r}, 'w')\n"
+def test_code_in_a_model_folder_does_not_run(tmp_path, capsys):
+    folder, trace = saved(tmp_path / "model"), tmp_path / "trace"
     (folder / "custom_generate").mkdir()
     for name in ("modeling_gpt2scratch", "configuration_gpt2scratch", "evil", "custom_generate/generate"):
-        (folder / f"{name}.py").write_text(bomb)
+        (folder / f"{name}.py").write_text(f"open({str(trace)!r}, 'w')\n")
     changed(CONFIG, _attn_implementation="evil/kernel", attn_implementation="evil/kernel")(folder)
     for auto_map in ({"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}, {"AutoConfig": "evil--evil.C"}):
         changed(CONFIG, auto_map=auto_map)(folder)
@@ -179,4 +178,4 @@ def test_code_that_comes_with_a_model_does_not_run(tmp_path, capsys):
     changed(CONFIG, model_type="evil")(folder)
     with pytest.raises(ModelError, match="is not run"):
         load_model(folder)
-    assert not crater.exists()
+    assert not trace.exists()

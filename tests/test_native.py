@@ -1,4 +1,4 @@
-"""The native twin, for programs that know Transformers' own classes alone."""
+"""Tests of the native format, for programs that support only Transformers' own classes."""
 
 import json
 
@@ -21,7 +21,7 @@ def bpe():
 
 
 def model_folder(folder, tokenizer, seed=1, **fields):
-    """A small random model whose every parameter counts."""
+    """Save a small random model in which every parameter affects the output."""
     torch.manual_seed(seed)
     roles = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     shape = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
@@ -43,7 +43,7 @@ def model_folder(folder, tokenizer, seed=1, **fields):
     ],
     ids=["bpe", "character"],
 )
-def test_transformers_reads_the_same_model_by_its_own_classes(make, fields, special, tmp_path):
+def test_transformers_reads_the_same_model_with_its_own_classes(make, fields, special, tmp_path):
     tokenizer = make()
     ours = model_folder(tmp_path / "model", tokenizer, **fields)
     write_native(tmp_path / "model", tmp_path / "native")
@@ -56,21 +56,22 @@ def test_transformers_reads_the_same_model_by_its_own_classes(make, fields, spec
     assert (words.all_special_tokens, words.chat_template) == (special, tokenizer.chat_template)
 
 
-def test_what_other_programs_look_for_is_there_and_what_cannot_be_written_is_one_sentence(tmp_path):
+def test_the_native_folder_has_the_files_that_other_programs_need(tmp_path):
     model_folder(tmp_path / "model", bpe())
     write_native(tmp_path / "model", tmp_path / "native")
-    files = {path.name for path in (tmp_path / "native").iterdir()}
-    assert files == {
-        *("config.json", "generation_config.json", "model.safetensors"),
-        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    }
+    files = (
+        "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json chat_template.jinja"
+    )
+    assert {path.name for path in (tmp_path / "native").iterdir()} == {*files.split()}
     config = json.loads((tmp_path / "native" / "config.json").read_text())
     assert (config["model_type"], config["n_ctx"], config["n_positions"]) == ("gpt2", 32, 32)
     assert "auto_map" not in config
     described = json.loads((tmp_path / "native" / "tokenizer_config.json").read_text())
-    assert described["tokenizer_class"] == "PreTrainedTokenizerFast"  # TokenizersBackend is unknown to 4.57
+    assert (
+        described["tokenizer_class"] == "PreTrainedTokenizerFast"
+    )  # Transformers 4.57 does not know TokenizersBackend
     assert described["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
-    assert "extra_special_tokens" not in described  # a list of them breaks 4.57
+    assert "extra_special_tokens" not in described  # Transformers 4.57 fails on a list here
     with pytest.raises(UserError, match="is not empty; use a new folder"):
         write_native(tmp_path / "model", tmp_path / "native")
     with pytest.raises(UserError, match="neither a local folder nor a model on the Hub"):

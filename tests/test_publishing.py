@@ -1,4 +1,4 @@
-"""push_to_hub.py on a real, small run, against a Hub on localhost that keeps every byte."""
+"""Tests of push_to_hub.py with a small real run and a local server that stands in for the Hub."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from errors import UserError
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from publishing.card import FolderArguments, model_card
-from publishing.hub_folder import ALLOWED, CODE, OUR_CODE, RELEASED_CODE
+from publishing.hub_folder import CODE, OUR_CODE, RELEASED_CODE
 from publishing.source import find_source, in_short
 from publishing.upload import WRITTEN, Repository, published_files, upload
 from tokenizer import schema
@@ -47,8 +47,9 @@ ALWAYS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, store):
-    """Three checkpoints, all of them validated."""
-    folder = trained(store, tmp_path_factory.mktemp("runs") / "tiny", eval_steps=2, save_steps=2, save_total_limit=3)
+    """A run with three checkpoints, all of them validated."""
+    saves = {"eval_steps": 2, "save_steps": 2, "save_total_limit": 3}
+    folder = trained(store, tmp_path_factory.mktemp("runs") / "tiny", hourly_price=2.5, **saves)
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in entries if "eval_loss" in entry] == [2, 4, 6]
     return folder
@@ -65,28 +66,36 @@ def change_losses(run: Path, losses: dict[int, float]) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in changed))
 
 
-def push(run: Path, *more: str, repo_id: str = "me/tiny") -> None:
-    push_to_hub.main([str(run), "--repo_id", repo_id, *more])
+def push(run: Path, *more: str) -> None:
+    push_to_hub.main([str(run), "--repo_id", "me/tiny", *more])
 
 
-# ---- what is published
+def assert_refused(run: Path, sentence: str, *more: str) -> None:
+    """Check that a dry run of push_to_hub.py ends in one matching sentence."""
+    with pytest.raises(UserError, match=sentence) as refusal:
+        push(run, "--dry_run", *more)
+    assert "\n" not in str(refusal.value)
 
 
-def test_a_dry_run_assembles_what_is_allowed_and_nothing_else(a_copy, capsys):
+# ---- published files
+
+
+def test_a_dry_run_assembles_only_allowed_files_of_the_checkpoint(a_copy, capsys):
     newest = a_copy / "checkpoints" / "step_00000006"
     (newest / ".env").write_text("HF_TOKEN=hf_secret")
     (newest / "notes.txt").write_text("private")
+    (newest / "chat_template.jinja").write_text("allowed, but not a file of this checkpoint")
     push(a_copy, "--dry_run", "--license", "mit", "--language", "en")
     assert {path.name for path in (a_copy / "hub").iterdir()} == {*ALWAYS, ".gpt2scratch.json"}
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     loss = find_source(a_copy, None).validation["eval_loss"]
-    assert f"logits differ by 0.0e+00, validation loss {loss:.4f} (run: {loss:.4f})" in said
+    assert f"logits differ by 0.0e+00, validation loss {loss:.4f} (run: {loss:.4f})" in output
     size = (newest / WEIGHTS).stat().st_size
-    assert f"{size:>15,} bytes  model.safetensors" in said
-    assert "Not uploaded (--dry_run)" in said
+    assert f"{size:>15,} bytes  model.safetensors" in output
+    assert "Not uploaded (--dry_run)" in output
 
 
-def test_the_checkpoint_is_the_one_that_is_asked_for(a_copy):
+def test_the_requested_checkpoint_is_chosen(a_copy):
     change_losses(a_copy, {2: 5.0, 4: 4.0, 6: 4.5})
     chosen = {wanted: find_source(a_copy, wanted).step for wanted in (None, "last", "best", "2")}
     assert chosen == {None: 6, "last": 6, "best": 4, "2": 2}
@@ -101,7 +110,7 @@ def test_the_checkpoint_is_the_one_that_is_asked_for(a_copy):
         find_source(a_copy, "best")
 
 
-def test_with_a_damaged_checkpoint_nothing_is_published(a_copy, hub):
+def test_nothing_is_published_if_a_checkpoint_is_damaged(a_copy, hub):
     for step, flag in ((2, "--revisions"), (6, "--dry_run")):
         (a_copy / "checkpoints" / f"step_0000000{step}" / "config.json").write_text("{}")
         with pytest.raises(UserError, match=rf"step_0000000{step} is damaged: config\.json has 2 bytes instead of"):
@@ -113,58 +122,41 @@ def as_a_folder(run: Path, destination: Path) -> Path:
     return shutil.copytree(run / "model", destination)
 
 
-def test_a_folder_beside_the_model_that_is_not_ours_is_left_alone(run, tmp_path, monkeypatch):
-    folder, beside = as_a_folder(run, tmp_path / "merged"), tmp_path / "merged-hub"
+def test_an_existing_folder_of_the_user_is_not_overwritten(run, tmp_path, monkeypatch):
+    folder, existing = as_a_folder(run, tmp_path / "merged"), tmp_path / "merged-hub"
     monkeypatch.chdir(folder)
-    beside.mkdir()
-    (beside / "thesis.txt").write_text("The only copy.")
-    with pytest.raises(UserError, match="merged-hub exists and was not written by this command; move it"):
-        push(Path("."), "--dry_run")
-    assert (beside / "thesis.txt").is_file()
-    shutil.rmtree(beside)
-    beside.symlink_to("elsewhere")
-    with pytest.raises(UserError, match="merged-hub exists and was not written by this command"):
-        push(Path("."), "--dry_run")
+    existing.mkdir()
+    (existing / "thesis.txt").write_text("The only copy.")
+    assert_refused(Path("."), "merged-hub exists and was not written by this command; move it")
+    assert (existing / "thesis.txt").is_file()
+    shutil.rmtree(existing)
+    existing.symlink_to("elsewhere")
+    assert_refused(Path("."), "merged-hub exists and was not written by this command")
 
 
 @pytest.mark.parametrize("form", ["gpt2scratch", "native"])
-def test_a_full_disk_is_one_sentence(run, form):
+def test_a_full_disk_is_reported_in_one_sentence(run, form):
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # less than the weights have
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # less than the size of the weights
     try:
         sentence = r"Could not publish .*step_00000006: .*File too large.*; fix that and"
-        with pytest.raises(UserError, match=sentence) as refusal:
-            push(run, "--dry_run", "--format", form)
+        assert_refused(run, sentence, "--format", form)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert "\n" not in str(refusal.value)
 
 
-def test_a_link_to_elsewhere_is_not_followed(run, a_copy, tmp_path):
+def test_a_link_out_of_the_folder_is_not_followed(run, a_copy, tmp_path):
     (a_copy / "loss.png").unlink()
     (a_copy / "loss.png").symlink_to("/etc/hostname")
-    with pytest.raises(
-        UserError, match=r"tiny cannot be published: loss\.png is a link out of the folder; replace the link"
-    ):
-        push(a_copy, "--dry_run")
+    assert_refused(a_copy, r"tiny cannot be published: loss\.png is a link out of the folder; replace the link")
     folder = as_a_folder(run, tmp_path / "linked")
     (folder / "chat_template.jinja").symlink_to("/etc/hostname")
-    with pytest.raises(
-        UserError, match=r"linked cannot be published: chat_template\.jinja is a link out of the folder"
-    ):
-        push(folder, "--dry_run")
+    assert_refused(folder, r"linked cannot be published: chat_template\.jinja is a link out of the folder")
 
 
-def test_a_file_that_was_put_into_a_checkpoint_is_not_published(a_copy):
-    (a_copy / "checkpoints" / "step_00000006" / "chat_template.jinja").write_text("secret")
-    names = [path.name for path in find_source(a_copy, None).files(ALLOWED)]
-    assert "model.safetensors" in names
-    assert "chat_template.jinja" not in names
-
-
-def test_two_at_once_do_not_mix(a_copy):
-    with FileLock(a_copy / ".hub.lock"), pytest.raises(UserError, match="is being published by another process"):
-        push(a_copy, "--dry_run")
+def test_a_run_is_published_by_one_process_at_a_time(a_copy):
+    with FileLock(a_copy / ".hub.lock"):
+        assert_refused(a_copy, "is being published by another process")
 
 
 def without_a_config(folder):
@@ -198,12 +190,10 @@ def with_code_that_needs_this_repository(folder):
         (with_code_that_needs_this_repository, "does not load in a fresh process"),
     ],
 )
-def test_a_model_that_others_could_not_use_is_not_published(run, tmp_path, change, expected):
+def test_a_model_that_others_cannot_use_is_not_published(run, tmp_path, change, expected):
     folder = as_a_folder(run, tmp_path / "broken")
     change(folder)
-    with pytest.raises(UserError, match=expected) as refusal:
-        push(folder, "--dry_run", "--trust_folder_code")
-    assert "\n" not in str(refusal.value)
+    assert_refused(folder, expected, "--trust_folder_code")
 
 
 @pytest.mark.parametrize(
@@ -217,11 +207,11 @@ def test_a_model_that_others_could_not_use_is_not_published(run, tmp_path, chang
         ("assert sorted(os.listdir(FOLDER)) == sorted(NAMES) and PARENT not in FOLDER", None),
     ],
 )
-def test_code_of_a_folder_runs_only_where_it_is_trusted_and_alone(run, tmp_path, monkeypatch, attempt, expected):
+def test_code_of_a_folder_runs_only_when_trusted_and_in_isolation(run, tmp_path, monkeypatch, attempt, expected):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     (tmp_path / "token").write_text("hf_secret")
-    folder = as_a_folder(run, tmp_path / "theirs")
+    folder = as_a_folder(run, tmp_path / "custom")
     code = folder / "modeling_gpt2scratch.py"
     names = {"TOKEN": str(tmp_path / "token"), "HOME": str(Path.home()), "PARENT": str(tmp_path)}
     names |= {"NAMES": sorted(ALWAYS - {"loss.png", "course.png"})}
@@ -230,19 +220,15 @@ def test_code_of_a_folder_runs_only_where_it_is_trusted_and_alone(run, tmp_path,
     head, rest = code.read_text().split("import torch\n", 1)
     imports = "import json, os, socket, subprocess, sys\nfrom pathlib import Path\nimport torch\n"
     code.write_text(f"{head}{imports}{stated}{asked}{attempt}\n{rest}")
-    with pytest.raises(
-        UserError, match=r"modeling_gpt2scratch\.py does not match any version of this project; read it, then add --"
-    ):
-        push(folder, "--dry_run")
-    assert not (tmp_path / "theirs-hub").exists()
+    assert_refused(folder, r"modeling_gpt2scratch\.py does not match any version of this project; read it, then add --")
+    assert not (tmp_path / "custom-hub").exists()
     if expected is None:
         push(folder, "--dry_run", "--trust_folder_code")
-        return
-    with pytest.raises(UserError, match=expected):
-        push(folder, "--dry_run", "--trust_folder_code")
+    else:
+        assert_refused(folder, expected, "--trust_folder_code")
 
 
-def test_the_current_code_is_published_in_place_of_any_older_one(run, tmp_path):
+def test_the_current_code_replaces_older_code(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "older")
     (folder / "modeling_gpt2scratch.py").unlink()
     config = json.loads((folder / "config.json").read_text())
@@ -253,38 +239,36 @@ def test_the_current_code_is_published_in_place_of_any_older_one(run, tmp_path):
     assert json.loads((published / "config.json").read_text()) == config
     described = json.loads((folder / "tokenizer_config.json").read_text()) | {"auto_map": {}}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
-    with pytest.raises(UserError, match=r"tokenizer_config\.json names its own code \(auto_map\)"):
-        push(folder, "--dry_run")
+    assert_refused(folder, r"tokenizer_config\.json names its own code \(auto_map\)")
 
 
-def test_every_version_of_the_code_is_known():
-    """After a change: `sha256sum *_gpt2scratch.py >> ../publishing/released_code.txt` in modeling_gpt2scratch/."""
+def test_the_hashes_of_the_current_code_are_recorded():
+    """After a change, run `sha256sum *_gpt2scratch.py >> ../publishing/released_code.txt` in modeling_gpt2scratch/."""
     known = dict(line.split() for line in RELEASED_CODE.read_text().splitlines()[1:])
     assert [known[hashlib.sha256((OUR_CODE / name).read_bytes()).hexdigest()] for name in CODE] == list(CODE)
 
 
-def test_a_loss_that_is_not_what_the_run_said_is_not_published(a_copy):
+def test_a_model_whose_loss_differs_from_the_run_is_not_published(a_copy):
     change_losses(a_copy, dict.fromkeys((2, 4, 6), find_source(a_copy, None).validation["eval_loss"] + 0.02))
-    with pytest.raises(UserError, match=r"has a validation loss of [\d.]+ in a fresh process, but the run recorded"):
-        push(a_copy, "--dry_run")
+    assert_refused(a_copy, r"has a validation loss of [\d.]+ in a fresh process, but the run recorded")
 
 
-def test_without_the_text_the_loss_is_said_not_to_be_compared(a_copy, capsys):
+def test_a_missing_token_store_is_reported_because_the_loss_is_not_compared(a_copy, capsys):
     config = a_copy / "config.yaml"
     config.write_text(re.sub(r"^data: .*$", f"data: {a_copy / 'gone'}", config.read_text(), flags=re.MULTILINE))
     push(a_copy, "--dry_run")
     assert f"the text or token store of the run, {a_copy / 'gone'}, no longer exists" in capsys.readouterr().out
 
 
-def test_an_untied_head_and_masked_documents_are_verified_too(train, tmp_path, capsys):
+def test_a_model_with_an_untied_head_and_masked_documents_is_verified(train, tmp_path, capsys):
     run = train(tmp_path / "run", "--mask_documents", "--tie_word_embeddings", "false", max_steps=2, eval_steps=2)
     push(run, "--dry_run", "--format", "both")
-    said = capsys.readouterr().out
-    assert re.search(r"logits differ by 0.0e\+00, validation loss ([\d.]+) \(run: \1\)", said)
-    assert re.search(r"The native twin, without remote code: logits differ by \d\.\de-0[6-9]|by 0\.0e\+00", said)
+    output = capsys.readouterr().out
+    assert re.search(r"logits differ by 0.0e\+00, validation loss ([\d.]+) \(run: \1\)", output)
+    assert re.search(r"The native twin, without remote code: logits differ by \d\.\de-0[6-9]|by 0\.0e\+00", output)
 
 
-def test_the_native_format_brings_no_code_and_needs_none_and_is_not_ours(run, tmp_path):
+def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_path):
     push(run, "--dry_run", "--format", "native")
     folder = run / "hub"
     assert set(published_files(folder)) == {name for name in ALWAYS if not name.endswith("gpt2scratch.py")}
@@ -295,10 +279,7 @@ def test_the_native_format_brings_no_code_and_needs_none_and_is_not_ours(run, tm
     torch.testing.assert_close(native(ids).logits, ours(ids).logits, rtol=0, atol=1e-5)
     assert "trust_remote_code" not in (folder / "README.md").read_text()
     twin = shutil.copytree(folder, tmp_path / "twin")
-    with pytest.raises(
-        UserError, match=r"is a GPT2LMHeadModel; convert it first: python -m modeling_gpt2scratch\.conv"
-    ):
-        push(twin, "--dry_run")
+    assert_refused(twin, r"is a GPT2LMHeadModel; convert it first: python -m modeling_gpt2scratch\.conv")
 
 
 @pytest.mark.parametrize(
@@ -313,7 +294,7 @@ def test_the_native_format_brings_no_code_and_needs_none_and_is_not_ours(run, tm
         (["RUN/model/config.json", "--repo_id", "me/tiny"], "is not a run folder"),
     ],
 )
-def test_bad_requests_end_in_a_sentence(run, arguments, expected):
+def test_wrong_arguments_are_refused(run, arguments, expected):
     with pytest.raises(UserError, match=expected):
         push_to_hub.main([argument.replace("RUN", str(run)) for argument in arguments])
 
@@ -325,7 +306,7 @@ def card_of(folder: Path, wanted: str | None = None) -> str:
     return model_card(find_source(folder, wanted), MINE, FolderArguments())
 
 
-def test_the_card_tells_the_run(run, monkeypatch):
+def test_the_card_describes_the_run(run):
     push(run, "--dry_run", "--license", "mit", "--language", "en", "--checkpoint", "4")
     card = ModelCard.load(run / "hub" / "README.md")
     data = card.data.to_dict()
@@ -335,6 +316,7 @@ def test_the_card_tells_the_run(run, monkeypatch):
     values = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert values == {name: round(scored[f"eval_{name}"], 4) for name in ("loss", "perplexity", "bits_per_byte")}
     assert "11,648 parameters" in card.text
+    assert "At 2.50 dollars per hour: 0.0" in card.text
     assert (
         f"These are the weights after step 4 (256 tokens). Their validation loss is {scored['eval_loss']:.4f}, on "
         f"{scored['eval_tokens']:,} tokens." in card.text
@@ -351,7 +333,7 @@ def test_the_card_tells_the_run(run, monkeypatch):
     assert str(run.parent) not in card.text
 
 
-def test_the_card_tells_what_was_evaluated_of_just_these_weights(run, tmp_path, capsys):
+def test_the_card_shows_only_evaluations_of_its_own_weights(run, tmp_path, capsys):
     mine = shutil.copytree(run, tmp_path / "run")
     evaluate.main([str(mine), "--compare_with", str(mine / "checkpoints" / "step_00000004")])
     sections = sections_of(card_of(mine, "last"))
@@ -367,7 +349,7 @@ def test_the_card_tells_what_was_evaluated_of_just_these_weights(run, tmp_path, 
 GGUF = {"name": "tiny-F16.gguf", "kind": "F16", "logits": 1e-3, "loss": 1e-6, "tokens": 256}
 
 
-def test_a_report_that_someone_edited_or_an_older_version_wrote_is_the_source_of_the_card(a_copy):
+def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version(a_copy):
     before = card_of(a_copy)
     report = a_copy / "report.md"
     page = report.read_text()
@@ -377,9 +359,7 @@ def test_a_report_that_someone_edited_or_an_older_version_wrote_is_the_source_of
     edited = report.read_text()
     evaluate.main([str(a_copy), "--compare"])
     assert report.read_text() == edited
-    assert {"Evaluation", "Notes"} < sections_of(
-        model_card(find_source(a_copy, None), Repository("me/tiny"), FolderArguments())
-    ).keys()
+    assert {"Evaluation", "Notes"} < sections_of(card_of(a_copy)).keys()
     report.write_text(page)
     facts = schema.read(a_copy / "report.json")
     (a_copy / "report.json").write_text(schema.sealed(facts | {"format_version": 9}))
@@ -390,7 +370,7 @@ def test_a_report_that_someone_edited_or_an_older_version_wrote_is_the_source_of
     assert card_of(a_copy) == before
 
 
-def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
+def test_a_card_names_its_branch_and_the_native_and_gguf_files(run):
     card = model_card(
         find_source(run, "2"), Repository("me/tiny", branch="step0000002-tokens128"), FolderArguments("both"), [GGUF]
     )
@@ -403,16 +383,16 @@ def test_a_card_names_the_branch_that_it_is_for_and_the_twin_beside_it(run):
 @pytest.mark.parametrize(
     ("prompt", "expected"), [("of the and a to in is was", "of the a"), ('"a\\\n```é🙂', '"a\\\n```')]
 )
-def test_the_prompt_of_a_card_leaves_room_for_its_answer(a_copy, prompt, expected):
+def test_the_prompt_of_a_card_leaves_room_for_the_generated_text(a_copy, prompt, expected):
     config = a_copy / "config.yaml"
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [prompt]}))
     card = card_of(a_copy)
     assert card.count(f"({json.dumps(expected, ensure_ascii=False)}, max_new_tokens=8") == 1
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [""]}))
-    assert 'tokenizer("",' not in card_of(a_copy)  # nothing is no prompt
+    assert 'tokenizer("",' not in card_of(a_copy)  # an empty prompt is not shown
 
 
-def test_a_card_made_from_a_card_loses_nothing_and_says_once_that_it_is_ours(run, tmp_path):
+def test_a_card_built_from_a_card_keeps_its_sections_and_has_one_marker(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "again")
     theirs = "## Example\n\nOne.\n\n## Example\n\nTwo.\n\n## Licence\n\nMIT, by me."
     (folder / "README.md").write_text(f"---\ntags: [a]\n---\n\n{WRITTEN}\n\n# old\n\n{theirs}\n")
@@ -423,7 +403,7 @@ def test_a_card_made_from_a_card_loses_nothing_and_says_once_that_it_is_ours(run
     assert "## Licence\n\nMIT, by me." in card
 
 
-def test_a_card_speaks_in_the_characters_of_its_model(run, tmp_path):
+def test_the_example_of_a_card_uses_characters_of_the_model(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "characters")
     build(VocabularyArguments(tokenizer_type="character"), None, lambda: iter(["日本語"])).save_pretrained(folder)
     card = card_of(folder)
@@ -431,7 +411,7 @@ def test_a_card_speaks_in_the_characters_of_its_model(run, tmp_path):
     assert "A GPT-2-class language model: 2 layers, 2 heads, width 16, a context of 16 tokens" in card
 
 
-def test_what_the_harness_measured_on_files_of_this_machine_does_not_name_them(a_copy):
+def test_harness_results_on_local_files_do_not_publish_their_paths(a_copy):
     results = a_copy / "lm_eval" / "results_1.json"
     results.parent.mkdir()
     task = {"dataset_path": "/home/me/secret", "test_split": "test"}
@@ -445,7 +425,7 @@ def test_what_the_harness_measured_on_files_of_this_machine_does_not_name_them(a
         card_of(a_copy)
 
 
-def test_what_a_model_writes_cannot_break_out_of_the_report(tmp_path):
+def test_generated_text_cannot_end_its_code_block_in_the_report(tmp_path):
     path = tmp_path / "samples.md"
     texts = ["## step 9\n\n```\n## Use\n````\nx", "| `a` |"]
     write_samples(path, 3, [("", text) for text in texts])
@@ -454,7 +434,7 @@ def test_what_a_model_writes_cannot_break_out_of_the_report(tmp_path):
     assert fenced(texts[0]).startswith("`````text\n")
 
 
-def test_rows_are_spread_evenly():
+def test_evenly_spreads_rows():
     assert evenly(list(range(5)), 8) == [0, 1, 2, 3, 4]
     assert evenly(list(range(101)), 5) == [0, 25, 50, 75, 100]
 
@@ -468,8 +448,8 @@ def logged_in(address: str, home: Path) -> dict[str, str]:
     return environment | {"HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
 
 
-def test_the_whole_way_in_processes_of_its_own(run, tmp_path):
-    """What is sent holds no secret, no path and no file that was not asked for; the card's examples work."""
+def test_publishing_works_end_to_end_in_separate_processes(run, tmp_path):
+    """The upload contains no secret, no local path and no unrequested file, and the examples of the card work."""
     with serving() as (hub, address):
         with_token = logged_in(address, tmp_path / "home")
         command = [sys.executable, "push_to_hub.py", str(run), "--repo_id", "me/tiny", "--private", "--format", "both"]
@@ -499,7 +479,7 @@ def test_the_whole_way_in_processes_of_its_own(run, tmp_path):
         assert 0 < float(done.stdout.splitlines()[-1]) < 8
 
 
-def test_every_checkpoint_is_a_branch(a_copy, hub, capsys):
+def test_every_checkpoint_becomes_a_branch(a_copy, hub, capsys):
     shutil.rmtree(a_copy / "checkpoints" / "step_00000004")
     push(a_copy, "--revisions")
     repository = hub["me/tiny"]
@@ -517,30 +497,24 @@ def test_every_checkpoint_is_a_branch(a_copy, hub, capsys):
 
 @pytest.fixture(scope="module")
 def folder(run):
-    """Assembled and verified, as it goes to the Hub."""
+    """Assembled and verified folder, ready to upload."""
     push(run, "--dry_run")
     return shutil.copytree(run / "hub", run.parent / "assembled")
 
 
-def test_a_second_time_nothing_is_sent(folder, hub):
-    first = upload(folder, MINE)
-    commits, uploads = len(hub["me/tiny"].commits), hub.uploads()
-    assert uploads == 3  # the weights and the plots
+def test_a_second_upload_sends_nothing_new_deletes_stale_files_and_keeps_files_of_the_user(folder, hub):
+    first, repository = upload(folder, MINE), hub["me/tiny"]
+    commits = len(repository.commits)
     assert upload(folder, MINE).oid == first.oid
-    assert (len(hub["me/tiny"].commits), hub.uploads()) == (commits, uploads)
-
-
-def test_what_is_stale_goes_and_what_is_not_ours_stays(folder, hub):
-    upload(folder, MINE)
-    repository = hub["me/tiny"]
-    theirs = {"notes.md", "tiny-Q4_K_M.gguf"}
-    more = dict.fromkeys((*theirs, "native/config.json", "tiny-F16.gguf"), File(b"x", False))
+    assert (len(repository.commits), hub.uploads()) == (commits, 3)  # the weights and two plots, each sent once
+    kept, stale = {"notes.md", "tiny-Q4_K_M.gguf"}, {"native/config.json", "tiny-F16.gguf"}
+    more = dict.fromkeys(kept | stale, File(b"x", False))
     repository.commit("main", repository.commits[repository.branches["main"]] | more)
     upload(folder, MINE)
-    assert repository.files().keys() == ALWAYS | {".gitattributes"} | theirs
+    assert repository.files().keys() == ALWAYS | {".gitattributes"} | kept
 
 
-def test_a_card_that_someone_made_their_own_stays(folder, hub, capsys):
+def test_an_edited_card_on_the_hub_is_kept(folder, hub, capsys):
     upload(folder, MINE)
     repository = hub["me/tiny"]
     ours = repository.files()["README.md"]
@@ -552,7 +526,7 @@ def test_a_card_that_someone_made_their_own_stays(folder, hub, capsys):
     assert capsys.readouterr().out.count("The README.md of me/tiny was edited and is kept; delete it there") == 1
 
 
-def test_cut_off_it_changes_nothing_and_goes_on_where_it_stopped(folder, hub, monkeypatch):
+def test_an_upload_that_lost_its_connection_changes_nothing_and_resumes(folder, hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.cut_uploads = 100
     with pytest.raises(
@@ -562,19 +536,19 @@ def test_cut_off_it_changes_nothing_and_goes_on_where_it_stopped(folder, hub, mo
     assert hub["me/tiny"].files().keys() == {".gitattributes"}
     hub.cut_uploads = 0
     shown = folder / "loss.png"
-    hub.large[hashlib.sha256(shown.read_bytes()).hexdigest()] = shown.read_bytes()  # it had arrived
+    hub.large[hashlib.sha256(shown.read_bytes()).hexdigest()] = shown.read_bytes()  # was uploaded before
     before = hub.uploads()
     upload(folder, MINE)
     assert hub.uploads() - before == 2
     assert hub["me/tiny"].files().keys() == ALWAYS | {".gitattributes"}
 
 
-def test_interrupted_it_says_how_to_go_on(run, tmp_path):
+def test_an_interrupted_upload_reports_how_to_resume(run, tmp_path):
     with serving() as (hub, address):
         hub.hold.clear()
         environment = logged_in(address, tmp_path)
         command = [sys.executable, "push_to_hub.py", str(run), "--repo_id", "me/tiny"]
-        # Whoever runs these tests in the background may ignore Ctrl-C, and what they start would inherit that.
+        # If the tests run in the background, they may ignore Ctrl-C, and their processes would inherit that.
         more = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
         with subprocess.Popen(
             command, env=environment, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, **more
@@ -584,9 +558,9 @@ def test_interrupted_it_says_how_to_go_on(run, tmp_path):
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
             hub.hold.set()
-            _, said = process.communicate(timeout=600)
+            _, output = process.communicate(timeout=600)
         assert process.returncode == 130
-        assert said.splitlines()[-1] == (
+        assert output.splitlines()[-1] == (
             "Interrupted, could not upload to me/tiny; run this command again; files that arrived are not sent twice."
         )
         assert hub["me/tiny"].files().keys() == {".gitattributes"}
@@ -607,12 +581,9 @@ def switched_off(hub, patch):
         ),
         (
             lambda hub, patch: patch.setenv("HF_TOKEN", "hf_é"),
-            "the token contains invalid characters: run `hf auth login`",
+            "the token contains invalid characters: run `hf auth log",
         ),
-        (
-            lambda hub, patch: hub.user["auth"]["accessToken"].update(role="read"),
-            "The token of me is read-only",
-        ),
+        (lambda hub, patch: hub.user["auth"]["accessToken"].update(role="read"), "The token of me is read-only"),
         (
             lambda hub, patch: hub.user.update(name="other", orgs=[]),
             "me/tiny belongs to me, but you are logged in as other; use a repository of other,",
@@ -622,13 +593,10 @@ def switched_off(hub, patch):
             "Could not access me/tiny: the Hub cannot be reached",
         ),
         (switched_off, "Could not access me/tiny: the Hub cannot be reached (Cannot reach http"),
-        (
-            lambda hub, patch: HfApi().create_repo("me/tiny"),
-            "me/tiny exists and is public, so --private has no effect",
-        ),
+        (lambda hub, patch: HfApi().create_repo("me/tiny"), "me/tiny exists and is public, so --private has no effect"),
     ],
 )
-def test_what_can_be_known_before_is_said_before_work_is_spent(run, hub, monkeypatch, trouble, expected):
+def test_problems_with_the_hub_are_reported_before_any_work(run, hub, monkeypatch, trouble, expected):
     shutil.rmtree(run / "hub", ignore_errors=True)
     trouble(hub, monkeypatch)
     with pytest.raises(UserError, match=re.escape(expected)) as refusal:
@@ -639,7 +607,7 @@ def test_what_can_be_known_before_is_said_before_work_is_spent(run, hub, monkeyp
     assert not hub.large
 
 
-def test_what_the_hub_refuses_is_one_sentence(folder, hub):
+def test_a_refusal_of_the_hub_is_one_sentence(folder, hub):
     hub.read_only.add("us")
     hub.taken.add("our/tiny")
     for repo_id, expected in (
@@ -651,7 +619,7 @@ def test_what_the_hub_refuses_is_one_sentence(folder, hub):
         assert f"models/{repo_id}" not in hub.repositories
 
 
-def test_metadata_that_the_hub_does_not_know_is_one_sentence(folder, hub, tmp_path):
+def test_metadata_that_the_hub_does_not_accept_is_reported_in_one_sentence(folder, hub, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "README.md").write_text("---\nlicense: my own\n---\n")
     sentence = r"The Hub does not accept the metadata of .*README\.md: \"license\" must be one of"
@@ -661,7 +629,7 @@ def test_metadata_that_the_hub_does_not_know_is_one_sentence(folder, hub, tmp_pa
     assert not hub.large
 
 
-def test_a_folder_without_a_run_is_published_with_the_card_that_it_has(run, tmp_path, hub):
+def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hub):
     folder = as_a_folder(run, tmp_path / "merged")
     card = "---\nlibrary_name: peft\n---\n# merged\n\nTaught to chat.\n\n## How\n\nWith LoRA.\n"
     (folder / "README.md").write_text(card)
@@ -671,15 +639,9 @@ def test_a_folder_without_a_run_is_published_with_the_card_that_it_has(run, tmp_
     assert "Taught to chat.\n\n## Use" in card.text
     assert "## How\n\nWith LoRA." in card.text
     assert (tmp_path / "merged-hub" / WEIGHTS).is_file()
-    with pytest.raises(UserError, match="a model without a run, so it has no checkpoints for --revisions"):
-        push(folder, "--revisions")
+    assert_refused(folder, "a model without a run, so it has no checkpoints for --revisions", "--revisions")
 
 
-def test_tokens_in_short():
+def test_token_counts_are_abbreviated():
     numbers = (384, 10_239, 1_740_800, 33_554_432, 2 * 10**9, 3 * 10**11)
     assert list(map(in_short, numbers)) == ["384", "10K", "1741K", "34M", "2000M", "300B"]
-
-
-def test_the_cost_is_told_where_a_price_is(train, tmp_path):
-    run = train(tmp_path / "run", max_steps=1, hourly_price=2.5)
-    assert "At 2.50 dollars per hour: 0.0" in (run / "report.md").read_text()

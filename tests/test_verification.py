@@ -1,4 +1,4 @@
-"""A token store that changed after it was made: the run ends, and none of its checkpoints becomes complete."""
+"""Tests of runs on a token store that changed after it was created: they end without a complete checkpoint."""
 
 import shutil
 import threading
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from atomic import file_sha256
+from conftest import TINY, flags
 from errors import UserError
 from tokenizer.export import to_parquet
 from tokenizer.store import TokenStore
@@ -16,7 +17,7 @@ from training.run_folder import RunFolder
 
 
 def flip(path: Path) -> None:
-    """Change one bit: an id stays below the vocabulary's size, an index stays ascending."""
+    """Flip one bit. Token ids stay below the vocabulary size, and indices stay ascending."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2 // 8 * 8] ^= 1
     path.write_bytes(content)
@@ -32,10 +33,8 @@ def copy(store, tmp_path):
 def test_a_flipped_bit_ends_the_run_before_a_checkpoint_is_complete(train, copy, tmp_path, name, placement):
     stated = file_sha256(copy / name)
     flip(copy / name)
-    sentence = (
-        rf"{name} was changed or damaged: its SHA-256 is {file_sha256(copy / name)}, but metadata.json states {stated}"
-    )
-    with pytest.raises(UserError, match=sentence):
+    hashes = f"its SHA-256 is {file_sha256(copy / name)}, but metadata.json states {stated}"
+    with pytest.raises(UserError, match=f"{name} was changed or damaged: {hashes}"):
         train(tmp_path / "run", data=copy, data_placement=placement)
     run = RunFolder(tmp_path / "run")
     assert run.newest_step() == 0
@@ -43,7 +42,7 @@ def test_a_flipped_bit_ends_the_run_before_a_checkpoint_is_complete(train, copy,
     assert '"state": "failed"' in run.status.read_text()
 
 
-def test_a_bit_that_flips_between_two_starts_ends_the_resumed_run(train, copy, tmp_path):
+def test_a_bit_flipped_between_two_starts_ends_the_resumed_run(train, copy, tmp_path):
     run = train(tmp_path / "run", data=copy, max_steps=3)
     flip(copy / "train.bin")
     with pytest.raises(UserError, match=r"train\.bin was changed or damaged"):
@@ -54,8 +53,8 @@ def test_a_bit_that_flips_between_two_starts_ends_the_resumed_run(train, copy, t
     assert RunFolder(run).newest_step() == 6
 
 
-def test_training_does_not_wait_for_the_hashes_but_the_first_checkpoint_does(train, tmp_path, monkeypatch):
-    """The hashes take until the third step is done, and the checkpoint of the second waits for them."""
+def test_the_first_checkpoint_waits_for_the_hashes_and_training_does_not(train, tmp_path, monkeypatch):
+    """Here, hashing takes until the third step is finished, and the checkpoint of the second step waits for it."""
     is_hashed, logged = threading.Event(), tmp_path / "run" / "metrics.jsonl"
     monkeypatch.setattr(TokenStore, "check_hashes", lambda self: is_hashed.wait(60))
 
@@ -72,7 +71,7 @@ def test_training_does_not_wait_for_the_hashes_but_the_first_checkpoint_does(tra
     assert RunFolder(tmp_path / "run").newest_step() == 5
 
 
-def test_a_verification_that_fails_otherwise_ends_the_run_too(train, tmp_path, monkeypatch):
+def test_another_error_during_verification_ends_the_run(train, tmp_path, monkeypatch):
     def check_hashes(self):
         raise RuntimeError("no more threads")
 
@@ -82,9 +81,7 @@ def test_a_verification_that_fails_otherwise_ends_the_run_too(train, tmp_path, m
     assert RunFolder(tmp_path / "run").newest_step() == 0
 
 
-def test_several_processes_end_together(launch, copy, tmp_path):
-    from conftest import TINY, flags
-
+def test_all_processes_of_a_run_end_on_a_damaged_store(launch, copy, tmp_path):
     flip(copy / "train.bin")
     arguments = flags(data=copy, output_dir=tmp_path / "run", **TINY)
     launcher = ("-m", "accelerate.commands.launch", "--config_file", "launch/two_cpu_processes.yaml")
@@ -94,7 +91,7 @@ def test_several_processes_end_together(launch, copy, tmp_path):
     assert RunFolder(tmp_path / "run").newest_step() == 0
 
 
-def test_no_score_and_no_export_of_changed_tokens(train, copy, tmp_path, capsys):
+def test_changed_tokens_are_neither_evaluated_nor_exported(train, copy, tmp_path, capsys):
     run = train(tmp_path / "run", data=copy)
     flip(copy / "val.bin")
     with pytest.raises(UserError, match=r"val\.bin was changed or damaged"):

@@ -1,4 +1,4 @@
-"""generate.py on a real, small run."""
+"""Tests of generate.py with a small real run."""
 
 import shutil
 
@@ -31,16 +31,16 @@ def written(capsys, model, *more: str, prompt: str = "The", number: int = 24) ->
 GREEDY = ("--temperature", "0")
 
 
-def test_greedy_text_is_what_transformers_generates_and_several_continuations_are_those_of_one(run, capsys):
+def test_greedy_text_matches_transformers_also_for_several_continuations(run, capsys):
     streamed = written(capsys, run, *GREEDY, number=8)
     model, tokenizer = (kind.from_pretrained(run / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
     expected = model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=8, do_sample=False)
     assert streamed == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
-    several = written(capsys, run, *GREEDY, "--num_return_sequences", "33")  # a batch of 32 and one more
+    several = written(capsys, run, *GREEDY, "--num_return_sequences", "33")  # a batch of 32 and a batch of 1
     assert several == written(capsys, run, *GREEDY) * 33
 
 
-def test_text_and_prompts_may_go_beyond_the_context_also_compiled(run, capsys):
+def test_text_and_prompts_may_exceed_the_context_also_compiled(run, capsys):
     text = written(capsys, run, *GREEDY, number=60)
     assert len(AutoTokenizer.from_pretrained(run / "model").encode(text)) > 40
     prompt = "the and of " * 20
@@ -48,10 +48,10 @@ def test_text_and_prompts_may_go_beyond_the_context_also_compiled(run, capsys):
     torch._dynamo.reset()
     counters.clear()
     assert written(capsys, run, *GREEDY) == written(capsys, run, *GREEDY, "--torch_compile")
-    assert counters["stats"]["unique_graphs"] == 1  # Transformers would skip compilation without a word
+    assert counters["stats"]["unique_graphs"] == 1  # Transformers would skip compilation silently
 
 
-def test_bfloat16_is_used_where_asked_for(run, capsys, monkeypatch):
+def test_bfloat16_is_used_on_request(run, capsys, monkeypatch):
     dtypes = []
     monkeypatch.setattr(generate, "arrange_weights", lambda model: dtypes.append(model.dtype))
     for more in ([], ["--dtype", "bfloat16"]):
@@ -59,8 +59,8 @@ def test_bfloat16_is_used_where_asked_for(run, capsys, monkeypatch):
     assert dtypes == [torch.float32, torch.bfloat16]
 
 
-def test_a_models_own_generation_settings_neither_warn_nor_count(run, a_copy, launch):
-    """As in models fine-tuned by earlier versions: Transformers warned of max_length, once per window."""
+def test_generation_settings_of_a_model_neither_warn_nor_apply(run, a_copy, launch):
+    """Models fine-tuned by earlier versions have such settings. Transformers warned about max_length once per window."""
     GenerationConfig(max_length=16, repetition_penalty=9.0, do_sample=True).save_pretrained(a_copy / "model")
     arguments = ["--prompt", "The", "--max_new_tokens", "40", "--temperature", "0"]
     plain, tuned = (launch("generate.py", model / "model", *arguments) for model in (run, a_copy))
@@ -68,8 +68,8 @@ def test_a_models_own_generation_settings_neither_warn_nor_count(run, a_copy, la
     assert (plain.stderr, tuned.stderr) == ("", "")
 
 
-def test_a_gpt2_that_transformers_made_is_continued_too(run, tmp_path, capsys):
-    """Its config names no token for padding."""
+def test_a_gpt2_of_transformers_generates_text(run, tmp_path, capsys):
+    """Its config has no padding token."""
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     config = GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2, eos_token_id=0, bos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
@@ -79,7 +79,7 @@ def test_a_gpt2_that_transformers_made_is_continued_too(run, tmp_path, capsys):
         assert text.count("The") >= int(number)
 
 
-def test_a_seed_repeats_the_text_whatever_was_drawn_before(run, capsys):
+def test_a_seed_reproduces_the_text_after_other_random_draws(run, capsys):
     checkpoint = run / "checkpoints" / "step_00000003"
     assert written(capsys, checkpoint, "--seed", "5") == written(capsys, checkpoint, "--seed", "5")
     model, tokenizer = (kind.from_pretrained(run / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
@@ -100,12 +100,12 @@ def test_a_seed_repeats_the_text_whatever_was_drawn_before(run, capsys):
         (["nobody/nothing"], "nobody/nothing is not a local path"),
     ],
 )
-def test_bad_requests_end_in_a_sentence(run, arguments, expected):
+def test_wrong_arguments_are_refused(run, arguments, expected):
     with pytest.raises(UserError, match=expected):
         generate.main([str(run) if argument == "RUN" else argument for argument in arguments])
 
 
-def test_a_run_without_a_checkpoint_says_so(a_copy):
+def test_a_run_without_a_checkpoint_is_refused(a_copy):
     shutil.rmtree(a_copy / "model")
     generate.main([str(a_copy), "--prompt", "The", "--max_new_tokens", "1"])  # from the newest checkpoint
     shutil.rmtree(a_copy / "checkpoints")
