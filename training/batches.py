@@ -210,16 +210,13 @@ class TrainBatches:
     def __call__(self, step: int, micro_step: int) -> Batch:
         """Return a batch of tensors (micro_batch, context) on the device, without waiting for the device."""
         before = time.perf_counter()
-        batch = self._make(step, micro_step)
-        self.seconds += time.perf_counter() - before
-        return batch
-
-    def _make(self, step: int, micro_step: int) -> Batch:
         starts, context = self._starts(step, micro_step), self.plan.context
         if self.tokens.file is not None:
             following = self._starts(step, micro_step + 1)  # after the last one: nearly always the next step's first
             self.tokens.file.announce(np.concatenate([starts, following]), context + 1)
-        return self.tokens.batch(starts, context)
+        batch = self.tokens.batch(starts, context)
+        self.seconds += time.perf_counter() - before
+        return batch
 
     def _starts(self, step: int, micro_step: int) -> np.ndarray:
         plan = self.plan

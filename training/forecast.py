@@ -20,7 +20,6 @@ import torch
 from accelerate import Accelerator
 
 from tokenizer.store import TokenStore
-from training.advice import Advice
 from training.batches import TrainBatches, WindowOrder
 from training.config import TrainConfig
 from training.console import printer
@@ -259,47 +258,42 @@ def describe_forecast(
     return template.render(vars(forecast), forecast=forecast, **facts).rstrip()
 
 
-def advice(forecast: Forecast) -> Iterator[Advice]:
+def advice(forecast: Forecast) -> Iterator[str]:
     """Yield improvements that can be seen before the first step."""
     config, setup, plan = forecast.config, forecast.setup, forecast.plan
     batches, model, N, on_gpu = plan.batches, plan.model, plan.memory.parameters, plan.memory.on_gpu
     is_here = on_gpu and config.cost.plan_device is None
     gigabytes, fits = forecast.store_bytes / 1e9, forecast.store_bytes < psutil.virtual_memory().available / 2
     if config.data.data_placement == "mmap" and fits:
-        text = f"data_placement is mmap, but the store's {gigabytes:.2f} GB fit in RAM, which is faster than a disk"
-        yield Advice("data_placement", f"{text}; use auto.")
+        yield f"data_placement is mmap, but the store's {gigabytes:.2f} GB fit in RAM, which is faster; use auto."
     if not setup.torch_compile and (on_gpu or shutil.which("g++")):
-        yield Advice("torch_compile", "torch_compile is off; compiled steps are faster, by far on a GPU.")
+        yield "torch_compile is off; compiled steps are faster, by far on a GPU."
     if on_gpu and setup.mixed_precision == "no":
-        text = "mixed_precision is no, so tensor cores use TF32 at best; bf16 is about twice as fast."
-        yield Advice("mixed_precision", text)
+        yield "mixed_precision is no, so tensor cores use TF32 at best; bf16 is about twice as fast."
     if is_here and (others := memory_of_others()):
-        yield Advice("memory", f"{others}.")
+        yield f"{others}."
     is_sdpa = is_here and setup.attn_implementation == "sdpa"
     if is_sdpa and kernel_of_sdpa(torch.device("cuda"), setup, model) == "math":
-        text = (
+        yield (
             f"Attention uses PyTorch's math kernel, the slowest, which stores all scores: the head width is "
             f"{model.n_embd / model.n_head:g}, but the fast kernels need a multiple of 8 up to 256; change n_head or n_embd."
         )
-        yield Advice("attention", text)
     rate, usual = config.optim.learning_rate, usual_learning_rate(N)
     if not usual / RATE_FACTOR <= rate <= usual * RATE_FACTOR:
         text = f"about {usual:.1e} is usual for models of {N / 1e6:,.1f}M parameters (Kaplan et al. 2020)."
-        yield Advice("learning_rate", f"learning_rate is {rate:.1e}; {text}")
+        yield f"learning_rate is {rate:.1e}; {text}"
     warmup = config.optim.warmup_steps
     if warmup > plan.max_steps / 4:
-        text = f"warmup_steps is {warmup:,} of {plan.max_steps:,} steps; a tenth or less is usual."
-        yield Advice("warmup_steps", text)
+        yield f"warmup_steps is {warmup:,} of {plan.max_steps:,} steps; a tenth or less is usual."
     tokens, largest = batches.micro_batch * batches.context, plan.memory.largest_micro_batch(plan.available)
     if on_gpu and tokens < FEW_TOKENS and largest > batches.micro_batch:
         text = f"A micro-batch has {tokens:,} tokens, too few to fill a GPU; {largest:,} sequences would fit"
-        yield Advice("micro_batch", f"{text}: raise tokens_per_step, or per_device_train_batch_size.")
+        yield f"{text}: raise tokens_per_step, or per_device_train_batch_size."
     if (epochs := plan.epoch(plan.max_steps)) > MANY_EPOCHS:
         text = f"beyond about {MANY_EPOCHS} epochs, more text helps more than more epochs."
-        yield Advice("epochs", f"The run trains for {epochs:.1f} epochs; {text}")
+        yield f"The run trains for {epochs:.1f} epochs; {text}"
     if N >= FILLS_A_GPU and forecast.tokens < N * TOKENS_PER_PARAMETER / 10:  # scaling laws exclude smaller models
         text = "tokens per parameter are few: a smaller model would reach a lower loss in the same time."
-        yield Advice("tokens", f"{forecast.tokens / N:.2g} {text}")
+        yield f"{forecast.tokens / N:.2g} {text}"
     if (share := forecast.evaluation_share) > MUCH:
-        text = f"Validation takes about {share:.0%} of the time; raise eval_steps or set max_eval_samples."
-        yield Advice("evaluation", text)
+        yield f"Validation takes about {share:.0%} of the time; raise eval_steps or set max_eval_samples."

@@ -50,22 +50,20 @@ def linear_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, targ
     """
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden_states, weight, targets)
-    dtype, V = _dtype(weight), len(weight)
-    states, matrix = hidden_states.to(dtype), _padded(weight, dtype)
+    states, matrix = _operands(hidden_states, weight)
     total = torch.zeros((), device=targets.device)
     for rows in _chunks(states):
-        total += _nats(_log_probabilities(states[rows], matrix, V), targets[rows])
+        total += _nats(_log_probabilities(states[rows], matrix, len(weight)), targets[rows])
     return total
 
 
 @torch.no_grad()
 def token_nats(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the loss of each token in nats, (N,) in fp32, as summed by `linear_cross_entropy`; 0 for ignored targets."""
-    dtype, V = _dtype(weight), len(weight)
-    states, matrix = hidden_states.to(dtype), _padded(weight, dtype)
+    states, matrix = _operands(hidden_states, weight)
     parts = []
     for rows in _chunks(states):
-        log_probabilities = _log_probabilities(states[rows], matrix, V)
+        log_probabilities = _log_probabilities(states[rows], matrix, len(weight))
         parts.append(F.nll_loss(log_probabilities, targets[rows], reduction="none", ignore_index=IGNORED))
     return torch.cat(parts)
 
@@ -76,8 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        dtype, V = _dtype(weight), len(weight)
-        states, matrix = hidden_states.to(dtype), _padded(weight, dtype)
+        (states, matrix), V = _operands(hidden_states, weight), len(weight)
         columns = torch.arange(V, device=targets.device)
         total = torch.zeros((), device=targets.device)
         grad_states = torch.empty_like(states)
@@ -87,7 +84,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += _nats(log_probabilities, targets[rows])
             # Gradient of the logits, unscaled: its values are between -1 and 1, which fp16 can represent.
             gradient = (log_probabilities.exp() - (columns == targets_here).float()) * (targets_here != IGNORED)
-            gradient = _widened(gradient.to(dtype), len(matrix))  # (n, V), with the padding
+            gradient = gradient.to(states.dtype)
+            if len(matrix) > V:
+                gradient = F.pad(gradient, (0, len(matrix) - V))
             grad_states[rows] = gradient @ matrix
             grad_matrix += gradient.T @ states[rows]
         ctx.save_for_backward(grad_states.to(hidden_states.dtype), grad_matrix[:V].to(weight.dtype))
@@ -99,21 +98,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden_states * grad_output, grad_weight * grad_output, None
 
 
-def _dtype(weight: torch.Tensor) -> torch.dtype:
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
-def _padded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight (V, C), zero-padded to a multiple of rows that matrix kernels prefer, if the padding is small."""
-    V = len(weight)
+def _operands(hidden_states: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the hidden states (N, C) and the weight (V, C) in autocast's precision. The weight is zero-padded to a number of rows
+    that matrix kernels prefer, if the padding is small."""
+    device, V = weight.device.type, len(weight)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     matrix = weight.to(dtype)
-    return F.pad(matrix, (0, 0, 0, -V % MULTIPLE)) if V % MULTIPLE and V > 8 * MULTIPLE else matrix
-
-
-def _widened(gradient: torch.Tensor, width: int) -> torch.Tensor:
-    V = gradient.shape[1]
-    return F.pad(gradient, (0, width - V)) if width > V else gradient
+    if V % MULTIPLE and V > 8 * MULTIPLE:
+        matrix = F.pad(matrix, (0, 0, 0, -V % MULTIPLE))
+    return hidden_states.to(dtype), matrix
 
 
 def rows_of_chunk(N: int, compiled_for_gpu: bool) -> int:
