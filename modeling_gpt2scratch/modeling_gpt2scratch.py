@@ -331,9 +331,7 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         )
         prompt_length = inputs_tensor.shape[1]  # ids or embeddings; input_ids_length does not count embeddings
         self.transformer.check_context(prompt_length, None, None)
-        room = max(
-            self.config.n_positions - prompt_length, 1
-        )  # the token after a full context is generated but not read
+        room = max(self.config.n_positions - prompt_length, 1)  # the token after a full context need not be read
         if generation_config.max_length > input_ids_length + room:
             logger.warning(
                 f"The prompt has {prompt_length} tokens and the context {self.config.n_positions} (n_positions), so "

@@ -85,7 +85,7 @@ def unpack(archive: Path, folder: Path) -> TokenStore:
                     _write_members(packed, archive, unfinished)
                 if missing := [name for name in FILES if not (unfinished / name).is_file()]:
                     raise UserError(
-                        f"{archive} lacks {' and '.join(missing)}: it is truncated or damaged; copy or download it again."
+                        f"{archive} lacks {' and '.join(missing)}: it is truncated or damaged; copy it again."
                     )
                 store = TokenStore(unfinished)
                 store.check_hashes()
@@ -105,8 +105,7 @@ def _write_members(packed: BinaryIO, archive: Path, folder: Path) -> None:
         is_plain = info.type == tarfile.REGTYPE and info.size >= 0 and ROOT + name == info.name
         if not known or not is_plain or (folder / name).exists() or number > OTHER_FILES:
             raise UserError(
-                f"{archive} is not a packed store: it contains {info.name[:200]!r}, which is not a file of a store. Do not trust "
-                f"it."
+                f"{archive} is not a packed store: it contains {info.name[:200]!r}, not a file of a store. Do not trust it."
             )
         left -= 0 if name in sizes else info.size
         if left < 0 or info.size != sizes.get(name, info.size):
@@ -137,9 +136,7 @@ def _opened(archive: Path) -> Iterator[BinaryIO]:
         with archive.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as packed:
             yield packed
     except (EOFError, ValueError, tarfile.TarError, zstandard.ZstdError) as error:
-        raise UserError(
-            f"{archive} is truncated, damaged or not a packed store ({error}); copy or download it again."
-        ) from error
+        raise UserError(f"{archive} is truncated, damaged or not a packed store ({error}); copy it again.") from error
 
 
 def _begins_with(archive: Path, metadata: bytes) -> bool:

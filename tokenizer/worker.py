@@ -220,9 +220,7 @@ class PartWriter:
         digest = divmod(self.digest.intdigest(), 1 << 64)
         if self.processor.min_hasher is None:
             return digest
-        if not (
-            piece.starts_document and piece.ends_document
-        ):  # a document of several pieces matches only identical ones
+        if not (piece.starts_document and piece.ends_document):  # a long document matches only identical ones
             return (*digest, *([digest[0]] * BANDS))
         return (*digest, *self.processor.min_hasher.bands(text).tolist())
 

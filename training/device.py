@@ -123,19 +123,9 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
         )
     sharding = found.add_of(sharding_asked, [notes])
     found.refuse()
-    return Setup(
-        precision,
-        compiled,
-        attention,
-        tuple(notes),
-        sharding,
-        arguments.torch_compile_mode,
-        arguments.full_determinism,
-        cudnn_attention,
-        arguments.gradient_checkpointing,
-        arguments.bf16_residual,
-        mask_documents,
-    )
+    kept = ("torch_compile_mode", "full_determinism", "gradient_checkpointing", "bf16_residual")
+    more = {name: getattr(arguments, name) for name in kept} | {"mask_documents": mask_documents}
+    return Setup(precision, compiled, attention, tuple(notes), sharding, cudnn_attention=cudnn_attention, **more)
 
 
 def _check_kernels() -> None:

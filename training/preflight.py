@@ -50,15 +50,8 @@ def setup_of(config: TrainConfig) -> Setup:
     if rental.too_old is not None:
         notes = (without_kernels(f"the {rental.name}", rental.too_old, "PyTorch's build for CUDA 13"),)
     precision, device = best if asked == "auto" else asked, config.device
-    compiles = device.torch_compile != "false"
-    return Setup(
-        precision,
-        compiles,
-        "sdpa",
-        notes,
-        torch_compile_mode=device.torch_compile_mode,
-        gradient_checkpointing=device.gradient_checkpointing,
-    )
+    more = {name: getattr(device, name) for name in ("torch_compile_mode", "gradient_checkpointing")}
+    return Setup(precision, device.torch_compile != "false", "sdpa", notes, **more)
 
 
 def check(config: TrainConfig) -> None:
