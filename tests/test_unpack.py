@@ -100,8 +100,8 @@ CHANGES = {
     "lacking": (lambda files: files[:-1], "lacks val.bin: it is truncated or damaged"),
     "reversed": (lambda files: files[::-1], "is not a packed store"),  # metadata must come first
     "brackets": (changed("metadata.json", lambda text: b"[" * 200_000), "it is nested too deeply"),
-    "long name": (lambda files: [LONG, *files], "'././@LongLink', not a file of a store"),
-    "long name at the end": (lambda files: [*files, LONG], "'././@LongLink', not a file of a store"),
+    "long name": (lambda files: [LONG, *files], "'././@LongLink' is not a plain file of a store"),
+    "long name at the end": (lambda files: [*files, LONG], "'././@LongLink' is not a plain file of a store"),
 }
 
 
@@ -131,7 +131,7 @@ def test_links_and_devices_are_refused(packed, tmp_path, kind):
     info = tarfile.TarInfo("store/report.md")
     info.type, info.linkname = kind, "/etc/passwd"
     files = [(info, b"") if known.name == info.name else (known, text) for known, text in members(packed)]
-    assert "is not a file of a store" in refused(repacked(packed, files), tmp_path / "out")
+    assert "is not a plain file of a store" in refused(repacked(packed, files), tmp_path / "out")
 
 
 def test_full_disk_and_existing_output_are_reported_before_unpacking(packed, tmp_path, monkeypatch):

@@ -105,7 +105,7 @@ def _write_members(packed: BinaryIO, archive: Path, folder: Path) -> None:
         is_plain = info.type == tarfile.REGTYPE and info.size >= 0 and ROOT + name == info.name
         if not known or not is_plain or (folder / name).exists() or number > OTHER_FILES:
             raise UserError(
-                f"{archive} is not a packed store: it contains {info.name[:200]!r}, not a file of a store. Do not trust it."
+                f"{archive} is not a packed store: its {info.name[:200]!r} is not a plain file of a store. Do not trust it."
             )
         left -= 0 if name in sizes else info.size
         if left < 0 or info.size != sizes.get(name, info.size):
