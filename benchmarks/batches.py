@@ -65,7 +65,7 @@ def measure(path: Path) -> dict[str, dict[str, float]]:
     )
 
     def forget() -> None:
-        file._map.madvise(mmap.MADV_DONTNEED)  # mapped pages would stay in the cache
+        file._map.madvise(mmap.MADV_DONTNEED)  # mapped pages would otherwise stay in the cache
         with path.open("rb") as content:
             os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

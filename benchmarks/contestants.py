@@ -51,7 +51,7 @@ class Rung:
     attention: str = "auto"
     fused_loss: bool = True
     fused_optimizer: bool = True
-    keeps_memory: bool = True  # on a CPU
+    keeps_memory: bool = True  # keeps freed memory, on a CPU
     bf16_residual: bool = False
     waits: bool = False  # reads the loss after every step
 
@@ -135,9 +135,8 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
         "per_device_train_batch_size": workload.sequences,
         "max_steps": steps,
         "warmup_steps": 1,
-        "logging_steps": math.gcd(
-            measurement.warmup, measurement.steps, LOGGING_STEPS
-        ),  # a window consists of whole log lines
+        # A window must consist of whole log lines.
+        "logging_steps": math.gcd(measurement.warmup, measurement.steps, LOGGING_STEPS),
         "eval_strategy": "no",
         "save_strategy": "no",
         "max_eval_samples": 1,
@@ -251,14 +250,13 @@ def nanogpt(folder: Path, workload: Workload, measurement: Measurement, more: di
     `bf16` adds autocast on a CPU, where nanoGPT's train.py does not use it.
     """
     sys.path.insert(0, more["path"])
-    from model import GPT, GPTConfig  # nanoGPT's
+    from model import GPT, GPTConfig  # nanoGPT's model.py
 
     use_all_cores()
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
-    vocab_size = (
-        50304 if workload.vocab_size == 50257 else workload.vocab_size
-    )  # nanoGPT's default: padded to a multiple of 64
+    # nanoGPT's default vocabulary size is padded to a multiple of 64.
+    vocab_size = 50304 if workload.vocab_size == 50257 else workload.vocab_size
     shape = {"n_layer": workload.n_layer, "n_head": workload.n_head, "n_embd": workload.n_embd}
     model = GPT(
         GPTConfig(block_size=workload.n_positions, vocab_size=vocab_size, dropout=workload.dropout, bias=True, **shape)

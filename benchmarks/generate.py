@@ -41,7 +41,7 @@ from training.sampling import compiled, generation_config
 
 SHAPES = {
     "small": {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 65, "n_positions": 256},
-    "gpt2": {},  # GPT2Config's own values
+    "gpt2": {},  # the defaults of GPT2Config
 }
 CONTESTANTS = ("gpt2", "gpt2_compiled", "gpt2scratch", "gpt2scratch_arranged", "gpt2scratch_compiled")
 RATIOS = (
@@ -74,7 +74,7 @@ class Clock(BaseStreamer):
     """Arrival times of the new tokens. `generate` has synchronized with the device by then."""
 
     def __init__(self):
-        self.arrivals: list[float] = []  # the first is that of the prompt
+        self.arrivals: list[float] = []  # the first arrival is the prompt
 
     def put(self, value: torch.Tensor) -> None:
         self.arrivals.append(time.perf_counter())

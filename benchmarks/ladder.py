@@ -1,4 +1,4 @@
-"""Measure the speed of a training step while optimizations are added one by one, and then without each of them.
+"""Measure the speed of a training step with optimizations added one by one, and with each of them removed.
 
 python -m benchmarks.ladder                                  # writes benchmarks/results/ladder-PRESET-DEVICE.json
 python -m benchmarks.ladder --preset gpt2_small_seed --sequences 64

@@ -38,7 +38,7 @@ def cpu_name() -> str:
 
 
 def about(module: str, arguments: list[str]) -> dict[str, Any]:
-    """The head of a result."""
+    """Return the first fields of every result: command, date, device and versions."""
     return {
         "command": " ".join(["python", "-m", f"benchmarks.{module}", *arguments]),
         "date": datetime.date.today().isoformat(),

@@ -20,9 +20,8 @@ COMPUTES = re.compile(r"cublas.*(?:gemm|Gemm|gemv|dot|Dot|axpy|scal|Scal|trsm|Ma
 
 def build(folder: Path) -> None:
     packages = Path(sysconfig.get_path("purelib"))
-    headers = (
-        packages / "triton" / "backends" / "nvidia" / "include"
-    )  # the only complete set of headers in torch's dependencies
+    # The only complete set of headers in torch's dependencies.
+    headers = packages / "triton" / "backends" / "nvidia" / "include"
     wanted = {
         name for library in (packages / "torch" / "lib").glob("*.so") for name in _symbols(library, "--undefined-only")
     }
