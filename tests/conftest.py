@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -98,6 +99,17 @@ def trained(store, output_dir: Path, *more: str, **settings) -> Path:
     settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
     train_accelerate.main([*flags(**settings), *more])
     return output_dir
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory, store):
+    """A trained run of three steps, for tests that only read it; some files define their own."""
+    return trained(store, tmp_path_factory.mktemp("runs") / "tiny", max_steps=3)
+
+
+@pytest.fixture
+def a_copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / run.name)
 
 
 def metrics(run: Path) -> list[dict]:

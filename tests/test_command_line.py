@@ -226,9 +226,8 @@ def test_every_suggested_flag_exists():
 
 def test_wrong_flags_keys_and_values_are_reported_together(yaml):
     def check(model: Model, length: Length) -> None:
-        raise UserError(
-            f"n_layer is {model.n_layer}; too many.\nlearning_rate is {model.learning_rate}.\nmax_steps is {length.max_steps}."
-        )
+        rest = f"learning_rate is {model.learning_rate}.\nmax_steps is {length.max_steps}."
+        raise UserError(f"n_layer is {model.n_layer}; too many.\n{rest}")
 
     path = yaml("n_layers: 3\nn-heads: 1\nzzz: 1\ninput: {a: b}\nlearning_rate: high\nmax_steps: 1\n")
     arguments = ["--zzz", "1", "--torch_compile", "maybe", "--name", "a", "--name", "b", "extra"]
@@ -245,9 +244,7 @@ def test_wrong_flags_keys_and_values_are_reported_together(yaml):
         "max_steps is 1.",  # the sentences on n_layer and learning_rate are dropped, because their values are unknown
     ]
     assert "n_layer is 7; too many." in refused("--config", path, "--n_layer", "7", check=check)
-    assert "max_steps is" not in refused(
-        "--config", f"{path}.yaml", "--zzz", check=check
-    )  # the values of the file are unknown
+    assert "max_steps is" not in refused("--config", f"{path}.yaml", "--zzz", check=check)  # no file, no values
 
 
 # ---- wrong files ----------------------------------------------------------------------------------------------------
@@ -404,17 +401,14 @@ def test_every_value_of_every_setting_is_accepted_or_refused_in_one_sentence(com
         (UserError("This is wrong."), "1", 1, "", [10.0]),  # otherwise the launcher might end the process that prints
     ],
 )
-def test_one_process_prints_the_error_and_all_exit_with_its_code(
-    capsys, monkeypatch, error, rank, code, printed, seconds
-):
+def test_one_process_prints_the_error_and_all_share_its_code(capsys, monkeypatch, error, rank, code, printed, seconds):
     def main(arguments: list[str]) -> None:
         raise error
 
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
-    if rank is None:
-        monkeypatch.delenv("RANK", raising=False)
-    else:
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
         monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as leaving:
         run(main)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -32,9 +33,8 @@ def assert_same_weights(one, other):
 
 def assert_same_logits(ours, gpt2):
     """Check that logits are bitwise equal, except with gelu_new, which Transformers computes in steps that round differently."""
-    atol = (
-        2e-6 if ours.config.activation_function == "gelu_new" else 0
-    )  # measured: 6e-7, where the standard deviation of a logit is 0.8
+    # Measured: 6e-7, where the standard deviation of a logit is 0.8.
+    atol = 2e-6 if ours.config.activation_function == "gelu_new" else 0
     ids = tokens(2, 32)
     torch.testing.assert_close(ours(ids).logits, gpt2(ids).logits, rtol=0, atol=atol)
 
@@ -122,27 +122,19 @@ class SeedAttention(nn.Module):
         self.register_buffer("causal_mask", torch.ones(context, context).tril().bool())
 
     def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        scores = (q @ k.transpose(-2, -1)) * (C // self.heads) ** -0.5
-        weights = scores.masked_fill(~self.causal_mask[:T, :T], float("-inf")).softmax(-1)
-        return self.out_proj((weights @ v).transpose(1, 2).reshape(B, T, C))
-
-
-class SeedFeedForward(nn.Module):
-    def __init__(self, width, inner):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(width, inner), nn.Linear(inner, width)
-
-    def forward(self, x):
-        return self.fc2(nn.functional.gelu(self.fc1(x)))
+        T = x.shape[1]
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, self.causal_mask[:T, :T])
+        return self.out_proj(heads.transpose(1, 2).flatten(2))
 
 
 class SeedBlock(nn.Module):
     def __init__(self, width, heads, inner, context):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.feed_forward = SeedAttention(width, heads, context), SeedFeedForward(width, inner)
+        self.attention = SeedAttention(width, heads, context)
+        fc1, fc2 = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.feed_forward = nn.Sequential(OrderedDict(fc1=fc1, gelu=nn.GELU(), fc2=fc2))
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))

@@ -19,7 +19,7 @@ pytest.importorskip("gradio", reason="the demo needs gradio")
 from huggingface_hub import HfApi, SpaceCard
 
 import generate
-from conftest import REPOSITORY, prose, trained
+from conftest import REPOSITORY, prose
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from publishing import demo, demo_page
@@ -32,12 +32,6 @@ QUIET = (
     *("--disable-background-networking", "--disable-component-update"),
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # the page cannot load anything from other hosts
 )
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, store):
-    """A trained model of a few thousand parameters with a context length of 16."""
-    return trained(store, tmp_path_factory.mktemp("runs") / "tiny", max_steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +135,9 @@ def test_both_models_write_the_text_of_generate_and_the_page_loads_nothing_else(
     page.set(temperature="0", length="40")
     page.fill("#prompt textarea", "The")
     page.click("#start")
-    page.wait_for(
-        "return document.querySelectorAll('.card.writing .new:not(:empty)').length > 0"
-    )  # the text is streamed
+    page.wait_for("return document.querySelectorAll('.card.writing .new:not(:empty)').length > 0")  # streaming
     page.wait_until_done()
-    assert page.texts(".text") == [
-        greedy(model, "The", 40, capsys) for model in (run, letters)
-    ]  # longer than the context
+    assert page.texts(".text") == [greedy(model, "The", 40, capsys) for model in (run, letters)]  # exceeds the context
     assert page.texts(".prompt") == ["The", "The"]
     assert re.fullmatch(r"40 tokens[\d,]+ tokens/s", page.texts("footer")[1])
     fetched = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
@@ -178,7 +168,7 @@ def test_an_unknown_character_is_reported_and_the_other_model_writes(address, br
     page.click("#start")
     page.wait_until_done()
     assert page.texts(".prompt") == ["<b>${1+1}</b>"]  # shown as typed, not as HTML
-    refusal = "The prompt has '$', '+', '/', '1', '<', '>', '{', '}', which is not among this model's"
+    refusal = "The prompt contains '$', '+', '/', '1', '<', '>', '{', '}', which is not among this model's"
     assert refusal in page.texts(".text")[1]
 
 

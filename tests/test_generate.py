@@ -8,19 +8,8 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 import generate
-from conftest import trained
 from errors import UserError
 from training.sampling import SamplingArguments, sample
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, store):
-    return trained(store, tmp_path_factory.mktemp("runs") / "tiny", max_steps=3)
-
-
-@pytest.fixture
-def a_copy(run, tmp_path):
-    return shutil.copytree(run, tmp_path / run.name)
 
 
 def written(capsys, model, *more: str, prompt: str = "The", number: int = 24) -> str:

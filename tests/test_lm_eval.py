@@ -22,11 +22,8 @@ lm_eval = pytest.importorskip("lm_eval", reason="the harness is not installed: p
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 DOCUMENTATION = REPOSITORY / "docs" / "evaluation.md"
-PAGES = [
-    prose(11, 60),
-    prose(12, 60),
-    "The",
-]  # two texts of many windows of 16 tokens, the last one shorter, and a text below one window
+# Two texts of many windows of 16 tokens, with a shorter last window, and a text shorter than one window.
+PAGES = [prose(11, 60), prose(12, 60), "The"]
 CHOICES = [{"query": "The of and", "choices": ["a to in", f"is {word}", word], "label": 0} for word in ("was", "he")]
 MULTIPLE_CHOICE = """
 task: which
@@ -75,14 +72,13 @@ def results(launch, models, tasks):
 
     def evaluate(name: str):
         output = tasks / name
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tasks / "home" / name)}
         trust = ",trust_remote_code=True" if name == "checkpoint" else ""
         done = launch(
             *("-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={models[name]},dtype=float32{trust}"),
             *("--tasks", "my_text,which", "--include_path", tasks, "--batch_size", "4", "--device", "cpu"),
             *("--output_path", output, "--log_samples"),
-            HF_HUB_OFFLINE="1",
-            HF_DATASETS_OFFLINE="1",
-            HF_HOME=str(tasks / "home" / name),
+            **offline,
         )
         assert done.returncode == 0, done.stderr
         [summary], [samples] = output.glob("*/results_*.json"), output.glob("*/samples_which_*.jsonl")
@@ -95,11 +91,7 @@ def results(launch, models, tasks):
 
 @torch.no_grad()
 def bits_per_byte(folder, prefix: int | None = None) -> float:
-    """Compute bits per byte of PAGES like the harness.
-
-    Each page follows the token that starts a text. Windows have the context length and overlap by one token. The last window is
-    filled with tokens that were scored before.
-    """
+    """Compute the bits per byte of PAGES in windows that overlap by one token; the last window starts in scored tokens."""
     model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
     context, nats = model.config.n_positions, 0.0
     for page in PAGES:

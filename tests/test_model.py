@@ -34,10 +34,7 @@ SEED = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 512, "vocab_s
 CHARACTERS = {"n_layer": 4, "n_head": 4, "n_embd": 256, "n_positions": 256}
 OPENAI = {"n_positions": 1024, "vocab_size": 50257, "activation_function": "gelu_new", "tie_word_embeddings": True}
 PRESETS = {
-    "nano": (
-        413_184 + 256 * 32_000,
-        {"n_layer": 2, "n_head": 4, "n_embd": 128, "n_positions": 128},
-    ),  # has no vocab_size of its own
+    "nano": (413_184 + 256 * 32_000, {"n_layer": 2, "n_head": 4, "n_embd": 128, "n_positions": 128}),  # any vocabulary
     "shakespeare_char": (3_258_368, CHARACTERS | {"vocab_size": 65}),
     "medium_char": (3_322_368, CHARACTERS | {"vocab_size": 190}),
     "gpt2_small_seed": (134_601_216, SEED | {"activation_function": "gelu", "tie_word_embeddings": False}),

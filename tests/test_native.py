@@ -67,9 +67,7 @@ def test_the_native_folder_has_the_files_that_other_programs_need(tmp_path):
     assert (config["model_type"], config["n_ctx"], config["n_positions"]) == ("gpt2", 32, 32)
     assert "auto_map" not in config
     described = json.loads((tmp_path / "native" / "tokenizer_config.json").read_text())
-    assert (
-        described["tokenizer_class"] == "PreTrainedTokenizerFast"
-    )  # Transformers 4.57 does not know TokenizersBackend
+    assert described["tokenizer_class"] == "PreTrainedTokenizerFast"  # 4.57 does not know TokenizersBackend
     assert described["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
     assert "extra_special_tokens" not in described  # Transformers 4.57 fails on a list here
     with pytest.raises(UserError, match="is not empty; use a new folder"):

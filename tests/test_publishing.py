@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import push_to_hub
-from conftest import REPOSITORY, trained
+from conftest import REPOSITORY, metrics, trained
 from errors import UserError
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
@@ -50,19 +50,12 @@ def run(tmp_path_factory, store):
     """A run with three checkpoints, all of them validated."""
     saves = {"eval_steps": 2, "save_steps": 2, "save_total_limit": 3}
     folder = trained(store, tmp_path_factory.mktemp("runs") / "tiny", hourly_price=2.5, **saves)
-    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in entries if "eval_loss" in entry] == [2, 4, 6]
+    assert [entry["step"] for entry in metrics(folder) if "eval_loss" in entry] == [2, 4, 6]
     return folder
 
 
-@pytest.fixture
-def a_copy(run, tmp_path):
-    return shutil.copytree(run, tmp_path / run.name)
-
-
 def change_losses(run: Path, losses: dict[int, float]) -> None:
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    changed = [entry | ({"eval_loss": losses[entry["step"]]} if "eval_loss" in entry else {}) for entry in entries]
+    changed = [entry | ({"eval_loss": losses[entry["step"]]} if "eval_loss" in entry else {}) for entry in metrics(run)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in changed))
 
 
@@ -272,9 +265,8 @@ def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_pa
     push(run, "--dry_run", "--format", "native")
     folder = run / "hub"
     assert set(published_files(folder)) == {name for name in ALWAYS if not name.endswith("gpt2scratch.py")}
-    native = AutoModelForCausalLM.from_pretrained(folder)
-    assert type(native) is GPT2LMHeadModel
-    ours = GPT2ScratchForCausalLM.from_pretrained(run / "model")
+    native, ours = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, run / "model"))
+    assert (type(native), type(ours)) == (GPT2LMHeadModel, GPT2ScratchForCausalLM)
     ids = torch.arange(16)[None]
     torch.testing.assert_close(native(ids).logits, ours(ids).logits, rtol=0, atol=1e-5)
     assert "trust_remote_code" not in (folder / "README.md").read_text()
@@ -287,11 +279,11 @@ def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_pa
     [
         ([], "Name a run and a repository: python push_to_hub.py runs/x"),
         (["RUN"], "Name a repository: "),
-        (["tests", "--repo_id", "me/tiny"], "is not a run folder"),
+        (["tests", "--repo_id", "me/tiny"], "is neither a run folder nor a checkpoint in one"),
         (["RUN", "--repo_id", "tiny"], "it must be user/name"),
         (["RUN", "--repo_id", "me/ti ny"], "is not a name that the Hub accepts"),
         (["RUN", "--repo_id", "me/tiny", "--gguf", "q4"], "invalid choice: 'q4'"),
-        (["RUN/model/config.json", "--repo_id", "me/tiny"], "is not a run folder"),
+        (["RUN/model/config.json", "--repo_id", "me/tiny"], "is neither a run folder nor a checkpoint in one"),
     ],
 )
 def test_wrong_arguments_are_refused(run, arguments, expected):
@@ -317,10 +309,10 @@ def test_the_card_describes_the_run(run):
     assert values == {name: round(scored[f"eval_{name}"], 4) for name in ("loss", "perplexity", "bits_per_byte")}
     assert "11,648 parameters" in card.text
     assert "At 2.50 dollars per hour: 0.0" in card.text
-    assert (
-        f"These are the weights after step 4 (256 tokens). Their validation loss is {scored['eval_loss']:.4f}, on "
-        f"{scored['eval_tokens']:,} tokens." in card.text
+    sentence = (
+        "These are the weights after step 4 (256 tokens). Their validation loss is {eval_loss:.4f}, on {eval_tokens:,} "
     )
+    assert sentence.format(**scored) in card.text
     headings = re.findall(r"^## (.*)$", re.sub(r"```.*?```", "", card.text, flags=re.DOTALL), flags=re.MULTILINE)
     assert headings == [
         *("Use", "Results", "Samples", "Data", "Training", "Speed", "Estimate vs. actual", "Cost"),
@@ -371,9 +363,8 @@ def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version
 
 
 def test_a_card_names_its_branch_and_the_native_and_gguf_files(run):
-    card = model_card(
-        find_source(run, "2"), Repository("me/tiny", branch="step0000002-tokens128"), FolderArguments("both"), [GGUF]
-    )
+    branch = Repository("me/tiny", branch="step0000002-tokens128")
+    card = model_card(find_source(run, "2"), branch, FolderArguments("both"), [GGUF])
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
     assert '("me/tiny", subfolder="native")' in card
     assert "for llama.cpp: `llama-completion -hf me/tiny:F16 -p ...`. On 256 tokens" in card
@@ -529,9 +520,8 @@ def test_an_edited_card_on_the_hub_is_kept(folder, hub, capsys):
 def test_an_upload_that_lost_its_connection_changes_nothing_and_resumes(folder, hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.cut_uploads = 100
-    with pytest.raises(
-        UserError, match=r"Could not upload to me/tiny: .*run this command again; files that arrived are not sent"
-    ):
+    sentence = r"Could not upload to me/tiny: .*run this command again; files that arrived are not sent"
+    with pytest.raises(UserError, match=sentence):
         upload(folder, MINE)
     assert hub["me/tiny"].files().keys() == {".gitattributes"}
     hub.cut_uploads = 0
@@ -550,9 +540,8 @@ def test_an_interrupted_upload_reports_how_to_resume(run, tmp_path):
         command = [sys.executable, "push_to_hub.py", str(run), "--repo_id", "me/tiny"]
         # If the tests run in the background, they may ignore Ctrl-C, and their processes would inherit that.
         more = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-        with subprocess.Popen(
-            command, env=environment, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, **more
-        ) as process:
+        more |= {"env": environment, "cwd": REPOSITORY, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **more) as process:
             while not hub.uploads():
                 assert process.poll() is None
                 time.sleep(0.05)
@@ -580,8 +569,8 @@ def switched_off(hub, patch):
             "Could not access me/tiny: the Hub refused: Invalid user token. The token from HF_TOKEN",
         ),
         (
-            lambda hub, patch: patch.setenv("HF_TOKEN", "hf_é"),
-            "the token contains invalid characters: run `hf auth log",
+            lambda hub, patch: patch.setenv("HF_TOKEN", "é"),
+            "the token contains invalid characters: run `hf auth login`",
         ),
         (lambda hub, patch: hub.user["auth"]["accessToken"].update(role="read"), "The token of me is read-only"),
         (
@@ -607,26 +596,20 @@ def test_problems_with_the_hub_are_reported_before_any_work(run, hub, monkeypatc
     assert not hub.large
 
 
-def test_a_refusal_of_the_hub_is_one_sentence(folder, hub):
+def test_a_refusal_of_the_hub_is_one_sentence(folder, hub, tmp_path):
     hub.read_only.add("us")
     hub.taken.add("our/tiny")
-    for repo_id, expected in (
-        ("us/tiny", r"Could not upload to us/tiny: the Hub refused: [^\n]*$"),
-        ("our/tiny", r"our/tiny exists on the Hub but is not a model; use another name\.$"),
+    wrong = shutil.copytree(folder, tmp_path / "wrong")
+    (wrong / "README.md").write_text("---\nlicense: my own\n---\n")
+    for source, repo_id, expected in (
+        (folder, "us/tiny", r"Could not upload to us/tiny: the Hub refused: [^\n]*$"),
+        (folder, "our/tiny", r"our/tiny exists on the Hub but is not a model; use another name\.$"),
+        (wrong, "me/tiny", r"does not accept the metadata of .*README\.md: \"license\" must be one of[^\n]*$"),
     ):
         with pytest.raises(UserError, match=expected):
-            upload(folder, Repository(repo_id))
-        assert f"models/{repo_id}" not in hub.repositories
-
-
-def test_metadata_that_the_hub_does_not_accept_is_reported_in_one_sentence(folder, hub, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    (copy / "README.md").write_text("---\nlicense: my own\n---\n")
-    sentence = r"The Hub does not accept the metadata of .*README\.md: \"license\" must be one of"
-    with pytest.raises(UserError, match=sentence) as refusal:
-        upload(copy, MINE)
-    assert "\n" not in str(refusal.value)
-    assert not hub.large
+            upload(source, Repository(repo_id))
+        assert not hub.large
+    assert not {"models/us/tiny", "models/our/tiny"} & {*hub.repositories}
 
 
 def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hub):
