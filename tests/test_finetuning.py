@@ -249,7 +249,7 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     wrong = ("--lora_rank", "-1", "--replay_fraction", "1")
     assert_refused("lora_rank is -1.*\n.*is 1.0", finetune_chat, run, data, new, *wrong)
     assert_refused("nothing.jsonl is not a file", finetune_chat, run, "nothing.jsonl", new)
-    assert_refused("exists already", finetune_chat, run, data, run)
+    assert_refused("already exists; choose", finetune_chat, run, data, run)
     assert_refused("holds no model", finetune_chat, tmp_path, data, new)
     assert_refused("line 1 has no text", finetune_text, run, data, new)
     with pytest.raises(UserError, match="Name a model and a file"):
