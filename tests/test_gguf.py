@@ -43,12 +43,8 @@ def bpe():
     return tokenizer
 
 
-def ascii_characters():
-    return character_tokenizer([prose(1)])
-
-
-def characters():
-    return character_tokenizer([prose(1), "äöü 日本語 🙂👩‍👩‍👧 á\n"])
+ascii_characters = partial(character_tokenizer, [prose(1)])
+characters = partial(character_tokenizer, [prose(1), "äöü 日本語 🙂👩‍👩‍👧 á\n"])
 
 
 def model_folder(folder, tokenizer, **fields):

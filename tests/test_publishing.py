@@ -152,10 +152,6 @@ def test_a_run_is_published_by_one_process_at_a_time(a_copy):
         assert_refused(a_copy, "is being published by another process")
 
 
-def without_a_config(folder):
-    (folder / "config.json").write_text("{}")
-
-
 def without_some_weights(folder):
     weights = load_file(folder / WEIGHTS)
     del weights["transformer.h.1.mlp.c_fc.weight"]
@@ -177,7 +173,7 @@ def with_code_that_needs_this_repository(folder):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (without_a_config, "its config.json names model_type 'None', which is not"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "its config.json names model_type 'None', which is"),
         (without_some_weights, r"transformer\.h\.1\.mlp\.c_fc\.weight is missing"),
         (with_other_code, r"computes logits that differ by \d\.\de-0\d in a fresh process"),
         (with_code_that_needs_this_repository, "does not load in a fresh process"),
