@@ -37,9 +37,7 @@ class GenerateArguments:
     )
     prompt: str = setting("", "Text to continue; empty starts a new text.", free_text=True)
     max_new_tokens: int = setting(100, "Number of tokens to generate; may exceed the context length.", minimum=1)
-    num_return_sequences: int = setting(
-        1, "Number of continuations; several are generated as a batch and then printed.", minimum=1
-    )
+    num_return_sequences: int = setting(1, "Number of continuations; several are generated as a batch.", minimum=1)
     temperature: float = setting(0.8, "Sampling temperature; 0 always picks the most likely token.", maximum=1000)
     top_k: int = setting(50, "Sample from this many most likely tokens; 0 for all.")
     top_p: float = setting(

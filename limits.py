@@ -35,7 +35,7 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
 
 
 def problem(name: str, value: Any, metadata: Mapping[str, Any]) -> str | None:
-    """Return one sentence about a wrong value (of a list: its first wrong item), or None."""
+    """Return an error sentence for an invalid value (for a list, its first invalid item), or None."""
     if isinstance(value, list):
         return next(filter(None, (problem(name, item, metadata) for item in value)), None)
     if isinstance(value, bool) or value is None:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, otherwise a line every 30 seconds."""
+"""Progress display for long tasks: a bar on a terminal, otherwise a line every 30 seconds."""
 
 import operator
 import time

@@ -28,7 +28,7 @@ from examples.tuning import (
     shared_settings,
     splits,
 )
-from tokenizer.chat import normalised
+from tokenizer.chat import normalized
 
 # Template for a tokenizer without one. No token is added: a turn of the assistant ends with the end-of-text token, which the
 # model already knows from pre-training. TRL computes the loss on the text between the `generation` tags.
@@ -48,7 +48,7 @@ def read_chats(tuning: Tuning) -> Dataset:
     """Return the chats, each as `messages`; raise a `UserError` for a line that is not a chat with an assistant's turn."""
     chats = []
     for number, record in read_records(tuning.data):
-        chat = normalised(record.get("messages", record.get("conversations")))
+        chat = normalized(record.get("messages", record.get("conversations")))
         if chat is None or not any(message["role"] == "assistant" for message in chat):
             raise UserError(
                 f"{tuning.data}, line {number} is not a chat with an assistant; each line must be "

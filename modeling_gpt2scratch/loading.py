@@ -195,8 +195,8 @@ def fetch(source: str | Path, *patterns: str) -> Path:
         raise ModelError(f"{source} is neither a local folder nor a model on the Hub that you can access.") from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{source} is not a local path, the Hub's local cache does not contain a model of this name, and the Hub cannot be "
-            f"reached ({constants.ENDPOINT}: {_short(error)})."
+            f"{source} is not a local path, the local Hub cache lacks a model with this name, and the Hub cannot be reached "
+            f"({constants.ENDPOINT}: {_short(error)})."
         ) from error
 
 

@@ -30,7 +30,7 @@ from training.sampling import read_samples
 TEMPLATES = Path(__file__).parent / "templates"
 # Metadata of a model folder's card that the new card keeps, unless a flag replaces it.
 KEPT = ("base_model", "datasets", "language", "license")
-NO_LICENCE = "No license was given: ask the author before you use the weights."
+NO_LICENSE = "No license was given: ask the author before you use the weights."
 HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
 VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
 
@@ -80,7 +80,11 @@ def model_card(
         "evaluation": evaluation_of(run, source.model) if run is not None else None,
         "own_evaluation": sections.get("Evaluation", "") if run is None else "",
         "measured": measured,
-        "licence": options.license or sections.get("Licence") or metadata.license or NO_LICENCE,
+        "license": options.license
+        or sections.get("License")
+        or sections.get("Licence")
+        or metadata.license
+        or NO_LICENSE,
         "citation_key": re.sub(r"\W+", "", repository.id).lower(),
         "year": datetime.now(UTC).year,
         **_examples(source, config.n_positions),

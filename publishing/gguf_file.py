@@ -131,7 +131,7 @@ def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str,
     if not constant.abs() > 1e-2:
         raise UserError(
             f"{model} cannot be converted to GGUF: its tokenizer has no end-of-text token, which llama.cpp requires, and one "
-            f"can only be added to a trained model; train it first."
+            f"can be added only after training; train the model first."
         )
     row = (SILENT_LOGIT / constant / weight)[None]
     heads = [name for name in ("token_embd.weight", "output.weight") if name in tensors]

@@ -34,7 +34,7 @@ TOKENS = "https://huggingface.co/settings/tokens"
 WRITTEN = (
     "<!-- Written by push_to_hub.py, which replaces this page at each push. Delete this line to keep your changes. -->"
 )
-WRITTEN_LINE = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # also as older versions wrote it
+WRITTEN_LINE = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # also the line of older versions
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,6 @@ def _hub_errors(action: str) -> Iterator[None]:
 
 
 def _on_one_line(error: Exception) -> str:
-    """Return the message without the token."""
+    """Return an error message on one line, with the Hub token masked."""
     line, token = " ".join(str(error).split()) or type(error).__name__, get_token()
     return (line.replace(token, "(token)") if token else line)[:300].rstrip(".")

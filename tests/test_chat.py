@@ -8,7 +8,7 @@ import pytest
 from test_corpus import write, write_records
 
 from errors import UserError
-from tokenizer.chat import CHATML, CHATML_TOKENS, MARKS, ChatTemplate, normalised
+from tokenizer.chat import CHATML, CHATML_TOKENS, MARKS, ChatTemplate, normalized
 from tokenizer.corpus import Corpus, CorpusArguments
 from tokenizer.documents import Counts, Piece, Reader
 from tokenizer.pretokenize import main
@@ -47,7 +47,7 @@ def read(path, template: ChatTemplate) -> tuple[list[list[Piece]], Counts]:
 )
 def test_message_formats_are_normalized(role, content, first, second, said):
     chat = [{role: first, content: said, "id": 5}, {role: second, content: CHAT[1]["content"]}]
-    assert normalised(chat) == CHAT
+    assert normalized(chat) == CHAT
     assert CHATML_TEMPLATE.segments(chat) == SEGMENTS
     assert ChatTemplate(CHATML, ()).segments(chat) == [(rendered(CHATML_TEMPLATE, CHAT), None)]  # no control tokens
 
@@ -61,7 +61,7 @@ def test_message_formats_are_normalized(role, content, first, second, said):
     ],
 )
 def test_invalid_chats_are_rejected(value):
-    assert normalised(value) is None
+    assert normalized(value) is None
     with pytest.raises(ValueError, match="not a list of messages with role and content"):
         CHATML_TEMPLATE.segments(value)
 

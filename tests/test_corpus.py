@@ -161,7 +161,7 @@ def test_links_are_followed_only_if_given_by_name(tmp_path):
     for name, target in (("broken", "nothing"), ("round", "round")):
         link = tmp_path / name
         link.symlink_to(tmp_path / target)
-        assert refusal(link) == f"{link} is a broken link; correct it or leave it out."
+        assert refusal(link) == f"{link} is a broken link; fix it or exclude it."
 
 
 def test_duplicate_input_is_refused_with_the_remedy(tmp_path, monkeypatch):
@@ -362,7 +362,7 @@ def test_intermediate_check_uses_the_total_size(tmp_path):
         source.check(Counts(documents=1, bytes=300, bad_bytes=12), is_all=False)
     [unit] = source.units()
     (tmp_path / "a.txt").unlink()
-    sentence = r"a\.txt cannot be read: No such file or directory; correct it or leave it out\.$"
+    sentence = r"a\.txt cannot be read: No such file or directory; fix it or exclude it\.$"
     with pytest.raises(UserError, match=sentence):
         list(Reader().pieces(unit.ranges[0]))
     with pytest.raises(UserError, match=sentence):

@@ -161,7 +161,7 @@ def test_too_long_records_and_broken_lists_are_refused_with_the_place(tmp_path, 
     field = r"b\.csv cannot be read: field larger than field limit \(1048576\), in line [\d,]+; correct it"
     assert re.search(field, quoted)
     broken = refusal(write(tmp_path / "a.json", '[{"text": "one"}, {"text": "tw'))
-    assert re.search(r"a\.json cannot be read: Unterminated string .*char 27\); correct it or leave it out\.$", broken)
+    assert re.search(r"a\.json cannot be read: Unterminated string .*char 27\); fix it or exclude it\.$", broken)
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int8(), pa.string())])
@@ -189,7 +189,7 @@ def test_empty_parquet_files_nulls_and_invalid_utf8(tmp_path):
 def test_damaged_parquet_files_are_refused(tmp_path, damage):
     path = write_records(tmp_path / "a.parquet", [{"text": f"{i} {GOOD}"} for i in range(9)])
     write(path, damage(path.read_bytes()))
-    assert re.search(r"a\.parquet cannot be read: .*; correct it or leave it out\.$", refusal(path))
+    assert re.search(r"a\.parquet cannot be read: .*; fix it or exclude it\.$", refusal(path))
 
 
 def test_byte_order_mark_is_removed_only_at_the_start(tmp_path):

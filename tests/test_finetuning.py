@@ -119,7 +119,7 @@ def test_the_published_card_describes_the_published_model(tuned, tmp_path, launc
     card = ModelCard.load(tmp_path / "model-hub" / "README.md")
     kept = {"base_model": "me/base", "license": "mit", "tags": ["gpt2scratch", "fine-tuned"]}
     assert card.data.to_dict() == kept | {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    assert "## Licence\n\nmit\n" in card.text
+    assert "## License\n\nmit\n" in card.text
     blocks = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
     named = [name for block in blocks for name in re.findall(r'(?:pretrained\(|model=)"(.*?)"', block)]
     assert named == ["me/talks"] * 5

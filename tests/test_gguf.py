@@ -297,7 +297,7 @@ def test_an_unusable_model_or_file_is_refused(tmp_path):
     config = GPT2ScratchConfig(vocab_size=len(characters()), n_embd=32, n_layer=1, n_head=2)
     GPT2ScratchForCausalLM(config).save_pretrained(tmp_path / "characters")
     save(characters(), tmp_path / "characters")
-    with pytest.raises(UserError, match="one can only be added to a trained model; train it first"):
+    with pytest.raises(UserError, match="one can be added only after training; train the model first"):
         write_gguf(tmp_path / "characters", tmp_path / "model.gguf", "f16", "Tiny")
     with pytest.raises(UserError, match="is a GPT2LMHeadModel; convert it first"):
         write_gguf(tmp_path / "native", tmp_path / "model.gguf", "f16", "Tiny")

@@ -171,7 +171,10 @@ def test_configs_splits_revisions_tables_and_chats_are_read(found, entry, units)
     ("entry", "sentence"),
     [
         ("user/nothing", r"user/nothing is not a local path, and the Hub has no such dataset\."),
-        ("user/name@v9", r".*, and the Hub has no revision v9 of it; omit the revision or name another one\."),
+        (
+            "user/name@v9",
+            r".*, and the Hub has no revision v9 of this dataset; omit the revision or choose another one\.",
+        ),
         ("user/name:nothing", rf"user/name:nothing@{NEWEST} cannot be read from the Hub: .*'nothing' not found.*\."),
         (
             "user/name:default:nothing",
@@ -276,7 +279,7 @@ def test_missing_network_is_reported_in_one_sentence(launch, tmp_path, cache, co
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert line.startswith("error: me/other is not a local path, ")
-    assert f"the local cache of the Hub does not hold {what} of this name" in line or not what
+    assert f"the local Hub cache lacks {what} with this name" in line or not what
     assert line.endswith("the Hub cannot be reached (http://127.0.0.1:9: [Errno 111] Connection refused).")
 
 

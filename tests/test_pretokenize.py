@@ -76,7 +76,7 @@ def test_second_process_with_the_same_output_is_refused(launch, tmp_path, text):
         second = launch(*arguments)
         os.kill(first.pid, signal.SIGCONT)
         first.communicate(timeout=600)
-        sentence = f"error: Another process is writing {tmp_path / 'store'}; wait for it, or name another --output.\n"
+        sentence = f"error: Another process is writing {tmp_path / 'store'}; wait for it, or choose another --output.\n"
         assert (second.returncode, second.stderr) == (1, sentence)
     assert first.returncode == 0
     assert decoded(tmp_path / "store") == LINES * 100 + "<|endoftext|>"
@@ -129,7 +129,7 @@ def test_same_command_reuses_the_store_and_other_settings_are_refused(tmp_path, 
         (["--tokenizer_type=character"], "vocab_size was 300 and is None; tokenizer_type was 'bpe' and is 'character'"),
     ):
         sentence = refused("--input", text, "--output", tmp_path / "store", *settings)
-        assert f"store was built from other text or settings ({changed}); name another --output" in sentence
+        assert f"store was built from other text or settings ({changed}); choose another --output" in sentence
         assert TokenStore(tmp_path / "store").metadata == before
 
 
@@ -143,7 +143,7 @@ def test_changed_text_kind_or_tokenizer_requires_another_output(tmp_path):
     )
     text.write_text(records.read_text().replace("299", "298"))
     sentence = refused("--input", text, "--output", tmp_path / "store", *SMALL)
-    assert f"was built from other text or settings ({text} was changed); name another --output" in sentence
+    assert f"was built from other text or settings ({text} was changed); choose another --output" in sentence
     theirs, command = tmp_path / "theirs", ("--input", text, "--output", tmp_path / "exchanged", "--tokenizer")
     vocabulary.save(train_bpe([LINES], 300), theirs)
     pretokenize(*command, theirs)
@@ -236,7 +236,7 @@ def test_existing_output_is_kept(tmp_path, text, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    assert "name another --output" in refused("--input", text, "--output", output, *SMALL)
+    assert "choose another --output" in refused("--input", text, "--output", output, *SMALL)
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
 
 

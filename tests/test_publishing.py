@@ -312,7 +312,7 @@ def test_the_card_describes_the_run(run):
     headings = re.findall(r"^## (.*)$", re.sub(r"```.*?```", "", card.text, flags=re.DOTALL), flags=re.MULTILINE)
     assert headings == [
         *("Use", "Results", "Samples", "Data", "Training", "Speed", "Estimate vs. actual", "Cost"),
-        *("Limitations", "Licence", "Citation"),
+        *("Limitations", "License", "Citation"),
     ]
     rows = [row for row in card.text.splitlines() if re.match(r"\| [246] \|", row)]
     assert len(rows) == 3
@@ -387,7 +387,7 @@ def test_a_card_built_from_a_card_keeps_its_sections_and_has_one_marker(run, tmp
     assert card.count(WRITTEN) == 1
     assert "# old" not in card
     assert "## Example\n\nOne.\n\nTwo." in card
-    assert "## Licence\n\nMIT, by me." in card
+    assert "## License\n\nMIT, by me." in card
 
 
 def test_the_example_of_a_card_uses_characters_of_the_model(run, tmp_path):

@@ -44,7 +44,7 @@ def test_a_folder_that_is_not_a_run_is_refused_and_unchanged(train, tmp_path, na
     assert contents(tmp_path / "p") == before
     with pytest.raises(UserError, match="p is neither a run folder nor a checkpoint in one"):
         train(None, "--resume_from_checkpoint", str(tmp_path / "p"))
-    with pytest.raises(UserError, match="p exists and is not a backup of a run; name another --backup_dir"):
+    with pytest.raises(UserError, match="p exists and is not a backup of a run; choose another --backup_dir"):
         train(tmp_path / "runs" / "p", "--backup_dir", str(tmp_path))
     assert contents(tmp_path / "p") == before
 

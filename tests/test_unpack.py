@@ -135,7 +135,7 @@ def test_links_and_devices_are_refused(packed, tmp_path, kind):
 
 
 def test_full_disk_and_existing_output_are_reported_before_unpacking(packed, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="is not an empty folder; name another"):
+    with pytest.raises(UserError, match="is not an empty folder; choose another"):
         unpack.unpack(packed, tmp_path / "my.store")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     assert "has 0.0 GB free; make room or name a folder on another disk." in refused(packed, tmp_path / "out")

@@ -264,7 +264,7 @@ def test_changed_plan_is_refused(begun, old, new, problem):
 
 
 def test_unwritable_output_is_refused_before_the_work(begun):
-    with pytest.raises(UserError, match=r"'o\\udcff' is not a UTF-8 name; name another --output\.$"):
+    with pytest.raises(UserError, match=r"'o\\udcff' is not a UTF-8 name; choose another --output\.$"):
         pretokenize(recipe_of(Path("texts")), Path("o\udcff"), lambda text: None)
 
 
@@ -321,7 +321,7 @@ def test_file_changed_while_it_is_read_is_named(begun, monkeypatch, change):
 def test_files_added_to_the_output_during_the_work_are_kept(planned, tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="store exists and is not an empty folder; name another --output"):
+    with pytest.raises(UserError, match="store exists and is not an empty folder; choose another --output"):
         planned.finish(merge_only=False)
     shutil.rmtree(tmp_path / "store")
     planned.finish(merge_only=False)

@@ -80,7 +80,7 @@ PICTOGRAPH = (
     rf"{DINGBAT}\U0001f000-\U0001f0ff\U0001f10d-\U0001f1ff\U0001f300-\U0001f64f\U0001f680-\U0001f6ff"
     r"\U0001f7e0-\U0001f7ff\U0001f900-\U0001faff"
 )
-# With joiners, variation selectors, skin tones (also pictographs), tags of flags, and the characters that turn digits and
+# Also matches joiners, variation selectors, skin tones (also pictographs), tags of flags, and the characters that turn digits and
 # arrows into emoji.
 EMOJI = re.compile(
     rf"[{PICTOGRAPH}\ufe0e\ufe0f](?:(?<=[\ufe0e\ufe0f])\u20e3?|"

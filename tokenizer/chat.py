@@ -60,7 +60,7 @@ class ChatTemplate:
         Text of a message that looks like a control token stays text."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        chat = normalised(messages)
+        chat = normalized(messages)
         if chat is None:
             raise ValueError("it is not a list of messages with role and content")
         said = "".join(part for message in chat for part in message.values())
@@ -87,7 +87,7 @@ class ChatTemplate:
         return list(zip(texts, [*parts[1::2], None], strict=True))
 
 
-def normalised(messages: Any) -> list[dict[str, str]] | None:
+def normalized(messages: Any) -> list[dict[str, str]] | None:
     """Return `role` and `content` of every message; None if `messages` is not a chat."""
     if not isinstance(messages, list) or not messages:
         return None

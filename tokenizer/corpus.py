@@ -102,7 +102,7 @@ class TextFile:
             status = os.stat(path)
         except OSError as error:
             what = "is a broken link" if os.path.islink(path) else f"cannot be read: {error.strerror}"
-            raise UserError(f"{path} {what}; correct it or leave it out.") from error
+            raise UserError(f"{path} {what}; fix it or exclude it.") from error
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is a pipe or a device, but the text is read twice; save it as a file first.")
         return TextFile(str(path), status.st_size, status.st_mtime_ns, is_named)
@@ -272,7 +272,7 @@ class Corpus:
         known, wanted = list(filter(None, head)), self.arguments.text_column
         for record in known:
             if column := text_column(record, wanted):
-                self.has_chats |= any(chat.normalised(each.get(column)) for each in known)
+                self.has_chats |= any(chat.normalized(each.get(column)) for each in known)
                 return column
         if not known:
             return TEXT_COLUMNS[0] if head else None
@@ -322,7 +322,7 @@ class Corpus:
             with os.scandir(folder) as inside:
                 entries = [entry for entry in inside if not entry.name.startswith(".")]
         except OSError as error:
-            problem = UserError(f"{folder} cannot be read: {error.strerror}; correct it or leave it out.")
+            problem = UserError(f"{folder} cannot be read: {error.strerror}; fix it or exclude it.")
             if not below:
                 raise problem from error
             self.skipped.note_unreadable(folder, 0, problem)

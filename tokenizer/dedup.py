@@ -57,7 +57,7 @@ class MinHasher:
         import xxhash  # installed with datasets; training from a store needs neither
 
         try:
-            from rensa import RMinHash  # an extra that only near-duplicates need
+            from rensa import RMinHash  # optional extra, needed only for --dedup near
         except ImportError as error:
             raise UserError(
                 "Finding near-duplicates needs rensa, which is not installed: install it with pip install -e '.[dedup]', or "

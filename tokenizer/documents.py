@@ -18,7 +18,7 @@ from tokenizer.files import UnreadableError
 from tokenizer.records import records
 
 PIECE_BYTES = 1 << 20
-LONGEST_RUN = 16 << 20  # characters; text without a place to cut is one piece up to this length, and is cut above it
+LONGEST_RUN = 16 << 20  # characters; text without a place to cut stays one piece up to this length
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -133,7 +133,7 @@ class Reader:
     def _in_pieces(
         self, texts: Iterable[tuple[str, bool]], path: str, starts: bool = True, stops: bool = True
     ) -> Iterator[Piece]:
-        """Turn pairs of text and whether a document ends with it into pieces, cut between words.
+        """Yield pieces, cut between words, from pairs (text, whether a document ends with it).
         `starts`: whether the first text begins a document. `stops`: whether the last text ends one."""
         rest, ends, searched = "", True, 0
         for text, ends in texts:

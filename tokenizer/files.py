@@ -39,7 +39,7 @@ def readable(path: str) -> Iterator[None]:
     except (ValueError, OSError, EOFError, RecursionError, csv.Error, zlib.error) as error:
         reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())[:300]
         kind = UserError if isinstance(error, FileNotFoundError) or reason == SHORTER else UnreadableError
-        raise kind(f"{path} cannot be read: {reason}; correct it or leave it out.") from error
+        raise kind(f"{path} cannot be read: {reason}; fix it or exclude it.") from error
 
 
 # ---- compressed files -------------------------------------------------------------------------------------------------

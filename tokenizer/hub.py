@@ -52,8 +52,7 @@ def require(name: str, what: str, *files: str) -> None:
         return
     if (why := unreachable()) is not None and not is_cached:
         raise UserError(
-            f"{name} is not a local path, the local cache of the Hub does not hold {what} of this name, and the Hub cannot be "
-            f"reached ({why})."
+            f"{name} is not a local path, the local Hub cache lacks {what} with this name, and the Hub cannot be reached ({why})."
         )
 
 
@@ -94,7 +93,7 @@ class HubDataset:
             raise UserError(f"{self.name} is not a local path, and the Hub cannot be reached ({why}).")
         reasons = {
             RepositoryNotFoundError: "has no such dataset",
-            RevisionNotFoundError: f"has no revision {self.revision} of it; omit the revision or name another one",
+            RevisionNotFoundError: f"has no revision {self.revision} of this dataset; omit the revision or choose another one",
         }
         try:
             commit = HfApi().dataset_info(self.name, revision=self.revision).sha

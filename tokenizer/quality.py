@@ -1,4 +1,4 @@
-"""Quality filters that drop documents without running text, by the rules of Gopher and FineWeb."""
+"""Quality filters from Gopher and FineWeb that drop documents without prose."""
 
 # ruff: noqa: RUF001  marks of many scripts, which look alike, are the subject of this file
 
@@ -93,7 +93,7 @@ class Page:
 
     @cached_property
     def has_repeated_sequences(self) -> bool:
-        """Whether the shortest repeated sequences exceed the smallest limit.
+        """Return whether the shortest repeated sequences exceed the smallest limit.
         Long repeated sequences contain short ones, so this one check decides most documents for all filters."""
         fewest = min(MOST_IN_REPEATED_SEQUENCES)
         return self.share_of_repeated_sequences(fewest) > min(MOST_IN_REPEATED_SEQUENCES.values())

@@ -38,7 +38,7 @@ SPLITS = ("train", "val")
 MAX_UINT16_VOCAB = 65_500  # Megatron's limit, so that its reader assumes the same dtype
 # Types of the settings that are read from metadata.
 SETTINGS = {"input": list[str], "weights": list[float], "tokenizer": str | None, "chat_template": str | None}
-OTHER_STORE = "correct that, or name another store"
+OTHER_STORE = "correct that, or choose another store"
 RESUMES = "correct that, and the same command resumes"
 # Patterns of file names, see `removal.discard`.
 STORE_FILES = (

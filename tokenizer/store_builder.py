@@ -67,7 +67,7 @@ def pretokenize(
         raise UserError("\n".join(problems))
     folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
     if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write there
-        raise UserError(f"{str(folder)!a} is not a UTF-8 name; name another --output.")
+        raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")
     with disk_errors(folder, RESUMES), Workers() as workers:
         builder = StoreBuilder(recipe, folder, say, workers, num_proc or cores(), is_cache)
         with _locked(folder, "", wait=is_cache or shard is not None):
@@ -97,10 +97,10 @@ def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:
         folder.parent.mkdir(parents=True, exist_ok=True)
         return FileLock(folder.with_name(f".{folder.name}{suffix}.lock")).acquire(timeout=-1 if wait else 0)
     except Timeout:
-        raise UserError(f"Another process is writing {folder}; wait for it, or name another --output.") from None
+        raise UserError(f"Another process is writing {folder}; wait for it, or choose another --output.") from None
     except OSError as error:
         path = error.filename or folder  # for example another user's lock file
-        raise UserError(f"{folder} cannot be created ({path}: {error.strerror}); name another --output.") from error
+        raise UserError(f"{folder} cannot be created ({path}: {error.strerror}); choose another --output.") from error
 
 
 def _refuse_busy_shards(folder: Path) -> None:
@@ -140,7 +140,7 @@ class StoreBuilder:
         if store.metadata.format_version == 1:
             self.say(
                 f"{self.folder} is a store of format 1, which does not record its text and settings; it is used unchanged. "
-                f"To build it again, name another --output."
+                f"To build it again, choose another --output."
             )
             return store
         try:
@@ -151,7 +151,7 @@ class StoreBuilder:
             ) from error
         if changed and not self.is_cache:  # the name of a cache contains the hash of its text
             raise UserError(
-                f"{self.folder} was built from other text or settings ({changed}); name another --output or delete it."
+                f"{self.folder} was built from other text or settings ({changed}); choose another --output or delete it."
             )
         if is_marked(self.work, "unfinished"):  # the process was killed before it was deleted
             discard(self.work, UNFINISHED)
@@ -200,7 +200,7 @@ class StoreBuilder:
         if self.folder.is_symlink() or (
             self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir()))
         ):
-            raise UserError(f"{self.folder} exists and is not an empty folder; name another --output.")
+            raise UserError(f"{self.folder} exists and is not an empty folder; choose another --output.")
 
     # ---- the plan -------------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def unpack(archive: Path, folder: Path) -> TokenStore:
     if not archive.is_file():
         raise UserError(f"{archive} does not exist or is not a file.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder; name another folder with --output.")
+        raise UserError(f"{folder} exists and is not an empty folder; choose another folder with --output.")
     with disk_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with unfinished_path(folder.resolve(), ".unpacking", STORE_FILES) as unfinished:

@@ -205,7 +205,7 @@ class PartWriter:
             self.flush()
 
     def _follower(self, piece: Piece) -> int:
-        """Return the id after the piece: a control token of a chat, the end-of-text token (only once), or NOTHING."""
+        """Return the id that follows the piece: a chat's control token, the end-of-text token (only once), or NOTHING."""
         if piece.control is not None:
             return self.processor.token_to_id(piece.control)
         if not piece.ends_document or (not piece.text and self.last_follower == self.processor.eos):

@@ -51,7 +51,7 @@ class BackupArguments:
             return [f"backup_dir is {self.backup_dir}, which is a file; name a folder on another drive."]
         with suppress(OSError):  # an unreadable drive is reported when the run looks for its backup
             if not may_hold_run(RunFolder(there)):
-                return [f"{there} exists and is not a backup of a run; name another --backup_dir or --output_dir."]
+                return [f"{there} exists and is not a backup of a run; choose another --backup_dir or --output_dir."]
         return []
 
 
@@ -206,7 +206,7 @@ class Backup:
         there = self.there.checkpoints
         if not self.is_made:  # created once: missing later, the drive is gone, and its mount point must stay empty
             if not may_hold_run(self.there):
-                raise OSError("it is not a backup of a run; name another --backup_dir")
+                raise OSError("it is not a backup of a run; choose another --backup_dir")
             self.there.path.mkdir(exist_ok=True)
             mark(self.there.path, "run")
             self.is_made = True

@@ -243,7 +243,7 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
 
 
 def is_linked(path: Path, folder: Path) -> bool:
-    """Whether any part of `path` below `folder` is a link."""
+    """Return whether any part of `path` below `folder` is a link."""
     return os.path.realpath(path) != os.path.join(os.path.realpath(folder), path.relative_to(folder))
 
 

@@ -105,7 +105,7 @@ def compare(
 
 
 def _has_same_shapes(saved: GPT2ScratchConfig, name: str, value: Any) -> bool:
-    """Whether the weights of `saved` fit a model with another value in one field."""
+    """Return whether the weights of `saved` fit a model with another value in one field."""
     changed = deepcopy(saved)
     setattr(changed, name, value)
     with torch.device("meta"):

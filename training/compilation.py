@@ -80,7 +80,7 @@ def remove_incomplete_libraries(cache: Path | None = None) -> None:
 
 
 def is_complete(library: Path) -> bool:
-    """Whether a shared library has its last part, the section table. Always true for formats other than 64-bit ELF."""
+    """Return whether a shared library has its last part, the section table. Always true for formats other than 64-bit ELF."""
     size = library.stat().st_size
     with library.open("rb") as file:
         header = file.read(ELF.size)

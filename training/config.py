@@ -167,7 +167,7 @@ def _composed(parts: tuple, flags: set[str], named: Path | None, resumed: Path |
 
 
 def _drop_quickstart_text_settings(config: TrainConfig) -> None:
-    """Remove the quickstart's settings for its own text, which do not apply to the user's text."""
+    """Remove the settings that apply only to the quickstart's text."""
     if "vocab_size" not in config.flags and not config.trains_bpe:
         config.vocabulary.vocab_size = None
     if "data" in config.flags and "sample_prompts" not in config.flags:

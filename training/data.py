@@ -135,7 +135,7 @@ def name_of(data: str) -> str:
 
 
 def is_store(data: str) -> bool:
-    """Whether `data` is a token store, even a damaged one, rather than text."""
+    """Return whether `data` is a token store, even a damaged one, rather than text."""
     return TokenStore.is_store(data) or (Path(data) / "train.bin").is_file()
 
 

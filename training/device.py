@@ -88,7 +88,7 @@ class Setup:
         return self.torch_compile and "max-autotune" in (self.torch_compile_mode or "")
 
     def shards(self, accelerator: Accelerator) -> bool:
-        """Whether the model is sharded: sharding is configured and there are several processes."""
+        """Return whether the model is sharded: sharding is configured and there are several processes."""
         return self.sharding is not None and accelerator.num_processes > 1
 
 
@@ -137,7 +137,7 @@ def _check_kernels() -> None:
 
 
 def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
-    """Whether a device can run code built for targets such as `sm_90` or `compute_90`.
+    """Return whether a device can run code built for targets such as `sm_90` or `compute_90`.
 
     Binaries (sm_) run on later devices of the same major version; compute_ targets are compiled on load for any later device.
     """

@@ -110,7 +110,7 @@ def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
 
 
 def waits_for_main() -> bool:
-    """Whether this process is waiting in `on_main`. Called from other threads."""
+    """Return whether this process is waiting in `on_main`. Other threads call this."""
     return _waits
 
 

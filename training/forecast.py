@@ -64,7 +64,7 @@ class Throughput:
     tokens_per_second: float
     known: str  # the source: "measured over 10 steps ...", "assumed ..."
     mfu: float | None = None
-    peak_bytes: float | None = None  # of memory, if steps were run
+    peak_bytes: float | None = None  # peak memory; None if no steps were measured
     first_step: float = 0.0  # seconds until the first step is done
 
 
@@ -196,7 +196,7 @@ def measure_speed(
 
 
 def assumed_speed(device: str, plan: Plan, setup: Setup, devices: int) -> Throughput | None:
-    """Return the throughput that others reach on such a device; None if its peak is unknown or the model is smaller than theirs."""
+    """Return the throughput assumed for a device from published results; None if its peak is unknown or the model too small."""
     peak = peak_flops(device, setup.mixed_precision)
     if peak is None or plan.memory.parameters < FILLS_A_GPU:
         return None

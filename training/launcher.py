@@ -24,7 +24,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 
 
 def is_launched() -> bool:
-    """Whether the parent of this process is a launcher."""
+    """Return whether the parent of this process is a launcher."""
     return any(name in os.environ for name in _SET_BY_LAUNCHERS)
 
 
@@ -48,7 +48,7 @@ def launcher_option(name: str) -> str:
 
 
 def set_by_launcher(name: str) -> bool:
-    """Whether the launcher set an environment variable, rather than inheriting its value."""
+    """Return whether the launcher set an environment variable, rather than inheriting its value."""
     if not is_launched() or name not in os.environ:
         return False
     try:
@@ -58,7 +58,7 @@ def set_by_launcher(name: str) -> bool:
 
 
 def is_alone_by_mistake() -> bool:
-    """Whether `accelerate launch` was asked for several processes but started one: it then sets a master address without a
+    """Return whether `accelerate launch` was asked for several processes but started one: it then sets a master address without a
     WORLD_SIZE. The address may also come from the shell, as under Slurm."""
     if not is_launched() or "WORLD_SIZE" in os.environ:
         return False
@@ -73,7 +73,7 @@ def die_with_launcher(wanted: bool) -> None:
 
 
 def _is_orphan() -> bool:
-    """Whether the launcher died before `die_with_launcher` was called. In a container, process 1 may be the launcher itself."""
+    """Return whether the launcher died before `die_with_launcher` was called. In a container, process 1 may be the launcher itself."""
     if not is_launched() or os.getppid() == PARENT != 1:
         return False
     if os.getppid() != PARENT:

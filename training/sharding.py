@@ -76,8 +76,8 @@ class ShardedLoss(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate whole fp32 gradients locally, without dividing them among the processes; for all micro-batches of a step but
-        the last. Saves transfers and costs 4 bytes per parameter."""
+        """Accumulate full fp32 gradients locally, without reducing them across processes. Used for every micro-batch of a step
+        except the last. Saves transfers and costs 4 bytes per parameter."""
         self.loss.model.set_requires_gradient_sync(False)
         try:
             yield

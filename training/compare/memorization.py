@@ -44,7 +44,7 @@ def memorization(
         ("the texts that the model wrote", "the validation split"), counts.sum(axis=1), strict=True
     ):
         if not number:
-            raise UserError(f"No document of {what} has {span} tokens; use a smaller --memorization_span.")
+            raise UserError(f"No document in {what} has at least {span} tokens; use a smaller --memorization_span.")
     looked_up = np.concatenate(of_texts)
     places = find(store.memory_map("train"), looked_up, accelerator)
     hits = [part.sum() for part in np.split(places >= 0, counts.cumsum()[:-1])]

@@ -106,7 +106,7 @@ class RunGuard:
             say("Continuing: rolling back did not help, or no earlier checkpoint is left. Try a lower learning rate.")
 
     def save(self, step: int, saver: Saver) -> None:
-        """Start saving the state after `step` steps, whose losses have all been read. Weights with a loss that is not finite are not
+        """Start saving the state after `step` steps. All their losses must have been read. Weights with a non-finite loss are not
         saved; at the end of the run, they raise a `DivergenceError`."""
         if self.health.is_lost and step == self.run.plan.max_steps:
             raise DivergenceError(f"The loss is not finite at the last step, {step:,}")

@@ -29,7 +29,7 @@ STYLE = {
 }
 LONGEST_NAME = 40  # characters
 UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
-MOST_POINTS = 1000  # of a curve; in longer curves, neighbors are averaged
+MOST_POINTS = 1000  # points per curve; longer curves average neighboring points
 
 
 def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
