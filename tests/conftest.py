@@ -38,23 +38,14 @@ torch.set_num_threads(1)  # the same as in child processes: the number of thread
 WORDS = "the of and a to in is was he for it with as his on be at by had not are but from or have an they".split()
 
 # Settings for a model of a few thousand parameters and a run of a few seconds.
-TINY = {
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 16,
-    "n_positions": 16,
-    "tokens_per_step": 64,
-    "max_steps": 6,
-    "learning_rate": 0.01,
-    "min_learning_rate": 0.0,
-    "warmup_steps": 2,
-    "logging_steps": 1,
-    "eval_steps": 3,
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "tokens_per_step": 64, "max_steps": 6}
+TINY |= {"learning_rate": 0.01, "min_learning_rate": 0.0, "warmup_steps": 2, "logging_steps": 1, "eval_steps": 3}
+TINY |= {
     "save_steps": 3,
-    "torch_compile": "false",
-    "mixed_precision": "no",
     "sample_tokens": 8,
     "sample_prompts": "the",
+    "torch_compile": "false",
+    "mixed_precision": "no",
 }
 
 

@@ -123,8 +123,6 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
 
-    # ---- transport
-
     def body(self) -> bytes | None:
         """Return the body of the request; None if the connection was cut on purpose."""
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -148,9 +146,7 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.bodies.append(body)
         return body
 
-    def answer(
-        self, status: int, content: object = None, headers: dict[str, str] | None = None, file: str = ""
-    ) -> None:
+    def answer(self, status: int, content: object = None, headers: dict | None = None, file: str = "") -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -193,8 +189,6 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(404, f"Invalid rev id: {revision}", "RevisionNotFound")
             return None
         return sha, repository.commits[sha]
-
-    # ---- endpoints
 
     def whoami(self, body: bytes) -> None:
         if self.is_known():
@@ -241,10 +235,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def refs(self, body: bytes, kind: str, name: str) -> None:
         if (repository := self.repository(kind, name)) is not None:
-            branches = [
-                {"name": branch, "ref": f"refs/heads/{branch}", "targetCommit": sha}
-                for branch, sha in repository.branches.items()
-            ]
+            named = repository.branches.items()
+            branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha} for name, sha in named]
             self.answer(200, {"branches": branches, "tags": [], "converts": []})
 
     def branch(self, body: bytes, kind: str, name: str, branch: str) -> None:

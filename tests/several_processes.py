@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch._dynamo.testing
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from test_optim import SGD
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import train_accelerate
+from conftest import reset_accelerate
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import distributed, guard, optim, sharding
@@ -194,23 +194,18 @@ def check_each_block_is_the_same_graph(accelerator: Accelerator) -> None:
     assert counter.frame_count == 2
 
 
-def forget() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 if __name__ == "__main__":
     os.environ[sharding.ASKED] = "false"
     checks = [check for name, check in list(globals().items()) if name.startswith("check_")]
     for check in checks:
-        forget()
+        reset_accelerate()
         accelerator = Accelerator(cpu=True)
         assert accelerator.num_processes == 2
         check(accelerator)
         accelerator.print(f"passed: {check.__name__}", flush=True)
     guard.guard.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # the group stays in use
     for run in json.loads(Path(sys.argv[1]).read_text()):
-        forget()
+        reset_accelerate()
         os.environ.update(run["environment"])
         optim.OPTIMIZER = SGD if run.get("sgd") else AdamW
         train_accelerate.main(run["arguments"])

@@ -85,10 +85,8 @@ def test_auto_uses_the_largest_micro_batch_that_divides_and_errors_name_valid_va
     plan = plan_batches(BatchArguments(tokens_per_step=48 * 16), 16, 2, largest_micro_batch=10)
     assert (plan.micro_batch, plan.accumulation, plan.processes) == (8, 3, 2)
     arguments = BatchArguments(tokens_per_step=1000, per_device_train_batch_size="4")
-    with pytest.raises(
-        UserError,
-        match=r"1000 is not a multiple of 256 \(context 64 x 1 process x micro-batch 4\); the n.* 768 or 1024",
-    ):
+    sentence = r"1000 is not a multiple of 256 \(context 64 x 1 process x micro-batch 4\); the n.* 768 or 1024"
+    with pytest.raises(UserError, match=sentence):
         plan_batches(arguments, 64, 1, largest_micro_batch=100)
     with pytest.raises(UserError, match="has 8 tokens, fewer than one context of 8"):
         WindowOrder(8, 8, seed=0)

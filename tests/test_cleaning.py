@@ -43,6 +43,8 @@ def test_cleaning_keeps_clean_text_of_any_script_and_code(stage, text):
     assert cleaner.stats == {}
 
 
+NO_TAGS = ["a < b > c", "vector<int> v", "List<Object> a", "get<i>(t)", "<name@host>", "<Item>", "<a <b>href=x>"]
+NO_TAGS += ["x <b and c> d", "<!-- open", "a <- b", "<T> & <K>", "<a\n--\nb=c>"]
 CASES = {
     "normalize": [
         ("a\r\nb\rc\x85d\n\r\ne", "a\nb\nc\nd\n\ne"),
@@ -64,14 +66,7 @@ CASES = {
         ("<tr><td>1</td><td>2</td></tr>", "1 2"),
         ("a<!-- b\n> -->c<script>if (a < b) {}</script> d<STYLE>p</STYLE>", "a c d"),
         ("<!DOCTYPE html>\n<?xml version='1.0'?>\n<a href='x > y' hidden>b</a>", "b"),
-        *[
-            (text, text)
-            for text in ("a < b > c", "vector<int> v", "List<Object> a", "get<i>(t)", "<name@host>", "<Item>")
-        ],
-        *[
-            (text, text)
-            for text in ("<a <b>href=x>", "x <b and c> d", "<!-- open", "a <- b", "<T> & <K>", "<a\n--\nb=c>")
-        ],
+        *((text, text) for text in NO_TAGS),
         ("AT&amp;T &lt;3 &amp;amp;eacute; &#39;&#x4e2d;&#39; C&#35;", "AT&T <3 é '中' C#"),
         ("a&shy;b&#8203;c &#13;d&#0;", "abc\nd"),
         ("&foo; &copy ?a=1&b=2; &am&#112;;", "&foo; &copy ?a=1&b=2; &am&#112;;"),
@@ -186,9 +181,8 @@ def test_quality_filter_drops_documents_just_beyond_its_threshold(rule, good, ba
 
 
 def test_every_quality_filter_is_tested():
-    assert (
-        failed_filter("\n\n".join(lines(8) + lines(2))) == "quality.in_repeated_lines"
-    )  # 0.2 of the characters in paragraphs may repeat
+    # 0.2 of the characters in paragraphs may repeat
+    assert failed_filter("\n\n".join(lines(8) + lines(2))) == "quality.in_repeated_lines"
     assert failed_filter("\n\n".join(lines(7) + lines(3))) == "quality.in_repeated_paragraphs"
     assert {f"quality.{rule}" for rule, _, _ in QUALITY} | {"quality.in_repeated_paragraphs"} == set(FILTERS)
 
@@ -260,10 +254,7 @@ def test_statistics_have_counts_and_examples():
     ("stages", "expected"),
     [
         (["strickt"], "Unknown cleaning stage strickt. Did you mean strict?"),
-        (
-            ["xyz"],
-            "Unknown cleaning stage xyz. Use some of normalize, lenient, balanced, strict, quality, or none alone.",
-        ),
+        (["xyz"], "Unknown cleaning stage xyz. Use some of normalize, lenient, balanced, strict, quality, or none"),
         (["normalize", "normalize"], "cleaning is normalize normalize; give none alone, or normalize, one of "),
         *((names, f"cleaning is {' '.join(names)}; give") for names in (["none", "quality"], ["lenient", "strict"])),
         ([], "cleaning is empty; give none alone"),

@@ -143,10 +143,7 @@ def resume(old):
         ("run_v2/status.json", resume),
         ("store_v2/metadata.json", resume),
         ("unfinished_v1/.store.unfinished/plan.json", pretokenize_again),
-        (
-            "run_v2/evaluation/evaluation.json",
-            lambda old: evaluation_of(RunFolder(old / "run_v2"), old / "run_v2/model"),
-        ),
+        ("run_v2/evaluation/evaluation.json", lambda it: evaluation_of(RunFolder(it / "run_v2"), it / "run_v2/model")),
     ],
 )
 def test_files_of_newer_versions_are_refused_and_kept(old, file, use, monkeypatch):

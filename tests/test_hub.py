@@ -19,8 +19,6 @@ from tokenizer.hub import HubDataset, opened
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import save, train_bpe
 
-# ---- ids --------------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("entry", "expected"),
@@ -43,9 +41,7 @@ def test_hub_ids_have_optional_config_split_and_revision(tmp_path, monkeypatch, 
 
 def test_local_paths_are_not_hub_ids(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    paths = (
-        "name a/b/c /user/name ./name ../name ~/name user/ user/*.txt user/** a.txt C:\\texts https://hub.co/user/name"
-    )
+    paths = "name a/b/c /user/name ./name ../name ~/name user/ user/*.txt user/** a.txt C:\\texts https://hub.co/a/b"
     for entry in (*paths.split(), "my user/name", "user/name:", "user/name@", "user/name:a:b:c", ""):
         assert HubDataset.parse(entry) is None
     (tmp_path / "user").mkdir()
@@ -176,10 +172,7 @@ def test_configs_splits_revisions_tables_and_chats_are_read(found, entry, units)
             r".*, and the Hub has no revision v9 of this dataset; omit the revision or choose another one\.",
         ),
         ("user/name:nothing", rf"user/name:nothing@{NEWEST} cannot be read from the Hub: .*'nothing' not found.*\."),
-        (
-            "user/name:default:nothing",
-            r"user/name:default:nothing@2+ cannot be read from the Hub: Bad split: nothing\. .*[^.]\.",
-        ),
+        ("user/name:default:nothing", r".*:nothing@2+ cannot be read from the Hub: Bad split: nothing\. .*[^.]\."),
         ("user/name:secret", r"user/name:secret@2+ cannot be read from the Hub: 403 Forbidden.*[^.]\."),
         ("user/name:broken", r"Reading user/name:broken@2+ stopped: .*\. The same command resumes from here\."),
     ],

@@ -67,15 +67,9 @@ def test_parameter_count_is_exact(tied):
 def test_memory_components_of_gpt2_small_seed():
     """134,601,216 parameters in bf16, 64 sequences of 512 tokens. Sizes in megabytes."""
     parts = Memory(GPT2ScratchConfig(), HALF, on_gpu=False).parts(64)
-    assert {name: round(size / 1e6) for name, size in parts.items()} == {
-        "weights": 538,
-        "gradients": 538,
-        "optimizer": 1077,
-        "weights in half precision": 269,
-        "checkpoint copy": 1615,
-        "activations": 11194,
-        "logits": 1409,
-    }
+    expected = {"weights": 538, "gradients": 538, "optimizer": 1077, "weights in half precision": 269}
+    expected |= {"checkpoint copy": 1615, "activations": 11194, "logits": 1409}
+    assert {name: round(size / 1e6) for name, size in parts.items()} == expected
 
 
 def test_largest_micro_batch_fits_and_sharded_model_keeps_full_gradients():

@@ -49,25 +49,11 @@ def written(folder: Path, *inputs: list[str]) -> list[str]:
     return [str(folder / f"{i}.jsonl") for i in range(len(inputs))]
 
 
-def builder_of(
-    paths: list[str],
-    output: Path,
-    weights: tuple[float, ...] = (),
-    dedup: str = "no",
-    fraction: float = 0.1,
-    tokenizer_type: str = "bpe",
-    seed: int = SEED,
-) -> StoreBuilder:
+def builder_of(paths, output, weights=(), dedup="no", fraction=0.1, tokenizer_type="bpe", seed=SEED) -> StoreBuilder:
     """Return a builder whose work is planned and not started. A token is a byte, or the end of a document."""
-    recipe = Recipe(
-        paths,
-        CorpusArguments(validation_fraction=fraction),
-        VocabularyArguments(258 if tokenizer_type == "bpe" else None, tokenizer_type),
-        CleaningArguments(["none"]),
-        DedupArguments(dedup),
-        seed,
-        list(weights),
-    )
+    corpus, cleaning = CorpusArguments(validation_fraction=fraction), CleaningArguments(["none"])
+    vocabulary = VocabularyArguments(258 if tokenizer_type == "bpe" else None, tokenizer_type)
+    recipe = Recipe(paths, corpus, vocabulary, cleaning, DedupArguments(dedup), seed, list(weights))
     builder = StoreBuilder(recipe, output, lambda text: None, Workers(), 1)
     assert builder.plan.units
     return builder
@@ -174,10 +160,8 @@ def test_repeated_documents_are_left_out_and_the_first_used_one_sets_the_weight(
     assert trained_on(store) == for_training([*DOCUMENTS, "One more.\n"])
     assert len(trained_on(store)) + len(held_out(store)) == 201
     assert store.metadata.repeated_documents == 215
-    store = store_of(
-        tmp_path, DOCUMENTS[:80], DOCUMENTS[60:100], weights=(1, 2), dedup="exact"
-    )  # the first sets the weight
-    assert trained_on(store) == for_training([*DOCUMENTS[:100], *DOCUMENTS[80:100]])
+    store = store_of(tmp_path, DOCUMENTS[:80], DOCUMENTS[60:100], weights=(1, 2), dedup="exact")
+    assert trained_on(store) == for_training([*DOCUMENTS[:100], *DOCUMENTS[80:100]])  # the first sets the weight
     assert store.metadata.repeated_documents == 20
     store = store_of(tmp_path, DOCUMENTS[60:100], DOCUMENTS[:80], weights=(2, 1), dedup="exact")
     assert trained_on(store) == for_training([*DOCUMENTS[60:100], *DOCUMENTS[:60], *DOCUMENTS[60:100]])

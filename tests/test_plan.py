@@ -119,6 +119,9 @@ def test_measured_peak_memory_matches_the_run(store, tmp_path, capsys):
     assert max(entry.get("peak_memory_gb", 0) for entry in metrics(run)) == pytest.approx(memory, rel=0.1)
 
 
+DROPOUT = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
+
+
 @pytest.mark.parametrize(
     ("settings", "variant"),
     [
@@ -127,10 +130,7 @@ def test_measured_peak_memory_matches_the_run(store, tmp_path, capsys):
             {"tie_word_embeddings": "true", "activation_function": "gelu_new", "resid_pdrop": 0.1},
             "tied head, tanh GELU, dropout 0 (embeddings), 0 (attention), 0.1 (blocks)",
         ),
-        (
-            {"activation_function": "relu", "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1},
-            "untied head, relu, dropout 0.1",
-        ),
+        ({"activation_function": "relu"} | DROPOUT, "untied head, relu, dropout 0.1"),
     ],
 )
 def test_plan_prints_the_model_variant(store, tmp_path, capsys, settings, variant):
@@ -149,9 +149,7 @@ def test_store_overrides_the_vocab_size_of_a_preset(store, tmp_path, capsys, pre
     asked = yaml.safe_load(preset.read_text()).get("vocab_size")
     line = f"\n         vocab_size is 300, from the data; the value {asked or 0:,} in the YAML file has no effect.\n"
     assert (line in said) is (asked is not None)
-    with pytest.raises(
-        UserError, match=r"^vocab_size is 301, but the vocabulary of .* has 300 tokens; remove --vocab_size\.$"
-    ):
+    with pytest.raises(UserError, match=r"^vocab_size is 301, but the vocabulary of .* has 300 tokens; remove"):
         train_accelerate.main([*arguments, "--plan", "--vocab_size", "301"])
 
 

@@ -138,9 +138,8 @@ def test_changed_text_kind_or_tokenizer_requires_another_output(tmp_path):
     text.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(300)))
     pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
     records = text.rename(tmp_path / "a.jsonl")
-    assert f"{text} is missing; {records} is new)" in refused(
-        "--input", records, "--output", tmp_path / "store", *SMALL
-    )
+    sentence = refused("--input", records, "--output", tmp_path / "store", *SMALL)
+    assert f"{text} is missing; {records} is new)" in sentence
     text.write_text(records.read_text().replace("299", "298"))
     sentence = refused("--input", text, "--output", tmp_path / "store", *SMALL)
     assert f"was built from other text or settings ({text} was changed); choose another --output" in sentence

@@ -13,8 +13,6 @@ from training.profile import account, classify, summarize, table
 
 CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0"
 ADAMW = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>"
-
-
 KERNELS = {
     "matmul": """aten::mm aten::addmm aten::linear mkldnn::_linear_pointwise triton_tem_fused_addmm_7
         nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn
@@ -77,13 +75,8 @@ def test_device_time_is_that_of_kernels_and_copies_get_the_rest():
     }
     summary = summarize(spent, 1000, 4, 5)
     assert summary["step_ms"] == 0.5
-    assert summary["ms"] == {
-        "matmul": 0.15,
-        "attention": 0.1,
-        "optimizer": 0.15,
-        "copies": 0.025,
-        "communication": 0.075,
-    }
+    expected = {"matmul": 0.15, "attention": 0.1, "optimizer": 0.15, "copies": 0.025, "communication": 0.075}
+    assert summary["ms"] == expected
     assert summary["attention"] == [CUDNN]
     assert account(events, 2000)["idle", "idle"] == 800
     shown = table(summary).splitlines()

@@ -15,15 +15,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from conftest import REPOSITORY
+from conftest import REPOSITORY, tokenized
 from errors import UserError
 from tokenizer import vocabulary
-from tokenizer.cleaning import CleaningArguments
-from tokenizer.corpus import CorpusArguments
-from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
-from tokenizer.store_builder import pretokenize
-from tokenizer.vocabulary import VocabularyArguments, character_tokenizer
+from tokenizer.vocabulary import character_tokenizer
 from tokenizer.worker import share
 
 LINES = "".join(f"Line {i}: naïve 雪 words, don't they?\r\n  and more\n" for i in range(1000))
@@ -34,14 +30,8 @@ def make(folder: Path, *texts: str, seed: int = 1, fraction: float = 0.01, **set
     folder.mkdir(parents=True, exist_ok=True)
     for i, text in enumerate(texts):
         (folder / f"{i:04}.txt").write_bytes(text.encode())
-    recipe = Recipe(
-        [str(folder)],
-        CorpusArguments(validation_fraction=fraction),
-        VocabularyArguments(**{"vocab_size": 300, **settings}),
-        CleaningArguments(["none"]),
-        seed=seed,
-    )
-    return pretokenize(recipe, folder.with_name(folder.name + "-store"), say=lambda text: None)
+    output, corpus = folder.with_name(folder.name + "-store"), {"validation_fraction": fraction}
+    return tokenized(folder, output, corpus, "none", seed, **{"vocab_size": 300} | settings)
 
 
 def documents(store: TokenStore, split: str) -> list[str]:
@@ -51,9 +41,6 @@ def documents(store: TokenStore, split: str) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(store.folder / "tokenizer")
     assert ends[-1] == len(tokens)
     return [tokenizer.decode(tokens[start:end]) for start, end in pairwise([0, *ends])]
-
-
-# ---- content --------------------------------------------------------------------------------------------------------
 
 
 def test_nanogpt_reads_the_token_files(tmp_path):
@@ -118,9 +105,6 @@ def test_building_a_store_is_deterministic(tmp_path):
         assert (one.folder / name).read_bytes() == (other.folder / name).read_bytes()
 
 
-# ---- the split ------------------------------------------------------------------------------------------------------
-
-
 def test_split_depends_only_on_the_seed(tmp_path):
     texts = [f"This is document {i}.\n" for i in range(100)]
     first = documents(make(tmp_path / "first" / "text", *texts, fraction=0.3), "val")
@@ -165,9 +149,6 @@ def test_text_too_short_to_split_is_refused(tmp_path, settings):
     assert (documents(store, "train"), documents(store, "val")) == (["a"], ["b"])
 
 
-# ---- damage ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def finished(tmp_path):
     return make(tmp_path / "text", LINES[:5000]).folder
@@ -199,26 +180,17 @@ def edit(folder: Path, **values) -> None:
         (lambda f: shorten(f / "metadata.json", 100), r"metadata\.json is not the metadata of a token store"),
         (lambda f: (f / "metadata.json").write_text("[]"), r"metadata\.json is not the metadata of a token store"),
         (lambda f: edit(f, dtype="floating"), r"metadata\.json is not the metadata of a token store .*floating"),
-        (
-            lambda f: edit(f, train=5),
-            r"metadata\.json is not the metadata of a token store \(train is 5, not an object\)",
-        ),
+        (lambda f: edit(f, train=5), r"metadata of a token store \(train is 5, not an object\)"),
         (lambda f: edit(f, counts=None), r"token store \(counts is None, not an object\)"),
         (lambda f: edit(f, counts={"first": {}}), r"token store \(it has no counts\.documents\)"),
-        (
-            lambda f: edit(f, cleaning={"rule": {"documents": None}}),
-            r"cleaning\.'rule'\.documents is None, not a whole number",
-        ),
+        (lambda f: edit(f, cleaning={"rule": {"documents": None}}), r"\.'rule'\.documents is None, not a whole number"),
         (lambda f: edit(f, vocab_size=-1), r"vocab_size is -1, not a whole number of at least 0"),
         (lambda f: edit(f, vocab_size=10**30), r"vocab_size is 10+, not a whole number of at least 0"),
         (lambda f: edit(f, vocab_size=70_000), r"its dtype is uint16 and its vocab_size 70,000"),
         (lambda f: edit(f, eos_token_id=300), r"its eos_token_id is 300 and its vocab_size 300"),
         (lambda f: edit(f, eos_token_id=True), r"eos_token_id is True, not a whole number of at least 0"),
         (lambda f: edit(f, tokenizer_sha256="0"), r"its SHA-256 of tokenizer/tokenizer\.json is '0'"),
-        (
-            lambda f: edit(f, settings={"input": ["a"], "weights": [None]}),
-            r"settings\.weights\[0\] is None, not a number",
-        ),
+        (lambda f: edit(f, settings={"input": ["a"], "weights": [None]}), r"\.weights\[0\] is None, not a number"),
         (lambda f: edit(f, sources="a"), r"sources is 'a', not a list"),
         (lambda f: edit(f, more=1), r"it has the unknown key 'more'"),
         (lambda f: edit(f, format_version=None), r"format_version is None, not a whole number"),
@@ -262,9 +234,8 @@ def test_store_without_read_permission_is_refused(finished, name):
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     (finished / name).chmod(0o700)
     assert result.returncode == 1
-    assert re.fullmatch(r"error: \S+ cannot be read or written \(Permission denied\); .*\n", result.stderr), (
-        result.stderr
-    )
+    sentence = r"error: \S+ cannot be read or written \(Permission denied\); .*\n"
+    assert re.fullmatch(sentence, result.stderr), result.stderr
 
 
 def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finished):

@@ -33,8 +33,6 @@ UNICODE = {
     "a literal special token": "the <|endoftext|> and <|pad|> of<|endoftext|>",
     "nothing": "",
 }
-
-
 WITHOUT_BLANKS = TEXTS | {"one_letter": lambda pick, n_bytes: "a" * n_bytes}
 
 
@@ -52,9 +50,8 @@ def encoded(tokenizer, *texts: str) -> list[np.ndarray]:
     rust.encode_special_tokens = True
     rust.no_truncation()
     rust.no_padding()
-    ids, counts = encode.encoder(rust, np.dtype("<u4"))(
-        [text.encode() for text in texts], [encode.NOTHING] * len(texts)
-    )
+    encoder = encode.encoder(rust, np.dtype("<u4"))
+    ids, counts = encoder([text.encode() for text in texts], [encode.NOTHING] * len(texts))
     return np.split(ids, np.cumsum(counts)[:-1])
 
 
@@ -185,9 +182,8 @@ def test_padding_token_can_be_named_or_omitted(tmp_path, pad_token, found, pad_t
 def test_control_tokens_load_with_autotokenizer_without_warnings(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level(logging.WARNING):
-        arguments = VocabularyArguments(
-            vocab_size=300, special_tokens=["<|user|>", "<|bot|>", "<|user|>", "<|endoftext|>"]
-        )
+        special_tokens = ["<|user|>", "<|bot|>", "<|user|>", "<|endoftext|>"]
+        arguments = VocabularyArguments(vocab_size=300, special_tokens=special_tokens)
         tokenizer = build(arguments, None, lambda: [PROSE], ["<|endoftext|>", "<|bot|>", "<|im_start|>"])
         vocabulary.save(tokenizer, tmp_path)
         loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -302,10 +298,8 @@ def test_existing_tokenizer_is_used_unchanged_and_another_vocab_size_refused(tmp
     theirs = train_bpe([PROSE], 280)
     vocabulary.save(theirs, tmp_path / "theirs")
     recipe = Recipe(["any"], vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "theirs")))
-    assert (
-        build(recipe.vocabulary, recipe.existing_tokenizer, lambda: ["another"])(PROSE).input_ids
-        == theirs(PROSE).input_ids
-    )
+    ours = build(recipe.vocabulary, recipe.existing_tokenizer, lambda: ["another"])
+    assert ours(PROSE).input_ids == theirs(PROSE).input_ids
     value, size = {"tokenizer": (str(tmp_path / "theirs"), 280), "tokenizer_type": ("character", len(set(PROSE)))}[kind]
     recipe = Recipe(["any"], vocabulary=VocabularyArguments(vocab_size=999, **{kind: value}))
     with pytest.raises(UserError, match=rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"):

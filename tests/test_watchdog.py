@@ -57,6 +57,7 @@ distributed.destroy_process_group()
 log.write("done\\n")
 """
 SECOND = "rank 2 (a, pid 2)"
+STOPPED = r"has been silent for 3 s at step N \(its process is stopped\)"
 REMEDY = "The run ends; resume it with the same command."
 
 
@@ -79,13 +80,7 @@ def errors(job: Job) -> list[str]:
     return [re.sub(r"step \d+", "step N", line) for line in job.stderr().splitlines() if line.startswith("error: ")]
 
 
-@pytest.mark.parametrize(
-    ("number", "what"),
-    [
-        (signal.SIGSTOP, r"has been silent for 3 s at step N \(its process is stopped\)"),
-        (signal.SIGKILL, "has died at step N"),
-    ],
-)
+@pytest.mark.parametrize(("number", "what"), [(signal.SIGSTOP, STOPPED), (signal.SIGKILL, "has died at step N")])
 def test_a_stopped_or_dead_process_is_reported_and_ends_the_job(job, number, what):
     two = job("steps", "60")
     os.kill(two.pid(1), number)
