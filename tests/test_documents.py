@@ -152,13 +152,13 @@ def test_too_long_records_and_broken_lists_are_refused_with_the_place(tmp_path, 
     monkeypatch.setattr(records_module, "LONGEST_RECORD", 1 << 20)
     records = [{"text": "one"}, {"text": "words " * 200_000}]
     for name, sentence in (
-        ("a.jsonl", r"a\.jsonl cannot be read: line 2 is longer than 1 MiB, too long for one record; correct it"),
+        ("a.jsonl", r"a\.jsonl cannot be read: line 2 is longer than 1 MiB, too long for one record; fix it"),
         ("a.json", "convert it to jsonl, one record per line"),
-        ("a.csv", r"a\.csv cannot be read: line 3 is longer than 1 MiB, too long for one record; correct it"),
+        ("a.csv", r"a\.csv cannot be read: line 3 is longer than 1 MiB, too long for one record; fix it"),
     ):
         assert re.search(sentence, refusal(write_records(tmp_path / name, records)))
     quoted = refusal(write_records(tmp_path / "b.csv", [{"text": "one"}, {"text": "words\n" * 200_000}]))
-    field = r"b\.csv cannot be read: field larger than field limit \(1048576\), in line [\d,]+; correct it"
+    field = r"b\.csv cannot be read: field larger than field limit \(1048576\), in line [\d,]+; fix it"
     assert re.search(field, quoted)
     broken = refusal(write(tmp_path / "a.json", '[{"text": "one"}, {"text": "tw'))
     assert re.search(r"a\.json cannot be read: Unterminated string .*char 27\); fix it or exclude it\.$", broken)
@@ -419,7 +419,7 @@ def test_shortened_files_are_refused_and_grown_files_read_to_the_end(tmp_path):
     write(tmp_path / "a.text", "text")
     for kind in ("jsonl", "parquet"):
         write_records(tmp_path / f"a.{kind}", [{"text": "one"}])
-    sentence = r"cannot be read: it became shorter after its parts were planned; correct it"
+    sentence = r"cannot be read: it became shorter after its parts were planned; fix it"
     for kind in ("text", "jsonl", "parquet"):
         with pytest.raises(UserError, match=sentence):
             list(Reader().pieces(ByteRange(str(tmp_path / f"a.{kind}"), kind, 10, 1000, "text")))

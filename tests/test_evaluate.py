@@ -161,7 +161,7 @@ def test_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(many, store, tm
         assert found == pytest.approx(ratio(np.array(values), sizes), abs=1e-6)
     row, difference = rows[str(tmp_path / "gpt2")], ratio(np.subtract(bits["gpt2"], bits["model"]), sizes)
     assert (row["difference"], row["difference_stderr"]) == pytest.approx(difference, abs=1e-6)
-    assert panel["how"].startswith(f"The same {sizes.sum():,} bytes of 31 documents")
+    assert panel["how"].startswith(f"All rows use the same {sizes.sum():,} bytes of 31 documents")
     assert [row["bits_per_byte"] for row in panel["rows"]] == sorted(row["bits_per_byte"] for row in panel["rows"])
     assert set(rows) - {str(tmp_path / name) for name in bits} == {"unigram", "trigram", *baselines.COMPRESSORS}
 

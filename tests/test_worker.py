@@ -297,7 +297,7 @@ def test_file_deleted_during_the_work_is_named(planned, texts):
     unit = next(i for i, unit in enumerate(planned.plan.units) if unit.ranges[0].path.endswith("long.txt"))
     moved = (texts / "long.txt").rename(texts / "gone.txt")
     try:
-        with pytest.raises(UserError, match=r"long\.txt cannot be read: No such file or directory; correct it"):
+        with pytest.raises(UserError, match=r"long\.txt cannot be read: No such file or directory; fix it"):
             UnitProcessor(planned.work).process(unit)
     finally:
         moved.rename(texts / "long.txt")
