@@ -1,4 +1,4 @@
-"""Atomic writes: a file or folder appears whole under its name, or not at all. Imports nothing large."""
+"""Atomic writes: a file or folder appears complete under its name, or not at all. Imports nothing large."""
 
 import errno
 import hashlib
@@ -74,7 +74,7 @@ def copy_file(source: Path, target: Path) -> str:
 
 @contextmanager
 def unfinished_path(path: Path, suffix: str = ".unfinished", known: Iterable[str] = ()) -> Iterator[Path]:
-    """Yield a temporary name next to `path` for unfinished work. On success it is renamed to `path`; on failure, deleted.
+    """Yield a temporary name next to `path` for unfinished work. It is renamed to `path` on success and deleted on failure.
 
     `known`: for a folder, patterns of the names of its files (see `discard`); the folder is created.
     """
@@ -82,7 +82,7 @@ def unfinished_path(path: Path, suffix: str = ".unfinished", known: Iterable[str
     discard(unfinished, known)
     try:
         if known:
-            unfinished.mkdir()  # without parents: they must not be created on the local disk when a drive is unmounted
+            unfinished.mkdir()  # no parents: if a drive is unmounted, they would be created on the local disk
         yield unfinished
         for part in (*unfinished.glob("*/"), unfinished):
             fsync_path(part)

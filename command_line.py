@@ -25,9 +25,9 @@ import limits
 from errors import Problems, UserError
 from settings_file import read_yaml
 
-REPORT_SECONDS = 10.0  # that the other processes of a job wait while one reports a problem that all of them have
+REPORT_SECONDS = 10.0  # time for which other processes of a job wait while one reports a shared problem
 HELP = frozenset({"-h", "--help", "--help_all"})
-LONGEST_ERROR = 400  # characters of a message by argparse, which quotes its input
+LONGEST_ERROR = 400  # maximum characters of an argparse message, which quotes the input
 # Three ways to set the length of a run. A flag for one of them clears all three in the file.
 EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
 
@@ -54,7 +54,7 @@ class FlagParser(HfArgumentParser):
         self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of settings; flags override it.")
 
     def add_argument(self, *names: Any, **options: Any) -> Action:
-        """Add a flag without the range in its metadata, which argparse does not know; `parse` checks it."""
+        """Add a flag without its range, which argparse does not support. `parse` checks the range."""
         return super().add_argument(*names, **{key: options[key] for key in options if key not in limits.KEYS})
 
     def error(self, message: str) -> NoReturn:
@@ -86,7 +86,7 @@ class FlagParser(HfArgumentParser):
             content = read_yaml(config_path, as_text=True) if config_path else {}
         except UserError as error:
             found.add(str(error))
-            content, check = {}, None  # the values of the file are not known
+            content, check = {}, None  # the values in the file are unknown
         given = set(self.named_flags(arguments))
         if given & EXCLUSIVE:
             content = {name: value for name, value in content.items() if name not in EXCLUSIVE}
@@ -110,7 +110,7 @@ class FlagParser(HfArgumentParser):
         return tuple(filled), given
 
     def _lacks_needed(self, filled: list[Any], found: Problems) -> bool:
-        """Return whether a required setting has no value; add a problem for each one that was not given."""
+        """Return whether a required setting has no value. Add a problem for each missing setting."""
         needed = {f.name: f.metadata["needed"] for part in filled for f in fields(part) if "needed" in f.metadata}
         empty = [name for part in filled for name in vars(part).keys() & needed if not getattr(part, name)]
         if missing := [needed[name] for name in needed if name in set(empty) - found.unsure]:
@@ -232,7 +232,7 @@ class FlagParser(HfArgumentParser):
 
     @staticmethod
     def value_of(name: str, arguments: list[str]) -> str | None:
-        """Return the value of a flag before all flags are checked; None if it is not given or cannot name a file."""
+        """Return the value of a flag before all flags are checked, or None if it is missing or cannot name a file."""
         for argument, following in pairwise([*arguments, None]):
             if _is_flag(argument) and _name(argument) == name:
                 value = argument.split("=", 1)[1] if "=" in argument else following
@@ -258,7 +258,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         code = _report(error)
     except BrokenPipeError:
         _leave_stdout()
-    except OSError as error:  # for a file or folder that no earlier check covers
+    except OSError as error:  # error of a file or folder that no earlier check covers
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
         code = _report(UserError(": ".join(str(part) for part in (error.filename, error.strerror) if part) + "."))
@@ -279,7 +279,7 @@ def _report(error: UserError) -> int:
     if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_reported):
         for sentence in str(error).splitlines():
             print(f"error{f' (rank {rank})' if rank != '0' else ''}: {sentence}", file=sys.stderr, flush=True)
-    elif not error.is_reported:  # when one process ends, the launcher ends the one that reports
+    elif not error.is_reported:  # wait: when one process ends, the launcher ends the reporting process
         time.sleep(REPORT_SECONDS)
     return 1
 
@@ -307,7 +307,7 @@ def _program() -> str:
 
 
 def _metavar(action: Action) -> str:
-    if action.metavar is not None or action.nargs == "?":  # a switch
+    if action.metavar is not None or action.nargs == "?":  # the flag can be a switch
         return action.metavar or ""
     one = f"{{{','.join(action.choices)}}}" if action.choices else {int: "N", float: "X"}.get(action.type, "TEXT")
     return f"{one} ..." if action.nargs == "+" else one

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Exceptions raised by content that another program wrote or that is damaged.
+# Exceptions that damaged files, or files of other programs, can raise.
 NONSENSE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, StopIteration)
 
 
 class UserError(Exception):
-    """A problem that the user can fix. The text names the problem, the values involved, and the remedy.
+    """Problem that the user can fix. The text names the problem, the values involved, and the remedy.
 
     Several problems are raised together, one per line.
     """
 
-    is_reported = False  # by another process
+    is_reported = False  # true if another process has printed it
 
 
 class Problems:
@@ -24,7 +24,7 @@ class Problems:
 
     def __init__(self, sentences: Iterable[str] = ()):
         self.sentences = list(sentences)
-        self.unsure: set[str] = set()  # settings whose value is not known, because the given value is wrong
+        self.unsure: set[str] = set()  # settings without a known value because the given value is wrong
 
     def add(self, sentence: str, *names: str) -> None:
         """Add a problem. Because of it, the values of the settings `names` are not known."""
@@ -54,7 +54,7 @@ def disk_errors(path: object, remedy: str = "correct that and try again") -> Ite
     """
     try:
         yield
-    except BrokenPipeError:  # stdout has no reader
+    except BrokenPipeError:  # the program that reads stdout has ended
         raise
     except OSError as error:
         what = f"{error.filename2 or error.filename or path} cannot be read or written ({error.strerror or error})"

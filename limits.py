@@ -17,7 +17,7 @@ BOUNDS = {
     "maximum": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
-KEYS = {*BOUNDS, "free_text", "resume", "needed"}  # keys of a field's metadata that argparse does not know
+KEYS = {*BOUNDS, "free_text", "resume", "needed"}  # keys in the metadata of a field that argparse does not accept
 NAME_BYTES, PATH_BYTES = 255, 4095  # longest name in a path, and longest path, on Linux and macOS
 
 
@@ -45,7 +45,7 @@ def problem(name: str, value: Any, metadata: Mapping[str, Any]) -> str | None:
     lower = {key: metadata[key] for key in ("minimum", "above") if key in metadata} or {"minimum": 0}
     upper = {key: metadata[key] for key in ("maximum", "below") if key in metadata}
     bounds = lower | (upper or {"maximum": LARGEST})
-    if all(BOUNDS[key][1](value, bound) for key, bound in bounds.items()):  # false for nan
+    if all(BOUNDS[key][1](value, bound) for key, bound in bounds.items()):  # nan fails every comparison
         return None
     shown = bounds if value > LARGEST else lower | upper
     rule = " and ".join(f"{BOUNDS[key][0]} {_shown(bound)}" for key, bound in shown.items())

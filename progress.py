@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class Progress:
-    """Progress bar on stderr if that is a terminal and `is_shown`; otherwise `say` receives a line every 30 seconds."""
+    """Progress bar on stderr if that is a terminal and `is_shown`. Otherwise `say` receives a line every 30 seconds."""
 
     def __init__(self, what: str, total: int, is_shown: bool = True, say: Callable[[str], None] = lambda line: None):
         console = Console(stderr=True)

@@ -1,7 +1,7 @@
-"""Publish a model on the Hugging Face Hub; it is verified before and after the upload.
+"""Publish a model on the Hugging Face Hub, and verify it before and after the upload.
 
 python push_to_hub.py runs/x --repo_id user/name
-python push_to_hub.py runs/x --repo_id user/name --dry_run                        # everything but the upload
+python push_to_hub.py runs/x --repo_id user/name --dry_run                        # all steps except the upload
 python push_to_hub.py runs/x --repo_id user/name --checkpoint best --revisions    # also each checkpoint as a branch
 python push_to_hub.py runs/x --repo_id user/name --format both --gguf f16 q8_0    # also for vLLM, llama.cpp and others
 """
@@ -68,9 +68,9 @@ def main(arguments: list[str]) -> None:
             url = publish(source, repository, options, push.dry_run)
             for checkpoint in checkpoints:
                 publish(checkpoint, replace(repository, branch=checkpoint.branch), options, push.dry_run)
-    except Timeout as error:  # two processes would verify and upload the same folder
+    except Timeout as error:  # another process already verifies and uploads this folder
         raise UserError(f"{source.model} is being published by another process; wait until it ends.") from error
-    except BrokenPipeError:  # stdout has no reader
+    except BrokenPipeError:  # the program that reads stdout has ended
         raise
     except Exception as error:  # a full disk, a folder without write permission, a checkpoint that the run just deleted
         disk_error = as_os_error(error)
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> None:
 
 
 def publish(source: Source, repository: Repository, options: FolderArguments, dry_run: bool) -> str | None:
-    """Assemble the folder, verify it, upload it, and verify the uploaded files; return the URL, or None for a dry run."""
+    """Assemble, verify and upload the folder, then verify the uploaded files. Return the URL, or None for a dry run."""
     folder, as_branch = source.hub, ""
     if repository.branch is not None:
         folder, as_branch = folder.with_name(f"{folder.name}-{repository.branch}"), f" as {repository.branch}"
@@ -116,5 +116,5 @@ def verify_formats(published: Published, expected: Expected, options: FolderArgu
 
 if __name__ == "__main__":
     transformers_logging.disable_progress_bar()
-    enable_progress_bars()  # those of huggingface_hub
+    enable_progress_bars()  # huggingface_hub's progress bars
     run(main)

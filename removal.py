@@ -1,6 +1,6 @@
-"""Deletion of files that this project wrote, and of no others.
+"""Deletion of files that this project wrote. All other files are kept.
 
-A command deletes a folder only if it carries a mark: a file that only this project writes. Within a marked folder, files with
+A command deletes a folder only if it contains a mark, which is a file that only this project writes. Within a marked folder, files with
 known names are deleted and all other files are kept.
 """
 
@@ -16,7 +16,7 @@ from errors import UserError
 
 MARK = ".gpt2scratch.json"
 UNFINISHED_MARK = f"{MARK}.tmp"
-# Files that operating systems write, and the temporary file of safetensors.
+# Files that operating systems create, and the temporary file of safetensors.
 LITTER = ("**/.DS_Store", "**/._*", "**/Thumbs.db", "**/desktop.ini", "**/.nfs*", "**/.tmp??????")
 
 
@@ -41,7 +41,7 @@ def _content(kind: str) -> str:
 
 
 def renew(folder: Path, kind: str, known: Iterable[str]) -> None:
-    """Replace a folder that carries this mark by an empty, marked one; raise a `UserError` if anything else is there."""
+    """Replace a folder that has this mark with an empty, marked folder. Raise a `UserError` if anything else is there."""
     if os.path.lexists(folder):
         is_empty = folder.is_dir() and {path.name for path in folder.iterdir()} <= {UNFINISHED_MARK}
         if folder.is_symlink() or not (is_empty or is_marked(folder, kind)):
@@ -58,7 +58,7 @@ def discard(path: Path, known: Iterable[str], replacement: Path | None = None) -
     is returned.
     """
     hidden = path.with_name(f".{path.name.lstrip('.')}.removed")
-    kept = _empty(hidden, known, path)  # left by a killed process
+    kept = _empty(hidden, known, path)  # a killed process may have left files
     if path.is_dir() and not path.is_symlink():
         path.rename(hidden)
     else:
@@ -79,7 +79,7 @@ def _empty(hidden: Path, known: Iterable[str], path: Path) -> Path | None:
                 file.unlink(missing_ok=True)
             else:
                 has_others = True
-        with suppress(OSError):  # not empty
+        with suppress(OSError):  # the folder may not be empty
             os.rmdir(folder)
     if not has_others:
         return None

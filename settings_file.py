@@ -19,7 +19,7 @@ NULL = "tag:yaml.org,2002:null"
 
 
 def read_yaml(path: Path, as_text: bool = False) -> dict[str, Any]:
-    """Return the settings in a file; raise a `UserError` if it cannot be read or does not contain settings.
+    """Return the settings in a file. Raise a `UserError` if it cannot be read or does not contain settings.
 
     `as_text` leaves values as they are written, for the flag parser: `007` is a name, `no` a precision. Otherwise decimal
     numbers, true and false are converted, as in files that this project writes. A nested value becomes an empty dictionary.
@@ -64,7 +64,7 @@ def _scalar(node: yaml.ScalarNode, as_text: bool) -> Any:
     text = node.value
     if node.tag == NULL:
         return None
-    if as_text or node.style is not None:  # in quotes
+    if as_text or node.style is not None:  # the value is in quotes
         return text
     if re.fullmatch(r"[-+]?\d{1,4000}", text, re.ASCII):
         return int(text)

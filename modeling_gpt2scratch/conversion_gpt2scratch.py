@@ -28,7 +28,7 @@ SHARED_FIELDS = (
     *("embd_pdrop", "attn_pdrop", "resid_pdrop", "layer_norm_epsilon", "initializer_range"),
     *("tie_word_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# Options of GPT2Config alone, with the only value that GPT2Scratch supports.
+# Options that only GPT2Config has, with the only value that GPT2Scratch supports.
 GPT2_ONLY = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -51,7 +51,7 @@ SEED_FIELDS = {
 SEED_ONLY_KEYS = {"embed_dim", "ff_dim", "max_seq_len"}
 SEED_WEIGHTS = "pytorch_model.bin"
 SEED_PARAMETERS = {
-    "_orig_mod": "",  # of a compiled model
+    "_orig_mod": "",  # prefix in a compiled model
     "blocks": "transformer.h.",
     "token_embedding": "transformer.wte.",
     "positional_embedding": "transformer.wpe.",
@@ -67,7 +67,7 @@ SEED_PARAMETERS = {
 
 
 def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
-    """Return a GPT2Scratch model with the same weights; raise a `ModelError` for GPT-2 options that it does not support."""
+    """Return a GPT2Scratch model with the same weights. Raise a `ModelError` for GPT-2 options that it does not support."""
     foreign = [name for name, ours in GPT2_ONLY.items() if getattr(gpt2.config, name) != ours]
     if foreign:
         values = ", ".join(f"{name}={getattr(gpt2.config, name)}" for name in foreign)
@@ -112,7 +112,7 @@ def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
             f"{SEED_WEIGHTS} is damaged or not a plain state dict of tensors, and nothing else is unpickled"
         )
     named = {_seed_parameter_name(name): tensor for name, tensor in state.items() if "causal_mask" not in name}
-    if config.n_layer > len(named):  # checked first: building many layers takes time even without weights
+    if config.n_layer > len(named):  # checked first, because building many layers takes time even without weights
         raise ModelError(f"it has only {len(named)} tensors for {config.n_layer} layers")
     model = loading.load_weights(
         GPT2ScratchForCausalLM, None, config, next(iter(named.values())).dtype, state_dict=named

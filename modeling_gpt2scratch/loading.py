@@ -39,7 +39,7 @@ REFUSED = ("quantization_config", "transformers_weights")
 
 
 class ModelError(ValueError):
-    """The model cannot be loaded; the text is one sentence for the user."""
+    """Error for a model that cannot be loaded. The text is one sentence for the user."""
 
 
 def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
@@ -55,12 +55,12 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
         if own_file(folder, GENERATION) is not None:
             read_json(folder, GENERATION)
         types = _stored_types(fetch(source, WEIGHTS, SHARDS, INDEX))
-        for name in LAYERS:  # checked first: building many layers takes time even without weights
+        for name in LAYERS:  # checked first, because building many layers takes time even without weights
             if isinstance(number := described.get(name), int) and number > len(types):
                 raise ModelError(f"{MISFIT}: {name} is {number}, but there are only {len(types)} tensors")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         config._attn_implementation = config._experts_implementation = (
-            None  # either may name a kernel, which is code from the Hub
+            None  # either setting may name a kernel, which is code from the Hub
         )
         model = load_weights(AutoModelForCausalLM, folder, config, dtype)
         for name, _ in model.named_parameters():
@@ -74,15 +74,15 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
 def load_weights(
     kind: type, folder: Path | None, config: PreTrainedConfig, dtype: str | torch.dtype, **options: Any
 ) -> PreTrainedModel:
-    """Load a model by its class or an auto class; raise a `ModelError` for missing, unexpected or misshapen weights."""
+    """Load a model by its class or an auto class. Raise a `ModelError` for missing or unexpected weights, or wrong shapes."""
     for to in ({"device_map": "meta"}, {"dtype": dtype}):  # first without allocating memory for weights
         model, report = kind.from_pretrained(
             folder,
             config=config,
-            use_safetensors=True,  # a pickle is never opened
+            use_safetensors=True,  # never open a pickle, which can run code
             trust_remote_code=False,
             local_files_only=True,
-            ignore_mismatched_sizes=True,  # reported below
+            ignore_mismatched_sizes=True,  # mismatches are reported below
             output_loading_info=True,
             **options,
             **to,
@@ -100,7 +100,7 @@ def load_weights(
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """Load the fast tokenizer from a folder or a Hub id; raise a `ModelError` if none can be loaded."""
+    """Load the fast tokenizer from a folder or a Hub id. Raise a `ModelError` if none can be loaded."""
     with one_sentence(source, "has no usable tokenizer"):
         folder = fetch(source, *TOKENIZER, *OLD_TOKENIZER)
         if not has_tokenizer(folder):
@@ -130,7 +130,7 @@ def check_tokenizer(source: str | Path, model: PreTrainedModel, tokenizer: PreTr
 def load_with_tokenizer(
     source: str | Path, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer; raise a `ModelError` if one cannot be loaded or they do not match."""
+    """Load a model and its tokenizer. Raise a `ModelError` if one cannot be loaded or they do not match."""
     model = load_model(source, dtype)  # first: it checks config.json, which the tokenizer reads too
     tokenizer = load_tokenizer(source)
     check_tokenizer(source, model, tokenizer)
@@ -138,7 +138,7 @@ def load_with_tokenizer(
 
 
 def arrange_weights(model: PreTrainedModel) -> None:
-    """Store matrices column by column, as GPT-2's `Conv1D` does; shapes and values do not change.
+    """Store matrices column by column, like GPT-2's `Conv1D`. Shapes and values do not change.
 
     MKL then multiplies a single fp32 row by them up to twice as fast (AMD EPYC). In bf16 this would be slower.
     """
@@ -149,14 +149,14 @@ def arrange_weights(model: PreTrainedModel) -> None:
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Return the tokens that end a text; for a chat model, including the token that ends a turn."""
+    """Return the tokens that end a text, including the token that ends a turn of a chat model."""
     ends = model.generation_config.eos_token_id
     ends = model.config.eos_token_id if ends is None else ends
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the ids of `prompt`; for an empty prompt, the beginning-of-text token.
+    """Return the ids of `prompt`, or the beginning-of-text token if it is empty.
 
     Raise a `ModelError` if there is no such token or if the tokenizer cannot encode a character.
     """
@@ -183,7 +183,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def fetch(source: str | Path, *patterns: str) -> Path:
-    """Return the folder `source`; for a Hub id, the cache folder with the matching files, downloaded if needed.
+    """Return the folder `source`, or the cache folder of a Hub id with the matching files, downloaded if needed.
 
     Raise a `ModelError` if the model does not exist or cannot be reached.
     """
@@ -201,7 +201,7 @@ def fetch(source: str | Path, *patterns: str) -> Path:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json; raise a `ModelError`, without the model's name, if it is damaged or not supported."""
+    """Return the content of config.json. Raise a `ModelError`, without the model's name, if it is damaged or not supported."""
     described = read_json(folder, CONFIG)
     kind = described.get("model_type")
     known = isinstance(kind, str) and kind in CONFIG_MAPPING
@@ -220,7 +220,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file; raise a `ModelError` if it does not exist or contains something else."""
+    """Return the JSON object in a file. Raise a `ModelError` if it does not exist or contains something else."""
     if (path := own_file(folder, name)) is None:
         raise ModelError(f"{name} is missing")
     try:
@@ -233,7 +233,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def own_file(folder: Path, name: str) -> Path | None:
-    """Return a file of a model's folder, or None if it does not exist; raise a `ModelError` for a link out of the folder."""
+    """Return a file of a model's folder, or None if it does not exist. Raise a `ModelError` for a link out of the folder."""
     path = folder / name
     if not path.is_file():
         return None
@@ -246,7 +246,7 @@ def own_file(folder: Path, name: str) -> Path | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model; all of them must be in its folder."""
+    """Return the safetensors files of a model. All of them must be in its folder."""
     if (whole := own_file(folder, WEIGHTS)) is not None:
         return [whole]
     if own_file(folder, INDEX) is None:
@@ -306,4 +306,4 @@ def _short(error: Exception) -> str:
     text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
     if "trust_remote_code" in text:
         return "it needs its own code, which is not run"
-    return text.split(" Exception raised from ")[0][:300].rstrip(".")  # text of C++ exceptions
+    return text.split(" Exception raised from ")[0][:300].rstrip(".")  # without the trace of C++ exceptions

@@ -28,7 +28,7 @@ from training.report.report import environment, evaluation_of, facts_of, section
 from training.sampling import read_samples
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Metadata of a model folder's card that the new card keeps, unless a flag replaces it.
+# Metadata keys that the new card keeps from the card of a model folder, unless a flag replaces them.
 KEPT = ("base_model", "datasets", "language", "license")
 NO_LICENSE = "No license was given: ask the author before you use the weights."
 HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
@@ -61,7 +61,7 @@ class FolderArguments:
 def model_card(
     source: Source, repository: Repository, options: FolderArguments, gguf: Iterable[dict[str, Any]] = ()
 ) -> str:
-    """Return the card, made from the run's report or from the README.md of a model folder. `gguf`: facts about its files."""
+    """Return the card, built from the run's report or from the README.md of a model folder. `gguf`: facts about the GGUF files."""
     run, measured = source.run, harness_results(source)
     facts = facts_of(run) if run is not None else None
     brought, sections = _page(source) if facts is None else ({}, {})
@@ -94,7 +94,7 @@ def model_card(
 
 
 def _page(source: Source) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return metadata and sections of a page about the model that was written by hand."""
+    """Return the metadata and the sections of a model page that was written by hand."""
     path = source.model / "README.md" if source.run is None else source.run.report
     page = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     block = re.match(r"---\n(.*?)\n---\n", page, flags=re.DOTALL)
@@ -108,7 +108,7 @@ def _page(source: Source) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _examples(source: Source, context: int) -> dict[str, Any]:
-    """Return a prompt with room for its continuation, and a text that fits the context; the tokenizer can encode both."""
+    """Return a prompt that leaves room for its continuation, and a text that fits the context. The tokenizer can encode both."""
     written, prompts = ["The quick brown fox jumps over the lazy dog."], []
     if source.run is not None:
         written += [text for texts in read_samples(source.run.samples).values() for text in texts if text]
@@ -126,7 +126,7 @@ def _examples(source: Source, context: int) -> dict[str, Any]:
 
 
 def _cut(text: str, tokens: int) -> str:
-    """Return the start of `text` with at most `tokens` tokens; each token has at least one byte."""
+    """Return the start of `text` with at most `tokens` tokens. Each token has at least one byte."""
     return text.encode()[:tokens].decode(errors="ignore") or text[:1]
 
 
@@ -184,11 +184,11 @@ def harness_results(source: Source) -> list[EvalResult]:
         try:
             measured = json.loads(path.read_text(encoding="utf-8"))
             model, results = Path(measured["model_name"]).resolve(), list(_entries(measured))
-            {result.unique_identifier for result in results}  # a card groups results by it
+            {result.unique_identifier for result in results}  # a card groups results by this identifier
         except NONSENSE as error:
             raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
         is_newest = model == source.run.model.resolve() and source.step == source.run.newest_step()
-        is_later = path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime  # than the weights in `model/`
+        is_later = path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime  # newer than the weights
         if model == source.model.resolve() or (is_newest and is_later):
             found += results
     return found

@@ -31,8 +31,8 @@ from training.checkpoint import step_of
 from training.loading import find_model, model_errors
 from training.run_folder import RunFolder, is_checkpoint, run_of
 
-MAX_MODELS = 4  # cards that fit side by side
-MAX_EXAMPLES = 6  # example prompts on the page
+MAX_MODELS = 4  # number of cards that fit side by side
+MAX_EXAMPLES = 6  # maximum number of example prompts on the page
 REPOSITORY = Path(__file__).parent.parent
 MODEL_PACKAGE = REPOSITORY / "modeling_gpt2scratch"
 PACKAGED = ("__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py")
@@ -89,8 +89,8 @@ def main(arguments: list[str]) -> None:
 
 
 def show(names: list[str], port: int | None, share: bool) -> None:
-    """Serve the page until interrupted; raise a `UserError` if a model cannot be loaded or the port is in use."""
-    from publishing import demo_page  # needs an extra
+    """Serve the page until interrupted. Raise a `UserError` if a model cannot be loaded or the port is in use."""
+    from publishing import demo_page  # imports gradio, an optional extra
 
     models, examples = [], []
     for source in list(map(find_model, names)):  # all names are checked before the first model is loaded
@@ -115,7 +115,7 @@ def describe(source: str) -> tuple[str, list[str], list[str]]:
     except UserError:
         return (path.name if path.exists() else source), [], []
     step = step_of(path) if is_checkpoint(path) else run.newest_step()
-    facts = [f"step {step:,}"] if step else []  # no step if the checkpoints were deleted
+    facts = [f"step {step:,}"] if step else []  # the step is unknown if the checkpoints were deleted
     if step and (scored := Source(path, run, step).validation) is not None:
         facts += [f"validation loss {scored['eval_loss']:.2f}", f"{scored['eval_bits_per_byte']:.2f} bits per byte"]
     return run.path.resolve().name, facts, read_yaml(run.config).get("sample_prompts") or []
@@ -145,7 +145,7 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
         shutil.copy(Path(__file__).with_name(source), destination / name)
     package = destination / MODEL_PACKAGE.name
     package.mkdir()
-    for name in PACKAGED:  # models are loaded without code from their repositories there, too
+    for name in PACKAGED:  # the Space, too, runs no code from the models' repositories
         shutil.copy(MODEL_PACKAGE / name, package / name)
     (destination / "models.json").write_text(json.dumps({"title": title, "models": models}, indent=2) + "\n")
     setup = ConfigParser()
@@ -168,5 +168,5 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
 
 if __name__ == "__main__":
     transformers_logging.disable_progress_bar()
-    enable_progress_bars()  # those of huggingface_hub
+    enable_progress_bars()  # huggingface_hub's progress bars
     run(main)

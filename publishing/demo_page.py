@@ -41,8 +41,8 @@ from modeling_gpt2scratch.loading import (
 
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")
 REFRESH = 0.08  # seconds between updates of the page
-VISITORS = 4  # served at the same time; others wait
-LONGEST_PROMPT = 20_000  # characters
+VISITORS = 4  # number of visitors served at the same time; others wait
+LONGEST_PROMPT = 20_000  # in characters
 LARGEST_SEED = 10**15
 ALL_TOKENS = 10**9
 STYLE, CARDS = Path(__file__).with_suffix(".css"), Path(__file__).with_suffix(".html.j2")
@@ -50,10 +50,10 @@ STYLE, CARDS = Path(__file__).with_suffix(".css"), Path(__file__).with_suffix(".
 
 @dataclass(frozen=True)
 class DemoModel:
-    """A model on the page."""
+    """Model on the page."""
 
     name: str
-    facts: list[str]  # its size, "step 300" ...
+    facts: list[str]  # such as the model's size and "step 300"
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -86,17 +86,17 @@ class Settings:
 class Continuation:
     """Text that one model has generated so far."""
 
-    text: str = ""  # or the reason for refusing the prompt
+    text: str = ""  # or the reason why the prompt was refused
     tokens: int = 0
-    seconds: float = 0.0  # since the first token, without the time for reading the prompt
-    state: str = "writing"  # then one of: complete, ended (by the model), stopped, refused
+    seconds: float = 0.0  # time since the first token, without the time to read the prompt
+    state: str = "writing"  # later: complete, ended (by the model), stopped or refused
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
 def load(source: str, name: str, facts: list[str]) -> DemoModel:
-    """Load `source`, a model folder or a Hub id; raise a `ModelError` if it cannot be loaded."""
+    """Load `source`, a model folder or a Hub id. Raise a `ModelError` if it cannot be loaded."""
     model, tokenizer = load_with_tokenizer(source)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     arrange_weights(model)
@@ -133,7 +133,7 @@ def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> It
 
 
 def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation) -> Iterator[None]:
-    """Generate text into `into`, one token per step."""
+    """Append generated text to `into`, one token per step."""
     try:
         ids = encode_prompt(shown.tokenizer, prompt)
     except ModelError as problem:
@@ -145,8 +145,8 @@ def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation)
         if len(written) > 1:
             into.seconds += time.perf_counter() - begun
         text = shown.tokenizer.decode(written, skip_special_tokens=True)
-        into.text, into.tokens = text.rstrip("\ufffd"), len(written)  # may be the first bytes of a character
-        yield  # to the other models
+        into.text, into.tokens = text.rstrip("\ufffd"), len(written)  # U+FFFD may be an unfinished character
+        yield  # let the other models continue
         begun = time.perf_counter()
     into.state = "complete" if len(written) == settings.max_new_tokens else "ended"
 
@@ -156,7 +156,7 @@ def side_by_side(
 ) -> Iterator[list[Continuation]]:
     """Yield all continuations repeatedly until all are done or `stop` is set.
 
-    The models generate one token each in turn: threads were not faster.
+    The models take turns, one token each, because threads were not faster.
     """
     continuations = [Continuation() for _ in models]
     writing = [write(shown, prompt, settings, into) for shown, into in zip(models, continuations, strict=True)]
@@ -183,7 +183,7 @@ def cards(models: list[DemoModel], prompt: str, continuations: list[Continuation
 
 def build(models: list[DemoModel], title: str, examples: list[str]) -> gradio.Blocks:
     """Return the page for `serve`."""
-    stops: dict[str, threading.Event] = {}  # by visitor
+    stops: dict[str, threading.Event] = {}  # one event per visitor
 
     def answer(values: dict[gradio.components.Component, Any], request: gradio.Request) -> Iterator[str]:
         text = (values[prompt] or "")[-LONGEST_PROMPT:]  # the page enforces the same limit
@@ -252,16 +252,16 @@ def serve(
     models: list[DemoModel], title: str, examples: list[str], port: int | None = None, share: bool = False
 ) -> None:
     """Serve the page, print its address, and return when interrupted. Raise an OSError if the port is in use."""
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # nothing is fetched
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # no downloads
     page = build(models, title, examples)
     _, local, shared = page.launch(
         server_port=port, share=share, theme=gradio.themes.Base(**fonts), css_paths=STYLE, footer_links=[],
-        run_history=False, quiet=True, prevent_thread_lock=True, max_file_size=0,  # nothing is uploaded
+        run_history=False, quiet=True, prevent_thread_lock=True, max_file_size=0,  # no uploads
     )  # fmt: skip
     print(f"Open {shared or local} (Ctrl-C stops the server).", flush=True)
     page.block_thread()
 
 
-if __name__ == "__main__":  # on a Space
+if __name__ == "__main__":  # a Space runs this file as app.py
     space = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
     serve([load(source, source, []) for source in space["models"]], space["title"], EXAMPLES)

@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
 
 try:
-    import gguf  # an extra
+    import gguf  # optional extra
 except ImportError:
     gguf = None
 
@@ -35,7 +35,7 @@ from tokenizer import encode, vocabulary
 from tokenizer.bpe import byte_level_alphabet, is_plain
 from training.loading import find_model, load_own_model
 
-LLAMA_CPP_GELU = "gelu_new"  # the only activation of llama.cpp's GPT-2
+LLAMA_CPP_GELU = "gelu_new"  # the only activation that llama.cpp's GPT-2 supports
 ACTIVATION_TOLERANCE = 1e-3  # largest differences from gelu_new: exact GELU 0.0005, quick_gelu 0.02, ReLU 0.17
 STAND_INS = {byte: character for character, byte in byte_level_alphabet().items()}
 NO_MERGE = "À Á"  # two bytes that UTF-8 never contains: llama.cpp requires at least one merge
@@ -46,7 +46,7 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
     """Write the model in folder `model` as GPT-2 in GGUF v3, atomically.
 
     Args:
-        kind: type of matrices: `f16` or `q8_0`. Vectors and positions stay float32. Matrices whose row length is not a
+        kind: type of matrices: `f16` or `q8_0`. Vectors and position embeddings stay float32. Matrices whose row length is not a
             multiple of 32 are stored as f16.
         name, license: shown to users by programs that run the file.
 
@@ -115,7 +115,7 @@ def _tensors(model: GPT2ScratchForCausalLM) -> dict[str, torch.Tensor]:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.config.n_layer)
     return {
         names.get_name(name, try_suffixes=(".weight", ".bias")): weight.detach()
-        for name, weight in model.named_parameters()  # names shared weights once
+        for name, weight in model.named_parameters()  # lists shared weights once
     }
 
 
@@ -177,7 +177,7 @@ def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
     token_of = {i: token for token, i in rust.get_vocab().items()}
     if encode.is_character(tokenizer.backend_tokenizer):
         token_of = {i: "".join(STAND_INS[byte] for byte in text.encode()) for i, text in token_of.items()}
-        # These merge the bytes of a character into one token. A first byte never occurs inside a character.
+        # These merges join the bytes of a character into one token. A first byte never occurs inside a character.
         merges = [f"{token[:end]} {token[end]}" for token in token_of.values() for end in range(1, len(token))]
     else:
         merges = [" ".join(pair) for pair in json.loads(rust.to_str())["model"]["merges"]]

@@ -24,7 +24,7 @@ CODE = ("configuration_gpt2scratch.py", "modeling_gpt2scratch.py")
 ALLOWED = (WEIGHTS, SHARDS, INDEX, CONFIG, GENERATION, *TOKENIZER, *CODE)
 OUR_CODE = Path(configuration_gpt2scratch.__file__).parent
 RELEASED_CODE = Path(__file__).with_name("released_code.txt")  # SHA-256 and name of each version of CODE
-TWIN = "native"  # subfolder of the native twin
+TWIN = "native"  # name of the subfolder with the native twin
 
 
 def assemble(
@@ -95,7 +95,7 @@ def write_native(model: Path, destination: Path) -> None:
 
 
 def _write_code(destination: Path) -> None:
-    """Write the current code and a config.json that names it; models of older versions load with it."""
+    """Write the current code, which also loads models of older versions, and a config.json that names it."""
     for name in CODE:
         shutil.copy(OUR_CODE / name, destination / name)
     path = destination / "config.json"

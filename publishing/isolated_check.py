@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-TOKENS = 2048  # per forward pass
+TOKENS = 2048  # maximum number of tokens per forward pass
 NEW_TOKENS = 24
 
 

@@ -17,11 +17,11 @@ from training.run_folder import RunFolder, find_checkpoint, is_checkpoint, run_o
 
 @dataclass(frozen=True)
 class Source:
-    """A model to publish, with its run and step if known."""
+    """Model to publish, with its run and step if known."""
 
-    model: Path  # the folder with the weights
+    model: Path  # folder with the weights
     run: RunFolder | None = None
-    step: int | None = None  # of the checkpoint
+    step: int | None = None  # training step of the checkpoint
 
     @property
     def name(self) -> str:
@@ -33,7 +33,7 @@ class Source:
         return self.run.hub if self.run is not None else self.model.resolve().with_name(f"{self.name}-hub")
 
     def files(self, allowed: tuple[str, ...]) -> list[Path]:
-        """Return the model's files that match a pattern; for a checkpoint, only files that its manifest lists.
+        """Return the model's files that match a pattern. Files that a checkpoint's manifest does not list are left out.
 
         Raise a `UserError` for a link that leads out of the folder.
         """
@@ -74,7 +74,7 @@ class Source:
 
 
 def find_source(path: Path, wanted: str | None) -> Source:
-    """Return the model at `path`; for a run, the checkpoint `wanted`: `last`, `best` or a step (None: `last`).
+    """Return the model at `path`. `wanted` selects the checkpoint of a run: `last`, `best` or a step (None means `last`).
 
     Raise a `UserError` if it does not exist or is damaged.
     """

@@ -34,7 +34,7 @@ TOKENS = "https://huggingface.co/settings/tokens"
 WRITTEN = (
     "<!-- Written by push_to_hub.py, which replaces this page at each push. Delete this line to keep your changes. -->"
 )
-WRITTEN_LINE = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # also the line of older versions
+WRITTEN_LINE = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # matches the lines of older versions, too
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Repository:
 
     id: str
     type: Literal["model", "space"] = "model"
-    private: bool = False  # if it is created
-    branch: str | None = None  # None: main
+    private: bool = False  # applies if the repository is created
+    branch: str | None = None  # None means main
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -100,7 +100,7 @@ def published_files(folder: Path) -> dict[str, Path]:
 
 
 def upload(folder: Path, repository: Repository) -> CommitInfo:
-    """Upload the folder as one commit; create the repository and the branch if they do not exist.
+    """Upload the folder as one commit. Create the repository and the branch if they do not exist.
 
     In a model repository, files of this project that the folder lacks are deleted; all other files and an edited README.md
     stay. If the Hub refuses or cannot be reached, a `UserError` is raised and the repository is unchanged.
@@ -109,7 +109,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
     there = {"repo_id": repo_id, "repo_type": repository.type}
     on_branch = there | {"revision": repository.branch}
     with _hub_errors(f"upload to {repo_id}"):
-        _refuse_bad_metadata(folder / "README.md", repository.type)  # before anything is created
+        _refuse_bad_metadata(folder / "README.md", repository.type)  # checked before anything is created
         if not hub.repo_exists(**there):
             try:
                 hub.create_repo(**there, private=repository.private, space_sdk=None if is_model else "gradio")
@@ -138,10 +138,10 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
 
 
 def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:
-    """Download the repository into a separate cache; raise a `UserError` if a file differs from the uploaded one."""
+    """Download the repository into a separate cache. Raise a `UserError` if a file differs from the uploaded one."""
     with _hub_errors(f"read {repo_id} back"):
         there = Path(HfApi().snapshot_download(repo_id, revision=commit, cache_dir=cache))
-    names = [name for name in published_files(compare_with) if name != "README.md"]  # may have been kept
+    names = [name for name in published_files(compare_with) if name != "README.md"]  # the Hub's own may have been kept
     _, different, missing = filecmp.cmpfiles(compare_with, there, names, shallow=False)
     if wrong := sorted(different + missing):
         raise UserError(

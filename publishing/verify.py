@@ -1,4 +1,4 @@
-"""Verification of a published model: a fresh offline process loads it, and its results are compared with the run."""
+"""Verification of a published model: a fresh offline process computes results, which must match the run."""
 
 import json
 import math
@@ -27,10 +27,10 @@ from training.scoring import eval_windows
 ISOLATED_CHECK = Path(__file__).with_name("isolated_check.py")
 PROBE_TOKENS = 64
 SOME_WINDOWS = 16
-LOGITS_TOLERANCE = 1e-5  # of the largest logit: Transformers' GPT-2 computes gelu_new by other kernels than ours
+LOGITS_TOLERANCE = 1e-5  # relative to the largest logit: Transformers' GPT-2 computes gelu_new with other kernels
 LOSS_TOLERANCE = 0.01  # nats per token: the run usually computed its loss in bf16
 STANDARD_ERRORS = 5  # allowed difference between the loss on a sample of windows and on all windows
-FORWARD_FLOPS = 1e12  # for the loss: about ten seconds on two cores
+FORWARD_FLOPS = 1e12  # budget for the loss: about ten seconds on two cores
 # The only environment variables that the process inherits: no token, no path of this repository, no proxy.
 PASSED_ON = (
     *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT"),
@@ -45,13 +45,13 @@ class Expected:
     probe: torch.Tensor  # (1, T) ids
     logits: torch.Tensor  # (T, V)
     windows: dict[str, torch.Tensor] = field(default_factory=dict)  # inputs, targets, positions: (N, T) each
-    is_sample: bool = False  # whether these windows are a sample of those that the run scored
+    is_sample: bool = False  # true if these windows are only a sample of the windows that the run scored
     run_loss: float | None = None
     no_loss_because: str = ""
 
     @property
     def text(self) -> torch.Tensor:
-        """(B, T) token ids, of the validation text if it is available."""
+        """Token ids (B, T) of the validation text if it is available, otherwise of the probe."""
         return self.windows["inputs"][:SOME_WINDOWS] if self.windows else self.probe
 
 
@@ -72,7 +72,7 @@ class Published:
 
 @torch.no_grad()
 def expect(source: Source) -> Expected:
-    """Compute the expected results; raise a `UserError` if the model cannot be loaded."""
+    """Compute the expected results. Raise a `UserError` if the model cannot be loaded."""
     model = load_own_model(source.model, torch.float32)
     config = model.config
     ids = torch.arange(min(PROBE_TOKENS, config.n_positions)) * 7919 % config.vocab_size
@@ -107,7 +107,7 @@ def verify(published: Published, expected: Expected) -> None:
     compared = f"validation loss not compared: {expected.no_loss_because}"
     if counts := answer["targets"]:
         loss, tolerance = sum(answer["nats"]) / sum(counts), LOSS_TOLERANCE
-        if expected.is_sample:  # standard error of the mean over windows
+        if expected.is_sample:  # allow for the standard error of the mean over windows
             means = [nats / count for nats, count in zip(answer["nats"], counts, strict=True) if count]
             error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
             tolerance += STANDARD_ERRORS * error
@@ -148,7 +148,7 @@ def _run_isolated(published: Published, expected: Expected) -> tuple[dict[str, A
         environment |= {"HOME": home, "HF_HOME": home, "PYTHONUSERBASE": site.getuserbase(), "HF_HUB_OFFLINE": "1"}
         if published.cache is not None:
             environment["HF_HUB_CACHE"] = str(published.cache)
-        command = [sys.executable, "-P", str(ISOLATED_CHECK), "request"]  # -P: no imports from its folder
+        command = [sys.executable, "-P", str(ISOLATED_CHECK), "request"]  # -P: do not import from the script's folder
         result = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]

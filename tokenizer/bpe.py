@@ -14,7 +14,7 @@ PLAIN = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Map GPT-2's printable characters to bytes: printable Latin-1 to itself, U+0100 and up to the other bytes."""
+    """Map GPT-2's printable characters to bytes. Printable Latin-1 maps to itself, U+0100 and up to the other bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -29,7 +29,7 @@ def is_plain(rust: Tokenizer) -> bool:
 
 
 class Merges:
-    """Merges of a plain byte-level BPE. `made`, (merges,), is the token that each merge produces."""
+    """Merges of a plain byte-level BPE. `made`, (merges,), contains the token that each merge produces."""
 
     def __init__(self, rust: Tokenizer):
         """Read the merges of `rust`.
@@ -60,9 +60,9 @@ class Merges:
         self.rank_of_bytes = self.ranks(self.of_byte[pairs >> 8], self.of_byte[pairs & 0xFF])
 
     def encode(self, text: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Encode the words of `text`, (n,) uint8, that begin at `bounds`, (words + 1,) with the end; no word is empty.
+        """Encode the words of `text`, (n,) uint8. They begin at `bounds`, (words + 1,) with the end. No word is empty.
         Returns ids, (m,) int32, and the number of ids per word, (words,) int32."""
-        # The result: each token is stored at its first byte.
+        # The result stores each token at the position of its first byte.
         tokens, begins = self.of_byte.take(text), np.ones(len(text), dtype=bool)
         # Unfinished words, in order: tokens, their first bytes, whether a token is a word's last, rank with the next token.
         token, place, last = tokens.copy(), np.arange(len(text), dtype=np.int32), np.zeros(len(text), dtype=bool)
@@ -80,7 +80,7 @@ class Merges:
             kept = np.flatnonzero(~gone & np.repeat(works, sizes))
             token, place, rank, last = token.take(kept), place.take(kept), rank.take(kept), last.take(kept)
             sizes = np.diff(np.flatnonzero(last), prepend=-1)
-            first = np.flatnonzero(rank == np.repeat(least[works], sizes))  # of each pair that is merged
+            first = np.flatnonzero(rank == np.repeat(least[works], sizes))  # first token of each pair that is merged
             follows = np.diff(first, prepend=-2) == 1
             if follows.any():  # overlapping pairs, as in aaaa: merge every second one
                 nth = np.arange(len(first))
@@ -102,12 +102,12 @@ class PairTable:
     """Hash table of the ranks of token pairs, for many lookups at once."""
 
     def __init__(self, left: np.ndarray, right: np.ndarray, small: bool):
-        """Build the table; `small`: whether ids are below 2^16 - 1."""
+        """Build the table. `small`: true if all ids are below 2^16 - 1."""
         self.dtype, self.half, factor = (np.uint32, 16, 0x9E3779B1) if small else (np.uint64, 32, 0x9E3779B97F4A7C15)
         self.factor = self.dtype(factor)
         bits = (8 * len(left)).bit_length()
         self.shift = self.dtype(2 * self.half - bits)
-        self.free = np.iinfo(self.dtype).max  # not a pair of tokens
+        self.free = np.iinfo(self.dtype).max  # marks a free entry: it is not a pair of tokens
         self.pairs = np.full((1 << bits) + len(left), self.free, dtype=self.dtype)
         self.rank = np.full(len(self.pairs), NONE, dtype=np.int32)
         pairs = self._pairs(left, right)

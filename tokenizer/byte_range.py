@@ -1,7 +1,7 @@
-"""Byte ranges: parts of files that are read separately, and the places where a document can be cut.
+"""Byte ranges: parts of files that are read separately, and places at which a document can be cut.
 
-A document is cut only where the word patterns of GPT-2, Llama 3 (cl100k) and o200k all end a word, so that its parts
-encode to the same tokens as the whole.
+A document is cut only at a byte that ends a word in the patterns of GPT-2, Llama 3 (cl100k) and o200k. Its parts
+therefore encode to the same tokens as the whole.
 """
 
 import codecs
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
-WINDOW_BYTES = 1 << 20  # searched at a time for a place to cut
+WINDOW_BYTES = 1 << 20  # size of the block that is searched for a place to cut
 SHORTER = "it became shorter after its parts were planned"
 
 BETWEEN_WORDS = r"(?:\S(?= \S)|[^\W\d_](?=[,.;:!?，。、；：！？])|[A-Za-z](?=[0-9])|[^\W_](?=\r?\n))"  # noqa: RUF001
@@ -30,20 +30,20 @@ class ByteRange:
     path: str
     kind: Literal["text", "jsonl", "json", "csv", "parquet", "hub"]
     start: int = 0
-    stop: int | None = None  # None: to the end
+    stop: int | None = None  # None means the end of the file
     column: str | None = None  # column with the text or chat of a record
-    may_skip: bool = False  # skip it if it cannot be read: it was found in a folder, not given by name
+    may_skip: bool = False  # an unreadable file is skipped: it was found in a folder, not given by name
     limit: int | None = None
 
     @property
     def n_bytes(self) -> int:
-        """Size in bytes; for a parquet file, the size of the whole file."""
+        """Size in bytes. A part of a parquet file has the size of the whole file."""
         size = os.path.getsize(self.path)
         return size if self.kind == "parquet" else (size if self.stop is None else self.stop) - self.start
 
 
 def last_cut(text: str, start: int) -> int:
-    """Return the last place to cut after `start`; 0 if there is none."""
+    """Return the last place to cut after `start`, or 0 if there is none."""
     found = next(filter(None, (pattern.match(text, start) for pattern in LAST_CUTS)), None)
     return found.end() if found else 0
 
@@ -63,7 +63,7 @@ def bounds(part: ByteRange, sample_by: str) -> tuple[int, int | None, bool]:
 
 
 def place_to_cut(path: str, offset: int, by: str, limit: int | None = None) -> tuple[int | None, bool]:
-    """Return the first byte at or after `offset` where a document can be cut, and True.
+    """Return the first byte at or after `offset` at which a document can be cut, and True.
     If `by` is `line` or `paragraph`, the byte is the beginning of one. Without a place to cut in the window, return the
     byte of the next character and False. The byte is None if no line or paragraph begins before `limit`: otherwise each
     part of a line of several gigabytes would read the rest of the line."""
@@ -72,7 +72,7 @@ def place_to_cut(path: str, offset: int, by: str, limit: int | None = None) -> t
         if by != "document":
             return _end_of(SEPARATORS[by], file, limit), True
         window = file.read(WINDOW_BYTES)
-    lead = 1  # bytes before the first character
+    lead = 1  # number of bytes before the first character
     while lead < min(4, len(window)) and 0x80 <= window[lead] < 0xC0:
         lead += 1
     lead += window[lead - 1 : lead + 1] == b"\r\n"  # never cut within a line break
@@ -85,7 +85,7 @@ def place_to_cut(path: str, offset: int, by: str, limit: int | None = None) -> t
 
 
 def _end_of(separator: re.Pattern, file: BinaryIO, limit: int | None) -> int | None:
-    """Return the end of the next separator, or of the file; None if no separator begins before `limit`."""
+    """Return the end of the next separator or of the file, or None if no separator begins before `limit`."""
     position, held = file.tell(), b""
     while block := file.read(WINDOW_BYTES):
         held += block

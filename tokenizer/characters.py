@@ -1,6 +1,6 @@
 """Cleaning rules for characters: Unicode normalization, invisible characters, emoji, typography."""
 
-# ruff: noqa: RUF001  marks of many scripts, which look alike, are the subject of this file
+# ruff: noqa: RUF001  this file handles similar marks of many scripts on purpose
 
 import re
 import unicodedata
@@ -8,20 +8,20 @@ import unicodedata
 # Scripts without spaces between words: first and last code points. Each character of these scripts counts as one word.
 UNSPACED = (
     *((0x0E00, 0x0FFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x1950, 0x19FF), (0x1A20, 0x1AAF)),  # Thai to Tai Tham
-    *((0xA9E0, 0xA9FF), (0xAA60, 0xAADF)),  # Myanmar's further letters, Tai Viet
+    *((0xA9E0, 0xA9FF), (0xAA60, 0xAADF)),  # Myanmar Extended, Tai Viet
     *((0x3040, 0x30FF), (0x31F0, 0x31FF), (0xFF66, 0xFF9F), (0x1B000, 0x1B16F)),  # kana
     *((0x3005, 0x3007), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF)),  # Han
     (0xA000, 0xA4CF),  # Yi
 )
-UNSPACED_CLASS = "".join(f"{chr(first)}-{chr(last)}" for first, last in UNSPACED)  # between the brackets of a pattern
+UNSPACED_CLASS = "".join(f"{chr(first)}-{chr(last)}" for first, last in UNSPACED)  # for [...] of a pattern
 UNSPACED_CHARACTER = re.compile(f"[{UNSPACED_CLASS}]")
 
 # C0 except tab, line feed and form feed; DEL; C1; the byte order mark. U+0085 is a line end, which is converted before.
 CONTROL_CHARACTERS = [chr(i) for i in (*range(32), *range(0x7F, 0xA0), 0xFEFF) if chr(i) not in "\t\n\f"]
 CONTROL = re.compile(f"[{''.join(CONTROL_CHARACTERS)}]")
 # Soft hyphen, zero width space, word joiner, byte order mark, replacement character, private use, noncharacters of
-# the first plane. Joiners (U+200C, U+200D), direction marks and variation selectors are not included: they change how text
-# is displayed.
+# the first plane. Joiners (U+200C, U+200D), direction marks and variation selectors are not included because they
+# change how text is displayed.
 INVISIBLE = r"\u00ad\u200b\u2060\ufeff\ufffd\ue000-\uf8ff\ufdd0-\ufdef\ufffe\uffff\U000f0000-\U0010ffff"
 # Python searches fast for a pattern that begins with a class. So here and below, lookbehind checks follow the class.
 INVISIBLE_RUN = re.compile(f"[{INVISIBLE}][{INVISIBLE}]*")
@@ -50,7 +50,7 @@ def remove_invisible(text: str) -> str:
 
 
 def _invisible_replacement(match: re.Match) -> str:
-    """Return an empty string, with two exceptions.
+    """Return the replacement of invisible characters: an empty string, with two exceptions.
     Between two letters, a replacement character represents a lost letter, apostrophe or space: one of a run stays. In
     scripts without spaces, a zero width space ends a word and stays."""
     text, run = match.string, match[0]

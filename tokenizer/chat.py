@@ -17,19 +17,19 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-MARKS = range(0x100000, 0x10FFFE)  # private use: replace the first characters of text that looks like a control token
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # ShareGPT's names
+MARKS = range(0x100000, 0x10FFFE)  # private-use characters that mask text that looks like a control token
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # role names of ShareGPT
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
     source: str
     control_tokens: tuple[str, ...]  # tokens that the template writes
-    variables: dict[str, str] = field(default_factory=dict)  # the tokenizer's `bos_token`, `eos_token` ...
+    variables: dict[str, str] = field(default_factory=dict)  # the tokenizer's `bos_token`, `eos_token` and others
 
     @staticmethod
     def read(name: str) -> str:
-        """Return the source of `chatml` or of a file; raise a `UserError` if it is not a template."""
+        """Return the source of the built-in template `chatml` or of a file. Raise a `UserError` if it is not a template."""
         from jinja2 import TemplateSyntaxError
 
         if name == "chatml":
@@ -56,8 +56,8 @@ class ChatTemplate:
         return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
     def segments(self, messages: Any) -> list[tuple[str, str | None]]:
-        """Render a chat as pairs of text and the control token after it, or None; raise a `ValueError` if that fails.
-        Text of a message that looks like a control token stays text."""
+        """Render a chat as pairs: text, and the control token after it or None. Raise a `ValueError` if that fails.
+        Message text that looks like a control token stays text."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         chat = normalized(messages)
@@ -88,7 +88,7 @@ class ChatTemplate:
 
 
 def normalized(messages: Any) -> list[dict[str, str]] | None:
-    """Return `role` and `content` of every message; None if `messages` is not a chat."""
+    """Return `role` and `content` of every message, or None if `messages` is not a chat."""
     if not isinstance(messages, list) or not messages:
         return None
     chat = []
@@ -96,7 +96,7 @@ def normalized(messages: Any) -> list[dict[str, str]] | None:
         if not isinstance(message, dict):
             return None
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        if isinstance(content, list):  # parts, some of which are text
+        if isinstance(content, list):  # a list of parts, of which some are text
             texts = (part.get("text") for part in content if isinstance(part, dict))
             content = "".join(text for text in texts if isinstance(text, str))
         if not isinstance(role, str) or not isinstance(content, str):

@@ -1,6 +1,6 @@
 """Cleaning of documents: named stages of rules that change a text or drop a document, with counts and examples.
 
-Rules depend on scripts, not on languages. Each sees one document at a time and nothing else, so the result is the same
+Rules depend on scripts, not on languages. Each rule sees only one document at a time, so the result is the same
 for any number of processes.
 """
 
@@ -55,8 +55,8 @@ class CleaningArguments:
 class RuleStats:
     """Effect of one rule on the documents of a run."""
 
-    documents: int = 0  # changed or dropped; each piece of a longer document counts as one
-    characters: int = 0  # removed; all of a dropped document
+    documents: int = 0  # number of changed or dropped documents; each piece of a long document counts
+    characters: int = 0  # number of removed characters, including dropped documents
     # The first three: text before and after the first change, or the beginning of a dropped document.
     examples: list[str] = field(default_factory=list)
     dropped: bool = False
@@ -91,11 +91,11 @@ def problems(arguments: CleaningArguments) -> list[str]:
 
 
 class Cleaner:
-    """Cleaner of documents: it applies stages and counts the effect of each rule.
+    """Cleaner that applies stages of rules to documents and counts the effect of each rule.
     `stages` are keys of `STAGES`, or `none` alone; see `problems`."""
 
     def __init__(self, stages: list[str]):
-        self._rules: list[tuple[str, Callable[[str], str] | None]] = []  # None: the quality filters
+        self._rules: list[tuple[str, Callable[[str], str] | None]] = []  # None means the quality filters
         for stage in stages:
             if stage == "quality":
                 self._rules.append((stage, None))
@@ -107,7 +107,7 @@ class Cleaner:
         self._stats: dict[str, RuleStats] = {}
 
     def __call__(self, text: str, whole: bool = True) -> str | None:
-        """Return the cleaned text, which may be blank; None for a document that is dropped.
+        """Return the cleaned text, which may be blank, or None for a dropped document.
         If `whole` is false, `text` is a piece of a document, cut between words or before a line break. Quality filters
         are designed for whole web pages and do not apply to it."""
         for name, rule in self._rules:
@@ -126,7 +126,7 @@ class Cleaner:
         stats.documents += 1
         stats.characters += max(0, len(before) - len(after or ""))
         if len(stats.examples) < EXAMPLES:
-            escape = ascii if name == "normalize.nfc" else repr  # composed and decomposed letters look the same
+            escape = ascii if name == "normalize.nfc" else repr  # repr shows composed and decomposed letters alike
             stats.examples.append(_beginning(before) if after is None else _difference(before, after, escape))
 
     @property

@@ -16,7 +16,7 @@ from tokenizer import pretokenize
 
 @dataclass(frozen=True)
 class Pretokenize:
-    """Pipeline step that runs `python -m tokenizer.pretokenize` with `flags`; each task processes one shard."""
+    """Pipeline step that runs `python -m tokenizer.pretokenize` with `flags`. Each task processes one shard."""
 
     flags: list[str]
 

@@ -29,10 +29,10 @@ from tokenizer.hub import HubDataset
 from tokenizer.records import CHAT_COLUMNS, TEXT_COLUMNS, parsed, records, text_column
 
 UNIT_BYTES = 16 << 20
-# Unclean text is replaced or skipped, and counted, up to this share. Above it, the corpus is refused.
+# Up to this share, unclean text is replaced or skipped, and counted. Above it, the corpus is refused.
 TOLERATED_SHARE = 0.01
 SAMPLED_RECORDS = 100  # records read at the head of a file to find its text column
-INFLATION = 4.0  # of compressed text, for estimates
+INFLATION = 4.0  # assumed compression ratio of compressed text, for estimates
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
 # Text that every Python installation has: the sources of the standard library, without tests and data tables.
@@ -91,13 +91,13 @@ class Unit:
 @dataclass(frozen=True, slots=True)
 class TextFile:
     path: str
-    size: int  # bytes
-    modified: int  # nanoseconds
+    size: int  # in bytes
+    modified: int  # time in nanoseconds
     is_named: bool = False  # given on the command line, not found in a folder or by a glob
 
     @staticmethod
     def at(path: str | Path, is_named: bool = False) -> "TextFile":
-        """Return the file at `path`; raise a `UserError` if it cannot be read twice (a broken link, a pipe)."""
+        """Return the file at `path`. Raise a `UserError` if it cannot be read twice (a broken link, a pipe)."""
         try:
             status = os.stat(path)
         except OSError as error:
@@ -152,7 +152,7 @@ class Corpus:
 
     @cached_property
     def text_sizes(self) -> list[int]:
-        """Bytes of text per input; an estimate for compressed files."""
+        """Bytes of text per input, estimated for compressed files."""
         return [
             sum(int(file.size * (INFLATION if files.is_packed(file.path) else 1)) for file in of_entry)
             for of_entry in self.files
@@ -164,16 +164,16 @@ class Corpus:
 
     @property
     def most_bytes(self) -> float:
-        """Upper bound of the bytes of text; infinite if it is not known before the text is read."""
+        """Upper bound of the bytes of text. It is infinite if the size is unknown before the text is read."""
         is_known = not any(self.hub) and not any(files.is_packed(file.path) for file in self.all_files)
         return self.text_size if is_known else math.inf
 
     def check(self, counts: Counts, is_all: bool = True) -> None:
-        """Raise a `UserError` if too much of the text is unclean; before all was read, if too much for the whole text."""
+        """Raise a `UserError` if too much text is unclean. If `is_all` is false, more text follows, and its size counts, too."""
         where, left_out = ", ".join(self.inputs), self.left_out_words(counts)
         if counts.documents == 0 and is_all:
             raise UserError(f"{where} contains no text: {left_out or 'nothing was found'}.")
-        unclean = [name for name in LEFT_OUT if name in counts.first]  # blank documents have no place
+        unclean = [name for name in LEFT_OUT if name in counts.first]  # no place is recorded for blank documents
         if self.arguments.strict and (unclean or self.links):
             raise UserError(f"{where} is not clean ({left_out}), which --strict refuses{_first(counts, *unclean)}.")
         size = max(counts.bytes - 2 * counts.bad_bytes, 0 if is_all else self.most_bytes)  # U+FFFD takes three bytes
@@ -241,7 +241,7 @@ class Corpus:
                 column, shards = self._column(str(hub), pinned.records()), range(pinned.stream.num_shards)
                 ranges = [(UNIT_BYTES, ByteRange(str(pinned), "hub", shard, column=column)) for shard in shards]
             units += [Unit(copies, group) for group in _grouped(ranges)]
-        if not problems and not units:  # only tables
+        if not problems and not units:  # every file is a table
             problems = tables
         if problems:
             raise UserError("\n".join(problems[:20]))
@@ -267,7 +267,7 @@ class Corpus:
         ]
 
     def _column(self, label: str, records: Iterable[dict[str, Any] | None]) -> str | None:
-        """Return the text column; None if there are no records."""
+        """Return the text column, or None if there are no records."""
         head = list(itertools.islice(records, SAMPLED_RECORDS))
         known, wanted = list(filter(None, head)), self.arguments.text_column
         for record in known:
@@ -284,13 +284,13 @@ class Corpus:
         )
 
     def _find(self, entry: str) -> list[TextFile]:
-        """Return the files of one entry of `--input` in a fixed order; raise a `UserError` if there are none."""
+        """Return the files of one entry of `--input` in a fixed order. Raise a `UserError` if there are none."""
         if entry == STANDARD_LIBRARY:
             return list(map(TextFile.at, _library_sources(Path(sysconfig.get_path("stdlib")))))
         path = Path(entry).expanduser()
         is_one = os.path.lexists(path)
         named = [str(path)] if is_one else sorted(glob.glob(str(path), recursive=True), key=lambda p: Path(p).parts)
-        if "**" in entry:  # it matches folders, and also all files in them
+        if "**" in entry:  # `**` matches folders, and also all files in them
             named = [match for match in named if os.path.isfile(match)]
         root = os.path.dirname(re.split(r"[*?[]", str(path))[0])
         found = []
@@ -317,7 +317,7 @@ class Corpus:
         return any(each.match(pattern) for pattern in self.arguments.exclude for each in paths)
 
     def _walk(self, folder: str, below: str = "") -> Iterator[TextFile]:
-        """Yield the files in a folder; `below` is its path relative to the input."""
+        """Yield the files in a folder. `below` is the folder's path relative to the input."""
         try:
             with os.scandir(folder) as inside:
                 entries = [entry for entry in inside if not entry.name.startswith(".")]
@@ -393,7 +393,7 @@ def _grouped(ranges: Iterable[tuple[int, ByteRange]]) -> Iterator[tuple[ByteRang
 
 
 def _first(counts: Counts, *names: str) -> str:
-    """Return the first place where one of `names` was counted, as the end of a sentence."""
+    """Return the place of the first occurrence of one of `names`, as the end of a sentence."""
     name = next((name for name in names if name in counts.first), None)
     if name is None:
         return ""

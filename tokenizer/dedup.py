@@ -26,11 +26,11 @@ SHINGLE_WORDS = 5
 DIGEST_KEYS = 2
 KEYS = {"no": 0, "exact": DIGEST_KEYS, "near": DIGEST_KEYS + BANDS}
 
-ALONE = 1 << 31  # marks a character that is a word
+ALONE = 1 << 31  # marks a character that is a word by itself
 
 # Multipliers and seed: bits without a pattern; odd, so that they have inverses modulo 2^64.
-GOLDEN = 0x9E3779B97F4A7C15  # the golden ratio's fraction
-PI = 0x243F6A8885A308D3  # pi's fraction
+GOLDEN = 0x9E3779B97F4A7C15  # 64 bits of the golden ratio's fraction
+PI = 0x243F6A8885A308D3  # 64 bits of pi's fraction
 
 # Characters split into words at a time: their arrays stay in the processor's cache. A word across a cut counts as two
 # words, which affects about one word in ten thousand.
@@ -48,7 +48,7 @@ class DedupArguments:
 
 
 class MinHasher:
-    """MinHash keys, which near-duplicates share; raises a `UserError` if rensa is not installed.
+    """MinHash keys, which near-duplicates share. The constructor raises a `UserError` if rensa is not installed.
     A word is a run of letters, marks and digits; case is ignored. In scripts without spaces, each character is a word. The
     shingles of a text are its sequences of five words; a text with fewer words is one shingle. The same text has the same
     keys on every machine with the same Unicode version of Python, which defines the letters."""
@@ -79,7 +79,7 @@ class MinHasher:
         return np.array([self._hash(row.tobytes(), seed=band) for band, row in enumerate(rows)], np.uint64)
 
     def _shingles(self, text: str) -> np.ndarray:
-        """Return the hash of each shingle, (shingles,) uint64; there is at least one."""
+        """Return the hash of each shingle, (shingles,) uint64. There is at least one."""
         words = np.concatenate(
             [self._words(text[i : i + BLOCK_CHARACTERS]) for i in range(0, len(text) or 1, BLOCK_CHARACTERS)]
         )
@@ -108,9 +108,9 @@ class MinHasher:
 
 
 def _letters() -> np.ndarray:
-    """Return each character in lower case, (code points,) uint32; 0 for characters that are not part of a word."""
+    """Return each character in lower case, (code points,) uint32, or 0 if it is not part of a word."""
     letters = np.zeros(0x110000, np.uint32)
-    for code in range(0x40000):  # no letters above
+    for code in range(0x40000):  # no letters are above this code point
         character = chr(code)
         if unicodedata.category(character)[0] in "LMN":
             letters[code] = ord(character.lower()[0])
@@ -134,14 +134,14 @@ def repeated(kind: str, read: Callable[[int], Iterator[np.ndarray]], documents: 
     for column in range(KEYS[kind]):
         repeats = repeated_keys(lambda column=column: read(column), documents, memory)
         if 0 < column < DIGEST_KEYS:
-            marked &= repeats  # both halves of a digest repeat
+            marked &= repeats  # a repeated digest repeats both halves
         else:
             marked |= repeats
     return marked
 
 
 def repeated_keys(read: Callable[[], Iterator[np.ndarray]], documents: int, memory: int) -> np.ndarray:
-    """Return a mask of documents that have the key of an earlier one, (documents,) bool; keys are uniform 64-bit hashes.
+    """Return a mask of documents with the key of an earlier one, (documents,) bool. Keys are uniform 64-bit hashes.
     `memory`: working memory in bytes, in addition to the result and two blocks; up to twice as much is used if most keys
     are equal. Keys that do not fit are processed in several passes over ranges."""
     import pandas  # installed with datasets; training from a store needs neither
@@ -154,7 +154,7 @@ def repeated_keys(read: Callable[[], Iterator[np.ndarray]], documents: int, memo
         distinct = np.zeros(0, np.uint64)
         for keys, owners in _batches(read(), low, end - 1 - low, capacity):
             known, held = len(distinct), np.concatenate([distinct, *keys])
-            keys.clear()  # the table needs the memory
+            keys.clear()  # free memory for the table
             repeats = pandas.Series(held, copy=False).duplicated().to_numpy()
             marked[np.concatenate(owners)[repeats[known:]]] = True
             distinct = held[~repeats]

@@ -23,7 +23,7 @@ SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Piece(NamedTuple):
-    """Part of one document. Pieces come in order, one document after the other."""
+    """Piece of one document. Pieces come in order, one document after the other."""
 
     text: str
     starts_document: bool
@@ -36,15 +36,15 @@ class Counts:
     """Counts of text that was read, replaced and left out."""
 
     documents: int = 0
-    bytes: int = 0  # of their text as read, in UTF-8
+    bytes: int = 0  # size of the documents' text as read, in UTF-8
     blank: int = 0  # blank documents
     binary_files: int = 0
     bad_bytes: int = 0  # bytes that are not UTF-8, and lone surrogates, all replaced by U+FFFD
     empty_records: int = 0  # broken records, and records without text
     cut_words: int = 0  # cuts in runs without a place to cut, which may change tokens
     first: dict[str, list] = field(default_factory=dict)  # first occurrence of each: a path, and a byte or a line
-    tables: int = 0  # files of records without a text column
-    unreadable_files: int = 0  # files, or parts of files
+    tables: int = 0  # number of files of records without a text column
+    unreadable_files: int = 0  # number of unreadable files, or parts of files
     unreadable_bytes: int = 0  # size of these files
 
     def note(self, name: str, number: int, path: str, **place: Any) -> None:
@@ -65,7 +65,7 @@ class Counts:
 
 @dataclass
 class Reader:
-    """Reader of files as documents; it updates `counts`."""
+    """Reader that divides files into documents and updates `counts`."""
 
     sample_by: str = "document"  # unit of a plain text file that becomes a document: document, paragraph or line
     chat: ChatTemplate | None = None
@@ -103,7 +103,7 @@ class Reader:
 
     def _of_text(self, part: ByteRange) -> Iterator[Piece]:
         texts = SPLITTERS[self.sample_by](self._blocks(part))
-        is_part = self.sample_by == "document"  # of a document; lines and paragraphs are whole
+        is_part = self.sample_by == "document"  # false for lines and paragraphs, which are not divided
         return self._in_pieces(texts, part.path, not (is_part and part.start), not is_part or part.stop is None)
 
     def _of_records(self, part: ByteRange) -> Iterator[Piece]:
@@ -154,7 +154,7 @@ class Reader:
             yield Piece(rest, starts, stops)
 
     def _blocks(self, part: ByteRange) -> Iterator[str]:
-        """Yield the text of a part of a file in quarters of a piece; yield nothing for a binary file."""
+        """Yield the text of a part of a file in quarters of a piece. Yield nothing for a binary file."""
         path = part.path
         with files.readable(path):
             if part.start and files.is_binary(files.head(path), path):
@@ -173,7 +173,7 @@ class Reader:
                 yield self._valid(decoder.decode(b"", final=True), path)
 
     def _valid(self, text: str, path: str, **place: Any) -> str:
-        """Replace surrogates, which also represent bytes that are not UTF-8, with U+FFFD."""
+        """Replace surrogates with U+FFFD. Surrogates also represent bytes that are not UTF-8."""
         if text.isascii():
             return text
         try:
@@ -188,7 +188,7 @@ class Reader:
 
 
 def _lines(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield lines without line ends; a line of more than a megabyte comes in several parts."""
+    """Yield lines without line ends. A line of more than a megabyte comes in several parts."""
     rest, within = "", False
     for block in blocks:
         *lines, rest = (rest + block).split("\n")
@@ -204,7 +204,7 @@ def _lines(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _paragraphs(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield paragraphs, which blank lines separate."""
+    """Yield paragraphs, which are separated by blank lines."""
     in_paragraph = in_line = False
     for line, ends in _lines(blocks):
         if ends and not in_line and not line.strip():

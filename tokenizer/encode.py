@@ -1,4 +1,4 @@
-"""Encoding of text to token ids, by the fastest exact way for each kind of tokenizer.
+"""Encoding of text to token ids with the fastest exact method for each kind of tokenizer.
 
 Imports nothing large, so that worker processes start fast.
 """
@@ -18,15 +18,15 @@ from tokenizer.bpe import Merges, byte_level_alphabet
 from tokenizer.words import WordSplitter
 
 NOTHING = -1  # no token follows the text
-SHORT_WORD = 32  # bytes
+SHORT_WORD = 32  # in bytes
 # Longer words are encoded in overlapping windows: Rust needs 45 bytes of memory per byte, and its time per byte grows with
 # the length of the word.
-WINDOW, OVERLAP = 1 << 16, 1 << 12  # bytes
+WINDOW, OVERLAP = 1 << 16, 1 << 12  # in bytes
 UNKNOWN = 0xFFFFFFFF
-FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's notation for a byte
+FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte token
 
 
-# Takes texts (UTF-8) and the id that follows each text, or NOTHING. Returns the ids of all texts in one array, (n,) of the
+# An encoder takes texts (UTF-8) and the id that follows each text, or NOTHING. Returns the ids of all texts in one array, (n,) of the
 # store's dtype, and the number of ids of each text including the id that follows, (texts,) int64.
 Encoder = Callable[[list[bytes], list[int]], tuple[np.ndarray, np.ndarray]]
 
@@ -89,14 +89,14 @@ class WordEncoder:
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
         words = self.splitter.words(texts).dictionary_encode()
         pool, first, length = self._encode(words.dictionary)
-        of_word = np.frombuffer(words.indices.buffers()[1], dtype=np.int32, count=len(words))  # (words,) into distinct
+        of_word = np.frombuffer(words.indices.buffers()[1], dtype=np.int32, count=len(words))  # index in `distinct`
         ends = np.flatnonzero(of_word == of_word[-1])  # (texts,) positions of the words 0xFF
         follower = np.array(followed_by, dtype=np.int64)
         follows = follower != NOTHING
         first, length = first.take(of_word), length.take(of_word)  # twice as fast as first[of_word]
         length[ends] = follows
         until = np.cumsum(length, dtype=np.int32)  # (words,) number of ids up to the end of each word
-        where = np.repeat(first - (until - length), length)  # (n,) into the pool
+        where = np.repeat(first - (until - length), length)  # (n,) indices into the pool
         where += np.arange(len(where), dtype=np.int32)
         ids, until = pool.take(where), until[ends]
         ids[until[follows] - 1] = follower[follows]
@@ -108,7 +108,7 @@ class WordEncoder:
         bounds = np.frombuffer(bounds, dtype=np.int32, count=len(words) + 1)
         text = np.frombuffer(text, dtype=np.uint8, count=bounds[-1])
         sizes = np.diff(bounds)
-        short = sizes <= SHORT_WORD  # among them the words 0xFF
+        short = sizes <= SHORT_WORD  # includes the words 0xFF
         ends = np.append(np.int32(0), np.cumsum(sizes[short], dtype=np.int32))
         pool, counts = self.merges.encode(text[np.repeat(short, sizes)], ends)
         long = [self._encode_long(text[bounds[i] : bounds[i + 1]].tobytes()) for i in np.flatnonzero(~short).tolist()]
@@ -135,7 +135,7 @@ class WordEncoder:
             else:
                 stop, first = 2 * stop - start, ids[0]
                 ids = self._window(word, start, stop)
-                if start and ids[0] != first:  # the window before is joined at this id
+                if start and ids[0] != first:  # the windows are joined at this id
                     return self._window(word, 0, len(word))
         return np.concatenate([*joined, ids])
 
@@ -145,14 +145,14 @@ class WordEncoder:
 
 
 class RustEncoder:
-    """Encoder for all other tokenizers, with `tokenizers`."""
+    """Encoder that uses the library `tokenizers`, for all other tokenizers."""
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
         self.rust = rust
         self.dtype = dtype
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode; raise a `UserError` for unknown text if the tokenizer has no token for it."""
+        """Encode texts. Raise a `UserError` for unknown text if the tokenizer has no token for it."""
         try:
             encodings = self.rust.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         except Exception as error:  # the Rust library raises no narrower class
@@ -172,7 +172,7 @@ class CharacterEncoder:
         self.size = rust.get_vocab_size()
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode; raise a `UserError` for a character that the tokenizer does not know."""
+        """Encode texts. Raise a `UserError` for a character that the tokenizer does not know."""
         decoded = [text.decode() for text in texts]
         points = np.frombuffer("".join(decoded).encode("utf-32-le"), dtype="<u4")
         ids = self.table[points]
@@ -192,7 +192,7 @@ def _with_followers(ids: np.ndarray, counts: list[int], followed_by: list[int]) 
 
 
 def token_bytes(rust: Tokenizer) -> list[bytes]:
-    """Return the text of each id in UTF-8; it is empty for special tokens and the unknown token."""
+    """Return the text of each id in UTF-8. It is empty for special tokens and the unknown token."""
     added, to_byte = rust.get_added_tokens_decoder(), byte_level_alphabet()
     byte_level = isinstance(rust.decoder, decoders.ByteLevel)
     unknown = getattr(rust.model, "unk_token", None)

@@ -22,7 +22,7 @@ LARGE_BYTES = 50_000_000  # a smaller text is tokenized in seconds
 # Approximate size of the sample. A BPE fits the text that it is trained on: for 600 MB of text, samples of 16, 32 and 64 MB
 # estimated 3.2, 1.8 and 0.8% too few tokens, in 7.0, 6.3 and 7.8 s.
 SAMPLE_BYTES = 32_000_000
-CHUNK_BYTES = 1 << 20  # read from one place of plain text or jsonl
+CHUNK_BYTES = 1 << 20  # size of one sample of plain text or jsonl
 HEAD_BYTES = 4 << 20  # minimum read from the head of other files
 
 
@@ -30,14 +30,14 @@ HEAD_BYTES = 4 << 20  # minimum read from the head of other files
 class Estimate:
     sample: TokenStore
     whole: TokenStore  # the sample's store with the estimated token counts of the whole text
-    read: str  # for example 32 of 9,800 MB
+    read: str  # amount of text read, for example 32 of 9,800 MB
     seconds: float  # estimated time to tokenize the whole text
 
 
 class SampledCorpus(Corpus):
-    """Evenly spread sample of the files of one input. `size` counts all files; `text_sizes`, after `units`, the sample."""
+    """Evenly spread sample of the files of one input. `size` counts all files. `text_sizes`, after `units`, counts the sample."""
 
-    owed = taken = 0.0  # bytes of files, so far
+    owed = taken = 0.0  # bytes of files so far
 
     def units(self) -> list[Unit]:
         parts = [part for unit in super().units() for part in unit.ranges]
@@ -71,7 +71,7 @@ class SampledCorpus(Corpus):
 
 
 def _rows(part: ByteRange, n_bytes: float, size: int) -> tuple[float, list[ByteRange]]:
-    """Return a sample of about `n_bytes` of a parquet file of `size` bytes: its bytes, and the first rows of row groups."""
+    """Return the size of a sample of about `n_bytes` of a parquet file of `size` bytes, and the first rows of its row groups."""
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(part.path)
@@ -85,7 +85,7 @@ def _rows(part: ByteRange, n_bytes: float, size: int) -> tuple[float, list[ByteR
 
 
 def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estimate | None:
-    """Estimate the store of the recipe's only input, with a sample in the empty `folder`; None if the text is small.
+    """Estimate the store of the recipe's only input, from a sample in the empty `folder`. Return None if the text is small.
     Raise a `UserError` if the text is missing or bad, or a Hub dataset does not state its size."""
     [data] = recipe.inputs
     corpus: Corpus = SampledCorpus([data], recipe.corpus)
@@ -101,7 +101,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
             corpus = Corpus(recipe.inputs, recipe.corpus)
         builder = StoreBuilder(recipe, folder / "store", lambda line: None, workers, cores())
         builder.corpus, builder.inputs = corpus, []
-        workers.start(cores())  # before the clock starts: it takes time once, for any size of text
+        workers.start(cores())  # before the clock starts, because starting takes the same time for any size of text
         times = [time.perf_counter()]
         try:
             units = len(builder.plan.units)
@@ -127,7 +127,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
 
 
 def _copy_records(dataset: HubDataset, to: Path) -> tuple[float, str] | None:
-    """Copy the first records as jsonl; return the scale from sample to dataset and the amount read, or None if these are all.
+    """Copy the first records as jsonl. Return the scale from sample to dataset and the amount read, or None for all records.
     Raise a `UserError` if the dataset does not state its number of records."""
     pinned, size, count = dataset.pinned(), 0, 0
     with to.open("w", encoding="utf-8") as file:

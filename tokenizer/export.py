@@ -20,7 +20,7 @@ GROUP_TOKENS = 1 << 22  # tokens per row group, which a writer and a reader hold
 SHARD_BYTES = 1 << 29  # bytes of ids per file
 HUB_SPLITS = {"train": "train", "val": "validation"}
 MADE_OF = b"token_store"  # key of the store's identity in the parquet metadata
-NO_FLAGS = ("input", "tokenizer_json", "chat_template_source")  # settings that are not written as flags of the command
+NO_FLAGS = ("input", "tokenizer_json", "chat_template_source")  # settings that are not flags of the command
 SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "n>1B")
 
 
@@ -43,7 +43,7 @@ def to_parquet(store: TokenStore) -> Path:
 
 
 def exported_identity(folder: Path) -> str | None:
-    """Return the identity of the store that was exported to `folder`; None if it is not an export."""
+    """Return the identity of the store that was exported to `folder`, or None if it is not an export."""
     import pyarrow
     from pyarrow import parquet
 
@@ -55,7 +55,7 @@ def exported_identity(folder: Path) -> str | None:
 
 
 def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
-    """Write the parquet files of a split; return the number of rows."""
+    """Write the parquet files of a split and return the number of rows."""
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -18,9 +18,9 @@ from errors import UserError
 from tokenizer.byte_range import SHORTER
 
 INFLATED_BLOCK = 1 << 18
-ZST_BLOCK = 512  # bytes that are inflated at once: to 16 MiB in a decompression bomb
+ZST_BLOCK = 512  # bytes that are decompressed at once: they become 16 MiB in a decompression bomb
 ZST_WINDOW = 1 << 31  # window of `zstd --long=31`, which large crawls are packed with
-BOMB_BYTES, BOMB_RATIO = 64 << 20, 200  # text compresses by factors of 3 to 10, logs by 50
+BOMB_BYTES, BOMB_RATIO = 64 << 20, 200  # limits of decompressed text; text compresses by factors of 3 to 10, logs by 50
 BLOCK_BYTES = 1 << 20
 HEAD_BYTES = 8192
 NUL_SHARE = 0.01  # a file with a larger share of NUL bytes is not text
@@ -50,7 +50,7 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zst(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of a .zst file; zstandard's own stream reader ends silently in a truncated frame."""
+    """Yield the content of a .zst file. zstandard's own stream reader ends silently in a truncated frame."""
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=ZST_WINDOW)
@@ -80,7 +80,7 @@ def is_compressed(path: str) -> bool:
 
 
 def is_packed(path: str) -> bool:
-    """Return whether a file is compressed, and so smaller than its text."""
+    """Return whether a file is compressed and therefore smaller than its text."""
     return is_compressed(path) or path.lower().endswith(".parquet")
 
 
@@ -91,8 +91,8 @@ def suffix(path: str) -> str:
 
 
 def opened(path: str, limit: int | None = None) -> BinaryIO:
-    """Open a file, decompressed according to its suffix; with `limit`, only the lines in about its first `limit` bytes.
-    If an archive is truncated or damaged, or inflates without end, reading it raises an error that `readable` catches."""
+    """Open a file, decompressed according to its suffix. `limit` reads only the lines in about its first `limit` bytes.
+    If an archive is truncated, damaged or a decompression bomb, reading it raises an error that `readable` catches."""
     if limit is not None:
         with open(path, "rb") as file:
             head = b"".join(inflated(path, limit)) if is_compressed(path) else file.read(limit)
@@ -119,7 +119,7 @@ def inflated(path: str, limit: float = math.inf) -> Iterator[bytes]:
 
 
 class _BlockStream(io.RawIOBase):
-    """File object that reads an iterator of blocks."""
+    """File object that reads from an iterator of blocks."""
 
     def __init__(self, blocks: Iterator[bytes]):
         self.blocks, self.rest = blocks, memoryview(b"")
@@ -150,7 +150,7 @@ def head(path: str) -> bytes:
 
 
 def is_binary(head: bytes, path: str) -> bool:
-    """Return whether a file that begins with `head` is binary; raise an `UnreadableError` for UTF-16."""
+    """Return whether a file that begins with `head` is binary. Raise an `UnreadableError` for UTF-16."""
     has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     even, odd = head[::2], head[1::2]
     if has_mark or any(not nul.strip(b"\0") and ASCII_TEXT.fullmatch(text) for text, nul in ((even, odd), (odd, even))):
@@ -159,7 +159,7 @@ def is_binary(head: bytes, path: str) -> bool:
 
 
 def line_number(path: str, byte: int) -> int:
-    """Return the number, from 1 on, of the line that contains a byte of the content."""
+    """Return the number of the line, counted from 1, that contains a byte of the content."""
     number = 1
     with opened(path) as file:
         while byte > 0 and (block := file.read(min(byte, BLOCK_BYTES))):
@@ -169,7 +169,7 @@ def line_number(path: str, byte: int) -> int:
 
 
 def first_bad_line(path: str) -> int:
-    """Return the number of the first line that is not UTF-8; if all lines are, of the last line."""
+    """Return the number of the first line that is not UTF-8, or of the last line if all lines are UTF-8."""
     number = 1
     with io.TextIOWrapper(opened(path), encoding="utf-8", errors="surrogateescape", newline="") as file:
         while (line := file.readline(BLOCK_BYTES)) and not re.search("[\ud800-\udfff]", line):

@@ -1,4 +1,4 @@
-"""Hugging Face Hub: connection check, and datasets, which are streamed so that they need not fit on the disk."""
+"""Hugging Face Hub: connection check, and streamed datasets, which need not fit on the disk."""
 
 import os
 import re
@@ -14,11 +14,11 @@ from errors import UserError
 ID = re.compile(
     r"(?P<name>[\w.-]*\w[\w.-]*/[\w.-]*\w[\w.-]*)(:(?P<config>[^:@]+))?(:(?P<split>[^:@]+))?(@(?P<revision>\S+))?"
 )
-REACHED_WITHIN = 10  # seconds
+REACHED_WITHIN = 10  # in seconds
 
 
 def unreachable() -> str | None:
-    """Return why the Hub cannot be reached; None if it answers.
+    """Return the reason why the Hub cannot be reached, or None if it answers.
     The check runs once per process: by default, the Hub's libraries try each file six times, for a minute or more. Without
     an answer, the libraries of this process and its children are set to use only their cache."""
     from huggingface_hub import constants, get_session
@@ -37,7 +37,7 @@ def unreachable() -> str | None:
     return _reasons[endpoint]
 
 
-_reasons: dict[str, str | None] = {}  # reason why an endpoint does not answer; None if it answers
+_reasons: dict[str, str | None] = {}  # by endpoint: the reason why it does not answer, or None
 
 
 def require(name: str, what: str, *files: str) -> None:
@@ -72,7 +72,7 @@ class HubDataset:
 
     @classmethod
     def parse(cls, entry: str) -> Self | None:
-        """Return the dataset that `entry` names; None if it is not such an id, or is a local path."""
+        """Return the dataset that `entry` names, or None if it is not such an id, or is a local path."""
         found = ID.fullmatch(entry)
         if found is None or Path(entry).exists() or Path(entry.split("/")[0]).exists():
             return None
@@ -104,7 +104,7 @@ class HubDataset:
 
     @cached_property
     def stream(self) -> Any:
-        """Stream of the dataset; raises a `UserError` for an unknown configuration or split, or unreadable files."""
+        """Stream of the dataset. Access raises a `UserError` for an unknown configuration or split, or unreadable files."""
         import datasets
 
         try:
@@ -128,5 +128,5 @@ class HubDataset:
 
 @cache
 def opened(pinned: str) -> HubDataset:
-    """Open a dataset by its `str`, even if a local folder now has the same name."""
+    """Open a dataset by its name, `str(dataset)`, even if a local folder now has the same name."""
     return HubDataset(**ID.fullmatch(pinned).groupdict())

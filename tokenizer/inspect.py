@@ -56,7 +56,7 @@ def show(store: TokenStore) -> None:
 
 
 def decode(store: TokenStore, split: str, document: int) -> str:
-    """Return the text of one document; raise a `UserError` if no document has that number."""
+    """Return the text of one document. Raise a `UserError` if no document has that number."""
     offsets = store.offsets(split)
     if not 0 <= document < len(offsets) - 1:
         raise UserError(f"Document {document} does not exist: {split} has documents 0 to {len(offsets) - 2:,}.")

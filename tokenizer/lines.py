@@ -1,6 +1,6 @@
 """Cleaning rules for lines: white space, ruler lines, repeated punctuation marks."""
 
-# ruff: noqa: RUF001  marks of many scripts, which look alike, are the subject of this file
+# ruff: noqa: RUF001  this file handles similar marks of many scripts on purpose
 
 import re
 from collections.abc import Callable

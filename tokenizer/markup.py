@@ -12,7 +12,7 @@ ENTITY = re.compile(
     r"&(?:(?:amp|AMP|#0{0,5}38|#[xX]0{0,4}26);)*"
     r"(#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});"
 )
-# The possible beginning of an entity, and the characters that would complete it if they were decoded or removed there.
+# Possible beginning of an entity, and the characters that would complete the entity if they were decoded or removed.
 ENTITY_BEGUN = re.compile(r"&[#A-Za-z0-9]*\Z")
 ENTITY_LENGTH = 40
 MAKES_ENTITY = re.compile(rf"[#;A-Za-z0-9{INVISIBLE}]*")
@@ -33,7 +33,7 @@ def decode_entities(text: str) -> str:
 
 
 def _entity_text(entity: str) -> str:
-    """Return the text of an entity; an unknown entity stays as it is."""
+    """Return the text of an entity. An unknown entity is not changed."""
     if entity[0] == "#":
         return CONTROL.sub("", html.unescape(f"&{entity};").replace("\r", "\n"))
     return html5.get(f"{entity};", f"&{entity};")
@@ -44,7 +44,7 @@ INLINE_ELEMENTS = (
     "strong sub sup tt u var wbr"
 )
 CELL_ELEMENTS = "td th"
-LINE_ELEMENTS = (  # they begin a new line
+LINE_ELEMENTS = (  # elements that begin a new line
     "address article aside blockquote body br caption center col colgroup dd details dialog dir div dl dt fieldset "
     "figcaption figure footer form frame frameset h1 h2 h3 h4 h5 h6 head header hgroup hr html legend li link main "
     "menu meta nav ol optgroup option p pre search section select summary table tbody tfoot thead title tr ul"
@@ -69,7 +69,7 @@ ATTRIBUTE = (
     r"""\s++(?:[\w@:][\w@:.-]*+\s*+=\s*+(?:"[^"<]*+"|'[^'<]*+'|[^\s"'<>=`]++)"""
     rf"""|(?:{_any(FLAGS)}|data-[\w-]++)(?=[\s/>]))"""
 )
-WORD = r"[\w\u0300-\u036f\u0653-\u0655\u093c\u3099\u309a]"  # with the marks that NFC joins to a letter
+WORD = r"[\w\u0300-\u036f\u0653-\u0655\u093c\u3099\u309a]"  # includes the marks that NFC joins to a letter
 # Tags of HTML elements, all in lower or all in upper case. `List<Object>` and `get<i>(t)` are not tags: a tag without
 # attributes directly after a word must break a line, or be inline and closed before the next tag. Repetitions are
 # possessive, so that no text is scanned repeatedly.

@@ -1,4 +1,4 @@
-"""Indexes that make a store's `train` and `val` prefixes of Megatron's IndexedDataset; the token files stay as they are."""
+"""Index files that let Megatron's IndexedDataset read a store's unchanged token files with the prefixes `train` and `val`."""
 
 import struct
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from atomic import fsync
 from tokenizer.store import SPLITS, index_file, sequences
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
-DTYPES = {"uint16": 8, "uint32": 4}  # Megatron's codes; 4 is int32, which has the same bytes for ids below 2^31
-LONGEST_SEQUENCE = 2**31 - 1  # tokens: Megatron counts in int32
+DTYPES = {"uint16": 8, "uint32": 4}  # Megatron's dtype codes; 4 is int32, the same bytes for ids below 2^31
+LONGEST_SEQUENCE = 2**31 - 1  # in tokens, because Megatron counts in int32
 
 
 def write_indexes(folder: Path, dtype: str) -> None:

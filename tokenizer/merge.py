@@ -1,4 +1,4 @@
-"""Merge the parts into the files of both splits, without repeated documents and with the copies that `--weights` sets.
+"""Merge the parts into the files of both splits: drop repeated documents and write the copies that `--weights` sets.
 
 The hash of a document selects its split, but the end of a long document goes to validation and the rest to training.
 Interrupted merging resumes: `merged.json` records the sizes of the files, and the ids of a part are deleted only after
@@ -29,7 +29,7 @@ LONG_BYTES = 1 << 20  # a document above this and above the validation share of 
 CUT_REACH = 4 << 20  # bytes around the target position that are searched for the beginning of a line
 BYTES_BETWEEN_RECORDS = 64 << 20
 DEDUP_BYTES = 128 << 20
-DROPPED, TRAIN, VAL, HEAD = range(4)  # destinations of a row; HEAD: to train, and the rest of its document to val
+DROPPED, TRAIN, VAL, HEAD = range(4)  # destinations of a row; HEAD goes to train, the rest of its document to val
 TARGETS = {"train": (TRAIN, HEAD), "val": (VAL,)}
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
@@ -56,28 +56,28 @@ class SplitSize:
 class MergeProgress:
     """Content of `merged.json`."""
 
-    done: int  # uses of parts that were merged, in their order
+    done: int  # number of uses of parts that were merged so far, in order
     splits: dict[str, SplitSize]
-    tails: list[Tail]  # of long documents
-    end: Tail | None  # of all text, if the hashes of the documents leave a split empty
+    tails: list[Tail]  # tails of long documents
+    end: Tail | None  # tail of all text, if the hashes of the documents leave a split empty
 
 
 class Merger:
     def __init__(self, work: Path, folder: Path, settings: Settings, copies: list[float]):
-        """Read and verify the parts in `work`, whose files will go to `folder`; `copies` has one value per unit.
+        """Read and verify the parts in `work`, whose files will go to `folder`. `copies` has one value per unit.
         Raise a `UserError` if a part is damaged, or there is too little text."""
         self.work, self.folder, self.settings, self.copies = work, folder, settings, copies
         self.dtype = np.dtype(settings.dtype).newbyteorder("<")
         self.row_type = row_type(dedup.KEYS[settings.dedup])
         self.parts = [Part.read(work, unit) for unit in range(len(copies))]
         self.intact: set[Path] = set()  # files of ids whose hashes were checked
-        self.first_row, self.first_document = [0], [0]  # per unit, and at the end the total number
+        self.first_row, self.first_document = [0], [0]  # for each unit, then the total
         for unit in range(len(copies)):
             rows = self._rows(unit)
             self._verify(unit, "rows", xxhash.xxh3_64_hexdigest(rows))
             self.first_row.append(self.first_row[-1] + len(rows))
             self.first_document.append(self.first_document[-1] + int(rows["ends"].sum()))
-        memory = max(DEDUP_BYTES, psutil.virtual_memory().available // 4)  # more memory, fewer passes over keys
+        memory = max(DEDUP_BYTES, psutil.virtual_memory().available // 4)  # more memory saves passes over the keys
         self.repeats = dedup.repeated(settings.dedup, self._keys, self.first_document[-1] + 1, memory)
         self.repeated = int(self.repeats.sum())
         self.documents, size, is_split, long = self._survey()
@@ -93,7 +93,7 @@ class Merger:
             ) from error
 
     def _begun(self, size: int, is_split: bool, long: list[tuple[int, int, int]]) -> MergeProgress:
-        """Return the progress before merging, with the tails that `_survey` requires; raise a `UserError` for too little text."""
+        """Return the progress before merging, with the tails that `_survey` requires. Raise a `UserError` for too little text."""
         share = self.settings.validation_fraction
         tails = [self._tail(n_bytes * share, n_bytes, first, last) for n_bytes, first, last in long]
         progress = MergeProgress(0, {split: SplitSize() for split in SPLITS}, list(filter(None, tails)), None)
@@ -118,7 +118,7 @@ class Merger:
             )
 
     def _keys(self, column: int) -> Iterator[np.ndarray]:
-        """Yield one column of keys, (documents of a part,) uint64; a document in several parts gets a mix of their keys."""
+        """Yield one column of keys, (documents of a part,) uint64. A document in several parts gets a mix of their keys."""
         so_far = np.zeros(1, dtype=np.uint64)  # key of a document that continues in the next part
         for unit in range(len(self.copies)):
             rows = self._rows(unit)
@@ -138,7 +138,7 @@ class Merger:
     # ---- tails ----------------------------------------------------------------------------------------------------------
 
     def _survey(self) -> tuple[int, int, bool, list[tuple[int, int, int]]]:
-        """Return documents and bytes of the parts' first use, whether the hashes give text to both splits, and long documents.
+        """Return documents and bytes without copies, whether the hashes give text to both splits, and long documents.
         A long document, as (bytes, first row, last row), exceeds both `LONG_BYTES` and the validation share of all text:
         assigned by its hash, it would leave the validation split without any of its text, or fill it."""
         long, documents, size, tokens = [], 0, 0, np.zeros(2)  # tokens for training and for validation
@@ -161,12 +161,12 @@ class Merger:
         return documents, size, bool(tokens.all()), long
 
     def _tail(self, wanted: float, size: int, first: int, last: int, reach: int = 0) -> Tail | None:
-        """Return about `wanted` bytes at the end of a text of `size` bytes; None if there is no place to cut.
+        """Return about `wanted` bytes at the end of a text of `size` bytes, or None if there is no place to cut.
         The tail begins at the start of a line or document if there is one in the row or, with `reach`, within `reach` bytes;
         otherwise at the start of a character."""
         least, most = max(wanted / 2, wanted - reach), min(2 * wanted, wanted + reach)
         best, found = (True, math.inf), None
-        behind = 0  # bytes
+        behind = 0  # bytes of text after the current row
         for unit in range(int(np.searchsorted(self.first_row, last, side="right")) - 1, -1, -1):
             rows, before = self._rows(unit), self.first_row[unit]
             used = self._chosen(unit, rows, 0)[: last - before + 1]
@@ -184,7 +184,7 @@ class Merger:
     def _best_cut(
         self, unit: int, row: int, rows: np.ndarray, behind: int, size: int, wanted: float
     ) -> tuple[tuple[bool, float], int, int] | None:
-        """Return the cost of the best cut in a row (lower is better), and the row's tokens and bytes before the cut.
+        """Return the cost of the best cut in a row (lower is better), and the tokens and bytes of the row before the cut.
         `behind`: bytes of the text after the row."""
         ids = self._ids(unit, row, rows)
         lengths, starts_character, ends_line = self.table
@@ -215,7 +215,7 @@ class Merger:
 
     @cached_property
     def table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each token: its bytes, whether it starts a character, and whether it ends a line."""
+        """Table of tokens: bytes of each token, whether it starts a character, and whether it ends a line."""
         texts = encode.token_bytes(encode.load_rust(self.folder / "tokenizer" / "tokenizer.json"))
         return (
             np.array([len(text) for text in texts], dtype=np.int64),
@@ -226,13 +226,13 @@ class Merger:
     # ---- writing --------------------------------------------------------------------------------------------------------
 
     def merge(self) -> None:
-        """Write both splits; raise an `OSError` for a full disk."""
+        """Write both splits. Raise an `OSError` for a full disk."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path, size in self._files():  # cut off data that was written but not recorded
             path.touch()
             os.truncate(path, size)
         passes = range(math.ceil(max(self.copies)))
-        # Copies of a document are one epoch of their source apart.
+        # Copies of a document are written one epoch of their source apart.
         order = [(unit, nth) for nth in passes for unit, copies in enumerate(self.copies) if nth < math.ceil(copies)]
         last_use = {unit: position for position, (unit, _) in enumerate(order)}
         # Deletes these again, in case the deletion was interrupted.
@@ -276,7 +276,7 @@ class Merger:
         self._verify(unit, split, digest.hexdigest())
 
     def _destinations(self, unit: int, source: str, nth: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows in a part's file `source`, and their destinations in the nth use, (rows,).
+        """Return the rows in the file `source` of a part, and their destinations in the nth use of the part, (rows,).
         A row in which a tail begins becomes two rows."""
         rows, progress = self._rows(unit), self.progress
         chosen = self._chosen(unit, rows, nth)
@@ -300,7 +300,7 @@ class Merger:
         return rows[in_file], to[in_file]
 
     def _write(self, split: str, rows: np.ndarray, ids: np.ndarray, is_head: np.ndarray) -> None:
-        """Append rows and their ids to a split; each head gets its own end-of-text token."""
+        """Append rows and their ids to a split. Each head gets its own end-of-text token."""
         written, tokens = self.progress.splits[split], rows["tokens"].astype(np.int64)
         if self.settings.eos is not None and is_head.any():
             ids, tokens = np.insert(ids, np.cumsum(tokens)[is_head], self.settings.eos), tokens + is_head

@@ -27,7 +27,7 @@ from tokenizer.recipe import SEED, Recipe
 from tokenizer.store_builder import pretokenize
 from tokenizer.vocabulary import VocabularyArguments
 
-MAIN = (  # flags that --help explains
+MAIN = (  # flags that `--help` explains
     *("input", "output", "vocab_size", "tokenizer_type", "tokenizer", "cleaning", "dedup", "text_column"),
     *("validation_fraction", "num_proc"),
 )
@@ -83,7 +83,7 @@ class PretokenizeArguments:
 def check(options: PretokenizeArguments, *parts) -> None:
     """Raise a `UserError` with all problems that can be found before the text is read, one per line."""
     problems = options.problems() + options.recipe(*parts).problems()
-    if problems:  # otherwise `pretokenize` looks for the text
+    if problems:  # only if this check fails: otherwise `pretokenize` finds the text
         try:
             Corpus(options.input, parts[0])
         except UserError as error:

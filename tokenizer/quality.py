@@ -1,6 +1,6 @@
 """Quality filters from Gopher and FineWeb that drop documents without prose."""
 
-# ruff: noqa: RUF001  marks of many scripts, which look alike, are the subject of this file
+# ruff: noqa: RUF001  this file handles similar marks of many scripts on purpose
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ MOST_IN_REPEATED_SEQUENCES = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0
 # characters in Chinese and four, with their marks, in Thai.
 CHARACTERS_A_WORD = 3
 
-# A character of an unspaced script with the marks around it, or a run without spaces.
+# Matches a character of an unspaced script with the marks around it, or a run of characters without spaces.
 UNSPACED_WORD = re.compile(rf"[^\w\s]*+[{UNSPACED_CLASS}][^\w\s]*+|[^\s{UNSPACED_CLASS}]+")
 BULLETS = {*"•‣⁃∙▪▫◦●○■□◆◇►▶➢➤·・*+-"}
 LETTER = re.compile(r"[^\W\d_]")
@@ -38,7 +38,7 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Page:
-    """Document in the form that the quality filters use; costly views are computed on first use."""
+    """Document in the form that the quality filters use. Expensive views are computed on first use."""
 
     def __init__(self, text: str):
         self.text = text
@@ -68,7 +68,7 @@ class Page:
         count = max(0, len(self.words) - length + 1)
         keys = np.zeros(count, np.uint64)
         for i in range(length if count else 0):
-            keys = keys * MULTIPLIER + self.numbers[i : i + count]  # modulo 2^64
+            keys = keys * MULTIPLIER + self.numbers[i : i + count]  # rolling hash, modulo 2^64
         return keys, length
 
     def share_of_top_sequence(self, n: int) -> float:
@@ -120,7 +120,7 @@ def _has_odd_words(page: Page) -> bool:
     return page.is_spaced and not shortest <= sum(map(len, words)) / len(words) <= longest
 
 
-# The first filter that returns true drops the document; costly filters come last. Numbers are Gopher's (Rae et al. 2021,
+# The first filter that returns true drops the document; slow filters come last. Numbers are Gopher's (Rae et al. 2021,
 # arXiv:2112.11446, appendix A.1.1 and table A1) or, where marked, FineWeb's (Penedo et al. 2024, arXiv:2406.17557, section 3.6).
 FILTERS: dict[str, Callable[[Page], bool]] = {
     "quality.short": lambda page: len(page.words) < 50,
@@ -129,12 +129,12 @@ FILTERS: dict[str, Callable[[Page], bool]] = {
     "quality.ellipses": lambda page: sum(map(page.text.count, ELLIPSES)) / len(page.words) > 0.1,
     "quality.bullets": lambda page: _share(page.lines, lambda line: line[0] in BULLETS) > 0.9,
     "quality.ellipsis_lines": lambda page: _share(page.lines, lambda line: line.endswith(ELLIPSES)) > 0.3,
-    "quality.unended_lines": lambda page: _share(page.lines, lambda line: line[-1] in ENDS) < 0.12,  # FineWeb's
+    "quality.unended_lines": lambda page: _share(page.lines, lambda line: line[-1] in ENDS) < 0.12,  # FineWeb's limit
     "quality.letters": lambda page: _share(page.words, LETTER.search) < 0.8,
     "quality.repeated_paragraphs": lambda page: _repeated(page.paragraphs) > 0.3,
     "quality.in_repeated_paragraphs": lambda page: _in_repeated(page.paragraphs) > 0.2,
     "quality.repeated_lines": lambda page: _repeated(page.lines) > 0.3,
-    "quality.in_repeated_lines": lambda page: _in_repeated(page.lines) > 0.1,  # FineWeb's; Gopher's is 0.2
+    "quality.in_repeated_lines": lambda page: _in_repeated(page.lines) > 0.1,  # FineWeb's limit; Gopher's is 0.2
     **{
         f"quality.top_{n}_words": lambda page, n=n, most=most: page.share_of_top_sequence(n) > most
         for n, most in MOST_IN_TOP_SEQUENCE.items()
@@ -149,6 +149,6 @@ FILTERS: dict[str, Callable[[Page], bool]] = {
 
 
 def failed_filter(text: str) -> str | None:
-    """Return the name of the first filter that drops a document; None if no filter does."""
+    """Return the name of the first filter that drops a document, or None if no filter does."""
     page = Page(text)
     return next((name for name, drops in FILTERS.items() if drops(page)), None)

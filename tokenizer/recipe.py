@@ -27,7 +27,7 @@ class Recipe:
     dedup: DedupArguments = field(default_factory=DedupArguments)
     seed: int = SEED
     weights: list[float] = field(default_factory=list)
-    vocab_size_must_fit: bool = True  # False for a value from a run's YAML file: a tokenizer's own size overrides it
+    vocab_size_must_fit: bool = True  # False if a run's YAML file sets the size: the tokenizer's own size overrides it
 
     def problems(self) -> list[str]:
         found = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary)
@@ -40,14 +40,14 @@ class Recipe:
 
     @cached_property
     def existing_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Loaded tokenizer of the `tokenizer` setting, if one is given."""
+        """Tokenizer that the `tokenizer` setting names, or None if the setting is empty."""
         return None if self.vocabulary.tokenizer is None else vocabulary.load(self.vocabulary.tokenizer)
 
     def settings(self) -> dict[str, Any]:
         """Return all settings by flag name, and the content of the files that some of them name."""
         parts = (self.corpus, self.vocabulary, self.cleaning, self.dedup)
         settings = {name: value for part in parts for name, value in asdict(part).items()}
-        if not settings["exclude"]:  # added later: an empty one keeps older stores, and the names of cached ones, valid
+        if not settings["exclude"]:  # newer setting: without it, older stores and cached names stay valid
             del settings["exclude"]
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
         if self.existing_tokenizer is not None:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TextIO
 from tokenizer import files, hub
 from tokenizer.byte_range import SHORTER, ByteRange, bounds
 
-LONGEST_RECORD = 128 << 20  # bytes of a jsonl line or a json file, which must fit in memory
+LONGEST_RECORD = 128 << 20  # bytes; a jsonl line or a json file must fit in memory
 BATCH_BYTES = 4 << 20  # read from a parquet file at a time
 TEXT_COLUMNS, CHAT_COLUMNS = ("text", "content"), ("messages", "conversations")
 NUMBER = re.compile(r"[-+.\d]+")
@@ -24,15 +24,15 @@ Records = Iterator[tuple[dict[str, Any] | None, dict[str, int]]]
 
 
 def records(part: ByteRange) -> Records:
-    """Yield the records of a part; raise a `UserError` if the file cannot be read to its end or a record is too large."""
+    """Yield the records of a part. Raise a `UserError` if the file cannot be read to its end or a record is too large."""
     with files.readable(part.path):
         if part.kind in ("jsonl", "json", "csv") and part.start == 0:
-            files.is_binary(files.head(part.path), part.path)  # refuses UTF-16
+            files.is_binary(files.head(part.path), part.path)  # raises an error for UTF-16
         yield from itertools.islice(READERS[part.kind](part), part.limit if part.kind == "parquet" else None)
 
 
 def _lines(file: BinaryIO | TextIO, part: ByteRange, start: int = 0) -> Iterator[bytes | str]:
-    """Yield the lines from byte `start` on; raise a `ValueError` for a line that is too long for a record."""
+    """Yield the lines from byte `start` on. Raise a `ValueError` for a line that is too long for a record."""
     for number in itertools.count():
         if not (line := file.readline(LONGEST_RECORD)):
             return
@@ -55,7 +55,7 @@ def _jsonl(part: ByteRange) -> Records:
 
 
 def parsed(line: bytes) -> dict | None:
-    """Return the record of a jsonl line; None if the line is broken."""
+    """Return the record of a jsonl line, or None if the line is broken."""
     try:
         record = json.loads(line.decode("utf-8", errors="surrogateescape"))
     except (ValueError, RecursionError):
@@ -106,7 +106,7 @@ def _parquet(part: ByteRange) -> Records:
                     for record in _rows(batch):
                         row += 1
                         yield record, {"record": row}
-    except ArrowException as error:  # only some are ValueErrors
+    except ArrowException as error:  # only some Arrow errors are ValueErrors
         raise ValueError(error) from error
 
 
@@ -115,7 +115,7 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
 
     try:
         return batch.to_pylist()
-    except UnicodeDecodeError:  # the file declares UTF-8
+    except UnicodeDecodeError:  # the parquet file declares UTF-8
         for i, column in enumerate(batch.schema):
             if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
                 batch = batch.set_column(i, column.name, batch.column(i).cast(pa.large_binary()))
@@ -131,7 +131,7 @@ READERS = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "hu
 
 
 def text_column(record: dict[str, Any], wanted: str | None) -> str | None:
-    """Return the column with the text or chat of a record; None if it is ambiguous."""
+    """Return the column with the text or chat of a record, or None if it is ambiguous."""
     if wanted is not None:
         return wanted if wanted in record else None
     named = [name for name in TEXT_COLUMNS if name in record]

@@ -1,4 +1,4 @@
-"""Report of a token store, `report.md` and the command's last line: text that was read, changed and left out."""
+"""Report of a token store: `report.md` and the command's last line list text that was read, changed and left out."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +14,7 @@ from tokenizer import encode
 from tokenizer.corpus import LEFT_OUT, LINK
 from tokenizer.store import Metadata, TokenStore
 
-COUNTED_TOKENS = 1 << 22  # evenly spread sample for the most frequent tokens
+COUNTED_TOKENS = 1 << 22  # size of the evenly spread sample that gives the most frequent tokens
 SHOWN = 12
 
 
@@ -31,9 +31,9 @@ def summary(store: TokenStore) -> str:
 
 
 def documents(metadata: Metadata) -> str:
-    """Return the number of documents found and in the store, as words; `left_out` explains the difference."""
+    """Return the number of documents found and in the store, as words. `left_out` explains the difference."""
     kept = metadata.train.documents + metadata.val.documents
-    if not metadata.counts:  # a store of format 1
+    if not metadata.counts:  # a store of format 1 has no counts
         return f"{counted(kept, 'document')} in the store"
     found = sum(metadata.counts[name] for name in ("documents", "blank", "empty_records"))
     return f"{counted(found, 'document')} found, {kept:,} in the store"
@@ -69,7 +69,7 @@ def tokenizer_kind(metadata: Metadata) -> str:
 
 
 def left_out(metadata: Metadata, with_places: bool = False) -> list[str]:
-    """Return what was left out or changed, one item per line; `with_places` adds the place of the first occurrence."""
+    """Return a list of left-out or changed text, one item per line. `with_places` adds the place of the first occurrence."""
     counts, lines = metadata.counts, []
     for name, words in (LEFT_OUT | {"links": LINK}).items():
         if counts.get(name):
@@ -82,7 +82,7 @@ def left_out(metadata: Metadata, with_places: bool = False) -> list[str]:
     lines += [f"{counted(number, 'document')} dropped by {rule}" for rule, number in dropped.items()]
     if repeated := metadata.repeated_documents:
         lines.append(counted(repeated, "document that repeats an earlier one", "documents that repeat an earlier one"))
-    if counts:  # a store of format 1 has none
+    if counts:  # a store of format 1 has no counts
         unique = counts["documents"] - sum(dropped.values()) - repeated
         more = metadata.train.documents + metadata.val.documents - unique
         if more and metadata.settings.get("weights"):

@@ -1,4 +1,4 @@
-"""Typed JSON files: the content must match a dataclass, so that a changed file is refused when it is read, not later."""
+"""Typed JSON files: the content must match a dataclass, so a changed file is refused as soon as it is read."""
 
 import dataclasses
 import functools
@@ -13,11 +13,11 @@ from typing import Any, Literal, NewType, NoReturn, Union, get_args, get_origin,
 LARGEST = 2**63 - 1
 _hints = functools.cache(get_type_hints)
 Signed = NewType("Signed", int)  # an integer of any sign and size
-SEAL = "sha256"  # key of a file's own hash; older versions ignore it and did not write it
+SEAL = "sha256"  # key of a file's own hash; older versions did not write it and ignore it
 
 
 def read(path: Path, kind: Any = Any) -> Any:
-    """Return the content of a JSON file as a `kind`, see `build`; raise a `ValueError` of one line if it does not match."""
+    """Return the content of a JSON file as a `kind`, see `build`. Raise a `ValueError` of one line if it does not match."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except RecursionError:
@@ -86,7 +86,7 @@ def _build_dataclass(value: Any, kind: type, name: str) -> Any:
     if unknown := value.keys() - fields.keys():
         raise ValueError(f"it has the unknown key {prefix}{min(unknown)!r:.40}")
     for key, field in fields.items():
-        if key not in value and field.default is field.default_factory:  # both are missing
+        if key not in value and field.default is field.default_factory:  # the field has no default
             raise ValueError(f"it has no {prefix}{key}")
     return kind(**{key: build(item, hints[key], prefix + key) for key, item in value.items()})
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # workers import this module too, and start faster without tr
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "val")
-MAX_UINT16_VOCAB = 65_500  # Megatron's limit, so that its reader assumes the same dtype
+MAX_UINT16_VOCAB = 65_500  # Megatron's limit for uint16, so that its reader chooses the same dtype
 # Types of the settings that are read from metadata.
 SETTINGS = {"input": list[str], "weights": list[float], "tokenizer": str | None, "chat_template": str | None}
 OTHER_STORE = "correct that, or choose another store"
@@ -59,7 +59,7 @@ BLOCK_DOCUMENTS = 1 << 18
 class Split:
     tokens: int
     documents: int
-    bytes: int  # UTF-8 bytes of the text; end-of-text tokens count as none
+    bytes: int  # UTF-8 bytes of the text; end-of-text tokens count as 0
     sha256: str
     index_sha256: str
 
@@ -91,7 +91,7 @@ class Metadata:
 
     @property
     def files(self) -> dict[str, tuple[str, int | None]]:
-        """SHA-256 and size in bytes by file name; the size of the tokenizer is None."""
+        """SHA-256 and size in bytes by file name. The size of the tokenizer is None."""
         files = {"tokenizer/tokenizer.json": (self.tokenizer_sha256, None)}
         for split in SPLITS:
             info: Split = getattr(self, split)
@@ -121,7 +121,7 @@ class TokenStore:
                     if file_sha256(path) != sha256:
                         problems.append(f"{path.parent} is not the tokenizer that these tokens were encoded with.")
                 else:
-                    with path.open("rb") as file:  # raises an error if permission is missing
+                    with path.open("rb") as file:  # fails here if read permission is missing
                         found = file.seek(0, os.SEEK_END)
                     if found != size:
                         problems.append(
@@ -164,7 +164,7 @@ class TokenStore:
             )
 
     def load_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return the tokenizer; raise a `UserError` if it cannot be loaded or differs from its description in the metadata."""
+        """Return the tokenizer. Raise a `UserError` if it cannot be loaded or differs from its description in the metadata."""
         from tokenizer import vocabulary
 
         tokenizer = vocabulary.load(self.folder / "tokenizer")
@@ -225,7 +225,7 @@ def sequences(index: Path, longest: int) -> Iterator[tuple[np.ndarray, np.ndarra
     with index.open("rb") as file:
         while len(ends := np.fromfile(file, dtype="<i8", count=BLOCK_DOCUMENTS)):
             starts = np.concatenate([[start], ends[:-1]])
-            pieces = -(-(ends - starts) // longest)  # per document
+            pieces = -(-(ends - starts) // longest)  # number of pieces per document
             document = np.repeat(np.arange(len(ends)), pieces)
             nth = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
             first = starts[document] + nth * longest
@@ -285,7 +285,7 @@ def _check_metadata(metadata: Metadata) -> None:
 
 
 def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
-    """Return metadata of format 1 with the current names; values that format 1 did not record are empty."""
+    """Return metadata of format 1 with the current names. Values that format 1 did not record are empty."""
     splits = {split: {"index_sha256": content[split].pop("offsets_sha256")} | content[split] for split in SPLITS}
     content.pop("fingerprint", None)
     empty = {"settings": {"cleaning": [], "dedup": "no"}, "counts": {}, "cleaning": {}, "repeated_documents": 0}
@@ -293,7 +293,7 @@ def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) -> None:
-    """Write the metadata of a store whose files and tokenizer exist; `splits`: (tokens, documents, bytes) per split."""
+    """Write the metadata of a store whose files and tokenizer exist. `splits`: (tokens, documents, bytes) per split."""
     described = {
         split: Split(*numbers, file_sha256(folder / tokens_file(split)), file_sha256(folder / index_file(split)))
         for split, numbers in splits.items()

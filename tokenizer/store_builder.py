@@ -1,4 +1,4 @@
-"""Build a token store: plan the work once, process it in any number of processes, merge the parts, move the store into place."""
+"""Build a token store: plan the work once, process it in any number of processes, merge the parts, and move the store into place."""
 
 import glob
 import itertools
@@ -43,7 +43,7 @@ UNFINISHED = (
     "parts/*",
     *(f"store/{name}" for name in STORE_FILES),
     MARK,
-)  # files of unfinished work
+)  # patterns of the files of unfinished work
 SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 
@@ -57,7 +57,7 @@ def pretokenize(
     merge_only: bool = False,
     is_cache: bool = False,
 ) -> TokenStore | None:
-    """Build the store of `recipe` in `folder`, resume building it, or open it if it exists; return None after a shard.
+    """Build the store of `recipe` in `folder`, resume building it, or open it if it exists. Return None after a shard.
 
     A cache belongs to this project: a process waits while another one builds it, and unfinished work for another text is
     discarded.
@@ -104,7 +104,7 @@ def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:
 
 
 def _refuse_busy_shards(folder: Path) -> None:
-    """Raise a `UserError` if a shard is running; no shard can start while the folder is locked."""
+    """Raise a `UserError` if a shard is running. No shard can start while the folder is locked."""
     for lock in folder.parent.glob(f".{glob.escape(folder.name)}.shard-*.lock"):
         with _locked(folder, lock.name.removeprefix(f".{folder.name}").removesuffix(".lock"), wait=False):
             pass
@@ -159,7 +159,7 @@ class StoreBuilder:
         return store
 
     def _changed(self, settings: dict[str, Any], inputs: list[list]) -> str:
-        """Return the settings and files that differ from earlier work, as words; empty if there are none."""
+        """Return the settings and files that differ from earlier work, as words, or an empty string."""
         now = json.loads(json.dumps(self.recipe.settings()))
         named = [
             f"{key} was {settings.get(key)!r:.60} and is {now.get(key)!r:.60}"
@@ -235,7 +235,7 @@ class StoreBuilder:
         return Plan(recipe.settings(), self.inputs, settings, units, corpus.skipped)
 
     def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
-        """Return source, control tokens and variables of the chat template; None and empty ones if there are no chats."""
+        """Return source, control tokens and variables of the chat template, or None and empty values if there are no chats."""
         name, arguments = self.recipe.corpus.chat_template, self.recipe.vocabulary
         if not self.corpus.has_chats:
             if name is not None:
@@ -284,7 +284,7 @@ class StoreBuilder:
     # ---- the work -------------------------------------------------------------------------------------------------------
 
     def do_units(self, units: list[int]) -> list[Part]:
-        """Process the units that are not done yet; return the parts of all `units` in order."""
+        """Process the units that are not done yet, and return the parts of all `units` in order."""
         parts = {part.unit: part for part in done_parts(self.work, units)}
         missing = [unit for unit in units if unit not in parts]
         counts = replace(self.plan.skipped)

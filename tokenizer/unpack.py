@@ -5,7 +5,7 @@ python -m tokenizer.unpack data/my.tar.zst --output data/elsewhere
 
 A packed store is a tar file compressed with zstandard, which `pack` writes. `metadata.json` is its first member and states
 the sizes and hashes of the tokens; all other members share one limit. An unknown or too large member, or a member that is
-not a plain file, is refused by its header of 512 bytes before more is read. `tarfile` would read on, even a name of any
+not a plain file, is refused after its header of 512 bytes. `tarfile` would read more, including a name of unlimited
 length.
 """
 
@@ -29,7 +29,7 @@ from tokenizer.store import SPLITS, STORE_FILES, TokenStore, index_file, read_me
 
 SUFFIX = ".tar.zst"
 ROOT = "store/"
-# Names that fit in a header of 512 bytes.
+# Accept only names that fit in a header of 512 bytes.
 TOKENIZER_FILE = re.compile(r"tokenizer/(additional_chat_templates/)?\w[\w.-]{0,50}\.(json|jinja|txt|model)", re.ASCII)
 # Indexes for Megatron are not packed: they are derived from the other indexes.
 FILES = (
@@ -38,13 +38,13 @@ FILES = (
 )
 METADATA_BYTES = 32 << 20  # maximum size of metadata.json
 OTHER_BYTES, OTHER_FILES = 256 << 20, 64  # maximum total of all files whose sizes the metadata do not state
-COPIED_BYTES = 1 << 20  # at a time
+COPIED_BYTES = 1 << 20  # bytes copied at a time
 # Level 3 compresses Shakespeare and Python sources to 47% at 150-180 MB/s per core; level 12 to 43% at 22 MB/s.
 ZSTD_LEVEL = 3
 
 
 def pack(store: TokenStore) -> Path:
-    """Pack a store into one file next to it, unless it was already packed. The same store gives the same bytes."""
+    """Pack a store into one file next to it, unless the store is already packed. The same store gives the same bytes."""
     import zstandard
 
     store.require_indexes()
@@ -63,7 +63,7 @@ def pack(store: TokenStore) -> Path:
             tarfile.open(fileobj=packed, mode="w|", format=tarfile.GNU_FORMAT, copybufsize=COPIED_BYTES) as tar,
         ):
             for name in ("metadata.json", *others, *FILES[1:]):
-                info = tarfile.TarInfo(ROOT + name)  # without owner and time
+                info = tarfile.TarInfo(ROOT + name)  # no owner and no time, so that the bytes are the same
                 info.size = (store.folder / name).stat().st_size
                 with (store.folder / name).open("rb") as source:
                     tar.addfile(info, source)
@@ -72,7 +72,7 @@ def pack(store: TokenStore) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> TokenStore:
-    """Unpack a store; raise a `UserError` for a wrong, damaged or malicious file, an existing folder, or a full disk."""
+    """Unpack a store. Raise a `UserError` for a wrong, damaged or malicious file, an existing folder, or a full disk."""
     if not archive.is_file():
         raise UserError(f"{archive} does not exist or is not a file.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -98,7 +98,7 @@ def unpack(archive: Path, folder: Path) -> TokenStore:
 def _write_members(packed: BinaryIO, archive: Path, folder: Path) -> None:
     """Write the files of an archive to `folder`."""
     sizes, left, number = {}, METADATA_BYTES, 0
-    while any(header := packed.read(tarfile.BLOCKSIZE)):  # zeros end it
+    while any(header := packed.read(tarfile.BLOCKSIZE)):  # a block of zeros ends the archive
         info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
         name = info.name.removeprefix(ROOT)
         known = name == "metadata.json" if number == 0 else name in FILES or TOKENIZER_FILE.fullmatch(name)
@@ -124,12 +124,12 @@ def _write_members(packed: BinaryIO, archive: Path, folder: Path) -> None:
             remedy = "make room or name a folder on another disk"
             require_room(folder.parent.absolute(), sum(sizes.values()), f"{archive} unpacks to", remedy)
         number += 1
-    packed.read(tarfile.RECORDSIZE)  # to the end, where the checksum is verified
+    packed.read(tarfile.RECORDSIZE)  # reads to the end, where zstandard verifies the checksum
 
 
 @contextmanager
 def _opened(archive: Path) -> Iterator[BinaryIO]:
-    """Open an archive; raise a `UserError` if it turns out to be truncated or damaged."""
+    """Open an archive. Raise a `UserError` if it turns out to be truncated or damaged."""
     import zstandard
 
     try:

@@ -22,15 +22,15 @@ from tokenizer.words import END, WordSplitter, blocks
 
 DEFAULT_VOCAB_SIZE = 32000
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"  # ids 0 and 1
-TRAINED_WORDS = 2_000_000  # occurrences of words that the trainer gets
-COUNTED_BYTES = 4 << 20  # at a time
-COUNTED_WORDS = 2_000_000  # distinct words in memory
+TRAINED_WORDS = 2_000_000  # number of word occurrences that the trainer gets
+COUNTED_BYTES = 4 << 20  # bytes counted at a time
+COUNTED_WORDS = 2_000_000  # maximum number of distinct words in memory
 # The trainer's time grows with the square of the length of a word: 80,000 letters took 4.2 s, 400,000 took minutes. Up to
 # 4 KB, the time per byte is constant. The trainer needs 100 times the memory of the distinct text; only long words make that
 # large.
 LONGEST_COUNTED_WORD = 1024  # bytes: the trainer gets longer words in pieces
 COUNTED_PIECE_BYTES = 8_000_000  # total of these pieces, evenly spread
-GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # names in Transformers 5 and 4
+GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # class names in Transformers 5 and 4
 
 
 @dataclass
@@ -72,7 +72,7 @@ def build(
             raise UserError("\n".join(found))
         size = arguments.vocab_size or DEFAULT_VOCAB_SIZE
         special = [*arguments.special_tokens, *chat_tokens]
-        return train_bpe(texts(), size, arguments.pad_token, special, say)  # can be smaller: the caller reports it
+        return train_bpe(texts(), size, arguments.pad_token, special, say)  # the caller reports a smaller size
     if must_fit and arguments.vocab_size not in (None, len(tokenizer)):
         of_what = arguments.tokenizer or "the character tokenizer of this text"
         raise UserError(
@@ -123,7 +123,7 @@ def train_bpe(
     special_tokens: Iterable[str] = (),
     say: Callable[[str], None] = print,
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE (Radford et al. 2019) with GPT-2's word pattern; lossless on any Unicode text.
+    """Train a byte-level BPE (Radford et al. 2019) with GPT-2's word pattern. It is lossless on any Unicode text.
     Its size is `vocab_size`, or less if the text does not have enough pairs to merge. The same text gives the same
     tokenizer on any machine."""
     bpe = Tokenizer(models.BPE())
@@ -154,7 +154,7 @@ def train_bpe(
 
 
 def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
-    """Count the words of GPT-2's pattern; also return how many words were too long for the trainer and were cut into pieces.
+    """Count the words of GPT-2's pattern. Also return the number of words that were too long for the trainer and were cut.
     Above COUNTED_WORDS distinct words, words that occurred once are dropped. Above COUNTED_PIECE_BYTES, only every second,
     fourth ... piece is counted."""
     splitter, counts, cut_words = WordSplitter(), Counter(), 0
@@ -184,14 +184,14 @@ def _cut(word: bytes) -> Iterator[bytes]:
     start = 0
     while start < len(word):
         stop = start + LONGEST_COUNTED_WORD
-        while stop < len(word) and 0x80 <= word[stop] < 0xC0:  # not within a character
+        while stop < len(word) and 0x80 <= word[stop] < 0xC0:  # do not cut within a character
             stop -= 1
         yield word[start:stop]
         start = stop
 
 
 def _thinned(counts: Counter[bytes]) -> Iterator[str]:
-    """Yield words as often as they occur; if they occur more often than the trainer needs, proportionally less often.
+    """Yield words as often as they occur, or proportionally less often if the trainer needs fewer.
     The trainer would need 40 s to count the words of 115 MB. With an eighth of each count it takes 9 s, and each token has
     0.1% less text on average. With all words of a fifth of the text, each token had 2.6% less."""
     times = max(1, counts.total() // TRAINED_WORDS)
@@ -211,7 +211,7 @@ def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def load(name: str | Path) -> PreTrainedTokenizerBase:
-    """Load a fast tokenizer from a folder or the Hub; raise a `UserError` if there is none, or only a slow one."""
+    """Load a fast tokenizer from a folder or the Hub. Raise a `UserError` if there is none, or only a slow one."""
     folder = Path(name)
     if not folder.exists():
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
@@ -240,12 +240,12 @@ def _tokenizer_class(folder: Path) -> type:
 
 
 def save(tokenizer: PreTrainedTokenizerBase, folder: Path, context: int | None = None) -> None:
-    """Write the tokenizer, with the model's context length if given; raise an `OSError` for a full disk."""
+    """Write the tokenizer, with the model's context length if given. Raise an `OSError` for a full disk."""
     if context is not None:
         tokenizer.model_max_length = context
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        if type(error) is Exception and "os error" in str(error):  # the Rust library's way to report it
+        if type(error) is Exception and "os error" in str(error):  # the Rust library reports disk errors like this
             raise OSError(str(error)) from error
         raise

@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 
 END = b"\xff"
 BLOCK_BYTES = 1 << 20
-LETTER, NUMBER, OTHER, SPACE, ENDS, UNKNOWN = range(6)  # the first three are visible
+LETTER, NUMBER, OTHER, SPACE, ENDS, UNKNOWN = range(6)  # LETTER, NUMBER and OTHER are visible characters
 
 
 def _byte_classes() -> bytes:
@@ -25,7 +25,7 @@ def _byte_classes() -> bytes:
     for kind, members in ((LETTER, b"abcdefghijklmnopqrstuvwxyz"), (NUMBER, b"0123456789"), (SPACE, b"\t\n\v\f\r ")):
         for byte in members + members.upper():
             classes[byte] = kind
-    classes[0xC2:0xF5] = bytes([UNKNOWN]) * (0xF5 - 0xC2)  # lead bytes; the class depends on the code point
+    classes[0xC2:0xF5] = bytes([UNKNOWN]) * (0xF5 - 0xC2)  # lead bytes, whose class depends on the code point
     classes[0xFF] = ENDS
     return bytes(classes)
 
@@ -51,13 +51,13 @@ class WordSplitter:
 
     def __init__(self):
         self.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self.classes = np.full(0x110000, UNKNOWN, dtype=np.uint8)  # of code points
+        self.classes = np.full(0x110000, UNKNOWN, dtype=np.uint8)  # classes of all code points
 
     def words(self, texts: Iterable[bytes]) -> Any:
         """Return all words of all texts as one Arrow array of binaries, with the word 0xFF after each text."""
         import pyarrow as pa  # installed with datasets; training from a store needs neither
 
-        parts = [END.join([*block, b""]) for block in blocks(texts, BLOCK_BYTES)]  # each fits the processor's cache
+        parts = [END.join([*block, b""]) for block in blocks(texts, BLOCK_BYTES)]  # each fits in the CPU cache
         before = itertools.accumulate(map(len, parts), initial=0)
         starts = [self.starts(part) + np.int32(start) for part, start in zip(parts, before, strict=False)]
         joined = b"".join(parts)
@@ -68,7 +68,7 @@ class WordSplitter:
         """Return the first byte of each word of `joined` (n bytes, the last one 0xFF), (words,) int32."""
         text = np.frombuffer(joined, dtype=np.uint8)  # (n,)
         classes = np.frombuffer(joined.translate(BYTE_CLASSES), dtype=np.uint8)  # (n,)
-        lead_bytes = np.flatnonzero(classes == UNKNOWN)  # of code points above ASCII
+        lead_bytes = np.flatnonzero(classes == UNKNOWN)  # lead bytes of code points above ASCII
         if len(lead_bytes):
             classes = classes.copy()
             self._settle_code_points(text, lead_bytes, classes)
@@ -76,14 +76,14 @@ class WordSplitter:
         begins[0] = True
         np.not_equal(classes[1:], classes[:-1], out=begins[1:])
         begins |= classes == ENDS
-        last_space = classes == SPACE  # the last of a run before visible text
+        last_space = classes == SPACE  # marks the last space of a run before visible text
         last_space[:-1] &= classes[1:] < SPACE
         if len(lead_bytes):  # a space of two or three bytes is marked at its last byte; the word begins at its first
             last_bytes = np.flatnonzero(last_space & (text >= 0x80))
             last_space[last_bytes] = False
             last_space[last_bytes - np.where(text[last_bytes - 1] < 0xC0, 2, 1)] = True
         begins |= last_space
-        joins = last_space & (text == 0x20)  # a space is in one word with the following text
+        joins = last_space & (text == 0x20)  # a space joins the word that follows it
         np.greater(begins[1:], joins[:-1], out=begins[1:])
         self._split_english_endings(text, classes, begins)
         return np.flatnonzero(begins).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Worker processes: they turn units of work into parts of a store, in any number of processes; finished parts are kept.
+"""Worker processes that convert units of work into parts of a store. Finished parts survive an interruption.
 
 The folder of unfinished work contains `plan.json`, `store/` with the tokenizer, and `parts/` with the result of each unit:
 
@@ -40,7 +40,7 @@ from tokenizer.store import RESUMES, SPLITS
 
 PLAN_VERSION = 1
 ROOT = Path(__file__).parent.parent
-BATCH_BYTES = 4 << 20  # encoded together: smaller batches repeat fewer words, larger ones need more memory
+BATCH_BYTES = 4 << 20  # bytes encoded together: smaller batches reuse fewer words, larger batches need more memory
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Settings:
     seed: schema.Signed
     chat_template: str | None
     control_tokens: list[str]
-    template_variables: dict[str, str]  # the tokenizer's `bos_token`, `eos_token` ..., for templates
+    template_variables: dict[str, str]  # the tokenizer's `bos_token`, `eos_token` and others, for templates
     dtype: Literal["uint16", "uint32"] = "uint16"
     eos: int | None = None
 
@@ -78,7 +78,7 @@ class Plan:
 
     @staticmethod
     def read(folder: Path) -> "Plan":
-        """Return the plan; raise a `UserError` if it is damaged or of a newer format."""
+        """Return the plan. Raise a `UserError` if it is damaged or of a newer format."""
         path = folder / "plan.json"
         try:
             content = schema.read(path, dict[str, Any])
@@ -105,7 +105,7 @@ class Part:
 
     @staticmethod
     def read(folder: Path, number: int) -> "Part | None":
-        """Return the part of unit `number`; None if it is not done, or an older version recorded less than is needed."""
+        """Return the part of unit `number`, or None if it is not done or lacks values that older versions did not record."""
         try:
             part = schema.read(part_file(folder, number, "json"), Part)
         except (FileNotFoundError, ValueError):
@@ -139,7 +139,7 @@ class UnitProcessor:
         self.heads = {part.path: part for part in ranges if part.start == 0 and part.stop is not None}
 
     def process(self, number: int) -> Part:
-        """Process a unit; raise a `UserError` if text cannot be read or encoded, or the disk is full."""
+        """Process a unit. Raise a `UserError` if text cannot be read or encoded, or the disk is full."""
         with disk_errors(self.folder / "parts", RESUMES), ExitStack() as stack:
             (self.folder / "parts").mkdir(exist_ok=True)
             files = {split: stack.enter_context(part_file(self.folder, number, split).open("wb")) for split in SPLITS}
@@ -152,7 +152,7 @@ class UnitProcessor:
             return writer.finish()
 
     def _first_piece(self, path: str) -> str:
-        """Return the cleaned head of a file that is one document; it decides about the split and copies of the whole file."""
+        """Return the cleaned head of a file that is one document. The head decides the split and copies of the whole file."""
         head = next(self.settings.reader().pieces(self.heads[path]), None)  # None: the file is not text
         return "" if head is None else Cleaner(self.settings.cleaning)(head.text, whole=False)
 
@@ -175,7 +175,7 @@ class PartWriter:
         self.begin_document("")
 
     def begin_document(self, first_piece: str) -> None:
-        """Choose split and copies from the document's own text, so that identical documents are treated alike."""
+        """Choose the split and the number of copies by the document's text, so that identical documents are treated alike."""
         text = first_piece.encode()
         self.val = share(text, self.settings.seed) < self.settings.validation_fraction
         whole, part = divmod(self.weight, 1)
@@ -187,7 +187,7 @@ class PartWriter:
         text = self.cleaner(piece.text, whole=whole)
         if text is None:
             return
-        if whole and not text.strip():  # cleaning removed all of it
+        if whole and not text.strip():  # cleaning removed the whole document
             self.reader.counts.blank += 1
             self.reader.counts.documents -= 1
             return
@@ -244,7 +244,7 @@ class PartWriter:
         self.batch, self.batch_bytes = [], 0
 
     def finish(self) -> Part:
-        """Write the rest of the part and its `.json`, which makes the part exist, and return it."""
+        """Write the rest of the part and then its `.json`, which marks the part as done. Return the part."""
         self.flush()
         for file in self.files.values():
             file.close()
@@ -310,14 +310,14 @@ class Workers(AbstractContextManager):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                start_new_session=True,  # this process handles Ctrl-C
+                start_new_session=True,  # Ctrl-C reaches only the main process, which handles it
                 env=os.environ | WORKER_ENVIRONMENT,
             )
             self.processes.append(process)
             self.idle.put(process)
 
     def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None]) -> None:
-        """Process `units` and pass each part to `on_part`; without worker processes, use this process.
+        """Process `units` and pass each part to `on_part`. Without worker processes, use this process.
         Raise a `UserError` with the first problem of any unit, or if a worker process was killed."""
         if not self.processes:
             processor = UnitProcessor(folder)
@@ -330,7 +330,7 @@ class Workers(AbstractContextManager):
                     on_part(future.result())
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
-                for process in self.processes:  # ends the threads that wait for them
+                for process in self.processes:  # this also ends the threads that wait for the workers
                     process.kill()
                 raise
 
@@ -356,7 +356,7 @@ def main() -> None:
     gc.set_threshold(100_000)
     asked: SimpleQueue[tuple[str, int]] = SimpleQueue()
     Thread(target=_listen, args=(asked,), daemon=True).start()
-    import pyarrow  # noqa: F401  most units need it; the worker is idle now
+    import pyarrow  # noqa: F401  most units need it; imported here because the worker is idle now
 
     processor_of = cache(UnitProcessor)
     while True:
