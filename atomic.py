@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from removal import discard
 
-# Errors of drives that do not support fsync. Data written to them is still accepted.
+# Errors of drives that do not support fsync. They are ignored, and the written data is accepted.
 CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EISDIR}
 PIECE_BYTES = 1 << 20
 

@@ -146,7 +146,7 @@ class FlagParser(HfArgumentParser):
         return good
 
     def _checked(self, content: dict[str, Any], path: Path | None, found: Problems) -> dict[str, Any]:
-        """Return the valid settings of a file. Types and choices are checked as argparse checks those of flags."""
+        """Return the valid settings of a file. Types and choices are checked by argparse's rules for flags."""
         actions = {action.dest: action for action in self._actions}
         hints = {name: hint for part in self.dataclass_types for name, hint in get_type_hints(part).items()}
         checked = {}
@@ -244,7 +244,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Run a command and exit: 0 when done, 1 with the sentence of a `UserError` and no traceback, 130 after Ctrl-C."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (None where it was closed)
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (None if stdout was closed)
     # A log file shows each line at once, and a character that the terminal cannot show does not end the run.
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     code: Any = 0
@@ -301,7 +301,7 @@ def _name(flag: str) -> str:
 
 
 def _program() -> str:
-    """Return the command of this process as a user types it."""
+    """Return the command of this process in the form that a user types."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     return f"python -m {module.name}" if module is not None else f"python {Path(sys.argv[0]).name}"
 

@@ -44,7 +44,7 @@ class GenerateArguments:
         1.0, "Sample from the most likely tokens that together have this probability.", above=0, maximum=1
     )
     repetition_penalty: float = setting(
-        1.0, "Values above 1 make tokens less likely that were already used.", minimum=0.01, maximum=100
+        1.0, "Values above 1 make repeated tokens less likely.", minimum=0.01, maximum=100
     )
     seed: int | None = setting(None, "Random seed; the same seed gives the same text.", below=2**63)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
     (options,), _ = parser.parse(arguments)
     source = find_model(options.model)
     model, tokenizer = load_with_tokenizer(source, options.dtype)
-    # Keep only the end-of-text tokens. The flags set the rest; a max_length here would cause a warning in every window.
+    # Keep only the end-of-text tokens. The flags set all other values. A max_length here would cause a warning in every window.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if options.num_return_sequences == 1:

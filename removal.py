@@ -30,7 +30,7 @@ def mark(folder: Path, kind: str) -> None:
 
 
 def is_marked(folder: Path, kind: str) -> bool:
-    """Return whether this project marked the folder as one of this kind."""
+    """Return whether the folder has this project's mark of this kind."""
     with suppress(OSError, ValueError):
         return not (folder / MARK).is_symlink() and (folder / MARK).read_text(encoding="utf-8") == _content(kind)
     return False

@@ -1,4 +1,4 @@
-"""Lossless conversion to and from Transformers' GPT-2, and from seed checkpoints (those of this project's predecessor).
+"""Lossless conversion to and from Transformers' GPT-2, and from seed checkpoints (of this project's predecessor).
 
     python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST              # GPT-2 or seed checkpoint -> GPT2Scratch
     python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST --to gpt2    # GPT2Scratch -> GPT-2
@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m modeling_gpt2scratch.conversion_gpt2scratch",
         description="Convert GPT-2 or seed checkpoints to GPT2Scratch, or GPT2Scratch to GPT-2, without loss.",
     )
-    parser.add_argument("source", metavar="SRC", help="a model folder or a Hub id; its kind is recognized")
+    parser.add_argument("source", metavar="SRC", help="model folder or Hub id; config.json determines its kind")
     parser.add_argument("destination", metavar="DST", help="folder to write; must be new or empty")
     parser.add_argument("--to", choices=("gpt2scratch", "gpt2"), default="gpt2scratch", help="format to write")
     options = parser.parse_args(arguments)

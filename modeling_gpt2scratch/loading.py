@@ -1,7 +1,7 @@
 """Load a causal language model from a folder or the Hub without running its code and without random weights.
 
-`trust_remote_code` is always false: `model_type` gpt2scratch is loaded by the classes of this package, a type known to
-Transformers by Transformers' classes, and all others are refused. This file is not uploaded with models.
+`trust_remote_code` is always false. This package loads `model_type` gpt2scratch, Transformers loads the types that it
+knows, and all others are refused. This file is not uploaded with models.
 """
 
 import json

@@ -108,7 +108,7 @@ def show(names: list[str], port: int | None, share: bool) -> None:
 
 
 def describe(source: str) -> tuple[str, list[str], list[str]]:
-    """Return the name of a model, facts about its training, and the prompts of its run, as far as they are known."""
+    """Return the name of a model, and the known facts about its training and prompts of its run."""
     path = Path(source)
     try:
         run = RunFolder(run_of(path))

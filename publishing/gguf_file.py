@@ -89,7 +89,7 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
 
 @torch.no_grad()
 def difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float]:
-    """Return the largest difference of a logit, and the difference of the loss in nats per token, between GGUF file and model.
+    """Return the differences between GGUF file and model: the largest of a logit, and the loss in nats per token.
 
     `ids`: (B, T) int64. Computed in float32 with the file's weights and llama.cpp's activation. The rounding inside llama.cpp is
     not included.
@@ -210,7 +210,7 @@ class GGUFArguments:
     paths: list[str] = setting(
         [], "The model (a run, a checkpoint or a model folder) and the file to write; the flag name may be omitted."
     )
-    type: Literal["f16", "q8_0"] = setting("f16", "Type of matrices: f16 uses 2 bytes per weight, q8_0 1.06.")
+    type: Literal["f16", "q8_0"] = setting("f16", "Type of the matrices: f16 uses 2 bytes per weight, q8_0 uses 1.06.")
     name: str | None = setting(None, "Name stored in the file; default: the name of the run.")
     license: str | None = setting(None, "License of the weights, such as mit.")
 

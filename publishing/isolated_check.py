@@ -20,7 +20,7 @@ NEW_TOKENS = 24
 
 @torch.no_grad()
 def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[int]]:
-    """Return the summed loss in nats and the number of targets of each window."""
+    """Return the total loss in nats and the number of targets per window."""
     nats, targets = [], []
     number, context = windows["inputs"].shape
     at_once = max(1, TOKENS // context)
@@ -34,9 +34,9 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
 
 
 def restrict(secrets: list[str]) -> None:
-    """Refuse network connections, other programs and reading the token, as far as a process can do this for itself.
+    """Refuse network access, other programs, and reading the token, as far as a process can restrict itself.
 
-    This stops careless code. Malicious code can get around it by calling the C library.
+    This stops careless code. Malicious code can bypass it by calling the C library.
     """
 
     def guard(event: str, arguments: tuple) -> None:

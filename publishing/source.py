@@ -43,7 +43,7 @@ class Source:
         return [self._own(self.model / name) for name in names if any(fnmatch(name, pattern) for pattern in allowed)]
 
     def check_pages(self) -> None:
-        """Raise a `UserError` if a file that the card is made from is a link out of the folder."""
+        """Raise a `UserError` if a source file of the card is a link out of the folder."""
         for path in self.run.files if self.run is not None else [self.model / "README.md"]:
             self._own(path)
 

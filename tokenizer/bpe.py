@@ -54,7 +54,7 @@ class Merges:
         for part in (left, right):
             np.minimum.at(first_used, part, ranks)
         if (first_used[self.made] <= ranks).any():
-            raise ValueError("a token is merged before it is made")
+            raise ValueError("a merge uses a token before the merge that produces it")
         self.ranks = PairTable(left, right, small=max(vocab.values()) < 0xFFFF)
         pairs = np.arange(1 << 16)
         self.rank_of_bytes = self.ranks(self.of_byte[pairs >> 8], self.of_byte[pairs & 0xFF])

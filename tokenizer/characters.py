@@ -1,6 +1,6 @@
 """Cleaning rules for characters: Unicode normalization, invisible characters, emoji, typography."""
 
-# ruff: noqa: RUF001  this file handles similar marks of many scripts on purpose
+# ruff: noqa: RUF001  this file contains look-alike characters on purpose
 
 import re
 import unicodedata

@@ -136,7 +136,7 @@ class Cleaner:
 
 
 def _difference(before: str, after: str, escape: Callable[[str], str]) -> str:
-    """Return the first place where two texts differ, with invisible characters escaped."""
+    """Return the first place at which two texts differ, with invisible characters escaped."""
     shorter = min(len(before), len(after))
     same = bisect.bisect_left(range(shorter), True, key=lambda i: before[: i + 1] != after[: i + 1])
     length = (EXAMPLE_LENGTH - len(" → ")) // 2

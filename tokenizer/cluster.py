@@ -23,7 +23,7 @@ class Pretokenize:
     def __call__(self, data: Any, rank: int, world_size: int) -> None:
         """Process shard `rank` of `world_size`.
         Raise a `ValueError` if an earlier step yields documents, which this step would not read, and a `UserError` like the
-        command. The executor counts the task as failed, and repeats it in its next run."""
+        command. The executor counts the task as failed and repeats it in its next run."""
         if data is not None:
             raise ValueError("Pretokenize reads its own --input; it must be the first step of the pipeline.")
         shard = ["--shard", f"{rank}/{world_size}"] if world_size > 1 else []

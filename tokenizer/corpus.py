@@ -75,7 +75,7 @@ class CorpusArguments:
         above=0,
         below=1,
     )
-    strict: bool = setting(False, "Refuse unclean text, instead of fixing or skipping and counting up to 1 percent.")
+    strict: bool = setting(False, "Refuse unclean text. Otherwise up to 1 percent is fixed or skipped, and counted.")
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ KEYS = {"no": 0, "exact": DIGEST_KEYS, "near": DIGEST_KEYS + BANDS}
 
 ALONE = 1 << 31  # marks a character that is a word by itself
 
-# Multipliers and seed: bits without a pattern; odd, so that they have inverses modulo 2^64.
+# Multipliers and seed: bits without a pattern. They are odd, so that they have inverses modulo 2^64.
 GOLDEN = 0x9E3779B97F4A7C15  # 64 bits of the golden ratio's fraction
 PI = 0x243F6A8885A308D3  # 64 bits of pi's fraction
 
-# Characters split into words at a time: their arrays stay in the processor's cache. A word across a cut counts as two
+# Number of characters split at a time, so that their arrays stay in the CPU cache. A word across a cut counts as two
 # words, which affects about one word in ten thousand.
 BLOCK_CHARACTERS = 1 << 16
 KEY_BYTES = 48  # memory per key, with its document and its place in the table

@@ -54,7 +54,7 @@ def sha256(rust: Tokenizer) -> str:
 
 
 def kind(rust: Tokenizer) -> str:
-    """Return the kind of a tokenizer: `character`, or its model: `bpe`, `unigram`, `wordpiece` ..."""
+    """Return the kind of a tokenizer: `character`, or the type of its model, such as `bpe`, `unigram` or `wordpiece`."""
     return "character" if is_character(rust) else type(rust.model).__name__.lower()
 
 

@@ -82,7 +82,7 @@ def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
 
 
 def _row_groups(index: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield `sequences`, divided where a row passes a multiple of GROUP_TOKENS, so that each group is in one shard."""
+    """Yield `sequences` in groups that end when a row passes a multiple of GROUP_TOKENS, so that each group is in one shard."""
     for document, starts, ends in sequences(index, ROW_TOKENS):
         cuts = np.flatnonzero(np.diff(starts // GROUP_TOKENS)) + 1
         for first, stop in itertools.pairwise([0, *cuts.tolist(), len(starts)]):
@@ -116,7 +116,7 @@ def _card(store: TokenStore, rows: int) -> str:
 
 
 def _public(source: str) -> str:
-    """Return the name of a source without local folders."""
+    """Return the name of a source without the names of local folders."""
     return source if HubDataset.parse(source) is not None else Path(source).name
 
 

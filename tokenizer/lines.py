@@ -1,6 +1,6 @@
 """Cleaning rules for lines: white space, ruler lines, repeated punctuation marks."""
 
-# ruff: noqa: RUF001  this file handles similar marks of many scripts on purpose
+# ruff: noqa: RUF001  this file contains look-alike characters on purpose
 
 import re
 from collections.abc import Callable

@@ -84,7 +84,7 @@ LINE_TAG = re.compile(rf"</?{_any(LINE_ELEMENTS)}[\s/>]")
 CELL_TAG = re.compile(rf"</?{_any(CELL_ELEMENTS)}[\s/>]|>\s")
 # A tag inside an unclosed tag, as in `<a <b>href=x>`, stays: without it, the text around it would become a tag.
 TAG_BEGUN = re.compile(r"<(?:[/!?]?[^\W\d_][^<>]*|[/!?][^<>\n]*)?\Z")
-# Elements that are removed with their content: pattern, and end marker.
+# Elements that are removed with their content, as pairs of pattern and end marker.
 ENCLOSED = [(re.compile("<!--.*?--> ?", re.DOTALL), "-->")] + [
     (re.compile(rf"<{name}(?:\s[^<>]*+)?>.*?</{name}> ?", re.DOTALL), f"</{name}>")
     for name in ("script", "SCRIPT", "style", "STYLE")
@@ -154,4 +154,4 @@ def remove_addresses(text: str) -> str:
         without = MAIL_ADDRESS.sub(single_blank, without)
     if without == text:
         return text
-    return remove_markup(remove_invisible(without))  # `x.com<label>` looked like a type and its parameter
+    return remove_markup(remove_invisible(without))  # again: `x.com<label>` looked like a type and its parameter

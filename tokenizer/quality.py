@@ -1,6 +1,6 @@
 """Quality filters from Gopher and FineWeb that drop documents without prose."""
 
-# ruff: noqa: RUF001  this file handles similar marks of many scripts on purpose
+# ruff: noqa: RUF001  this file contains look-alike characters on purpose
 
 import re
 from collections.abc import Callable
@@ -72,7 +72,7 @@ class Page:
         return keys, length
 
     def share_of_top_sequence(self, n: int) -> float:
-        """Return the share of characters in the most frequent sequence of n words, or in the longest of several."""
+        """Return the share of characters in the most frequent sequence of n words, or in the longest one if several are equally frequent."""
         keys, length = self.sequences(n)
         _, first, counts = np.unique(keys, return_index=True, return_counts=True)
         if counts.max(initial=1) == 1:
@@ -120,8 +120,8 @@ def _has_odd_words(page: Page) -> bool:
     return page.is_spaced and not shortest <= sum(map(len, words)) / len(words) <= longest
 
 
-# The first filter that returns true drops the document; slow filters come last. Numbers are Gopher's (Rae et al. 2021,
-# arXiv:2112.11446, appendix A.1.1 and table A1) or, where marked, FineWeb's (Penedo et al. 2024, arXiv:2406.17557, section 3.6).
+# The first filter that returns true drops the document; slow filters come last. Limits are from Gopher (Rae et al. 2021,
+# arXiv:2112.11446, appendix A.1.1 and table A1) or, if marked, from FineWeb (Penedo et al. 2024, arXiv:2406.17557, section 3.6).
 FILTERS: dict[str, Callable[[Page], bool]] = {
     "quality.short": lambda page: len(page.words) < 50,
     "quality.word_length": _has_odd_words,

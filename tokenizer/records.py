@@ -1,6 +1,6 @@
 """Readers of records: jsonl, json, csv and parquet files, and Hub datasets.
 
-Local files are read here, because one broken line or byte stops the readers of `datasets`. Hub datasets are streamed
+Local files are read here because one broken line or byte stops the readers of `datasets`. Hub datasets are streamed
 with `datasets`. Each record comes with its place in the file; a broken record is None.
 """
 

@@ -17,7 +17,7 @@ SEAL = "sha256"  # key of a file's own hash; older versions did not write it and
 
 
 def read(path: Path, kind: Any = Any) -> Any:
-    """Return the content of a JSON file as a `kind`, see `build`. Raise a `ValueError` of one line if it does not match."""
+    """Return the content of a JSON file as a `kind` (see `build`). Raise a one-line `ValueError` if it does not match."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except RecursionError:

@@ -267,7 +267,7 @@ class StoreBuilder:
         self.say(f"Tokenizer: {of_user or kind[arguments.tokenizer_type]}.")
 
     def _require_room(self, sample: "Sample", itemsize: int) -> None:
-        """Raise a `UserError` if the store will not fit on its disk."""
+        """Raise a `UserError` if the store does not fit on its disk."""
         texts, head = sample.texts(), ""
         while len(head) < ESTIMATED_FROM and (text := next(texts, "")):
             head += text[:ESTIMATED_FROM]

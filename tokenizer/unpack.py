@@ -31,7 +31,7 @@ SUFFIX = ".tar.zst"
 ROOT = "store/"
 # Accept only names that fit in a header of 512 bytes.
 TOKENIZER_FILE = re.compile(r"tokenizer/(additional_chat_templates/)?\w[\w.-]{0,50}\.(json|jinja|txt|model)", re.ASCII)
-# Indexes for Megatron are not packed: they are derived from the other indexes.
+# Indexes for Megatron are not packed because they are derived from the other indexes.
 FILES = (
     *("metadata.json", "inputs.json", "report.md", "tokenizer/tokenizer.json"),
     *(name for split in SPLITS for name in (index_file(split), tokens_file(split))),

@@ -113,7 +113,7 @@ class WordSplitter:
 
     @staticmethod
     def _split_english_endings(text: np.ndarray, classes: np.ndarray, begins: np.ndarray) -> None:
-        """Split off 's 't 'm 'd 're 've 'll as separate words where an apostrophe begins a word."""
+        """Split off 's 't 'm 'd 're 've 'll as separate words if the apostrophe begins a word."""
         at = np.flatnonzero(text == 0x27)
         at = at[begins[at] & (at + 2 < len(text))]
         if not len(at):

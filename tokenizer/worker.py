@@ -262,7 +262,7 @@ def share(text: bytes, seed: int) -> float:
     return xxhash.xxh3_64_intdigest(text, seed=seed % 2**64) / 2**64
 
 
-# glibc should keep the memory of short-lived arrays of some megabytes: returning it to the system each time took a fifth
+# Let glibc keep the memory of short-lived arrays of a few megabytes. Returning it to the system took a fifth
 # of a worker's time.
 WORKER_ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -352,7 +352,7 @@ class Workers(AbstractContextManager):
 
 
 def main() -> None:
-    # Tokens from Rust are short-lived objects, and searching them for reference cycles doubled their cost.
+    # Tokens from Rust are short-lived objects. Searching them for reference cycles doubled their cost.
     gc.set_threshold(100_000)
     asked: SimpleQueue[tuple[str, int]] = SimpleQueue()
     Thread(target=_listen, args=(asked,), daemon=True).start()
