@@ -103,7 +103,7 @@ def difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float
         weight.copy_(torch.from_numpy(np.array(read[gguf_name][: len(weight)])))
     largest, losses = 0.0, []
     for row in ids:  # row by row: all logits together might not fit into memory
-        logits = [each(row[None]).logits[0] for each in (ours, theirs)]  # 2 x (T, V)
+        logits = [each(row[None]).logits[0] for each in (ours, theirs)]  # two arrays (T, V)
         largest = max(largest, (logits[1] - logits[0]).abs().max().item())
         losses.append([nn.functional.cross_entropy(each[:-1], row[1:]).item() for each in logits])
     ours_mean, theirs_mean = np.mean(losses, axis=0)

@@ -79,7 +79,7 @@ def place_to_cut(path: str, offset: int, by: str, limit: int | None = None) -> t
     text = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape").decode(window[lead:])  # whole characters
     found = next(filter(None, (pattern.search(text) for pattern in FIRST_CUTS)), None)
     if found is None and len(window) < WINDOW_BYTES:
-        return offset - 1 + len(window), True  # the end of the file
+        return offset - 1 + len(window), True  # no place before the end of the file
     cut = len(text[: found.end()].encode("utf-8", errors="surrogateescape")) if found else 0
     return offset - 1 + lead + cut, found is not None
 

@@ -37,7 +37,7 @@ class Counts:
 
     documents: int = 0
     bytes: int = 0  # size of the documents' text as read, in UTF-8
-    blank: int = 0  # blank documents
+    blank: int = 0  # number of blank documents
     binary_files: int = 0
     bad_bytes: int = 0  # bytes that are not UTF-8, and lone surrogates, all replaced by U+FFFD
     empty_records: int = 0  # broken records, and records without text
@@ -45,7 +45,7 @@ class Counts:
     first: dict[str, list] = field(default_factory=dict)  # first occurrence of each: a path, and a byte or a line
     tables: int = 0  # number of files of records without a text column
     unreadable_files: int = 0  # number of unreadable files, or parts of files
-    unreadable_bytes: int = 0  # size of these files
+    unreadable_bytes: int = 0  # total size of these files
 
     def note(self, name: str, number: int, path: str, **place: Any) -> None:
         if number:

@@ -89,11 +89,11 @@ class WordEncoder:
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
         words = self.splitter.words(texts).dictionary_encode()
         pool, first, length = self._encode(words.dictionary)
-        of_word = np.frombuffer(words.indices.buffers()[1], dtype=np.int32, count=len(words))  # index in `distinct`
+        of_word = np.frombuffer(words.indices.buffers()[1], dtype=np.int32, count=len(words))  # (words,) in `distinct`
         ends = np.flatnonzero(of_word == of_word[-1])  # (texts,) positions of the words 0xFF
         follower = np.array(followed_by, dtype=np.int64)
         follows = follower != NOTHING
-        first, length = first.take(of_word), length.take(of_word)  # twice as fast as first[of_word]
+        first, length = first.take(of_word), length.take(of_word)  # `take` is twice as fast as first[of_word]
         length[ends] = follows
         until = np.cumsum(length, dtype=np.int32)  # (words,) number of ids up to the end of each word
         where = np.repeat(first - (until - length), length)  # (n,) indices into the pool

@@ -15,7 +15,7 @@ from tokenizer.hub import HubDataset
 from tokenizer.recipe import Recipe
 from tokenizer.store import SPLITS, Metadata, TokenStore, index_file, sequences, tokens_file
 
-ROW_TOKENS = 1 << 20  # a longer document continues in the next row
+ROW_TOKENS = 1 << 20  # maximum tokens of a row; a longer document continues in the next
 GROUP_TOKENS = 1 << 22  # tokens per row group, which a writer and a reader hold in memory
 SHARD_BYTES = 1 << 29  # bytes of ids per file
 HUB_SPLITS = {"train": "train", "val": "validation"}

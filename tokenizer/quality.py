@@ -72,7 +72,7 @@ class Page:
         return keys, length
 
     def share_of_top_sequence(self, n: int) -> float:
-        """Return the share of characters in the most frequent sequence of n words, or in the longest one if several are equally frequent."""
+        """Return the share of characters in the most frequent sequence of n words, or in the longest of the most frequent ones."""
         keys, length = self.sequences(n)
         _, first, counts = np.unique(keys, return_index=True, return_counts=True)
         if counts.max(initial=1) == 1:

@@ -17,7 +17,7 @@ from tokenizer import files, hub
 from tokenizer.byte_range import SHORTER, ByteRange, bounds
 
 LONGEST_RECORD = 128 << 20  # bytes; a jsonl line or a json file must fit in memory
-BATCH_BYTES = 4 << 20  # read from a parquet file at a time
+BATCH_BYTES = 4 << 20  # bytes read from a parquet file at a time
 TEXT_COLUMNS, CHAT_COLUMNS = ("text", "content"), ("messages", "conversations")
 NUMBER = re.compile(r"[-+.\d]+")
 Records = Iterator[tuple[dict[str, Any] | None, dict[str, int]]]

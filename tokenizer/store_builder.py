@@ -66,7 +66,7 @@ def pretokenize(
     if problems := recipe.problems():
         raise UserError("\n".join(problems))
     folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
-    if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write there
+    if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write to other names
         raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")
     with disk_errors(folder, RESUMES), Workers() as workers:
         builder = StoreBuilder(recipe, folder, say, workers, num_proc or cores(), is_cache)
@@ -319,7 +319,7 @@ class StoreBuilder:
             counts.add(part.counts)
             outcomes = cleaning.merged(outcomes, part.outcomes)
             lost += part.lost_bytes
-        self.workers.end()  # merging may need their memory
+        self.workers.end()  # merging may need the memory of the workers
         self._refuse_changed_files()
         self.corpus.check(counts)
         if lost > TOLERATED_SHARE * counts.bytes:

@@ -21,7 +21,7 @@ from tokenizer.bpe import byte_level_alphabet
 from tokenizer.words import END, WordSplitter, blocks
 
 DEFAULT_VOCAB_SIZE = 32000
-END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"  # ids 0 and 1
+END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"  # tokens with ids 0 and 1
 TRAINED_WORDS = 2_000_000  # number of word occurrences that the trainer gets
 COUNTED_BYTES = 4 << 20  # bytes counted at a time
 COUNTED_WORDS = 2_000_000  # maximum number of distinct words in memory
