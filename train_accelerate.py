@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
 
 
 def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
-    """Train; return why the run stopped early, or None."""
+    """Train the model. Return why the run stopped early, or None."""
     accelerator, data, plan, start = run.accelerator, run.data, run.plan, run.start
     forecast = forecast_run(config, run)
     begin_run(run, config.run, dump_config(config), forecast.described())

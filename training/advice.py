@@ -33,10 +33,10 @@ class Advice(NamedTuple):
 
 
 class Advisor:
-    """Checks each line of metrics.jsonl as it is written. Gives each piece of advice once per run."""
+    """Advisor of one run: checks each line of metrics.jsonl as it is written, and gives each piece of advice once."""
 
     def __init__(self, folder: RunFolder, plan: Plan, on_gpu: bool, usual_mfu: float | None):
-        """`usual_mfu`: a typical MFU that others report for the device; None if unknown."""
+        """`usual_mfu` is a typical MFU that others report for the device, or None if unknown."""
         self.folder, self.plan, self.on_gpu, self.usual_mfu = folder, plan, on_gpu, usual_mfu
         self.given = {event["about"] for event in read_events(folder.events) if event["event"] == "advice"}
         self.losses: list[tuple[int, float]] = []  # (step, training loss)
@@ -46,7 +46,7 @@ class Advisor:
             self._take(entry)
 
     def look(self, entry: dict[str, Any], waited: float = 0.0) -> list[Advice]:
-        """Return new advice. `waited`: the fraction of time that the program waited for the device."""
+        """Return new advice. `waited` is the fraction of time that the program waited for the device."""
         if "eval_loss" in entry:
             self._take(entry)
             found = self._validation_advice()

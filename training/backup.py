@@ -56,8 +56,8 @@ class BackupArguments:
 
 
 class Backup:
-    """Mirror of a run's newest checkpoint and its logs. Used by the main process only: `restore` before the run starts, the
-    other methods during training."""
+    """Copy of a run's newest checkpoint and logs on another drive.
+    Only the main process uses it: `restore` before the run starts, and the other methods during training."""
 
     def __init__(
         self, backup_dir: str | Path, run: RunFolder, save_total_limit: int | None, say: Callable[[str], None]
@@ -78,8 +78,8 @@ class Backup:
         self._thread: Thread | None = None
 
     def restore(self, after: int, check: Callable[[dict[str, Any]], None]) -> Path | None:
-        """Copy the newest intact checkpoint after step `after` from the drive into the run folder, with the logs and settings
-        of the backup; return the copy. A damaged checkpoint is reported, and the previous one is tried.
+        """Copy the newest intact checkpoint after step `after` from the drive into the run folder, and return the copy.
+        Copy the logs and settings of the backup too. A damaged checkpoint is reported, and the previous one is tried.
 
         `check` is called with the settings first. An unreadable drive is reported and counts as empty. Raise a `UserError` if
         the drive or the run's own disk fails during the copy.
@@ -132,7 +132,7 @@ class Backup:
                     copy_file(source, unfinished)
 
     def begin(self, first_step: int, may_replace: bool) -> None:
-        """Start the backup of a run from `first_step`. `may_replace`: the user allowed deleting later steps in the backup.
+        """Start the backup of a run from `first_step`. With `may_replace`, the user allowed deleting later steps.
 
         Otherwise, unless `restore` has seen them, later steps are kept, and nothing is copied until they are deleted: the drive
         may have been disconnected when the run started, and hold days of work.
@@ -141,7 +141,7 @@ class Backup:
         self.may_replace |= may_replace
 
     def submit(self) -> None:
-        """Request a copy of the run's newest checkpoint by the backup thread; return at once."""
+        """Request a copy of the newest checkpoint from the backup thread, without waiting for it."""
         self._wake.set()
         if self._thread is None:
             self._thread = Thread(target=self._work, name="backup", daemon=True)
@@ -157,7 +157,7 @@ class Backup:
             pause = None if self.problem is None else min(2 * (pause or FIRST_PAUSE / 2), LONGEST_PAUSE)
 
     def finish(self, timeout: float = 600.0) -> None:
-        """Wait at most `timeout` seconds for unfinished copies; an unavailable drive is tried once more."""
+        """Wait at most `timeout` seconds for unfinished copies. An unavailable drive is tried once more."""
         if self._thread is None:
             return
         self._is_closing = True

@@ -113,7 +113,7 @@ def plan_batches(arguments: BatchArguments, context: int, processes: int, larges
 
 @dataclass
 class WindowOrder:
-    """Shuffled order of a run's samples: the first token of each."""
+    """Shuffled order of a run's samples, each given by the index of its first token."""
 
     n_tokens: int
     context: int
@@ -129,11 +129,11 @@ class WindowOrder:
 
     @property
     def windows(self) -> int:
-        """Samples per epoch. One fewer than would fit, so that an epoch can start anywhere in the first window."""
+        """Number of samples per epoch: one less than would fit, so that an epoch can start anywhere in the first window."""
         return max(1, self.n_tokens // self.context - 1)
 
     def starts(self, first: int, count: int) -> np.ndarray:
-        """Return the first tokens (count,) int64 of samples first, first + 1, ..."""
+        """Return the index of the first token of samples first, first + 1, ..., as (count,) int64."""
         parts = []
         while count > 0:
             block, offset = divmod(first, BLOCK)
@@ -145,7 +145,7 @@ class WindowOrder:
         return np.concatenate(parts)
 
     def _compute(self, samples: np.ndarray) -> np.ndarray:
-        """Return the first tokens (k,) int64 of consecutive samples (k,) uint64, which may span many short epochs."""
+        """Return the first token's index (k,) int64 of consecutive samples (k,) uint64, which may span many epochs."""
         epochs, places = np.divmod(samples, np.uint64(self.windows))
         nth = (epochs - epochs[0]).astype(np.intp)  # (k,): index of each sample's epoch in this block
         here = np.arange(int(epochs[0]), int(epochs[-1]) + 1, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically, loadable as Hub models, and resumable with bit-identical results.
+"""Checkpoints that are written atomically, load as Hub models, and resume with bit-identical results.
 
     step_00001000/
         model.safetensors, config.json, *.py, tokenizer.json ...   a normal model folder
@@ -113,7 +113,7 @@ def write(
     tokenizer: PreTrainedTokenizerBase,
     state: TrainState,
 ) -> Path:
-    """Write `folder/step_N`. Nothing of that name exists until the final rename; older checkpoints are not changed.
+    """Write `folder/step_N`. Nothing of that name exists until the final rename. Older checkpoints are not changed.
 
     `shell`: a model of the same configuration; its weights are not used. On a full disk, safetensors raises its own kind of
     error, see `as_os_error`.
@@ -130,7 +130,7 @@ def write(
 
 
 def as_os_error(error: Exception) -> Exception:
-    """Return the OSError for an error of safetensors or tokenizers, which end in `(os error 28)`; others unchanged."""
+    """Return the OSError for an error of safetensors or tokenizers that ends in `(os error 28)`, or the error itself."""
     text = str(error)
     if isinstance(error, OSError) or "(os error " not in text:
         return error
@@ -173,7 +173,7 @@ def copy(checkpoint: Path, final: Path, model_only: bool = False) -> None:
 
 
 def renew_model(checkpoint: Path, destination: Path) -> None:
-    """Copy the model of a checkpoint unless `destination` already holds it: a run may have been killed before copying."""
+    """Copy the model of a checkpoint unless `destination` already holds it. A killed run may not have copied it."""
     size, sha256 = listed_files(checkpoint)[WEIGHTS]
     weights = destination / WEIGHTS
     if not weights.is_file() or weights.stat().st_size != size or file_sha256(weights) != sha256:
@@ -201,7 +201,7 @@ def prune(folder: Path, limit: int | None, best_step: int | None, in_use: Path |
 
 
 class DamageError(OSError):
-    """A checkpoint differs from what was written. The text continues a sentence after 'it is damaged: '."""
+    """Error for a damaged checkpoint. Its text completes a sentence that starts with 'it is damaged: '."""
 
 
 def damage(checkpoint: Path) -> str | None:

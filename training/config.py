@@ -1,5 +1,5 @@
-"""Configuration of a run, composed of the modules' dataclasses: flags override a YAML file, which is --config, the resumed
-run's own file, or the quickstart's by default."""
+"""Configuration of a run, composed of the modules' dataclasses.
+Flags override a YAML file: --config, the file of the resumed run, or the quickstart's file by default."""
 
 import os
 from collections.abc import Callable
@@ -74,7 +74,7 @@ class TrainConfig:
 
     @property
     def text(self) -> bool:
-        """Whether `data` is text, which must be tokenized first."""
+        """True if `data` is text, which must be tokenized first."""
         return not is_store(self.data.data)
 
     @property
@@ -99,7 +99,7 @@ class TrainConfig:
         return None if self.trains_bpe or asked == actual else asked
 
     def flat(self) -> dict[str, Any]:
-        """Return every setting of the run by flag name; settings about text only if `data` is text."""
+        """Return every setting of the run by flag name. Settings about text are included only if `data` is text."""
         parts = [getattr(self, part.name) for part in fields(self) if part.name != "flags"]
         settings = {name: value for part in parts for name, value in asdict(part).items()}
         return settings if self.text else {name: settings[name] for name in settings if name not in TEXT_SETTINGS}
@@ -131,8 +131,8 @@ PARTS = tuple(part.type for part in fields(TrainConfig) if part.name != "flags")
 
 
 def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lambda config: None) -> TrainConfig:
-    """Read the configuration from the command line. Raise a `UserError` as `FlagParser.parse` does, and if the run to resume
-    does not exist, no data is named, or `check` finds problems."""
+    """Read the configuration from the command line. Raise a `UserError` like `FlagParser.parse`, and if the run to resume does
+    not exist, no data is named, or `check` finds problems."""
     parser = FlagParser(PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN)
     names = ("config", "resume_from_checkpoint")
     named, source = (Path(value) if (value := parser.value_of(name, arguments)) else None for name in names)
@@ -175,7 +175,7 @@ def _drop_quickstart_text_settings(config: TrainConfig) -> None:
 
 
 def _run_name(named: Path | None, config: TrainConfig) -> str:
-    """Return the name of the config file (of its folder, if it is a run's own), else of the data, else `quickstart`."""
+    """Return the name of the config file (of its folder if it is a run's own), otherwise of the data or `quickstart`."""
     if named is not None:
         return named.resolve().parent.name if named.name == CONFIG_FILE else named.stem
     return name_of(config.data.data) if "data" in config.flags else QUICKSTART.stem

@@ -64,8 +64,8 @@ class RunData:
 
 
 def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
-    """Open the token store that is the recipe's only input, or, for text, the store built from it and cached by content and
-    settings. Raise a `UserError` if the input does not exist, or the text or the store is invalid."""
+    """Open the recipe's token store, which for text is built first and cached by content and settings. A token store must be
+    the recipe's only input. Raise a `UserError` if the input does not exist, or the text or the store is invalid."""
     if not is_store(recipe.inputs[0]) and (problems := recipe.problems()):
         raise UserError("\n".join(problems))
     folder = _folder_of(recipe)
@@ -83,7 +83,7 @@ def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
 
 
 def find_store(recipe: Recipe) -> TokenStore | None:
-    """Return the complete token store of `open_store` if it exists; None otherwise. Create nothing."""
+    """Return the complete token store of `open_store` if it exists, otherwise None. Create nothing."""
     [data] = recipe.inputs
     if not is_store(data) and not any(CACHE.glob(f"{name_of(data)}-*/metadata.json")):
         return None  # known without reading the text
@@ -171,7 +171,7 @@ def bytes_of(store: TokenStore, *splits: str) -> int:
 
 
 def processes_of_this_machine(accelerator: Accelerator) -> int:
-    """Return the local process count set by torchrun, Accelerate or MPI; the number of all processes if none sets it."""
+    """Return the local process count set by torchrun, Accelerate or MPI, or the number of all processes if none sets it."""
     return get_int_from_env(LOCAL_WORLD_SIZE, accelerator.num_processes)
 
 

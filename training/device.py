@@ -84,7 +84,7 @@ class Setup:
 
     @property
     def autotunes(self) -> bool:
-        """Whether torch.compile benchmarks kernels on the device, which needs memory that `Memory` does not count."""
+        """True if torch.compile benchmarks kernels on the device, which needs memory that `Memory` does not count."""
         return self.torch_compile and "max-autotune" in (self.torch_compile_mode or "")
 
     def shards(self, accelerator: Accelerator) -> bool:
@@ -192,8 +192,8 @@ def _attention(asked: str, precision: str | None, context: int) -> str:
 
 
 def use_deterministic_kernels() -> None:
-    """Make PyTorch use kernels with a fixed order of additions: flash instead of cuDNN attention, one split of keys in
-    memory-efficient attention, a fixed cuBLAS workspace. An operation without such a kernel raises an error."""
+    """Make PyTorch use kernels with a fixed order of additions. These are flash instead of cuDNN attention, one split of keys
+    in memory-efficient attention, and a fixed cuBLAS workspace. An operation without such a kernel raises an error."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory before writing it
@@ -211,7 +211,7 @@ def keep_freed_memory() -> None:
 
 
 def memory_of_others() -> str:
-    """Return a message if other processes use the GPU's memory; empty if they use less than a tenth of it."""
+    """Return a message if other processes use the GPU's memory, or an empty string if they use less than a tenth of it."""
     if not torch.cuda.is_available():
         return ""
     free, total = torch.cuda.mem_get_info()
@@ -244,8 +244,8 @@ def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -
 
 
 def kernel_of_sdpa(device: torch.device, setup: Setup, model: GPT2ScratchConfig) -> str:
-    """Return the kernel that PyTorch reports for tensors like those of a step: cudnn, flash, efficient, or math, which is slow
-    and stores the matrix of scores."""
+    """Return the kernel that PyTorch reports for tensors like those of a step.
+    It is cudnn, flash, efficient, or math, which is slow and stores the matrix of scores."""
     T = model.n_positions
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.mixed_precision, torch.float32)
     shape = (1, model.n_head, T, model.n_embd // model.n_head)

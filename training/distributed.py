@@ -78,8 +78,8 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
 
 
 def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
-    """Call `find` on the main process and return its result, which JSON must be able to represent, on every process. On the
-    others, an error of the main process is a `UserError`.
+    """Call `find` on the main process and return its JSON-serializable result on every process.
+    An error of the main process is raised as a `UserError` on the others.
 
     The others wait without `ddp_timeout`, in a separate group, because the main process may wait for a disk. If it dies or
     freezes meanwhile, the watchdog stops all. The group's store cannot be used: it ends with the launcher.

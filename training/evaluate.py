@@ -39,7 +39,7 @@ from training.sharding import keep_accelerate_from_sharding
 
 
 def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
-    """Return the store to score and whether to mask documents, both by default as in the run of `model`."""
+    """Return the store to score and whether to mask documents. Both default to the values of `model`'s run."""
     try:
         run_folder = run_of(Path(model))
     except UserError:

@@ -140,7 +140,7 @@ def show_plan(config: TrainConfig) -> None:
 
 
 def _show_plan(config: TrainConfig, folder: Path) -> None:
-    """Print the plan. `folder`: temporary, for a sample if the text is large and not tokenized yet."""
+    """Print the plan. `folder` is temporary and holds a sample of text that is large and not tokenized yet."""
     setup = setup_of(config)
     accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
     say = printer(accelerator)
@@ -210,8 +210,8 @@ def assumed_speed(device: str, plan: Plan, setup: Setup, devices: int) -> Throug
 
 
 def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
-    """Return the rentable devices that can hold the model, with the assumed tokens per second and hours on one device; an empty
-    list if the model is too small for reported figures."""
+    """Return the rentable devices that can hold the model, with the assumed tokens per second and hours on one device.
+    The list is empty if the model is too small for reported figures."""
     plan, half = forecast.plan, replace(forecast.setup, mixed_precision="bf16")
     fitting = [rental for rental in RENTALS.values() if plan.memory.total(1) < rental.gigabytes * 1e9]
     speeds = [(rental, assumed_speed(rental.datasheet, plan, half, 1)) for rental in fitting]
@@ -220,7 +220,7 @@ def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
 
 
 def times_due(plan: Plan, strategy: str, every: int) -> int:
-    """Return how often an action with this `strategy` is due in a run; it is always due at the end."""
+    """Return how often an action with this `strategy` is due in a run. It is always due at the end."""
     times = {"steps": plan.max_steps / every, "epoch": plan.epoch(plan.max_steps), "no": 1}[strategy]
     return max(1, math.ceil(times))
 
@@ -259,7 +259,7 @@ def describe_forecast(
 
 
 def advice(forecast: Forecast) -> Iterator[str]:
-    """Yield improvements that can be seen before the first step."""
+    """Yield suggested improvements that are known before the first step."""
     config, setup, plan = forecast.config, forecast.setup, forecast.plan
     batches, model, N, on_gpu = plan.batches, plan.model, plan.memory.parameters, plan.memory.on_gpu
     is_here = on_gpu and config.cost.plan_device is None

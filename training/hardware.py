@@ -73,18 +73,18 @@ def name_of(device: torch.device) -> str:
 
 
 def peak_flops(name: str, mixed_precision: str) -> float | None:
-    """Return the peak FLOP/s of a device by its name; None if unknown. `mixed_precision`: no, bf16 or fp16."""
+    """Return the peak FLOP/s of a device by its name, or None if unknown. `mixed_precision`: no, bf16 or fp16."""
     half, single, _ = _DATA["datasheets"].get(model_of(name), UNKNOWN)
     teraflops = single if mixed_precision == "no" else half
     return None if teraflops is None else teraflops * 1e12
 
 
 def watts(name: str) -> float | None:
-    """Return the maximum power of a device in watts, by its name; None if unknown."""
+    """Return the maximum power of a device in watts, by its name, or None if unknown."""
     return _DATA["datasheets"].get(model_of(name), UNKNOWN)[2]
 
 
 def reported_mfu(name: str) -> list[float] | None:
-    """Return the lowest, a typical and the highest MFU that others report on a device for GPT-2 with 124M to 135M parameters; None
-    if there are no reports."""
+    """Return the lowest, a typical and the highest MFU that others report on a device for GPT-2 with 124M to 135M parameters,
+    or None if there are no reports."""
     return _DATA["reported_mfu"].get(model_of(name).partition(" ")[0])

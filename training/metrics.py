@@ -105,13 +105,13 @@ def has_evaluation(path: Path, step: int) -> bool:
 
 
 def best_step(path: Path) -> int | None:
-    """Return the step with the lowest comparable validation loss; None without a validation."""
+    """Return the step with the lowest comparable validation loss, or None without a validation."""
     best = best_evaluation(read_metrics(path))
     return best["step"] if best is not None else None
 
 
 def best_evaluation(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the validation with the lowest comparable loss; None without a validation."""
+    """Return the validation with the lowest comparable loss, or None without a validation."""
     return min((entry for entry in entries if "eval_loss" in entry), key=comparable_loss, default=None)
 
 

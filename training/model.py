@@ -43,7 +43,7 @@ class ModelArguments:
 def model_config(
     arguments: ModelArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> GPT2ScratchConfig:
-    """Return the model's configuration; raise a `UserError` for inconsistent values, one problem per line."""
+    """Return the model's configuration. Raise a `UserError` for inconsistent values, one problem per line."""
     special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
         return GPT2ScratchConfig(vocab_size=vocab_size, **asdict(arguments), **special)

@@ -139,7 +139,7 @@ class Saver:
         return self.task.failure is not None or self.verification.failure is not None
 
     def wait(self) -> None:
-        """Wait for the save in progress; raise a `UserError` if it failed."""
+        """Wait for the save in progress. Raise a `UserError` if it failed."""
         self.task.wait()
         self.verification.check()
 

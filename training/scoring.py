@@ -85,7 +85,7 @@ def evaluate(
 def score(
     model: GPT2ScratchForCausalLM, store: TokenStore, tokens: Tokens, micro_batch: int, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Score the whole validation split like `evaluate`; return its metrics with their standard errors."""
+    """Score the whole validation split like `evaluate`. Return its metrics with their standard errors."""
     context = model.config.n_positions
     edges, what = units(store.offsets("val"))
     nats = np.zeros(len(edges) - 1)

@@ -34,7 +34,7 @@ def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; raise a `UserError` if it cannot be read."""
+    """Open a safetensors file. Raise a `UserError` if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -45,7 +45,7 @@ def opened(path: Path) -> Iterator[Any]:
 def verified(
     tensor: torch.Tensor, name: str, shape: torch.Size, path: Path, at_least: float = -math.inf
 ) -> torch.Tensor:
-    """Return the tensor; raise a `UserError` if its shape, type or values are not those of a saved run."""
+    """Return the tensor. Raise a `UserError` if its shape, type or values are not those of a saved run."""
     problem = None
     if tensor.shape != shape or tensor.dtype != torch.float32:
         problem = f"{tuple(tensor.shape)} of {tensor.dtype} instead of {tuple(shape)} of torch.float32"
@@ -59,7 +59,7 @@ def verified(
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Load a safetensors file into `model`, which is not yet sharded; raise a `UserError` if the tensors do not match."""
+    """Load a safetensors file into `model`, which is not yet sharded. Raise a `UserError` if the tensors do not match."""
     parameters = dict(model.named_parameters())  # without a tied head
     with opened(path) as file, torch.no_grad():
         if wrong := sorted(set(file.keys()) ^ parameters.keys()):

@@ -34,7 +34,7 @@ class HeldOut:
     """Documents of the validation split as text."""
 
     def __init__(self, store: TokenStore, most: int | None):
-        """`most`: number of evenly spaced documents to use; None: all."""
+        """`most` is the number of evenly spaced documents to use, or None for all."""
         tokens, offsets, rust = store.memory_map("val"), store.offsets("val"), store.load_tokenizer().backend_tokenizer
         ends = offsets[1:] - (store.metadata.eos_token_id is not None)
         number = len(ends) if most is None else min(most, len(ends))
@@ -46,7 +46,7 @@ class HeldOut:
         self.bytes = np.array([len(whole[a:b].encode()) for a, b in pairwise(self.edges)], dtype=np.int64)  # (units,)
 
     def encoded(self, tokenizer: PreTrainedTokenizerBase, name: str) -> Encoded:
-        """Encode the text; raise a `UserError` if the tokenizer cannot represent all of it."""
+        """Encode the text. Raise a `UserError` if the tokenizer cannot represent all of it."""
         rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         rust.encode_special_tokens = True  # text that looks like a control token stays text
         rust.no_truncation()
@@ -73,8 +73,8 @@ class HeldOut:
 def nats_of_model(
     model: PreTrainedModel, first: int | None, text: Encoded, n_units: int, accelerator: Accelerator, name: str
 ) -> np.ndarray:
-    """Return the nats of the text under the model per unit, (units,) float64, computed by all processes together. `first`: start
-    token of each document."""
+    """Return the model's nats for each unit of the text, (units,) float64.
+    All processes compute them together. `first` is the start token of each document."""
     context = min(getattr(model.config, "max_position_embeddings", LONGEST_WINDOW), LONGEST_WINDOW)
     sums = np.zeros(n_units)
     cut = []  # windows: tokens, and the units of the last tokens, which no earlier window scored
@@ -106,7 +106,7 @@ def nats_of_model(
 
 
 def nats_of_ngram(ngram: NGram, eos: int | None, text: Encoded, n_units: int) -> np.ndarray:
-    """Return an n-gram model's nats per unit, (units,) float64. Each document follows an end of text, as in the store."""
+    """Return an n-gram model's nats for each unit, (units,) float64. Each document follows an end of text, as in the store."""
     before = [] if eos is None else [eos]
     stream = np.concatenate([part for ids, _ in text for part in (before, ids)]).astype(np.int64)
     nats = -np.log(ngram.probabilities(stream))
@@ -122,8 +122,8 @@ def compare(
     most_documents: int | None,
     accelerator: Accelerator,
 ) -> dict[str, Any] | None:
-    """Return the rows of the comparison, best first, and the method, for JSON. Only the main process fits n-grams and compresses;
-    the others return None.
+    """Return the rows of the comparison, best first, and the method, for JSON.
+    Only the main process fits n-grams and compresses. The others return None.
 
     Raises:
         UserError: a model cannot be loaded, or its tokenizer cannot represent the text.

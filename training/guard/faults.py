@@ -23,8 +23,8 @@ OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of 
 
 
 def translate(error: Exception, run: Run) -> Exception:
-    """Return the `UserError` or `Restart` that corresponds to an error. A `UserError`, a bug of ours and an error of the process
-    group are returned unchanged."""
+    """Return the `UserError` or `Restart` that corresponds to an error.
+    A `UserError`, an internal bug and an error of the process group are returned unchanged."""
     folder = run.folder
     if isinstance(error, DivergenceError):
         last_good = folder.last_good()
@@ -46,7 +46,7 @@ def translate(error: Exception, run: Run) -> Exception:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means out of memory, also if the compiler wrapped it in another error."""
+    """Return whether an error means out of memory, even if the compiler wrapped it in another error."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)

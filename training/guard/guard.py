@@ -32,8 +32,8 @@ MOST_IN_A_ROW = 3  # rollbacks to one checkpoint: if the loss still spikes after
 def job(
     setup: Setup, folder: RunFolder, trackers: list[str] | None, stopping: StoppingArguments, settings: dict[str, Any]
 ) -> Iterator[tuple[Accelerator, Watchdog]]:
-    """Set up the processes of a job, which are watched inside the `with` block, and lock the folder. `settings`: must be equal in
-    all processes."""
+    """Set up and watch the processes of a job inside the `with` block, and lock the folder.
+    `settings` must be equal in all processes."""
     accelerator = start_accelerator(setup, trackers, str(folder.path), stopping.ddp_timeout)
     lock = RunLock(folder.path)
     with Watchdog(accelerator.process_index, accelerator.num_processes, stopping.ddp_timeout, folder) as watchdog:
@@ -49,7 +49,7 @@ def job(
 
 
 class RunGuard:
-    """Guard of the training loop, used by every process: at the end, the folder has the final status and complete checkpoints."""
+    """Guard of the training loop, used by every process. It leaves a folder with the final status and complete checkpoints."""
 
     def __init__(self, run: Run, health: HealthArguments, stopping: StoppingArguments, watchdog: Watchdog):
         self.run, self.watchdog = run, watchdog
@@ -75,7 +75,7 @@ class RunGuard:
             self.stopper.__exit__(kind)  # last: until here, Ctrl-C only requests a stop
 
     def steps(self, saver: Saver) -> Iterator[int]:
-        """Yield the remaining steps, counted from 0; end early if all processes agree to stop. Save a checkpoint at the end."""
+        """Yield the remaining steps, counted from 0. End early if all processes agree to stop. Save a checkpoint at the end."""
         while self.step < self.run.plan.max_steps and not self.stopper.agreed():
             self.watchdog.phase = f"step {self.step + 1:,}"
             yield self.step

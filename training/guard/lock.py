@@ -1,4 +1,4 @@
-"""Lock of a run folder: only one process trains in it; a second process reports the holder of the lock.
+"""Lock of a run folder: only one process trains in it, and a second process reports the holder of the lock.
 
 The lock belongs to the process: the system releases it when the process ends in any way, so a leftover file locks nothing.
 The note of the holder is used only in the error message.
@@ -28,13 +28,13 @@ PATIENCE = 30.0
 
 
 class RunLock:
-    """Lock that the main process of a run holds from before its first look into the folder until its last.
+    """Lock that the main process of a run holds for as long as it uses the folder.
 
     A process that replaces itself (`os.execv`) loses the lock and acquires it again.
     """
 
     def __init__(self, folder: str | Path, say: Callable[[str], None] = print, patience: float = PATIENCE):
-        """`patience`: seconds to wait for the holder to end."""
+        """`patience` is the number of seconds to wait for the holder to end."""
         self.folder, self.say, self.patience = Path(folder), say, patience
         place = self.folder.resolve()
         # Next to the folder, which may be deleted; inside it if it is a separate disk, which may be all that containers share.
@@ -44,7 +44,7 @@ class RunLock:
         self.lock: BaseFileLock | None = None
 
     def acquire(self) -> None:
-        """Acquire the lock; raise a `UserError` if another process keeps it, or its file cannot be written."""
+        """Acquire the lock. Raise a `UserError` if another process keeps it, or its file cannot be written."""
         with disk_errors(self.path, "use another --output_dir"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:

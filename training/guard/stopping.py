@@ -1,4 +1,4 @@
-"""Stop requests by a signal, a time limit or the launcher's death; all processes stop at the same step."""
+"""Stop requests by a signal, a time limit or the launcher's death. All processes stop at the same step."""
 
 import math
 import os
@@ -54,14 +54,14 @@ class StoppingArguments:
 
 
 class Stopper:
-    """Context that turns signals into stop requests; the training loop checks for a request at each step boundary.
+    """Context that turns signals into stop requests. The training loop checks for a request at each step boundary.
 
     A thread receives the signals. They therefore work even if the main thread hangs in a collective or waits for the device, where
     Python runs no handlers.
     """
 
     def __init__(self, arguments: StoppingArguments, processes: int = 1, grace: float = GRACE):
-        """`grace`: seconds to exit; a process that writes a checkpoint, or waits for another process to write one, gets more."""
+        """`grace` is the time to exit in seconds. A process that writes a checkpoint, or waits for another to write one, gets more."""
         self.arguments, self.processes, self.grace = arguments, processes, grace
         self.requested: str | None = None  # in this process; the others may not know yet
         self._decided: str | None = None  # by all processes
@@ -113,7 +113,7 @@ class Stopper:
             self._sent.close()
 
     def agreed(self, now: bool = False) -> str | None:
-        """Return why to stop, or None; the same in all processes at a step boundary. Called by every process at each boundary.
+        """Return the reason to stop, or None. All processes call this at each step boundary and get the same result.
 
         With several processes, the result is from the previous boundary, because the answers travel during the step. `now` waits
         for the current answers, for use at the end of a phase such as a validation.
@@ -142,7 +142,7 @@ class Stopper:
         self._decided = _REASONS[int(codes) - 1] if codes else None
 
     def request(self, reason: str) -> None:
-        """Request a stop for one of the reasons in `EXIT_CODES`; the first request is kept."""
+        """Request a stop for one of the reasons in `EXIT_CODES`. The first request is kept."""
         self.requested = self.requested or reason
         self._announce(self.requested)
 
@@ -183,17 +183,17 @@ class Stopper:
         self.request(number.name)
 
     def _allow_grace(self) -> None:
-        """Set the deadline to exit: a process stuck in a collective with a dead peer must not keep the device. Slow steps get more
-        time, because the exit may take up to two steps."""
+        """Set the deadline to exit, because a process stuck in a collective with a dead peer must not keep the device.
+        Slow steps get more time, because the exit may take up to two steps."""
         self._leave_at = min(self._leave_at, time.monotonic() + max(self.grace, 3 * self._longest_step))
 
 
 def _only_note(*_: object) -> None:
-    """Keep the signal from ending the process; the thread receives it through the wakeup descriptor."""
+    """Keep the signal from ending the process. The thread receives it through the wakeup descriptor."""
 
 
 def _forget_in_child() -> None:
-    """Reset the signals in a forked child, which shares the socket: its SIGTERM would look like a SIGTERM to this process."""
+    """Reset the signals in a forked child. It shares the socket, so its SIGTERM would look like one to this process."""
     for number in SIGNALS:
         if signal.getsignal(number) is _only_note:
             signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Heartbeat watchdog: dead, frozen and hung processes of a job are reported in one sentence, in bounded time.
+"""Heartbeat watchdog that reports dead, frozen and hung processes of a job in one sentence, in bounded time.
 
 Each process has a thread that writes its heartbeat (a `Pulse`) to the store of the process group every second, and reads orders
 there. Rank 0 judges the other ranks, and they judge rank 0. The judge orders all processes to end and reports the reason; a
@@ -99,7 +99,7 @@ def find_fault(judge: int, pulses: list[Pulse], trouble: float, patience: float,
 
 
 class Watchdog:
-    """Context in which the processes of a job are watched; a single process is not.
+    """Context in which the processes of a job are watched. A single process is not watched.
 
     An error of the process group ends the process on exit, as soon as the process that caused it is known.
     """
@@ -113,8 +113,8 @@ class Watchdog:
         patience: float | None = None,
         interval: float = 1.0,
     ):
-        """`folder`: its status records why the processes ended. `patience`: seconds of silence after which a process counts as lost;
-        by default 60, or `ddp_timeout` if that is less. `interval`: seconds between two pulses."""
+        """The status in `folder` records why the processes ended. `patience` is the seconds of silence after which a process
+        counts as lost; by default 60, or `ddp_timeout` if that is less. `interval`: seconds between two pulses."""
         self.rank, self.processes, self.folder = rank, processes, folder
         self.ddp_timeout, self.interval = ddp_timeout, interval
         self.patience = min(PATIENCE, ddp_timeout) if patience is None else patience
@@ -217,7 +217,7 @@ class Watchdog:
         self._leave(sentence if self.rank == order["speaker"] else "")
 
     def _wait_for_all(self, seconds: float) -> bool:
-        """Confirm an order; return whether all processes confirm it in time."""
+        """Confirm an order and return whether all processes confirm it in time."""
         end = time.monotonic() + seconds
         with suppress(RuntimeError):
             count = self._store.add("heard", 1)
@@ -228,7 +228,7 @@ class Watchdog:
         return False
 
     def _leave(self, fault: str) -> NoReturn:
-        """End the process, from any thread. `fault`: empty if another process reports it."""
+        """End the process, from any thread. `fault` is empty if another process reports it."""
         show_cursor()
         if fault:
             say(f"error: {fault}. {REMEDY}")
@@ -248,7 +248,7 @@ def _machine() -> str:
 
 
 def is_of_the_group(error: BaseException) -> bool:
-    """Return whether an error comes from the process group; gloo raises plain RuntimeErrors."""
+    """Return whether an error comes from the process group. Gloo raises plain RuntimeErrors."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     words = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup", "process group")

@@ -41,7 +41,7 @@ Entries = list[dict[str, Any]]
 def begin_report(
     folder: RunFolder, model: GPT2ScratchConfig, parameters: int, data: Metadata, watts: float | None
 ) -> None:
-    """Write the facts that no other file of the run folder holds. `watts`: maximum power of all devices; None if unknown."""
+    """Write the facts that no other file of the run folder holds. `watts`: maximum power of all devices, or None if unknown."""
     on_the_hub = tuple(data.hub_datasets)
     facts = {
         "model": {name: getattr(model, name) for name in model_fields(type(model))},
@@ -68,7 +68,7 @@ def write_facts(folder: RunFolder, facts: dict[str, Any]) -> None:
 
 
 def read_facts(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the content of report.json; None if it is missing or damaged. Raise a `UserError` for a newer format."""
+    """Return the content of report.json, or None if it is missing or damaged. Raise a `UserError` for a newer format."""
     try:
         facts = schema.read(folder.facts)
         check_format(folder.facts, facts["format_version"], FORMAT_VERSION)
@@ -159,7 +159,7 @@ def _speed(timed: Entries, first_step: float) -> dict[str, Any]:
 
 
 def _estimate(timed: Entries, first_step: float, events: Entries) -> dict[str, Any] | None:
-    """Return the estimate of the last start and the actual values; None if no start recorded an estimate."""
+    """Return the estimate of the last start and the actual values, or None if no start recorded an estimate."""
     planned = next((event["planned"] for event in reversed(events) if "planned" in event), None)
     if planned is None:
         return None

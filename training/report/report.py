@@ -69,7 +69,7 @@ def _write(folder: RunFolder, facts: dict[str, Any], evaluation: dict[str, Any] 
 
 
 def facts_of(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the facts behind report.md; None if the page was edited, or written by an older version."""
+    """Return the facts behind report.md, or None if the page was edited, or written by an older version."""
     facts = read_facts(folder) or {}
     written = facts.get("report_sha256")
     is_edited = folder.report.is_file() and file_sha256(folder.report) != written
