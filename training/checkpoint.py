@@ -205,7 +205,7 @@ class DamageError(OSError):
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return the first damage found in a checkpoint; None if it is intact. Raise a `UserError` for a newer version's checkpoint."""
+    """Return the first damage in a checkpoint, or None if it is intact. Raise a `UserError` for a newer version's checkpoint."""
     try:
         for name, (_, sha256) in listed_files(checkpoint).items():
             if file_sha256(checkpoint / name) != sha256:
@@ -218,8 +218,8 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Return size in bytes and SHA-256 of all files in the manifest, by name. Raise a `DamageError` if the manifest is invalid, or
-    if a file is missing, has another size or is outside the checkpoint; a `UserError` for a newer version's checkpoint."""
+    """Return the size and SHA-256 of each file in the manifest, by name. Raise a `DamageError` if the manifest is invalid, or if a
+    file is missing, has another size in bytes or is outside the checkpoint, or a `UserError` for a newer version's checkpoint."""
     if not (checkpoint / MANIFEST).is_file():
         raise DamageError(f"it has no {MANIFEST}")
     try:

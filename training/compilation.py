@@ -43,7 +43,7 @@ def decide_compilation(asked: str, mode: str | None, notes: list[str]) -> bool:
 
 
 def _missing_to_compile() -> str:
-    """Return the missing requirements of Inductor with their remedy; empty if nothing is missing.
+    """Return the missing requirements of Inductor with their remedy, or an empty string if nothing is missing.
 
     Inductor compiles C++ for CPUs, and Triton compiles C for GPUs. Both need Python's headers.
     """

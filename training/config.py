@@ -114,7 +114,7 @@ class TrainConfig:
         return Settings(self.flat(), defaults, meanings | dict.fromkeys(TEXT_SETTINGS, "derived"), self.changes.allowed)
 
     def problems(self) -> list[str]:
-        """Return the problems that can be found without the data or the device."""
+        """Return the problems that can be found without access to the data or the device."""
         found = [
             problem
             for part in (self.run, self.length, self.optim, self.settings, self.logging, self.cost)

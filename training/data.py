@@ -176,7 +176,7 @@ def processes_of_this_machine(accelerator: Accelerator) -> int:
 
 
 def place_tokens(store: TokenStore, split: str, where: str, device: torch.device, mask_documents: bool) -> Tokens:
-    """Load a split into its place. Raise a `UserError` for a token id outside the vocabulary; a memory map is checked per batch."""
+    """Load a split into its place. Raise a `UserError` for a token id outside the vocabulary. A memory map is checked per batch."""
     documents = None
     if mask_documents:
         documents = Documents(store.offsets(split), has_eos=store.metadata.eos_token_id is not None)

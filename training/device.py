@@ -77,7 +77,7 @@ class Setup:
 
     @property
     def compile_settings(self) -> dict[str, Any] | None:
-        """Arguments of `torch.compile`; None if not compiled. One graph includes the loss; all batches have the same shape."""
+        """Arguments of `torch.compile`, or None if not compiled. One graph includes the loss; all batches have the same shape."""
         if not self.torch_compile:
             return None
         return {"backend": "inductor", "mode": self.torch_compile_mode, "fullgraph": True, "dynamic": False}
@@ -93,7 +93,7 @@ class Setup:
 
 
 def decide(arguments: DeviceArguments, context: int, mask_documents: bool = False) -> Setup:
-    """Decide the setup for this machine; raise a `UserError` with all unsupported settings, one per line. `context`: in tokens."""
+    """Decide the setup for this machine. Raise a `UserError` with all unsupported settings, one per line. `context`: in tokens."""
     found, notes = Problems(), []
     found.add_of(_check_kernels, [])
     if is_alone_by_mistake():
@@ -225,7 +225,7 @@ def memory_of_others() -> str:
 
 
 def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -> str:
-    """Describe the setup in one line: `CPU (2 threads), fp32, compiled, attention: sdpa (flash), 1 process`; a GPU has its peak too."""
+    """Describe the setup in one line: `CPU (2 threads), fp32, compiled, attention: sdpa (flash), 1 process`. A GPU adds its peak."""
     if accelerator.device.type == "cuda":
         peak = peak_flops(name_of(accelerator.device), setup.mixed_precision)
         best = "MFU unknown" if peak is None else f"{peak / 1e12:g} TFLOP/s"

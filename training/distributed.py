@@ -28,7 +28,7 @@ _waits = False
 
 
 def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.Store, int, int]]:
-    """Rendezvous like `env://`, with a new key prefix per restart: the launcher's store keeps the addresses of old processes."""
+    """Rendezvous like `env://`, with a new key prefix per restart because the launcher's store keeps addresses of old processes."""
     store, rank, processes = next(distributed.rendezvous("env://", timeout=timeout))
     yield distributed.PrefixStore(f"restart_{restarted().get('restarts', 0)}", store), rank, processes
 

@@ -196,7 +196,7 @@ def measure_speed(
 
 
 def assumed_speed(device: str, plan: Plan, setup: Setup, devices: int) -> Throughput | None:
-    """Return the throughput assumed for a device from published results; None if its peak is unknown or the model too small."""
+    """Return the throughput assumed for a device from published results, or None if its peak is unknown or the model too small."""
     peak = peak_flops(device, setup.mixed_precision)
     if peak is None or plan.memory.parameters < FILLS_A_GPU:
         return None

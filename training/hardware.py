@@ -68,12 +68,12 @@ def model_of(name: str) -> str:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name of a GPU; empty for other devices."""
+    """Return the name of a GPU, or an empty string for other devices."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def peak_flops(name: str, mixed_precision: str) -> float | None:
-    """Return the peak FLOP/s of a device by its name, or None if unknown. `mixed_precision`: no, bf16 or fp16."""
+    """Return the peak FLOP/s of a device by its name, or None if unknown. `mixed_precision` is no, bf16 or fp16."""
     half, single, _ = _DATA["datasheets"].get(model_of(name), UNKNOWN)
     teraflops = single if mixed_precision == "no" else half
     return None if teraflops is None else teraflops * 1e12
@@ -85,6 +85,6 @@ def watts(name: str) -> float | None:
 
 
 def reported_mfu(name: str) -> list[float] | None:
-    """Return the lowest, a typical and the highest MFU that others report on a device for GPT-2 with 124M to 135M parameters,
-    or None if there are no reports."""
+    """Return the lowest, a typical and the highest MFU that others report for GPT-2 on a device, or None without reports.
+    The models have 124M to 135M parameters."""
     return _DATA["reported_mfu"].get(model_of(name).partition(" ")[0])

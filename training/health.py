@@ -108,7 +108,7 @@ class Health:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the last step's loss was not finite. The weights, unchanged by that step, are then not worth saving."""
+        """True if the last step's loss was not finite. The weights, unchanged by that step, are then not worth saving."""
         return self.lost_since is not None
 
     def take_reading(self) -> dict[str, float]:

@@ -40,7 +40,7 @@ def launch_command() -> str:
 
 
 def launcher_option(name: str) -> str:
-    """Return the value of an option on the launcher's command line; empty if it is not given, or the launcher has exited."""
+    """Return an option's value on the launcher's command line, or an empty string if it is not given or the launcher has exited."""
     words = []
     with suppress(psutil.Error):
         words = [part for word in psutil.Process(PARENT).cmdline() for part in word.split("=", 1)]
@@ -58,8 +58,8 @@ def set_by_launcher(name: str) -> bool:
 
 
 def is_alone_by_mistake() -> bool:
-    """Return whether `accelerate launch` was asked for several processes but started one: it then sets a master address without a
-    WORLD_SIZE. The address may also come from the shell, as under Slurm."""
+    """Return whether `accelerate launch` was asked for several processes but started one.
+    It then sets a master address without a WORLD_SIZE. The address may also come from the shell, as under Slurm."""
     if not is_launched() or "WORLD_SIZE" in os.environ:
         return False
     has_master = set_by_launcher("MASTER_ADDR") or set_by_launcher("MASTER_PORT")

@@ -56,7 +56,7 @@ def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT
 def load_with_tokenizer(
     source: str | Path, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer as `modeling_gpt2scratch.loading` does, but with `UserError`s."""
+    """Load a model and its tokenizer like `modeling_gpt2scratch.loading`, but with `UserError`s."""
     with model_errors():
         return loading.load_with_tokenizer(source, dtype)
 

@@ -22,10 +22,10 @@ LINES_OF_ETA = 100  # last log lines whose mean speed gives the ETA
 
 
 class RunLog:
-    """Log of a run: every process uses it, only the main process writes."""
+    """Log of a run, used by every process and written by the main process."""
 
     def __init__(self, run: Run, batches: TrainBatches, evaluation_share: float, hourly_price: float | None):
-        """`evaluation_share`: the expected fraction of time spent on validation."""
+        """`evaluation_share` is the expected fraction of time spent on validation."""
         self.folder, self.accelerator, self.plan = run.folder, run.accelerator, run.plan
         self.start, self.compiled = run.start, run.setup.torch_compile
         self.speed = Speed(batches, run.plan.model, run.accelerator)

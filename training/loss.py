@@ -15,7 +15,7 @@ MULTIPLE = 128  # columns are padded to a multiple of this for fast matrix kerne
 
 
 class DivergenceError(UserError):
-    """Training has diverged: the weights after `weights_after` steps compute a non-finite loss."""
+    """Error for diverged training: the weights after `weights_after` steps compute a non-finite loss."""
 
     def __init__(self, problem: str, weights_after: int | None = None):
         super().__init__(f"{problem}: training has diverged. Lower learning_rate or raise warmup_steps, and resume.")
@@ -33,7 +33,7 @@ class NextTokenLoss(nn.Module):
     def forward(
         self, inputs: torch.Tensor, targets: torch.Tensor, divisor: int, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`; -100 is ignored.
+        """Return the cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`. -100 is ignored.
 
         If `positions` (B, T) restart within a row, attention restarts too. In eager mode, Transformers then checks whether any
         do, which waits for the device.
@@ -69,8 +69,8 @@ def token_nats(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Cross-entropy that computes its gradients in the forward pass, per chunk, while the logits exist, as in Liger Kernel (Hsu
-    et al. 2024): no tensor of size (N, V) is kept, and nothing is recomputed."""
+    """Cross-entropy that computes its gradients in the forward pass, per chunk, as in Liger Kernel (Hsu et al. 2024).
+    The logits exist at that time, so no tensor of size (N, V) is kept, and nothing is recomputed."""
 
     @staticmethod
     def forward(ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def _nats(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 
 def _nats_of_one_kernel(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the same as `_nats`, as a sum over all columns, which Inductor fuses into the kernel that reads the logits.
+    """Return the value of `_nats`, computed as a sum over all columns, which Inductor fuses into the kernel that reads the logits.
 
     A gather would be fused across chunks instead, which keeps the logits of all chunks: 2.1 GB for 64 x 512 x 32,000.
     """

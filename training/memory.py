@@ -33,7 +33,7 @@ class Memory:
 
     @property
     def in_half(self) -> bool:
-        """Whether matrix products use bf16 or fp16."""
+        """True if matrix products use bf16 or fp16."""
         return self.setup.mixed_precision != "no"
 
     @property
@@ -65,7 +65,7 @@ class Memory:
         return sum(self.parts(micro_batch).values())
 
     def largest_micro_batch(self, free: int) -> int:
-        """Return the number of sequences that should fit into `free` bytes; at least 1, which is then tried."""
+        """Return the number of sequences that should fit into `free` bytes. It is at least 1, which is then tried."""
         left = USABLE * (free - sum(self.fixed().values()))
         sizes = range(1, LARGEST_MICRO_BATCH + 1)
         return max(1, bisect_right(sizes, left, key=lambda size: self._activations(size) + self._passing(size)))
@@ -88,7 +88,7 @@ class Memory:
         return block
 
     def _passing(self, micro_batch: int) -> int:
-        """Return the temporary bytes: of the loss, or, on a GPU, of the last block's backward pass if that is more."""
+        """Return the temporary bytes of the loss or, on a GPU, of the last block's backward pass if that needs more."""
         loss = self._loss(micro_batch)
         if not self.on_gpu:
             return loss

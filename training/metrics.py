@@ -17,7 +17,7 @@ EVALUATED = {"epoch", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "eva
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl: log lines and validations; all their values are numbers."""
+    """Return the entries of a metrics.jsonl: log lines and validations. All their values are numbers."""
     return [entry for entry in _objects(path) if _is_metrics(entry)]
 
 
@@ -77,7 +77,7 @@ class Planned:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the numbers are valid for reports."""
+        """True if the numbers are valid for reports."""
         is_one_unknown = (self.tokens_per_second is None) != (self.hours is None)
         largest = max(abs(number or 0) for number in vars(self).values())
         return not is_one_unknown and largest < 1e18 and self.steps >= 1 > self.evaluation_share
@@ -116,7 +116,7 @@ def best_evaluation(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def comparable_loss(entry: dict[str, Any]) -> float:
-    """Return the loss on the text that all validations of a run score; the last validation may score more text."""
+    """Return the loss on the text that all validations of a run score. The last validation may score more text."""
     return entry.get("eval_sampled_loss", entry["eval_loss"])
 
 

@@ -1,4 +1,4 @@
-"""Model of a run: builds a `GPT2ScratchForCausalLM` from the flags and the token store."""
+"""Model of a run: a `GPT2ScratchForCausalLM` built from the flags and the token store."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from training.tensors import load_weights
 
 @dataclass
 class ModelArguments:
-    """Fields of `GPT2ScratchConfig`, with the same names and defaults; the vocabulary comes from the token store."""
+    """Fields of `GPT2ScratchConfig`, with the same names and defaults. The vocabulary comes from the token store."""
 
     n_layer: int = setting(12, "Number of transformer blocks.", minimum=1, maximum=1000, resume="derived")
     n_head: int = setting(12, "Heads per block; must divide n_embd.", minimum=1, maximum=1024, resume="derived")

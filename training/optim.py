@@ -40,7 +40,7 @@ class OptimArguments:
 
 
 class Moment(NamedTuple):
-    """An fp32 tensor that the optimizer stores for each parameter."""
+    """Tensor in fp32 that the optimizer stores for each parameter."""
 
     key: str  # in the optimizer's state; in a checkpoint, it follows the parameter's name
     at_least: float = -math.inf  # lower bound of the values
@@ -121,7 +121,7 @@ def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the moments of a safetensors file into `optimizer`, built for `model`; its hyperparameters do not change. Raise a
+    """Load the moments of a safetensors file into `optimizer`, built for `model`. Its hyperparameters do not change. Raise a
     `UserError` if the file's tensors do not match the optimizer, or hold values that no run writes."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -65,7 +65,7 @@ class Plan:
 
 
 def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> int:
-    """Return the number of steps; a partial last step counts as a whole one."""
+    """Return the number of steps. A partial last step counts as a whole one."""
     if arguments.max_steps is not None:
         return arguments.max_steps
     if arguments.max_train_tokens is not None:
@@ -74,7 +74,7 @@ def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> in
 
 
 def host_memory_problems(memory: Memory, processes: int) -> list[str]:
-    """Return a problem if the model cannot fit the machine's whole memory: the system would kill the process without a message."""
+    """Return a problem if the model cannot fit the machine's whole memory. The system would kill the process without a message."""
     needed = sum(memory.fixed().values()) * processes
     there = psutil.virtual_memory().total + psutil.swap_memory().total
     if needed <= there:

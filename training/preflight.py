@@ -35,8 +35,8 @@ PROGRAM_GROWS = 120_000_000  # bytes of code that are loaded and compiled from t
 
 
 def setup_of(config: TrainConfig) -> Setup:
-    """Decide device, precision and compilation for this machine, or for the device named by --plan_device. Raise a `UserError`
-    as `decide` does, or if the named device is unknown or does not support the precision."""
+    """Decide device, precision and compilation for this machine, or for the device named by --plan_device.
+    Raise a `UserError` like `decide`, and if the named device is unknown or does not support the precision."""
     if config.cost.plan_device is None:
         return decide(config.device, config.model.n_positions, config.batch.mask_documents)
     if config.cost.plan_device not in RENTALS:

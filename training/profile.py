@@ -53,7 +53,7 @@ class ProfileArguments:
 
 
 class Profiler:
-    """Profiler used by every process: all of them record, so that no process waits longer than usual; the main one reports."""
+    """Profiler used by every process. All of them record, so that no process waits longer than usual, and the main one reports."""
 
     def __init__(self, arguments: ProfileArguments, run: Run, log: RunLog):
         self.first = run.start.step + WARM_UP if arguments.profile else None  # first step to record; None when done
@@ -73,7 +73,7 @@ class Profiler:
             self.log.say(f"Nothing was profiled: the run ended before step {self.first + STEPS}, the last to record.")
 
     def before(self, step: int) -> None:
-        """Start recording before the first step to record; wait for the device."""
+        """Wait for the device and start recording before the first step to record."""
         if self.first is None or not self.first - 1 <= step <= self.first:
             return
         with self.log.pause():
@@ -85,7 +85,7 @@ class Profiler:
         self.began = time.perf_counter()
 
     def after(self, done: int, pauses: bool) -> None:
-        """Finish after the last step to record, or before a pause in training (`pauses`); wait for the device."""
+        """Wait for the device and finish after the last step to record, or before a pause in training (`pauses`)."""
         if self.first is None or done <= self.first or not (pauses or done == self.first + STEPS):
             return
         with self.log.pause():

@@ -1,4 +1,4 @@
-"""Restart in a fresh process with the same pid: all device memory is released, and the launcher does not notice."""
+"""Restart in a fresh process with the same pid. It releases all device memory, and the launcher does not notice."""
 
 import json
 import os
@@ -20,13 +20,13 @@ class Restart(Exception):  # noqa: N818 (not an error: the run resumes)
     """Request to `execute` a restart after all open resources have been closed."""
 
     def __init__(self, reason: str, facts: dict[str, Any]):
-        """`reason`: one sentence. `facts`: returned by `restarted` in the fresh process."""
+        """`reason` is one sentence. In the fresh process, `restarted` returns `facts`."""
         super().__init__(reason)
         self.facts = facts
 
 
 def restarting(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
-    """Wrap a command: on a `Restart`, after `main` has closed everything, replace this process with a fresh one."""
+    """Wrap a command so that, on a `Restart`, a fresh process replaces this one after `main` has closed everything."""
 
     def run(arguments: list[str]) -> None:
         try:
@@ -39,8 +39,8 @@ def restarting(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]
 
 
 def restarted() -> dict[str, Any]:
-    """Return the facts left by earlier processes, such as `{"micro_batch": 4, "because": "...", "restarts": 1}`; empty in the
-    first process."""
+    """Return the facts left by earlier processes; in the first process, an empty dictionary.
+    An example is `{"micro_batch": 4, "because": "...", "restarts": 1}`."""
     return json.loads(os.environ.get(FACTS, "{}"))
 
 

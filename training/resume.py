@@ -30,7 +30,7 @@ class ResumePoint:
         return self.state.position.step
 
     def is_own(self, folder: RunFolder) -> bool:
-        """Return whether the checkpoint is the run's own, not one of another run that this run branches off from."""
+        """Return whether the checkpoint is the run's own, rather than from another run that this run branches off from."""
         return self.checkpoint is not None and self.checkpoint.parent.resolve() == folder.checkpoints.resolve()
 
 
@@ -83,7 +83,7 @@ def choose_checkpoint(
 def _newest(
     folder: RunFolder, backup: Backup | None, settings: Settings | None, say: Callable[[str], None]
 ) -> Path | None:
-    """Return the newest checkpoint of the folder and its backup; a newer one in the backup is copied to the folder first.
+    """Return the newest checkpoint of the folder and its backup. A newer one in the backup is copied to the folder first.
     `settings` (None: the run's own) must match those of the run in the backup."""
     checkpoint = failure = None
     try:

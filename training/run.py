@@ -88,7 +88,7 @@ def _write_beginning(
 
 
 def print_end(run: Run, step: int, reason: str | None) -> None:
-    """Print the next commands. `reason`: why the run stopped after `step` steps, or None if it is finished."""
+    """Print the next commands. `reason` is why the run stopped after `step` steps, or None if it is finished."""
     say, folder, path = printer(run.accelerator), run.folder, quote(str(run.folder.path))
     if reason is not None:
         how = f"run the same command again, or:\n  {launch_command()} --resume_from_checkpoint {path}"

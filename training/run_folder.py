@@ -107,8 +107,8 @@ class RunFolder:
         return False
 
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
-        """Return the newest undamaged checkpoint; report and skip damaged ones. Raise a `UserError` if there are checkpoints and
-        all of them are damaged."""
+        """Return the newest undamaged checkpoint.
+        Report and skip damaged ones. Raise a `UserError` if there are checkpoints and all of them are damaged."""
         problem = None
         for checkpoint in reversed(checkpoints.all_checkpoints(self.checkpoints)):
             problem = checkpoints.damage(checkpoint)
@@ -125,14 +125,14 @@ class RunFolder:
         return f"{complete[-1]} is the last good checkpoint" if complete else "there is no checkpoint yet"
 
     def newest_step(self) -> int:
-        """Return the step of the newest complete checkpoint; 0 if there is none."""
+        """Return the step of the newest complete checkpoint, or 0 if there is none."""
         complete = checkpoints.complete_checkpoints(self.checkpoints)
         return checkpoints.step_of(complete[-1]) if complete else 0
 
 
 def may_hold_run(folder: RunFolder) -> bool:
-    """Return whether a run can be written to a folder without touching unrelated files: the folder does not exist, holds a run,
-    or holds only a lock and files that systems and version control put into empty folders."""
+    """Return whether a run can be written to a folder without touching unrelated files. The folder must not exist, must hold a run,
+    or must hold only a lock and files that systems and version control put into empty folders."""
     if not folder.path.is_dir():
         return not folder.path.exists()
     names = (*EMPTY, f".{folder.path.resolve().name}.lock*")

@@ -100,8 +100,8 @@ def continue_tokens(
     config: GenerationConfig,
     stream: TextStream | None = None,
 ) -> list[list[int]]:
-    """Continue each row of `tokens` (B, T) until an end of text, also beyond the model's context: when the context is full, the
-    second half of each unfinished text becomes its new prompt."""
+    """Continue each row of `tokens` (B, T) until an end of text, even beyond the model's context.
+    When the context is full, the second half of each unfinished text becomes its new prompt."""
     context, eos = model.config.max_position_embeddings, config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
     texts: list[list[int]] = [[] for _ in tokens]
@@ -123,7 +123,7 @@ def continue_tokens(
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Encode a prompt as `modeling_gpt2scratch.loading.encode_prompt` does, with `UserError`s for commands."""
+    """Encode a prompt like `modeling_gpt2scratch.loading.encode_prompt`, but with `UserError`s for commands."""
     try:
         return loading.encode_prompt(tokenizer, prompt)
     except loading.ModelError as error:
@@ -133,8 +133,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 def with_prompts(
     arguments: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
 ) -> SamplingArguments:
-    """Return the arguments with prompts: the given ones, which the tokenizer must be able to encode, or the openings of the first
-    three validation documents."""
+    """Return the arguments with the given prompts, or with the openings of the first three validation documents.
+    The tokenizer must be able to encode given prompts."""
     if arguments.sample_prompts:
         for prompt in arguments.sample_prompts:
             encode_prompt(tokenizer, prompt)
@@ -148,7 +148,7 @@ def with_prompts(
 def sample(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: SamplingArguments, seed: int
 ) -> list[tuple[str, str]]:
-    """Return each prompt with its continuation; the same weights and seed give the same text."""
+    """Return each prompt with its continuation. The same weights and seed give the same text."""
     if arguments.sample_tokens == 0:
         return []
     torch.manual_seed(seed)
@@ -184,7 +184,7 @@ def read_samples(path: Path) -> dict[int, list[str]]:
 
 
 def forget_samples_after(path: Path, step: int) -> None:
-    """Remove the sections of later steps; other text in the file stays."""
+    """Remove the sections of later steps. Other text in the file stays."""
     if path.is_file():
         text = path.read_text(encoding="utf-8", errors="replace")
         later = (found.start() for found in SECTION_OR_SAMPLE.finditer(text) if found[1] and int(found[1]) > step)

@@ -36,7 +36,7 @@ THREAD = "saver"
 
 
 def wait_for_writing(seconds: float) -> bool:
-    """Wait up to `seconds` for a checkpoint that this process writes; return whether it still does. Not for the saving thread."""
+    """Wait up to `seconds` for this process's checkpoint. Return whether it is still being written. Not for the saving thread."""
     writers = [thread for thread in threading.enumerate() if thread.name == THREAD]
     for thread in writers:
         if thread.is_alive():  # false while it is starting
@@ -74,7 +74,7 @@ class BackgroundTask(threading.Thread):
 
 
 class Saver:
-    """Checkpoint saver, used by every process because all of them gather a sharded model; the main process writes.
+    """Checkpoint saver, used by every process because all of them gather a sharded model. The main process writes.
 
     `failed` shows a failed save immediately; the next `wait` raises it. On exit, a save in progress is completed.
     """

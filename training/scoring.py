@@ -170,8 +170,8 @@ def _window_starts(n_tokens: int, context: int, most: int | None) -> np.ndarray:
 
 
 def eval_windows(store: TokenStore, context: int, number: int, mask_documents: bool) -> dict[str, torch.Tensor]:
-    """Return the windows that a validation of `number` windows scores: inputs, targets and, with masked documents, positions,
-    (N, context) each."""
+    """Return the inputs and targets of the windows that a validation of `number` windows scores, (N, context) each.
+    With masked documents, return positions too."""
     tokens = place_tokens(store, "val", "mmap", torch.device("cpu"), mask_documents)
     batch = tokens.batch(_window_starts(len(tokens), context, number), context)
     names = ("inputs", "targets", "positions") if mask_documents else ("inputs", "targets")

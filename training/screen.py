@@ -27,7 +27,7 @@ MANY = 10_000  # losses; above this number, the curve is drawn from a subset
 
 
 def parts_of(entry: dict[str, Any], seconds: float, left: float | None, hourly_price: float | None) -> dict[str, str]:
-    """Return the parts of a log line by name; an unknown part is an empty string.
+    """Return the parts of a log line by name. An unknown part is an empty string.
 
     `entry`: from metrics.jsonl. `seconds`: the run's time so far, including validation and pauses of the speed clock.
     `left`: estimated seconds until the end, None if unknown.
@@ -63,7 +63,7 @@ class Screen:
         compiles: bool = False,
         hourly_price: float | None = None,
     ):
-        """`losses`: training losses of earlier log lines."""
+        """`losses` are the training losses of earlier log lines."""
         self.max_steps, self.steps = max_steps, first_step
         self.losses, self.hourly_price = losses, hourly_price
         self.tenths_shown = first_step * 10 // max_steps
@@ -94,7 +94,7 @@ class Screen:
         return Group(bar, table)
 
     def show(self, entry: dict[str, Any], seconds: float, left: float | None) -> None:
-        """Show a log line; `parts_of` documents the parameters."""
+        """Show a log line. `parts_of` documents the parameters."""
         if "loss" in entry:
             self.losses.append(entry["loss"])
         step, parts = entry["step"], parts_of(entry, seconds, left, self.hourly_price)

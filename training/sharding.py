@@ -42,7 +42,7 @@ class Sharding:
 
 
 def sharding_asked(notes: list[str]) -> Sharding | None:
-    """Return the sharding settings in the environment, or None; add unused settings to `notes`. Raise a `UserError` for FSDP1."""
+    """Return the sharding settings in the environment, or None. Add unused settings to `notes`. Raise a `UserError` for FSDP1."""
     if not _is_set(ASKED):
         return None
     version = os.environ.get("FSDP_VERSION", "1")
@@ -60,7 +60,7 @@ def _is_set(name: str) -> bool:
 
 
 def keep_accelerate_from_sharding() -> None:
-    """Clear the launcher's variable after it was read: Transformers reads it too, and would load weights only in one process."""
+    """Clear the launcher's variable after it was read. Transformers also reads it and would load weights in only one process."""
     os.environ[ASKED] = "false"
 
 

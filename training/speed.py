@@ -1,4 +1,4 @@
-"""Training speed measurements; docs/speed.md explains each number."""
+"""Training speed measurements. docs/speed.md explains each number."""
 
 import sys
 import time
@@ -62,7 +62,7 @@ class Speed:
         return time.perf_counter() - self.since - self.paused
 
     def measured(self) -> dict[str, float]:
-        """Return the measurements by their names in metrics.jsonl, without communication: data and memory are this process's."""
+        """Return the measurements by their names in metrics.jsonl, without communication. Data and memory are this process's."""
         found = {}
         if self.steps:
             seconds = self.seconds
@@ -101,7 +101,7 @@ def in_words(measured: dict[str, float]) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of the device in bytes; on a CPU, the peak memory of this process."""
+    """Return the peak memory of the device in bytes, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":

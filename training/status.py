@@ -22,7 +22,7 @@ FORMAT_VERSION = 1  # of the run folder; a status.json without a version has for
 
 
 def write_status(path: Path, state: State, step: int, reason: str = "") -> None:
-    """Replace status.json atomically; a disk error is ignored, so that no run fails here. `step`: of the newest checkpoint."""
+    """Replace status.json atomically, ignoring disk errors so that no run fails here. `step` is the newest checkpoint's step."""
     status = {"format_version": FORMAT_VERSION, "state": state, "reason": reason, "step": step, "time": now()}
     status |= {"host": socket.gethostname(), "pid": os.getpid()}
     with suppress(OSError):
@@ -30,7 +30,7 @@ def write_status(path: Path, state: State, step: int, reason: str = "") -> None:
 
 
 def mark_failed(path: Path, step: int, reason: str) -> None:
-    """Set the status of a running run to `failed`; a run that has ended keeps its status."""
+    """Set the status of a running run to `failed`. A run that has ended keeps its status."""
     if _read(path).get("state") == "running":
         write_status(path, "failed", step, reason)
 
@@ -47,14 +47,14 @@ def check_run_format(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a status.json; empty if the file is missing or unreadable."""
+    """Return the content of a status.json, or an empty dictionary if the file is missing or unreadable."""
     with suppress(OSError, *NONSENSE):
         return dict(json.loads(path.read_bytes()))
     return {}
 
 
 def record(path: Path, event: str, step: int, **details: Any) -> None:
-    """Append a line to events.jsonl; a disk error is ignored. After a line cut off by a crash, start a new line."""
+    """Append a line to events.jsonl, but ignore disk errors. After a line cut off by a crash, start a new line."""
     with suppress(OSError), path.open("ab+") as file:
         file.seek(-min(1, file.seek(0, os.SEEK_END)), os.SEEK_END)
         is_cut = file.read() not in (b"", b"\n")

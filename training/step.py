@@ -65,8 +65,8 @@ class TrainStep:
         return total / accumulation, grad_norm
 
     def _seed(self, seed: int) -> None:
-        """Seed only the generators in use: without a GPU, `torch.manual_seed` records a traceback on each call, for use if a GPU
-        appears later: 0.3 ms."""
+        """Seed only the generators in use.
+        Without a GPU, `torch.manual_seed` takes 0.3 ms: on each call, it records a traceback, for use if a GPU appears later."""
         torch.default_generator.manual_seed(seed)
         if self.accelerator.device.type != "cpu":
             torch.get_device_module(self.accelerator.device).manual_seed(seed)
@@ -80,8 +80,8 @@ def build_train_step(
     setup: Setup,
     accelerator: Accelerator,
 ) -> TrainStep:
-    """Build the model, new or from a checkpoint's weights and moments; compile it, distribute it, and create its optimizer.
-    Raise a `UserError` if the checkpoint's tensors do not fit the model, or hold values that no run writes."""
+    """Build, compile and distribute the model, and create its optimizer. Weights and moments are new or from a checkpoint. Raise a
+    `UserError` if the checkpoint's tensors do not fit the model, or hold values that no run writes."""
     model = build_model(config, setup, batches.order.seed, checkpoint / WEIGHTS if checkpoint is not None else None)
     accelerator.gradient_accumulation_steps = batches.plan.accumulation
     loss = _prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
@@ -92,7 +92,7 @@ def build_train_step(
 
 
 def _prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) -> nn.Module:
-    """Compile `loss` and wrap it for the run's processes: one process, DDP, or FSDP2 if the launcher requests it.
+    """Compile `loss` and wrap it for the run's processes, as one process, DDP, or FSDP2 if the launcher requests it.
 
     It is compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot be
     one graph (huggingface/accelerate#3991). The autocast that Accelerate adds to `forward` is part of the graph either way.

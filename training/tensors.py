@@ -18,12 +18,12 @@ WEIGHTS, OPTIMIZER = "model.safetensors", f"{STATE_FOLDER}/optimizer.safetensors
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a sharded one; all processes must call this. A plain tensor is returned as is."""
+    """Return a sharded tensor as a full one. All processes must call this. A plain tensor is returned as is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of `full`, placed and divided like `parameter`; every process must pass the same `full`.
+    """Return this process's shard of `full`, placed and divided like `parameter`. Every process must pass the same `full`.
 
     If the parameter is plain or `full` is a scalar (AdamW's step count), `full` is returned as is.
     """

@@ -17,7 +17,7 @@ def _cores() -> int:
 
 
 def _is_asked_for() -> bool:
-    """Return whether the user chose a number. By default, the launcher exports 1, which would idle all other cores."""
+    """Return whether the user chose a number. By default, the launcher sets 1, which would idle all other cores."""
     number = os.environ.get("OMP_NUM_THREADS", "")
     is_chosen = not set_by_launcher("OMP_NUM_THREADS") or launcher_option("num_cpu_threads_per_process")
     return number not in ("", "1") or bool(number and is_chosen)

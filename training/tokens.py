@@ -74,8 +74,8 @@ class MemoryMap:
             return torch.frombuffer(self._map, dtype=SIGNED[self.dtype])
 
     def announce(self, starts: np.ndarray, length: int) -> None:
-        """Ask the system to read windows in the background, all at once; otherwise each window would be waited for in turn. Pass a
-        batch and the next one: the batch itself was announced before, unless it is the first of a run.
+        """Ask the system to read windows in the background, all at once, instead of waiting for each in turn.
+        Pass a batch and the next one: the batch itself was announced before, unless it is the first of a run.
 
         The only loop over rows, because a system call takes one range: 1 us per row that is already in memory.
         """
@@ -152,7 +152,7 @@ class Tokens:
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on the device; the copy from pinned memory does not wait for the device."""
+    """Return the tensor on the device. The copy from pinned memory does not wait for the device."""
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -17,7 +17,7 @@ from training.step import TrainStep
 
 class Validation:
     def __init__(self, run: Run, train_step: TrainStep, max_samples: int | None):
-        """`max_samples`: windows to score before the last step; None: all. After the last step, all windows are scored."""
+        """Score `max_samples` windows before the last step, or all if None. After the last step, all windows are scored."""
         self.run, self.train_step, self.max_samples = run, train_step, max_samples
         if run.accelerator.is_main_process:
             parameters, data = train_step.model.num_parameters(), run.data.store.metadata

@@ -151,7 +151,7 @@ class Watchdog:
         self._thread.join(FAREWELL)
 
     def order(self, restart: Restart) -> NoReturn:
-        """Replace all processes with fresh ones, also those that hang in a collective. A single process raises the `Restart`."""
+        """Replace all processes, even those that hang in a collective, with fresh ones. A single process raises the `Restart`."""
         if self.processes > 1:
             self._wish = {"sentence": str(restart), "speaker": 0, "facts": restart.facts}
             self._thread.join()  # ends with the process, or when its store is gone

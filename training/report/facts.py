@@ -41,7 +41,7 @@ Entries = list[dict[str, Any]]
 def begin_report(
     folder: RunFolder, model: GPT2ScratchConfig, parameters: int, data: Metadata, watts: float | None
 ) -> None:
-    """Write the facts that no other file of the run folder holds. `watts`: maximum power of all devices, or None if unknown."""
+    """Write the facts that no other file of the run holds. `watts` is the maximum power of all devices, or None if unknown."""
     on_the_hub = tuple(data.hub_datasets)
     facts = {
         "model": {name: getattr(model, name) for name in model_fields(type(model))},

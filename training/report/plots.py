@@ -78,7 +78,7 @@ def plot_course(entries: list[dict[str, Any]], path: Path) -> bool:
 
 
 def plot_panel(rows: list[dict[str, Any]], path: Path) -> bool:
-    """Plot bits per byte as bars, the best on top; `rows`: as in evaluation.json."""
+    """Plot bits per byte as bars, with the best on top. `rows` are those of evaluation.json."""
     places, values = range(len(rows)), [row["bits_per_byte"] for row in rows]
     errors = [row.get("bits_per_byte_stderr", np.nan) for row in rows]
     names = [row["name"] for row in rows]  # long paths lose their beginning, to leave room for the bars

@@ -1,4 +1,4 @@
-"""Pages of a run: report.md with its plots, from report.json; results of evaluate.py, on a terminal and in the run folder.
+"""Pages of a run: report.md with plots, from report.json, and the results of evaluate.py, on a terminal and in the run folder.
 
 evaluation/evaluation.json   all results, including those of earlier commands on the same weights and the same text
 evaluation/evaluation.md     the same results as a page, with panel.png if models were compared
@@ -77,7 +77,7 @@ def facts_of(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def sections_of(page: str) -> dict[str, str]:
-    """Return the sections of a Markdown page by heading ("" above the first heading); sections of the same name are joined.
+    """Return the sections of a Markdown page by heading ("" above the first heading). Sections of the same name are joined.
 
     For pages that people wrote. Headings inside code blocks are text, because a model may write anything.
     """
@@ -145,8 +145,8 @@ def keep_evaluation(results: dict[str, Any], model: Path, store: TokenStore) -> 
 
 
 def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
-    """Return the results for exactly these weights, for a public page: without paths of this machine and without training
-    text."""
+    """Return the results for exactly these weights, for a public page.
+    They contain no paths of this machine and no training text."""
     results = _read(run.evaluation)
     if results.get("weights_sha256") != _hashes(model):
         return None
@@ -160,7 +160,7 @@ def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Return the content of evaluation.json; empty if the file is missing or cannot be rendered."""
+    """Return the content of evaluation.json, or an empty dictionary if the file is missing or cannot be rendered."""
     path = folder / "evaluation.json"
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
