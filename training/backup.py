@@ -67,7 +67,7 @@ class Backup:
         self.limit, self.say = save_total_limit, say
         self.first_step = 0
         self.may_replace = False
-        self.is_made = False  # whether the backup folder exists
+        self.is_made = False  # true once the backup folder exists
         self.submitted: set[str] = set()  # names of checkpoints that this process copied or started to copy
         self.damaged: set[Path] = set()  # damaged checkpoints of the run
         self.copying: Path | None = None  # this checkpoint must not be deleted
@@ -185,7 +185,7 @@ class Backup:
                 self._copy(checkpoint)
             except OSError as error:
                 if not (checkpoint / MANIFEST).is_file():
-                    self._wake.set()  # deleted before `copying` protected it, so a newer one exists
+                    self._wake.set()  # the checkpoint was deleted before `copying` protected it, so a newer one exists
                 elif isinstance(error, DamageError):
                     self.damaged.add(checkpoint)
                     self._report(f"WARNING: {checkpoint} is damaged: {error}. It is not backed up.")
@@ -204,7 +204,7 @@ class Backup:
 
     def _copy(self, checkpoint: Path) -> None:
         there = self.there.checkpoints
-        if not self.is_made:  # created once: missing later, the drive is gone, and its mount point must stay empty
+        if not self.is_made:  # created only once: if it is missing later, the drive is gone; keep its mount point empty
             if not may_hold_run(self.there):
                 raise OSError("it is not a backup of a run; choose another --backup_dir")
             self.there.path.mkdir(exist_ok=True)
@@ -221,7 +221,7 @@ class Backup:
         self.submitted.add(checkpoint.name)
         self._copy_files()  # before the checkpoint is complete, so that the log always reaches its step
         copied, exists = there / checkpoint.name, False
-        with suppress(FileNotFoundError, DamageError):  # judged by manifest and sizes only
+        with suppress(FileNotFoundError, DamageError):  # checks only the manifest and the sizes
             exists = (copied / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes() and listed_files(
                 copied
             ) != {}
@@ -242,7 +242,7 @@ class Backup:
                     copy_file(source, unfinished)
 
     def _report(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # the output is closed
+        with suppress(OSError, ValueError):  # if the output is closed
             self.say(text)
 
 

@@ -51,7 +51,7 @@ class DataPosition:
 
     step: int = 0
     sample: int = 0  # first sample of the next step
-    tokens: int = 0  # trained on so far
+    tokens: int = 0  # tokens trained on so far
     passed_over: tuple[tuple[int, int], ...] = ()  # excluded ranges of samples, [first, end)
 
     def first_sample(self, step: int, sequences: int) -> int:
@@ -83,7 +83,7 @@ class BatchPlan:
     micro_batch: int
     accumulation: int
     processes: int
-    is_auto: bool = False  # whether the micro-batch was chosen by memory
+    is_auto: bool = False  # true if available memory determined the micro-batch
 
     @property
     def sequences(self) -> int:
@@ -204,8 +204,8 @@ class TrainBatches:
         self.order = order
         self.plan = plan
         self.rank = rank
-        self.position = position  # where the run starts or resumes
-        self.seconds = 0.0  # spent on preparing batches since speed.py last reset it
+        self.position = position  # position in the data at which the run starts or resumes
+        self.seconds = 0.0  # time spent on preparing batches since speed.py last reset it
 
     def __call__(self, step: int, micro_step: int) -> Batch:
         """Return a batch of tensors (micro_batch, context) on the device, without waiting for the device."""

@@ -62,8 +62,8 @@ class TrainState:
     """State of a run without weights and optimizer. Data, dropout and learning rate are functions of the position."""
 
     position: DataPosition
-    settings: dict[str, Any]  # of the run, compared with those of the command that resumes it
-    losses: tuple[float | None, ...] = ()  # of the last steps; None for a skipped step
+    settings: dict[str, Any]  # settings of the run, compared with those of a command that resumes it
+    losses: tuple[float | None, ...] = ()  # losses of the last steps; None for a skipped step
     unlogged: int = 0  # number of these losses that are not in a log line yet
     grad_scaler: dict[str, float] | None = None  # fp16 only
 

@@ -83,7 +83,7 @@ def compare(
     """
     try:
         saved = type(model).from_json_file(checkpoint / "config.json")
-    except Exception as error:  # of many types, if another program wrote the file
+    except Exception as error:  # many types are possible if another program wrote the file
         problem = " ".join(str(error).split())[:200]
         raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
     fields = model_fields(type(model))

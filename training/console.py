@@ -22,7 +22,7 @@ def printer(accelerator: Accelerator) -> Callable[[str], None]:
 def say(text: str, through: Callable[[str], object] = AT_ONCE) -> None:
     """Print a message, wrapped to the terminal width. A closed output (a terminal, a pipe into `tee`) does not end the run."""
     try:
-        is_shown = sys.stdout is not None and sys.stdout.isatty()  # None if it is closed
+        is_shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None if it is closed
         through(wrapped(text, shutil.get_terminal_size().columns) if is_shown else text)
     except (OSError, SystemExit):  # rich raises SystemExit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

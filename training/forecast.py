@@ -46,12 +46,12 @@ from training.speed import Speed, flops_per_token
 from training.step import build_train_step
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
-EVALUATION_COST = 1 / 3  # of training on a token: the forward pass only
+EVALUATION_COST = 1 / 3  # fraction of the cost of training on a token: only the forward pass
 # Steps are measured for at least LEAST_SECONDS, after the first step, which compiles, and WARM steps that allocate memory.
 WARM, LEAST_SECONDS = 3, 3.0
 REPORTING = 50_000_000  # bytes of code that a run loads for sampling and plots
 # Thresholds of advice:
-FEW_TOKENS = 8192  # per micro-batch; fewer leave a GPU idle between kernels
+FEW_TOKENS = 8192  # tokens per micro-batch; fewer leave a GPU idle between kernels
 MANY_EPOCHS = 4  # beyond this, repeated text helps less and less (Muennighoff et al. 2023)
 RATE_FACTOR = 6  # largest ratio to the usual learning rate, either way
 MUCH = 0.1  # fraction of the time spent on validation
@@ -246,7 +246,7 @@ def describe_forecast(
         "overridden": config.overridden_vocab_size(plan.model.vocab_size),
         "best_tokens": TOKENS_PER_PARAMETER,
         "checkpoints": checkpoints,
-        "disk": (checkpoints + 1) * (4 * N + moment_bytes(N)) + 4 * N,  # one more while it is written, and model/
+        "disk": (checkpoints + 1) * (4 * N + moment_bytes(N)) + 4 * N,  # one more during a save, and model/
         "free": shutil.disk_usage(existing).free,
         "advice": advice(forecast),
         "rentals": rentals,

@@ -25,7 +25,7 @@ class Rental:
 
     name: str
     datasheet: str  # key in `datasheets`
-    gigabytes: float  # of memory
+    gigabytes: float  # size of the memory
     dollars: tuple[float, float] | None = None  # per hour: lowest and highest price
     colab_units: float | None = None  # per hour, if Colab offers it
     too_old: tuple[int, int] | None = None  # compute capability without kernels in PyTorch's current builds

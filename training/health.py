@@ -42,7 +42,7 @@ class Spike:
     step: int  # first step with a loss that is too high, counted from 1
     last: int  # last such step
     loss: float  # highest loss
-    mean: float  # of the losses before the spike
+    mean: float  # mean of the losses before the spike
     z_score: float
 
     def __str__(self) -> str:
@@ -58,10 +58,10 @@ class Health:
     def __init__(self, accelerator: Accelerator, arguments: HealthArguments, start: TrainState):
         self.accelerator = accelerator
         self.arguments = arguments
-        self.losses = list(start.losses)  # of the last steps, oldest first; None for a skipped step
+        self.losses = list(start.losses)  # losses of the last steps, oldest first; None for a skipped step
         self.unlogged = start.unlogged
         self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.grad_norm = math.nan  # of the last step, before clipping
+        self.grad_norm = math.nan  # norm of the last step, before clipping
         self.lost_since: int | None = None  # start of the latest consecutive steps with a non-finite loss
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:

@@ -68,7 +68,7 @@ class RunLog:
         self.speed.restart()
 
     def log(self, step: int, learning_rate: float, reading: dict[str, float]) -> None:
-        """Write a log line for the steps since the previous one. `learning_rate`: of the last step. `reading`: see health.py."""
+        """Write a log line for the steps since the previous one. `learning_rate` is the last step's; for `reading`, see health.py."""
         entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **reading}
         entry |= {"learning_rate": learning_rate, "tokens": self.plan.after(step).tokens}
         entry |= self.speed.measured() | self.unlogged

@@ -8,7 +8,7 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.tokens import IGNORED
 
-CHUNKS = 8  # of the batch's rows; logits exist for one chunk at a time
+CHUNKS = 8  # chunks of the batch's rows; logits exist for one chunk at a time
 CHUNKS_COMPILED = 4  # on a GPU, where a chunk's logits exist only in bf16 and each chunk costs five kernel launches
 ENOUGH_ROWS = 1024  # minimum rows per chunk, for efficient matrix products
 MULTIPLE = 128  # columns are padded to a multiple of this for fast matrix kernels: 50257 -> 50304, as in nanoGPT

@@ -42,7 +42,7 @@ class OptimArguments:
 class Moment(NamedTuple):
     """Tensor in fp32 that the optimizer stores for each parameter."""
 
-    key: str  # in the optimizer's state; in a checkpoint, it follows the parameter's name
+    key: str  # key in the optimizer's state; in a checkpoint, it follows the parameter's name
     at_least: float = -math.inf  # lower bound of the values
     is_scalar: bool = False  # one number, not one per weight
 

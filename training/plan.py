@@ -41,7 +41,7 @@ class Plan:
     placement: Placement
     memory: Memory
     available: int  # bytes for each process, without its tokens
-    position: DataPosition  # where the run starts or resumes
+    position: DataPosition  # position at which the run starts or resumes
 
     @property
     def tokens_per_step(self) -> int:
@@ -56,7 +56,7 @@ class Plan:
         return self.position.after(step, self.batches.sequences, self.batches.context)
 
     def is_due(self, strategy: str, every: int, step: int) -> bool:
-        """Return whether an action with `strategy` (`steps`, `epoch`, `no`) is due after `step` steps; always after the last."""
+        """Return whether an action with `strategy` (`steps`, `epoch`, `no`) is due after `step` steps, and always after the last."""
         if step == self.max_steps:
             return True
         if strategy == "epoch":

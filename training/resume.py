@@ -21,9 +21,9 @@ class ResumePoint:
     """Starting point of a run: its first step, or a checkpoint."""
 
     checkpoint: Path | None
-    state: TrainState  # at the start: position, settings, last losses
+    state: TrainState  # state at the start: position, settings, last losses
     changes: list[str]  # one sentence per setting that differs from the checkpoint's
-    owes_validation: bool = False  # if the run ended between a checkpoint and its validation
+    owes_validation: bool = False  # true if the run ended between a checkpoint and its validation
 
     @property
     def step(self) -> int:
@@ -67,7 +67,7 @@ def choose_checkpoint(
         checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, say)
     elif overwrites:
         checkpoint = None
-    else:  # also a repeated command that branched off
+    else:  # includes a repeated command that branched off
         if has_begun:
             _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
         checkpoint = _newest(folder, backup, settings, say)

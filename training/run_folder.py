@@ -195,7 +195,7 @@ def begin(folder: RunFolder, checkpoint: Path | None) -> list[Path]:
         return [path for path in kept if path is not None]
     step = checkpoints.step_of(checkpoint)
     for later in checkpoints.all_checkpoints(folder.checkpoints):
-        if checkpoints.step_of(later) > step:  # damaged, otherwise the run would resume from it
+        if checkpoints.step_of(later) > step:  # it is damaged, otherwise the run would resume from it
             aside = later.with_name(f"damaged_{later.name}")
             discard(aside, checkpoints.FILES)
             later.rename(aside)

@@ -17,7 +17,7 @@ from tokenizer.store import TokenStore
 
 # Parts of samples.md: the heading of a step, or a sample with its fence.
 SECTION_OR_SAMPLE = re.compile(r"^## step (\d+)$|^(`{3,})text\n(.*?)\n\2$", re.MULTILINE | re.DOTALL)
-OPENING_TOKENS = 16  # of a validation document, used as a prompt if none is given
+OPENING_TOKENS = 16  # first tokens of a validation document, used as a prompt if none is given
 
 
 @dataclass
@@ -55,7 +55,7 @@ class TextStream(BaseStreamer):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
         self.tokenizer, self.write = tokenizer, write
         self.ids: list[int] = []
-        self.written = 0  # characters
+        self.written = 0  # characters written so far
         self.prompt_follows = True
 
     def put(self, value: torch.Tensor) -> None:

@@ -175,7 +175,7 @@ class Saver:
         snapshot = self.snapshot
         tensors = [
             (snapshot.weights, name, weight) for name, weight in self.model.named_parameters()
-        ]  # tied weights once
+        ]  # includes tied weights only once
         tensors += [(snapshot.moments, name, moment) for name, moment in named_moments(self.model, self.optimizer)]
         for kept, name, tensor in tensors:
             full = whole(tensor.detach())

@@ -96,7 +96,7 @@ def score(
             outputs = model.transformer(input_ids=inputs, position_ids=positions, use_cache=False)
             costs = token_nats(outputs.last_hidden_state.flatten(0, 1), model.lm_head.weight, targets.flatten())
         is_target = (targets != IGNORED).cpu().numpy()
-        places = (begin[:, None] + np.arange(1, context + 1))[is_target]  # in the split
+        places = (begin[:, None] + np.arange(1, context + 1))[is_target]  # positions in the split
         unit = np.searchsorted(edges, places, side="right") - 1
         np.add.at(nats, unit, costs.view(targets.shape).double().cpu().numpy()[is_target])
     nats = sum_of_processes(nats, accelerator)

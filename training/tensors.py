@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from errors import UserError
 
-STATE_FOLDER = "training_state"  # of a checkpoint
+STATE_FOLDER = "training_state"  # folder in a checkpoint
 WEIGHTS, OPTIMIZER = "model.safetensors", f"{STATE_FOLDER}/optimizer.safetensors"
 
 

@@ -43,7 +43,7 @@ class Documents:
 
     def positions(self, starts: np.ndarray, context: int) -> np.ndarray:
         """Return each token's distance from the start of its segment, or of the row if that is later, (B, context) int64."""
-        row_starts = starts + self.has_eos  # in terms of offsets: a segment starts one token before its document
+        row_starts = starts + self.has_eos  # in the unit of `offsets`: a segment starts one token before its document
         first = np.searchsorted(self.offsets, row_starts, side="right") - 1  # (B,): the segment that a row starts in
         beyond = np.searchsorted(self.offsets, row_starts + context, side="left")
         counts = beyond - first  # (B,): segments of each row
@@ -90,7 +90,7 @@ class MemoryMap:
 
     def check_size(self) -> None:
         """Raise a `UserError` if the file was truncated: reading beyond its end would kill the process. Takes 1 us."""
-        size = self._map.size()  # of the file
+        size = self._map.size()  # size of the file
         if size < len(self._map):
             raise UserError(
                 f"{self.path} has {size:,} bytes now instead of {len(self._map):,}: it was changed while it was being read. "
@@ -113,7 +113,7 @@ class Tokens:
     """Tokens of a split on a device, in RAM or in a memory map."""
 
     values: torch.Tensor  # (n,) int16 or int32: the bits of uint16 or uint32, which not all backends index
-    device: torch.device  # of the batches
+    device: torch.device  # device of the batches
     documents: Documents | None = None  # set if attention stays within documents
     file: MemoryMap | None = None  # set if `values` is a memory map
 

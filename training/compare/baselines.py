@@ -11,7 +11,7 @@ from tokenizer.store import TokenStore
 
 DISCOUNT = 0.75  # as in Jurafsky and Martin: close to the result of Ney's formula for most counts
 FITTED_TOKENS = 20_000_000  # trigrams of more tokens would take minutes and gigabytes
-PIECES = 20  # of a larger split, evenly spaced, that contain these tokens
+PIECES = 20  # evenly spaced pieces of a larger split that contain these tokens
 COMPRESSORS = {
     "gzip -9": lambda data: gzip.compress(data, 9, mtime=0),
     "bzip2 -9": lambda data: bz2.compress(data, 9),

@@ -19,7 +19,7 @@ from training.sampling import continue_tokens, generation_config
 from training.scoring import ratio
 
 LENGTH = 256  # maximum tokens per text
-AT_ONCE = 32  # texts
+AT_ONCE = 32  # texts per batch
 BLOCK = 1 << 22  # tokens of the store that are searched together
 BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 FILTER_BITS = 20
@@ -86,7 +86,7 @@ def spans(tokens: np.ndarray, eos: int | None, span: int) -> np.ndarray:
     if len(tokens) < span:
         return np.empty((0, span), dtype=np.int64)
     windows = np.lib.stride_tricks.sliding_window_view(tokens, span)
-    return windows[(windows != eos).all(axis=1)]  # if eos is None, all differ
+    return windows[(windows != eos).all(axis=1)]  # if eos is None, all tokens differ from it
 
 
 def find(tokens: np.ndarray, wanted: np.ndarray, accelerator: Accelerator) -> np.ndarray:

@@ -40,7 +40,7 @@ class HeldOut:
         number = len(ends) if most is None else min(most, len(ends))
         chosen = np.linspace(0, len(ends) - 1, number).astype(np.int64)
         self.texts = [rust.decode(tokens[offsets[i] : ends[i]].tolist(), skip_special_tokens=False) for i in chosen]
-        self.starts = np.concatenate([[0], np.cumsum([len(text) for text in self.texts])])  # and the end, in characters
+        self.starts = np.concatenate([[0], np.cumsum([len(text) for text in self.texts])])  # characters, with the end
         self.edges, self.units = units(self.starts)  # boundaries of the units of the standard error; description
         whole = "".join(self.texts)
         self.bytes = np.array([len(whole[a:b].encode()) for a, b in pairwise(self.edges)], dtype=np.int64)  # (units,)
@@ -89,7 +89,7 @@ def nats_of_model(
             cut.append((ids[start : start + context + 1], unit[scored : start + context]))
             scored = start + context
             start += max(1, context // 2)
-    cut.sort(key=lambda window: -len(window[0]))  # longest first: less padding, and peak memory at once
+    cut.sort(key=lambda window: -len(window[0]))  # longest first: less padding, and peak memory in the first batch
     rows = max(1, BYTES_OF_LOGITS // (context * model.config.vocab_size * 4))
     batches = [cut[at : at + rows] for at in range(0, len(cut), rows)]
     batches = batches[accelerator.process_index :: accelerator.num_processes]

@@ -72,7 +72,7 @@ class RunGuard:
             elif isinstance(error, Exception):
                 self._fail(error)
         finally:
-            self.stopper.__exit__(kind)  # last: until here, Ctrl-C only requests a stop
+            self.stopper.__exit__(kind)  # last, because until here, Ctrl-C only requests a stop
 
     def steps(self, saver: Saver) -> Iterator[int]:
         """Yield the remaining steps, counted from 0. End early if all processes agree to stop. Save a checkpoint at the end."""
@@ -149,10 +149,10 @@ def go_back(spike: Spike, run: Run) -> None:
     good = max((path for path in complete if checkpoints.step_of(path) <= spike.step - 2), default=None)
     sample = checkpoints.load_state(good).position.sample if good is not None else 0
     tried = sum(first >= sample for first, _ in plan.position.passed_over)
-    run.accelerator.wait_for_everyone()  # all have read the checkpoints
+    run.accelerator.wait_for_everyone()  # until all processes have read the checkpoints
     if tried >= MOST_IN_A_ROW or (good is None and complete):
         return
-    if good is not None:  # later ones saw the skipped batches; a backup's drive may be slow
+    if good is not None:  # later checkpoints saw the skipped batches; a backup's drive may be slow
         on_main(run.accelerator, lambda: remove_checkpoints_from(checkpoints.step_of(good) + 1, run))
     # From the step before the spike, whose update caused it, to the last step of the spike. Steps count from 1 in a spike, from
     # 0 in the data.

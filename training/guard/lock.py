@@ -94,8 +94,8 @@ def _take(path: Path, patience: float) -> BaseFileLock:
         lock = FileLock(path, timeout=patience, thread_local=False, **NO_FALLBACK)
         lock.acquire(poll_interval=0.25)
         return lock
-    except (NotImplementedError, OSError) as error:  # filelock 3 raises the first one
-        if isinstance(error, OSError) and error.errno not in NO_FLOCK:  # includes Timeout
+    except (NotImplementedError, OSError) as error:  # filelock 3 raises NotImplementedError
+        if isinstance(error, OSError) and error.errno not in NO_FLOCK:  # Timeout is also an OSError
             raise
     soft = path.with_name(f"{path.name}.soft")
     lock = SoftFileLock(soft, timeout=patience, thread_local=False)

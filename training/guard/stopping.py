@@ -63,8 +63,8 @@ class Stopper:
     def __init__(self, arguments: StoppingArguments, processes: int = 1, grace: float = GRACE):
         """`grace` is the time to exit in seconds. A process that writes a checkpoint, or waits for another to write one, gets more."""
         self.arguments, self.processes, self.grace = arguments, processes, grace
-        self.requested: str | None = None  # in this process; the others may not know yet
-        self._decided: str | None = None  # by all processes
+        self.requested: str | None = None  # request in this process, which the others may not know yet
+        self._decided: str | None = None  # decision of all processes
         self._pending: tuple[distributed.Work, torch.Tensor] | None = None
         self._group: distributed.ProcessGroup | None = None
         self._over = self._said = False
@@ -154,7 +154,7 @@ class Stopper:
             more = " Press Ctrl-C again to end the run immediately, without saving." if reason == "SIGINT" else ""
             say(f"Stopping after this step ({reason}) and saving.{more}")
 
-    # The thread.
+    # Methods that run in the thread.
 
     def _watch(self) -> None:
         while not self._over:

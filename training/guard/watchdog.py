@@ -47,11 +47,11 @@ class Pulse:
     pid: int
     beat: int = 0
     phase: str = "start"
-    error: str = ""  # of the process group, which ended the work of this process
-    failure: str = ""  # of this process itself, which ended its work
-    left: bool = False  # whether it ended normally
+    error: str = ""  # error of the process group that ended the work of this process
+    failure: str = ""  # error of this process itself that ended its work
+    left: bool = False  # true if the process ended normally
     silence: float = 0.0  # seconds without a new beat
-    state: str = ""  # of the process, see `state_now`
+    state: str = ""  # state of the process, see `state_now`
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
@@ -118,7 +118,7 @@ class Watchdog:
         self.rank, self.processes, self.folder = rank, processes, folder
         self.ddp_timeout, self.interval = ddp_timeout, interval
         self.patience = min(PATIENCE, ddp_timeout) if patience is None else patience
-        self.phase = "start"  # of the main thread, such as `step 12`; follows `at` in messages
+        self.phase = "start"  # phase of the main thread, such as `step 12`; follows `at` in messages
         self._pulse = Pulse(rank, socket.gethostname(), _machine(), os.getpid())
         self._last_words: dict[str, Any] = {}  # final fields of the pulse, set by the main thread
         self._wish: dict[str, Any] | None = None  # an order that this process wants to give
@@ -158,7 +158,7 @@ class Watchdog:
             self._leave(f"{restart} The processes could not agree on a restart")
         raise restart
 
-    # The thread. Only it accesses the store, because a hung store must not block the main thread.
+    # Methods that run in the thread. Only the thread accesses the store, because a hung store must not block the main thread.
 
     def _watch(self) -> None:
         with suppress(RuntimeError, OSError):  # the store is gone with its launcher: `Stopper` ends the process
@@ -197,7 +197,7 @@ class Watchdog:
             if pulse.state_now() == psutil.STATUS_STOPPED:  # after SIGCONT, it receives the order and finishes saving
                 with suppress(OSError):
                     os.kill(pulse.pid, signal.SIGCONT)
-        failed = 0 in self._table and self._table[0].failure  # then rank 0 has reported it itself
+        failed = 0 in self._table and self._table[0].failure  # if so, rank 0 has reported it itself
         return {"sentence": fault, "speaker": 0 if failed else self.rank}
 
     def _obey(self, order: dict[str, Any]) -> NoReturn:

@@ -28,9 +28,9 @@ from training.speed import flops_per_token
 from training.status import hours, starts_in_force
 
 FORMAT_VERSION = 1
-MAX_ROWS = 16  # of the results table; metrics.jsonl has all validations
+MAX_ROWS = 16  # rows of the results table; metrics.jsonl has all validations
 MAX_MOMENTS = 5  # steps for which the report shows samples
-PROMPT_CHARACTERS = 10  # of a sample, used as the prompt if none is given
+PROMPT_CHARACTERS = 10  # first characters of a sample, used as the prompt if none is given
 FIRST_LINES = 5  # log lines from which the duration is estimated if no speed was known for the device
 MEASURED = ("tokens_per_second", "mfu", "data_share")
 NOTICED = ("resumed", "stopped", "spike", "advice")  # events that explain the curves

@@ -46,7 +46,7 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
         by_tokens, by_time = figure.subplots(1, 2, sharey=True)
         for axes, at, label in ((by_tokens, tokens, "tokens"), (by_time, seconds / unit, f"{name} of training")):
             _curve(axes, list(zip(at, [entry["loss"] for entry in train], strict=True)), "training")
-            places = np.interp([entry["step"] for entry in scored], steps, at)  # also between two log lines
+            places = np.interp([entry["step"] for entry in scored], steps, at)  # interpolates between two log lines
             losses = [comparable_loss(entry) for entry in scored]
             axes.plot(places, losses, color=ORANGE, marker="o", markersize=4, linewidth=1.5, label="validation")
             axes.set_xlabel(label)
@@ -106,7 +106,7 @@ def _save(path: Path, inches: tuple[float, float], draw: Callable[[Any], None]) 
         import matplotlib
         from matplotlib.backends import backend_agg  # noqa: F401  otherwise imported at savefig
         from matplotlib.figure import Figure
-    except Exception:  # of any kind: an unknown MPLBACKEND, an incompatible numpy ...
+    except Exception:  # many kinds are possible: an unknown MPLBACKEND, an incompatible numpy ...
         return False
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=inches)

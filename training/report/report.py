@@ -29,7 +29,7 @@ from training.run_folder import RunFolder, run_of
 from training.sampling import fenced
 
 TEMPLATES = Path(__file__).parent / "templates"
-CELL = 60  # characters of a text in a table
+CELL = 60  # maximum characters of a text in a table
 EVALUATION_FORMAT = 1  # of evaluation.json; a file without a version has format 1
 
 
