@@ -1,4 +1,4 @@
-"""Compatibility of a command with the run it resumes: each changed setting is refused, allowed by name, or reported."""
+"""Compatibility of a command with the run it resumes. Each changed setting is refused, allowed by name, or reported."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -15,7 +15,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.checkpoint import TrainState
 from training.data import find_cached
 
-# Model fields that a resumed run may change: dropout is reported as a setting; `use_cache` affects only generation.
+# Model fields that a resumed run may change. Dropout is reported as a setting. `use_cache` affects only generation.
 MAY_DIFFER = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "use_cache"}
 TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # allowed together with a changed tokenizer
 

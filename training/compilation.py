@@ -1,4 +1,4 @@
-"""torch.compile: the decision to use it on this machine, and repair of its cache on disk.
+"""Compilation with torch.compile: the decision for this machine, and the repair of its cache on disk.
 
 Inductor lets the linker write directly into its cache. If the process is killed during that, the truncated file crashes every
 later run: an empty file with an error, a partial one with SIGBUS and no message. Such files are deleted.

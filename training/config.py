@@ -79,7 +79,7 @@ class TrainConfig:
 
     @property
     def checkpoints_kept(self) -> int | None:
-        """Number of checkpoints to keep: at least two with rollback, because the newest may be from the middle of a spike."""
+        """Number of checkpoints to keep. It is at least two with rollback, because the newest may be from the middle of a spike."""
         limit = self.checkpoint.save_total_limit
         return max(limit, 2) if limit is not None and self.health.on_spike == "rollback" else limit
 

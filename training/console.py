@@ -1,4 +1,4 @@
-"""Messages of a run: printed by one process, wrapped to the terminal width, with consistent number formats."""
+"""Messages of a run, printed by one process, wrapped to the terminal width, with consistent number formats."""
 
 import os
 import re

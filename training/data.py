@@ -86,7 +86,7 @@ def find_store(recipe: Recipe) -> TokenStore | None:
     """Return the complete token store of `open_store` if it exists, otherwise None. Create nothing."""
     [data] = recipe.inputs
     if not is_store(data) and not any(CACHE.glob(f"{name_of(data)}-*/metadata.json")):
-        return None  # known without reading the text
+        return None  # the text is not read if no cached store has its name
     try:
         return TokenStore(_folder_of(recipe))
     except UserError:

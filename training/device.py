@@ -77,7 +77,7 @@ class Setup:
 
     @property
     def compile_settings(self) -> dict[str, Any] | None:
-        """Arguments of `torch.compile`, or None if not compiled. One graph includes the loss; all batches have the same shape."""
+        """Arguments of `torch.compile`, or None if not compiled. One graph includes the loss. All batches have the same shape."""
         if not self.torch_compile:
             return None
         return {"backend": "inductor", "mode": self.torch_compile_mode, "fullgraph": True, "dynamic": False}

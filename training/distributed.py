@@ -137,7 +137,7 @@ def stop_accelerator(accelerator: Accelerator) -> None:
     at that moment, it holds the lock and waits for the thread: a deadlock. The short sleep lets the thread finish.
     """
 
-    def close_trackers() -> None:  # slow trackers finish sending before the launcher kills remaining processes
+    def close_trackers() -> None:  # so that slow trackers finish sending before the launcher kills remaining processes
         for tracker in accelerator.trackers:
             tracker.finish()
 

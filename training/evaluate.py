@@ -39,13 +39,13 @@ from training.sharding import keep_accelerate_from_sharding
 
 
 def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
-    """Return the store to score and whether to mask documents. Both default to the values of `model`'s run."""
+    """Return the store to score and whether to mask documents. Both default to the values of the run of `model`."""
     try:
         run_folder = run_of(Path(model))
     except UserError:
         if data is None:
             raise
-        return TokenStore(data), False  # a model without its run
+        return TokenStore(data), False  # a model that is not in a run folder
     config = read_config(["--config", str(run_folder / CONFIG_FILE)])
     if data is not None:
         return TokenStore(data), config.batch.mask_documents

@@ -1,4 +1,4 @@
-"""--plan: estimate memory, time, cost and disk use of a run before it starts, and report all problems of its configuration.
+"""Estimate memory, time, cost and disk use of a run before it starts (--plan), and report all problems of its configuration.
 
 python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan
 python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb

@@ -17,7 +17,7 @@ LAUNCHER = "GPT2SCRATCH_LAUNCHER"
 # Parent process at start; after a restart (restart.py), the parent of the previous process. Removed from the environment,
 # because it is not the parent of processes that this one starts.
 PARENT = int(os.environ.pop(LAUNCHER, os.getppid()))
-# Only `accelerate launch` sets the first, only torchrun the second. A parent process alone does not show a launcher: the parent of
+# Only `accelerate launch` sets the first variable, only torchrun the second one. A parent process alone does not show a launcher: the parent of
 # `nohup python train_accelerate.py &` is a shell, and its exit must not end the run.
 _SET_BY_LAUNCHERS = ("ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID")
 _SET_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
@@ -67,7 +67,7 @@ def is_alone_by_mistake() -> bool:
 
 
 def die_with_launcher(wanted: bool) -> None:
-    """Set whether the system kills this process when its launcher exits. Linux only; call it from the main thread."""
+    """Set whether the system kills this process when its launcher exits. Linux only. Call it from the main thread."""
     if is_launched() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL if wanted else 0)
 

@@ -51,8 +51,8 @@ class RunLog:
             self.screen.close()
 
     def count(self, loss: torch.Tensor) -> None:
-        """Count a step without waiting for the device. Only the first step of a process is waited for: it compiles, so it is
-        excluded from speed and ETA."""
+        """Count a step without waiting for the device.
+        Only the first step of a process is waited for. It compiles, so it is excluded from speed and ETA."""
         if self.main:
             self.screen.steps += 1
         if self.first_step_is_done:
@@ -68,7 +68,7 @@ class RunLog:
         self.speed.restart()
 
     def log(self, step: int, learning_rate: float, reading: dict[str, float]) -> None:
-        """Write a log line for the steps since the previous one. `learning_rate` is the last step's; for `reading`, see health.py."""
+        """Write a log line for the steps since the previous one. `learning_rate` is the last step's. See health.py for `reading`."""
         entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **reading}
         entry |= {"learning_rate": learning_rate, "tokens": self.plan.after(step).tokens}
         entry |= self.speed.measured() | self.unlogged

@@ -59,7 +59,7 @@ def linear_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, targ
 
 @torch.no_grad()
 def token_nats(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token in nats, (N,) in fp32, as summed by `linear_cross_entropy`; 0 for ignored targets."""
+    """Return the loss of each token in nats, (N,) in fp32, as summed by `linear_cross_entropy`, or 0 for ignored targets."""
     states, matrix = _operands(hidden_states, weight)
     parts = []
     for rows in _chunks(states):

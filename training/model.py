@@ -58,7 +58,7 @@ def build_model(
     these do not fit."""
     torch.manual_seed(seed)
     if weights is not None:
-        with torch.device("meta"):  # skips an initialization that would be overwritten
+        with torch.device("meta"):  # to skip an initialization that would be overwritten
             model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=setup.attn_implementation)
         model.to_empty(device="cpu").tie_weights()
         load_weights(weights, model)

@@ -73,8 +73,8 @@ def build_optimizer(model: nn.Module, arguments: OptimArguments, device: torch.d
 
 
 def schedule(step: int, max_steps: int, arguments: OptimArguments) -> float:
-    """Return the factor of each group's peak learning rate at step 0 .. max_steps - 1: linear warm-up to 1, then decay to
-    `min_learning_rate` at the last step."""
+    """Return the factor of each group's peak learning rate at step 0 .. max_steps - 1.
+    It rises linearly to 1 in the warm-up, then decays to `min_learning_rate` at the last step."""
     floor, warmup = arguments.min_learning_rate / arguments.learning_rate, arguments.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -99,7 +99,7 @@ def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor
     """
     if optimizer.defaults.get("fused"):
         optimizer.grad_scale, optimizer.found_inf = None, (~grad_norm.isfinite()).float()
-    elif not grad_norm.isfinite():  # waits for the device; only on Apple GPUs, where AdamW is not fused
+    elif not grad_norm.isfinite():  # waits for the device, but only on Apple GPUs, where AdamW is not fused
         optimizer.zero_grad()
 
 

@@ -16,7 +16,7 @@ from training.memory import Memory
 
 @dataclass
 class LengthArguments:
-    """Length of a run, in one of three units; one epoch by default."""
+    """Length of a run, in one of three units. The default is one epoch."""
 
     max_steps: int | None = setting(None, "Length of the run in steps.", minimum=1)
     num_train_epochs: float | None = setting(

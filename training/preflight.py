@@ -90,8 +90,8 @@ def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> list[str]:
 
 
 def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> Run:
-    """Decide everything about a run whose configuration passed `check`. Raise a `UserError` for problems with data, memory, the
-    run in the folder or its checkpoints. Called by every process; writes only the files that the backup restores."""
+    """Decide everything about a run whose configuration passed `check`. Raise a `UserError` for problems with data, memory, the run
+    in the folder or its checkpoints. Called by every process. Writes only the files that the backup restores."""
     say, folder = printer(accelerator), config.run.folder
     store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()

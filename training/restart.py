@@ -39,7 +39,7 @@ def restarting(main: Callable[[list[str]], None]) -> Callable[[list[str]], None]
 
 
 def restarted() -> dict[str, Any]:
-    """Return the facts left by earlier processes; in the first process, an empty dictionary.
+    """Return the facts left by earlier processes, or an empty dictionary in the first process.
     An example is `{"micro_batch": 4, "because": "...", "restarts": 1}`."""
     return json.loads(os.environ.get(FACTS, "{}"))
 
@@ -62,7 +62,7 @@ def execute(restart: Restart) -> NoReturn:
 
 def show_cursor() -> None:
     """Show the cursor hidden by a progress bar, before a thread other than the main one ends or replaces the process. Bypass
-    Python's buffers, whose lock a main thread that hangs in a print holds; all messages of a run are flushed when printed."""
+    Python's buffers, whose lock a main thread that hangs in a print holds. All messages of a run are flushed when printed."""
     for descriptor in (1, 2):
         if os.isatty(descriptor):
             with suppress(OSError):

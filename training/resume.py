@@ -48,8 +48,8 @@ def resume_position(state: TrainState | None, data: str, passed_over: Iterable[S
 def choose_checkpoint(
     arguments: RunArguments, settings: Settings, backup: Backup | None, is_restart: bool, say: Callable[[str], None]
 ) -> Path | None:
-    """Return the checkpoint that this command resumes from; None for a new run. Raise a `UserError` if the command would
-    replace another run, or if a checkpoint is missing or damaged.
+    """Return the checkpoint that this command resumes from, or None for a new run.
+    Raise a `UserError` if the command would replace another run, or if a checkpoint is missing or damaged.
 
     After a restart, the run resumes in its own folder, even if the command asks for a new run. The only files written are
     those that the backup has and the folder lacks.

@@ -1,4 +1,4 @@
-"""A run: its decided parts, the first entries of its record, and its end."""
+"""Parts of a run that were decided before it starts, the first entries of its record, and its end."""
 
 from dataclasses import asdict, dataclass
 from importlib.metadata import version

@@ -97,8 +97,8 @@ class RunFolder:
         return (self.config, *logs, *self.plots.values())
 
     def is_run(self) -> bool:
-        """Return whether this project trained in the folder: it has the mark file or, from an older version, a checkpoint, or a
-        status and events in our format. A config.yaml is not enough: any project may have such a file."""
+        """Return whether this project trained in the folder. It did if there is a mark file or, from an older version, a
+        checkpoint, or a status and events in our format. A config.yaml is not enough: any project may have such a file."""
         if is_marked(self.path, "run") or (is_status(self.status) and read_events(self.events)):
             return True
         for checkpoint in checkpoints.complete_checkpoints(self.checkpoints):
@@ -144,8 +144,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def run_of(path: Path) -> Path:
-    """Return the run folder of `path`: a run folder, one of its checkpoints, or its model. Raise a `UserError` for any other path,
-    or if a newer version of this project wrote the run."""
+    """Return the run folder of `path`, which is a run folder, one of its checkpoints, or its model.
+    Raise a `UserError` for any other path, or if a newer version of this project wrote the run."""
     run = path
     if is_checkpoint(path):
         run = path.parent.parent

@@ -1,4 +1,4 @@
-"""Text generation: for `generate.py`, for samples at each validation, and for the memorization test."""
+"""Text generation for `generate.py`, for samples at each validation, and for the memorization test."""
 
 import re
 from collections.abc import Callable

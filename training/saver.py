@@ -62,7 +62,7 @@ class BackgroundTask(threading.Thread):
             self.failure = error
 
     def wait(self) -> None:
-        """Wait until the work is done, if it was started; raise its exception."""
+        """Wait until the work is done, if it was started. Raise the exception of the work."""
         if self.is_alive():
             self.join()
         self.check()

@@ -118,8 +118,8 @@ def score(
 
 
 def ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
-    """Return the ratio of the two sums, over (units,) each, and its standard error. The units are assumed independent; the
-    standard error is a linearized ratio estimate (Cochran 1977, 6.4)."""
+    """Return the ratio of the two sums, over (units,) each, and its standard error.
+    The units are assumed independent. The standard error is a linearized ratio estimate (Cochran 1977, 6.4)."""
     total, n = denominators.sum(), len(numerators)
     value = numerators.sum() / total
     deviations = numerators - value * denominators
@@ -185,5 +185,5 @@ def sum_of_processes(values: np.ndarray, accelerator: Accelerator) -> np.ndarray
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device for fp64 sums: the CPU for Apple GPUs, which lack fp64."""
+    """Return the device for fp64 sums, which is the CPU for Apple GPUs, because they lack fp64."""
     return torch.device("cpu") if device.type == "mps" else device

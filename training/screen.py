@@ -108,7 +108,7 @@ class Screen:
         self.rows["speed"] = parts["speed"].strip()
         self.rows["time"] = line_of(f"{clock(seconds)} so far", parts["dollars"])
         self.steps, self.left, self.progress = step, parts["eta"], ""
-        if step * 10 // self.max_steps > self.tenths_shown:  # the live rows are overwritten; these lines stay
+        if step * 10 // self.max_steps > self.tenths_shown:  # the live rows are overwritten, but these lines stay
             self.tenths_shown = step * 10 // self.max_steps
             self.say(line_of(numbered, parts["loss"], self.rows["speed"].partition("  data")[0]))  # fits 80 columns
 
@@ -140,7 +140,7 @@ class Screen:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Draw `values` as at most `width` bars of eight heights, from left to right; one bar averages several neighbors."""
+    """Draw `values` as at most `width` bars of eight heights, from left to right. One bar averages several neighbors."""
     some = np.array(values[:: 1 + len(values) // MANY])
     means = [part.mean() for part in np.array_split(some, min(width, len(some)))]
     low, span = min(means), max(means) - min(means)

@@ -88,8 +88,8 @@ class ShardedLoss(nn.Module):
 def shard(
     loss: NextTokenLoss, accelerator: Accelerator, sharding: Sharding, compile_settings: dict[str, Any] | None = None
 ) -> ShardedLoss:
-    """Replace the parameters of `loss.model` with their shards, on the device. All processes must have the same weights. Build
-    the optimizer afterwards. `compile_settings`: arguments of `torch.compile`; None: not compiled."""
+    """Replace the parameters of `loss.model` with their shards, on the device. All processes must have the same weights. Build the
+    optimizer afterwards. `compile_settings` are arguments of `torch.compile`, or None (not compiled)."""
     model = loss.model
     mesh, offload = _mesh(accelerator, sharding), _offload(accelerator, sharding)
     # Weights are gathered in the compute precision, which halves the transfers; autocast would keep a cast copy of every weight

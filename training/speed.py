@@ -76,7 +76,7 @@ class Speed:
 
 
 def flops_per_token(config: GPT2ScratchConfig, causal: bool = True) -> int:
-    """Return the floating-point operations to train on one token of a full context, forward and backward:
+    """Return the floating-point operations to train on one token of a full context, forward and backward.
 
         6 N + 6 L C T, where N = L (4 C^2 + 2 C n_inner) + V C
 

@@ -87,4 +87,4 @@ def hours(events: list[dict[str, Any]], now: datetime) -> float:
     the next start does not count."""
     moments = [(event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"])) for event in events]
     spans = [later - before for (_, before), (starts, later) in pairwise([*moments, (False, now)]) if not starts]
-    return sum(max(0.0, span.total_seconds()) for span in spans) / 3600  # max: if the clock was set back
+    return sum(max(0.0, span.total_seconds()) for span in spans) / 3600  # max, in case the clock was set back

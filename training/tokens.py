@@ -38,7 +38,7 @@ class Documents:
     the loss is divided by a fixed number of targets, so no target is left out.
     """
 
-    offsets: np.ndarray  # (documents + 1,) int64: where each begins, and the end
+    offsets: np.ndarray  # (documents + 1,) int64: the start of each document, and the end of the last
     has_eos: bool
 
     def positions(self, starts: np.ndarray, context: int) -> np.ndarray:
@@ -98,8 +98,8 @@ class MemoryMap:
             )
 
     def check_ids(self, rows: torch.Tensor) -> None:
-        """Raise a `UserError` for an id outside the vocabulary in the gathered rows: 4 us for 64 x 513, while a check of a whole
-        large file would take minutes."""
+        """Raise a `UserError` for an id outside the vocabulary in the gathered rows.
+        This takes 4 us for 64 x 513, while a check of a whole large file would take minutes."""
         largest = int(rows.numpy().view(self.dtype).max())
         if largest >= self.vocab_size:
             raise UserError(
@@ -121,8 +121,7 @@ class Tokens:
         return len(self.values)
 
     def batch(self, starts: np.ndarray, context: int) -> Batch:
-        """Return the windows that begin at `starts`, (B,) int64, with the next tokens as targets, without waiting for the
-        device."""
+        """Return the windows that begin at `starts`, (B,) int64, with the next tokens as targets. Do not wait for the device."""
         if self.file is not None:
             self.file.check_size()
         rows = self._gather(starts, context + 1)  # (B, T + 1)
@@ -146,7 +145,7 @@ class Tokens:
         """Return rows (B, length) on the device of the tokens. Beyond the end, the last token is repeated."""
         if starts.max() + length <= len(self):
             index = _sent(torch.from_numpy(starts), self.values.device)
-            return self.values.unfold(0, length, 1).index_select(0, index)  # a view, then one copy per row
+            return self.values.unfold(0, length, 1).index_select(0, index)  # creates a view, then copies each row once
         index = np.minimum(starts[:, None] + np.arange(length), len(self) - 1)
         return self.values[_sent(torch.from_numpy(index), self.values.device)]
 

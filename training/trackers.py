@@ -56,7 +56,7 @@ def open_trackers(
     given = {name: value for name, value in settings.items() if value is not None}
     own = {
         "wandb": {"name": name, "id": run_id, "resume": "allow"},
-        "trackio": {"name": name, "resume": "allow" if is_known else "never"},  # it identifies runs by name
+        "trackio": {"name": name, "resume": "allow" if is_known else "never"},  # Trackio identifies runs by name
     }
     accelerator.log_with = [
         TensorBoardTracker(folder.tensorboard.name, folder.path, purge_step=first_step + 1)
@@ -68,7 +68,7 @@ def open_trackers(
     for tracker in accelerator.trackers:
         if (
             tracker.name == "tensorboard"
-        ):  # as text: Accelerate's own method would create another TensorBoard run at each start
+        ):  # as text, because Accelerate's own method would create another TensorBoard run at each start
             text = yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
             tracker.writer.add_text("settings", f"```yaml\n{text}```")
             continue
@@ -86,7 +86,7 @@ def log_to_trackers(accelerator: Accelerator, entry: dict[str, Any], step: int) 
         if name != "step"
     }
     for tracker in accelerator.trackers:
-        if tracker.name == "wandb":  # it drops steps before its last one, e.g. after a resume
+        if tracker.name == "wandb":  # W&B drops steps before its last one, e.g. after a resume
             tracker.log(values | {STEP: step})
         else:
             tracker.log(values, step=step)

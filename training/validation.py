@@ -26,8 +26,8 @@ class Validation:
             begin_report(run.folder, run.plan.model, parameters, data, together)
 
     def validate(self, step: int, log: RunLog, stop: Callable[[], object]) -> None:
-        """Score the model after `step` steps. If `stop` returns true, end early and write nothing: the resumed run starts with this
-        validation."""
+        """Score the model after `step` steps.
+        If `stop` returns true, end early and write nothing. The resumed run starts with this validation."""
         run, last = self.run, step == self.run.plan.max_steps
 
         def watch(share: float) -> object:

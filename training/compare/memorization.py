@@ -28,7 +28,7 @@ FILTER_BITS = 20
 def memorization(
     model: PreTrainedModel, store: TokenStore, texts: int, span: int, seed: int, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Return the share of spans that occur in the training split, for JSON. Called by one process.
+    """Return the share of spans that occur in the training split, as JSON data. Only one process calls this.
 
     Raises:
         UserError: all texts of the model, or all documents of the validation split, are shorter than a span.
@@ -90,7 +90,7 @@ def spans(tokens: np.ndarray, eos: int | None, span: int) -> np.ndarray:
 
 
 def find(tokens: np.ndarray, wanted: np.ndarray, accelerator: Accelerator) -> np.ndarray:
-    """Return the first position in `tokens` of each span in `wanted` (n, span), as (n,) int64; -1 if a span does not occur.
+    """Return the first position in `tokens` of each span in `wanted` (n, span), as (n,) int64, or -1 if a span does not occur.
 
     One pass over `tokens`, in bounded memory: rolling hashes (Karp and Rabin 1987) are matched with a bit filter, then with a
     sorted table. Of the remaining spans, the first of each hash and block is compared by its tokens.

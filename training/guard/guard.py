@@ -87,11 +87,11 @@ class RunGuard:
             self.read_losses(self.step, saver)
             self.save(self.step, saver)
         on_main(self.run.accelerator, saver.wait)
-        saver.verification.check()  # of the store on other machines
+        saver.verification.check()  # for the store's files on other machines
 
     def read_losses(self, step: int, saver: Saver) -> None:
-        """Read the losses of the steps until `step`, which waits for the device. Raise a `DivergenceError` if too many were not
-        finite, or a `Restart` if there was a spike and the run rolls back."""
+        """Read the losses of the steps until `step`, and wait for the device.
+        Raise a `DivergenceError` if too many were not finite, or a `Restart` if there was a spike and the run rolls back."""
         run, spike = self.run, self.health.read(step)
         if spike is None:
             return
@@ -107,7 +107,7 @@ class RunGuard:
 
     def save(self, step: int, saver: Saver) -> None:
         """Start saving the state after `step` steps. All their losses must have been read. Weights with a non-finite loss are not
-        saved; at the end of the run, they raise a `DivergenceError`."""
+        saved. At the end of the run, they raise a `DivergenceError`."""
         if self.health.is_lost and step == self.run.plan.max_steps:
             raise DivergenceError(f"The loss is not finite at the last step, {step:,}")
         if not self.health.is_lost:  # if the weights recover, the next checkpoint has them

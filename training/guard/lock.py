@@ -86,7 +86,7 @@ class RunLock:
 
 
 def _take(path: Path, patience: float) -> BaseFileLock:
-    """Acquire and return the lock, not bound to a thread; raise `Timeout` if another process holds it for `patience` seconds.
+    """Acquire and return the lock, not bound to a thread. Raise `Timeout` if another process holds it for `patience` seconds.
 
     On disks without flock, the lock is a file that names its process. filelock removes it if that process of this host has ended.
     """

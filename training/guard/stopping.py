@@ -147,7 +147,7 @@ class Stopper:
         self._announce(self.requested)
 
     def _announce(self, reason: str | None) -> None:
-        if reason in (None, NOT_SAVED) or self._said:  # the latter has its own error message
+        if reason in (None, NOT_SAVED) or self._said:  # NOT_SAVED has its own error message
             return
         self._said = True
         if os.environ.get("RANK", "0") == "0":

@@ -57,7 +57,7 @@ class Pulse:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def state_now(self) -> str:
-        """Return psutil's state of the process, such as `stopped` or `dead`; empty for a process on another machine."""
+        """Return psutil's state of the process, such as `stopped` or `dead`, or an empty string for another machine's process."""
         if self.machine != _machine():
             return ""
         try:
@@ -113,8 +113,8 @@ class Watchdog:
         patience: float | None = None,
         interval: float = 1.0,
     ):
-        """The status in `folder` records why the processes ended. `patience` is the seconds of silence after which a process
-        counts as lost; by default 60, or `ddp_timeout` if that is less. `interval`: seconds between two pulses."""
+        """The status in `folder` records why the processes ended. `patience` is the seconds of silence after which a process counts
+        as lost (default: 60, or `ddp_timeout` if less). `interval` is the seconds between two pulses."""
         self.rank, self.processes, self.folder = rank, processes, folder
         self.ddp_timeout, self.interval = ddp_timeout, interval
         self.patience = min(PATIENCE, ddp_timeout) if patience is None else patience

@@ -1,4 +1,4 @@
-"""report.json: facts for the report and the model card, gathered from the run folder.
+"""Facts in report.json for the report and the model card, gathered from the run folder.
 
 Each start of the run writes the facts that no other file holds: model, data, power. Each validation adds the log so far.
 """
@@ -109,7 +109,7 @@ def evenly(items: list[Any], most: int) -> list[Any]:
 
 
 def _results(entries: Entries, samples: dict[int, list[str]]) -> dict[str, Any] | None:
-    """Return one row per validation: scores, training time and a sample; None before the first validation."""
+    """Return one row per validation, with scores, training time and a sample, or None before the first validation."""
     scored = [entry for entry in entries if "eval_loss" in entry]
     if not scored:
         return None
@@ -124,7 +124,7 @@ def _results(entries: Entries, samples: dict[int, list[str]]) -> dict[str, Any] 
             for entry in evenly(scored, MAX_ROWS)
         ],
         "validations": len(scored),
-        "is_sampled": any(map(scores_more, scored)),  # then losses are comparable only on the sample
+        "is_sampled": any(map(scores_more, scored)),  # if so, losses are comparable only on the sample
         "best": {"step": best["step"], "loss": comparable_loss(best)},
     }
 
@@ -136,7 +136,7 @@ def _environments(starts: Entries) -> list[dict[str, Any]]:
 
 
 def _as_typed(data: str) -> str:
-    """Return the value of `--data`; an absolute path outside of the current folder is shortened, because it is private."""
+    """Return the value of `--data`. An absolute path outside of the current folder is shortened, because it is private."""
     path = PurePath(data)
     if not path.is_absolute():
         return data

@@ -54,7 +54,7 @@ def cell(text: str) -> str:
 def write_report(folder: RunFolder) -> None:
     """Write report.json, report.md and, if matplotlib is installed, the plots, from the log so far."""
     begun = read_facts(folder)
-    if begun is None:  # deleted or damaged since the start: the next start of the run writes it again
+    if begun is None:  # deleted or damaged since the start; the next start of the run writes it again
         return
     entries = read_metrics(folder.metrics)
     plots = {"loss": plot_loss(entries, folder.plots["loss"]), "course": plot_course(entries, folder.plots["course"])}
