@@ -66,7 +66,7 @@ class Advisor:
             self.losses.append((entry["step"], entry["loss"]))
 
     def _speed_advice(self) -> Iterator[Advice]:
-        last = [line for line in list(self.lines)[-IN_A_ROW:] if "idle" in line]  # only lines of this process
+        last = [line for line in list(self.lines)[-IN_A_ROW:] if "idle" in line]  # uses only lines of this process
         if len(last) < IN_A_ROW:
             return
         idle, mfu = [line["idle"] for line in last], [line.get("mfu", 1.0) for line in last]

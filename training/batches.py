@@ -149,7 +149,7 @@ class WindowOrder:
         epochs, places = np.divmod(samples, np.uint64(self.windows))
         nth = (epochs - epochs[0]).astype(np.intp)  # (k,): index of each sample's epoch in this block
         here = np.arange(int(epochs[0]), int(epochs[-1]) + 1, dtype=np.uint64)
-        keys = _mixed(np.array([self.seed], dtype=np.uint64), here)  # one per epoch
+        keys = _mixed(np.array([self.seed], dtype=np.uint64), here)  # one key per epoch
         slack = self.n_tokens - 1 - self.windows * self.context  # tokens by which the windows can shift
         offsets = keys % np.uint64(min(self.context - 1, slack) + 1)
         starts = offsets[nth] + permute(places, self.windows, keys, nth) * np.uint64(self.context)

@@ -65,7 +65,7 @@ class TrainState:
     settings: dict[str, Any]  # settings of the run, compared with those of a command that resumes it
     losses: tuple[float | None, ...] = ()  # losses of the last steps; None for a skipped step
     unlogged: int = 0  # number of these losses that are not in a log line yet
-    grad_scaler: dict[str, float] | None = None  # fp16 only
+    grad_scaler: dict[str, float] | None = None  # only for fp16
 
 
 def folder_name(step: int) -> str:

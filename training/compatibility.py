@@ -40,7 +40,7 @@ class Settings:
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
     resume: Mapping[str, str]  # name -> "free", "refused" or "derived", see `limits.setting`; others are reported
-    allowed: set[str]  # names in --allow_change
+    allowed: set[str]  # names given in --allow_change
 
     @property
     def refused(self) -> set[str]:

@@ -236,7 +236,7 @@ def describe_forecast(
     config, plan, N = forecast.config, forecast.plan, forecast.plan.memory.parameters
     checkpoints = times_due(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
     if config.checkpoints_kept is not None:
-        checkpoints = min(checkpoints, config.checkpoints_kept + 1)  # including the best one
+        checkpoints = min(checkpoints, config.checkpoints_kept + 1)  # including the best checkpoint
     folder = Path(config.run.output_dir)
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     facts = {

@@ -40,8 +40,8 @@ class HealthArguments:
 @dataclass(frozen=True)
 class Spike:
     step: int  # first step with a loss that is too high, counted from 1
-    last: int  # last such step
-    loss: float  # highest loss
+    last: int  # last step of the spike
+    loss: float  # highest loss of the spike
     mean: float  # mean of the losses before the spike
     z_score: float
 

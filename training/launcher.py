@@ -17,10 +17,10 @@ LAUNCHER = "GPT2SCRATCH_LAUNCHER"
 # Parent process at start; after a restart (restart.py), the parent of the previous process. Removed from the environment,
 # because it is not the parent of processes that this one starts.
 PARENT = int(os.environ.pop(LAUNCHER, os.getppid()))
-# Only `accelerate launch` sets the first variable, only torchrun the second one. A parent process alone does not show a launcher: the parent of
-# `nohup python train_accelerate.py &` is a shell, and its exit must not end the run.
+# Only `accelerate launch` sets the first variable, and only torchrun the second. A parent process alone does not show a
+# launcher: the parent of `nohup python train_accelerate.py &` is a shell, and its exit must not end the run.
 _SET_BY_LAUNCHERS = ("ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID")
-_SET_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
+_SET_PARENT_DEATH_SIGNAL = 1  # constant of Linux's prctl
 
 
 def is_launched() -> bool:

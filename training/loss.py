@@ -78,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         columns = torch.arange(V, device=targets.device)
         total = torch.zeros((), device=targets.device)
         grad_states = torch.empty_like(states)
-        grad_matrix = torch.zeros(matrix.shape, device=matrix.device)  # fp32: sums over chunks
+        grad_matrix = torch.zeros(matrix.shape, device=matrix.device)  # in fp32, because it sums over chunks
         for rows in _chunks(states):
             log_probabilities, targets_here = _log_probabilities(states[rows], matrix, V), targets[rows, None]
             total += _nats(log_probabilities, targets[rows])

@@ -44,7 +44,7 @@ class Moment(NamedTuple):
 
     key: str  # key in the optimizer's state; in a checkpoint, it follows the parameter's name
     at_least: float = -math.inf  # lower bound of the values
-    is_scalar: bool = False  # one number, not one per weight
+    is_scalar: bool = False  # a single number instead of one per weight
 
 
 class AdamW(torch.optim.AdamW):

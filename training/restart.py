@@ -67,4 +67,4 @@ def show_cursor() -> None:
         if os.isatty(descriptor):
             with suppress(OSError):
                 os.write(descriptor, SHOW_CURSOR)
-            break  # both are the same terminal
+            break  # both descriptors are the same terminal

@@ -59,12 +59,12 @@ class TextStream(BaseStreamer):
         self.prompt_follows = True
 
     def put(self, value: torch.Tensor) -> None:
-        if self.prompt_follows:  # generate passes its prompt first
+        if self.prompt_follows:  # `generate` passes the prompt first
             self.prompt_follows = False
             return
         self.ids += value.flatten().tolist()
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # may be the first bytes of a character
+        if not text.endswith("\ufffd"):  # the end may be the first bytes of a character
             self.write(text[self.written :])
             self.written = len(text)
 
@@ -113,7 +113,7 @@ def continue_tokens(
         output = model.generate(tokens, attention_mask=mask, generation_config=config, streamer=stream)
         max_new_tokens -= config.max_new_tokens
         new = output[:, T:].tolist()
-        lengths = [next((i for i, id in enumerate(ids) if id in ends), None) for ids in new]  # after an end: padding
+        lengths = [next((i for i, id in enumerate(ids) if id in ends), None) for ids in new]  # padding follows an end
         for row, ids, length in zip(rows, new, lengths, strict=True):
             row += ids[:length]
         going = [i for i, length in enumerate(lengths) if length is None]

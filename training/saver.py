@@ -39,7 +39,7 @@ def wait_for_writing(seconds: float) -> bool:
     """Wait up to `seconds` for this process's checkpoint. Return whether it is still being written. Not for the saving thread."""
     writers = [thread for thread in threading.enumerate() if thread.name == THREAD]
     for thread in writers:
-        if thread.is_alive():  # false while it is starting
+        if thread.is_alive():  # false while the thread is starting
             thread.join(seconds)
     return any(thread.is_alive() for thread in writers)
 
@@ -213,7 +213,7 @@ class Saver:
 def _shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:
     """Return a model of the same configuration without memory, to write config and code while the real model trains."""
     with torch.device("meta"):
-        shell = GPT2ScratchForCausalLM._from_config(deepcopy(model.config))  # saving writes into it
+        shell = GPT2ScratchForCausalLM._from_config(deepcopy(model.config))  # saving changes the configuration
     shell.generation_config = deepcopy(model.generation_config)
     return shell
 

@@ -69,7 +69,7 @@ def evaluate(
     """
     loss.eval()
     starts = eval_starts(len(tokens), plan.context, plan.micro_batch, accelerator, max_eval_samples)
-    sums = torch.zeros(2, dtype=torch.float64, device=float64_device(accelerator.device))  # nats, targets
+    sums = torch.zeros(2, dtype=torch.float64, device=float64_device(accelerator.device))  # sums of nats and of targets
     for done, (inputs, targets, positions) in enumerate(eval_batches(tokens, starts, plan.context)):
         if stop(done / len(starts)):
             loss.train()

@@ -67,7 +67,7 @@ class Screen:
         self.max_steps, self.steps = max_steps, first_step
         self.losses, self.hourly_price = losses, hourly_price
         self.tenths_shown = first_step * 10 // max_steps
-        self.rows = dict.fromkeys(("train", "validate", "speed", "time"), "")  # below the bar
+        self.rows = dict.fromkeys(("train", "validate", "speed", "time"), "")  # text below the progress bar
         self.left = self.progress = ""  # to the right of the bar; `progress` replaces `left` unless it is empty
         self.waits_for = "compiling" if compiles else "first step"  # empty after the first step
         self.began = self.said_last = time.monotonic()

@@ -114,8 +114,8 @@ class Tokens:
 
     values: torch.Tensor  # (n,) int16 or int32: the bits of uint16 or uint32, which not all backends index
     device: torch.device  # device of the batches
-    documents: Documents | None = None  # set if attention stays within documents
-    file: MemoryMap | None = None  # set if `values` is a memory map
+    documents: Documents | None = None  # not None if attention stays within documents
+    file: MemoryMap | None = None  # not None if `values` is a memory map
 
     def __len__(self) -> int:
         return len(self.values)

@@ -151,9 +151,9 @@ def compare(
     for title, values in nats.items():
         bits, stderr = ratio(values / math.log(2), text.bytes)
         row = {"name": title, "kind": "n-gram" if title in ORDERS else "model", "bits_per_byte": bits}
-        if not math.isnan(stderr):  # not valid in JSON
+        if not math.isnan(stderr):  # NaN is not valid in JSON
             row["bits_per_byte_stderr"] = stderr
-        if title != name:  # paired by unit
+        if title != name:  # differences are paired by unit
             row["difference"], row["difference_stderr"] = ratio((values - nats[name]) / math.log(2), text.bytes)
         rows.append(row)
     split = store.metadata.train

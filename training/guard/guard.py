@@ -53,7 +53,7 @@ class RunGuard:
 
     def __init__(self, run: Run, health: HealthArguments, stopping: StoppingArguments, watchdog: Watchdog):
         self.run, self.watchdog = run, watchdog
-        self.step = run.start.step  # steps done
+        self.step = run.start.step  # number of steps done
         self.reason: str | None = None  # why the run stopped before its end
         self.rolls_back = health.on_spike == "rollback"
         self.health = Health(run.accelerator, health, run.start.state)

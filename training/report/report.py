@@ -152,7 +152,7 @@ def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
         return None
     for row in results.get("panel", {}).get("rows", []):
         name = str(row["name"])
-        if os.path.exists(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # not a Hub id
+        if os.path.exists(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # the name is not a Hub id
             row["name"] = Path(name).name
     if "memorization" in results:
         results["memorization"]["example"] = None
