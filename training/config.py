@@ -123,7 +123,9 @@ class TrainConfig:
         found += self.backup.problems(self.run.output_dir)
         if not self.text:
             for name in sorted(self.flags & TEXT_SETTINGS - {"vocab_size"}):
-                found += [f"{name} applies to text only, but {self.data.data} is already a token store; leave it out."]
+                found.append(
+                    f"{name} applies to text only, but {self.data.data} is already a token store; leave it out."
+                )
         return found
 
 

@@ -113,9 +113,9 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
             f"Attention does not use cuDNN: with mask_documents and context {context}, its gradients can be NaN (at 64, 192, 320 ...)."
         )
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
-        notes += [
+        notes.append(
             "This machine has an NVIDIA GPU, but torch is a CPU-only build: install a CUDA build of torch to use it."
-        ]
+        )
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation != "1":
         notes.append(

@@ -110,7 +110,8 @@ class Screen:
         self.steps, self.left, self.progress = step, parts["eta"], ""
         if step * 10 // self.max_steps > self.tenths_shown:  # the live rows are overwritten, but these lines stay
             self.tenths_shown = step * 10 // self.max_steps
-            self.say(line_of(numbered, parts["loss"], self.rows["speed"].partition("  data")[0]))  # fits 80 columns
+            pace = {name: entry[name] for name in entry if name not in ("data_share", "peak_memory_gb")}
+            self.say(line_of(numbered, parts["loss"], in_words(pace).strip()))  # fits 80 columns
 
     def validated(self, entry: dict[str, Any], best: dict[str, Any]) -> None:
         """Show a validation and whether it is the best so far, by the loss on the text that all validations of a run score."""
