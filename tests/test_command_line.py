@@ -184,6 +184,8 @@ def test_the_help_of_a_command_fits_a_terminal(capsys, monkeypatch, command):
             command.main([flag])
         text = capsys.readouterr().out
         assert max(map(len, text.splitlines())) <= 80
+        assert text.count("\n") <= 48 or flag == "--help_all"
+        assert "default: None" not in text
         assert ("Main flags:" in text) is (flag == "--help" and command in (train_accelerate, tokenizer.pretokenize))
 
 
