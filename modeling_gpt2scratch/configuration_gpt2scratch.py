@@ -21,18 +21,29 @@ LARGEST = 10**8  # limit for sizes: far above any model, and the product of two 
 class GPT2ScratchConfig(PreTrainedConfig):
     r"""Configuration of a GPT-2-class decoder (Radford et al. 2019). Without arguments: 134,601,216 parameters.
 
+    The modern family differs in five fields: `rope_parameters`, `normalization="rms_norm"`, `use_bias=False`,
+    `activation_function="relu2"` and `attention_scale`.
+
     Args:
         vocab_size: number of tokens of the embedding and the head.
-        n_positions: context length in tokens; positions are learned, so longer inputs are not possible.
+        n_positions: context length in tokens; longer inputs are refused.
         n_embd: width of the residual stream.
         n_layer: number of blocks.
         n_head: number of attention heads; divides `n_embd`.
         n_inner: width of the MLP; `None` means `4 * n_embd`.
-        activation_function: a name from Transformers' `ACT2FN`: `gelu` is exact, `gelu_new` GPT-2's tanh approximation.
+        activation_function: a name from Transformers' `ACT2FN`: `gelu` is exact, `gelu_new` GPT-2's tanh approximation, `relu2`
+            squared ReLU (So et al. 2021, "Primer").
+        rope_parameters: `{"rope_type": "default", "rope_theta": 10000.0}` for rotary positions (Su et al. 2021, "RoFormer");
+            `None` for learned positions.
+        normalization: `layer_norm`, or `rms_norm` without weights (Zhang and Sennrich 2019), also after the embedding and on the
+            queries and keys of each head. With `rms_norm`, projections into the residual stream start at zero; so does an untied
+            head, and its embedding starts with standard deviation 1.
+        use_bias: biases in linear layers and LayerNorms. The head has none.
+        attention_scale: factor of the attention scores; `None` means 1 / sqrt(n_embd / n_head).
         embd_pdrop: dropout probability after the embeddings.
         attn_pdrop: dropout probability on the attention weights.
         resid_pdrop: dropout probability on the outputs of attention and MLP.
-        layer_norm_epsilon: added to the variance in every LayerNorm.
+        layer_norm_epsilon: added to the variance, or to the mean square, in every normalization.
         initializer_range: standard deviation of the initial weights; projections into the residual stream use
             `initializer_range / sqrt(2 * n_layer)` (GPT-2, section 2.3).
         use_cache: return keys and values for the next generation step.
@@ -62,6 +73,7 @@ class GPT2ScratchConfig(PreTrainedConfig):
     }
     base_model_pp_plan = {
         "wte": (["input_ids"], ["inputs_embeds"]),
+        "ln_e": (["inputs_embeds"], ["inputs_embeds"]),
         "wpe": (["inputs_embeds", "position_ids"], ["hidden_states"]),
         "h": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "ln_f": (["hidden_states"], ["hidden_states"]),
@@ -80,6 +92,10 @@ class GPT2ScratchConfig(PreTrainedConfig):
     n_head: int = 12
     n_inner: int | None = None
     activation_function: str = "gelu"
+    rope_parameters: dict | None = None
+    normalization: str = "layer_norm"
+    use_bias: bool = True
+    attention_scale: float | int | None = None
     embd_pdrop: float | int = 0.0
     attn_pdrop: float | int = 0.0
     resid_pdrop: float | int = 0.0
@@ -107,6 +123,11 @@ class GPT2ScratchConfig(PreTrainedConfig):
             problems.append(
                 f"activation_function {self.activation_function!r} is unknown to Transformers (GPT-2's is 'gelu_new')"
             )
+        if self.normalization not in ("layer_norm", "rms_norm"):
+            problems.append(f"normalization is {self.normalization!r} but must be 'layer_norm' or 'rms_norm'")
+        if self.attention_scale is not None and not 0.0 < self.attention_scale < math.inf:
+            problems.append(f"attention_scale is {self.attention_scale} but must be above 0 and finite, or None")
+        problems += self._rope_problems()
         for name in ("initializer_range", "layer_norm_epsilon"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 problems.append(f"{name} is {getattr(self, name)} but must be at least 0 and finite")
@@ -115,6 +136,27 @@ class GPT2ScratchConfig(PreTrainedConfig):
                 problems.append(f"{name} is {getattr(self, name)} but must be at least 0 and below 1")
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _rope_problems(self) -> list[str]:
+        if self.rope_parameters is None:
+            return []
+        kind, theta = (self.rope_parameters.get(name) for name in ("rope_type", "rope_theta"))
+        problems = []
+        if kind != "default" or not isinstance(theta, float | int) or not 1.0 < theta < math.inf:
+            problems.append(
+                f"rope_parameters is {self.rope_parameters} but must be {{'rope_type': 'default', 'rope_theta': N}} with a finite "
+                f"N above 1, or None for learned positions"
+            )
+        if self.n_head >= 1 and self.n_embd // self.n_head % 2:
+            problems.append(
+                f"rope_parameters rotates pairs of channels but a head has n_embd / n_head = {self.n_embd // self.n_head}, an odd "
+                f"number"
+            )
+        return problems
+
+    def convert_rope_params_to_dict(self, **kwargs):
+        """Complete `rope_parameters`, except for None, which Transformers would replace with its default."""
+        return kwargs if self.rope_parameters is None else super().convert_rope_params_to_dict(**kwargs)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """Save `config.json` with an `auto_map` for the code files that are saved with it."""

@@ -1,7 +1,10 @@
-"""GPT-2 from scratch (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+"""GPT-2 from scratch (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"), and a modern variant.
 
 Reads bottom-up, smallest part first: attention, MLP, block, model, language model. Parameter names are GPT-2's, with
 `nn.Linear` in place of `Conv1D`. Shapes: B batch, T tokens, C = n_embd, nh = n_head, hs = C / nh, V = vocab_size.
+
+Fields of the configuration choose between the two families. The modern family has rotary instead of learned positions, RMSNorm
+without weights (also after the embedding and on queries and keys), no biases, and squared ReLU.
 """
 
 import math
@@ -46,15 +49,43 @@ def eager_attention_forward(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
-def residual_projection(in_features: int, out_features: int) -> nn.Linear:
-    """Return a linear layer into the residual stream, flagged for the smaller initial weights of GPT-2, section 2.3.
+def residual_projection(config: GPT2ScratchConfig, in_features: int) -> nn.Linear:
+    """Return a linear layer into the residual stream. Its initial weights are those of GPT-2, section 2.3, or zero with RMSNorm.
 
-    The `nn.Linear` itself has the flag because Transformers does not call `_init_weights` for modules of custom code that have
-    no parameters of their own, such as attention and MLP.
+    The `nn.Linear` itself holds their standard deviation because Transformers does not call `_init_weights` for modules of
+    custom code that have no parameters of their own, such as attention and MLP.
     """
-    linear = nn.Linear(in_features, out_features)
-    linear.is_residual_projection = True
+    linear = nn.Linear(in_features, config.n_embd, bias=config.use_bias)
+    is_modern = config.normalization == "rms_norm"
+    linear.initial_std = 0.0 if is_modern else config.initializer_range / math.sqrt(2 * config.n_layer)
     return linear
+
+
+def normalization(config: GPT2ScratchConfig) -> nn.Module:
+    """Return the normalization of the residual stream (..., C)."""
+    if config.normalization == "rms_norm":
+        return nn.RMSNorm(config.n_embd, eps=config.layer_norm_epsilon, elementwise_affine=False)
+    return nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.use_bias)
+
+
+def rotary_embedding(config: GPT2ScratchConfig, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return cosine and sine, (B or 1, 1, T, hs / 2) in fp32, of each position's angles (Su et al. 2021, "RoFormer", equation 15).
+
+    They are computed in each call: a buffer would hold random memory in a model that was loaded from the meta device.
+    """
+    if config.rope_parameters is None:
+        return None
+    hs = config.n_embd // config.n_head
+    exponents = torch.arange(0, hs, 2, device=position_ids.device, dtype=torch.float32) / hs
+    frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponents  # (hs / 2,)
+    angles = position_ids[:, None, :, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotate each pair (i, i + hs / 2) of query or key channels (B, nh, T, hs) by the angle of its position."""
+    a, b = heads.chunk(2, dim=-1)  # (B, nh, T, hs / 2) each
+    return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1)
 
 
 class GPT2ScratchAttention(nn.Module):
@@ -65,10 +96,10 @@ class GPT2ScratchAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.n_embd // config.n_head
-        self.scaling = self.head_dim**-0.5
+        self.scaling = self.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.is_causal = True
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = residual_projection(config.n_embd, config.n_embd)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.use_bias)
+        self.c_proj = residual_projection(config, config.n_embd)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(
@@ -76,6 +107,7 @@ class GPT2ScratchAttention(nn.Module):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         input_shape = hidden_states.shape[:-1]  # (B, T)
@@ -85,6 +117,12 @@ class GPT2ScratchAttention(nn.Module):
         query = query.view(heads).transpose(1, 2)  # (B, nh, T, hs)
         key = key.view(heads).transpose(1, 2)  # (B, nh, T, hs)
         value = value.view(heads).transpose(1, 2)  # (B, nh, T, hs)
+        if self.config.normalization == "rms_norm":  # QK-norm (Henry et al. 2020), without weights
+            shape, eps = (self.head_dim,), self.config.layer_norm_epsilon
+            query, key = nn.functional.rms_norm(query, shape, eps=eps), nn.functional.rms_norm(key, shape, eps=eps)
+        if position_embeddings is not None:
+            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        query, key = query.to(value.dtype), key.to(value.dtype)  # both of the above may return fp32
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)  # (B, nh, S, hs)
 
@@ -111,11 +149,11 @@ class GPT2ScratchMLP(nn.Module):
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__()
         n_inner = config.n_inner if config.n_inner is not None else 4 * config.n_embd
-        self.c_fc = nn.Linear(config.n_embd, n_inner)
+        self.c_fc = nn.Linear(config.n_embd, n_inner, bias=config.use_bias)
         # One kernel; Transformers' `gelu_new` keeps three more (B, T, 4C) tensors for the backward pass.
         is_tanh = config.activation_function == "gelu_new"
         self.act = nn.GELU(approximate="tanh") if is_tanh else ACT2FN[config.activation_function]
-        self.c_proj = residual_projection(n_inner, config.n_embd)
+        self.c_proj = residual_projection(config, n_inner)
         self.dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -123,13 +161,13 @@ class GPT2ScratchMLP(nn.Module):
 
 
 class GPT2ScratchBlock(GradientCheckpointingLayer):
-    """Attention and MLP, each after a LayerNorm and added to the residual stream."""
+    """Attention and MLP, each after a normalization and added to the residual stream."""
 
     def __init__(self, config: GPT2ScratchConfig, layer_idx: int):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.ln_1 = normalization(config)
         self.attn = GPT2ScratchAttention(config, layer_idx)
-        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.ln_2 = normalization(config)
         self.mlp = GPT2ScratchMLP(config)
 
     def forward(
@@ -169,21 +207,24 @@ class GPT2ScratchPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if getattr(module, "is_residual_projection", False):
-            std = self.config.initializer_range / math.sqrt(2 * self.config.n_layer)
+        if (std := getattr(module, "initial_std", None)) is not None:
             init.normal_(module.weight, mean=0.0, std=std)
 
 
 class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
-    """GPT-2 without its head: token ids (B, T) -> hidden states (B, T, C), after the last LayerNorm."""
+    """GPT-2 without its head: token ids (B, T) -> hidden states (B, T, C), after the last normalization."""
 
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = GPT2ScratchPositionEmbedding(config.n_positions, config.n_embd)
+        is_modern, has_rope = config.normalization == "rms_norm", config.rope_parameters is not None
+        if is_modern and not config.tie_word_embeddings:
+            self.wte.initial_std = 1.0
+        self.ln_e = normalization(config) if is_modern else nn.Identity()
+        self.wpe = None if has_rope else GPT2ScratchPositionEmbedding(config.n_positions, config.n_embd)
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList([GPT2ScratchBlock(config, layer_idx) for layer_idx in range(config.n_layer)])
-        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.ln_f = normalization(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -208,7 +249,7 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """Compute the hidden states after the last LayerNorm.
+        """Compute the hidden states after the last normalization.
 
         Args:
             input_ids: (B, T) token ids, int64 or int32; or give `inputs_embeds`, (B, T, C).
@@ -242,7 +283,11 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         if position_ids is None:
             position_ids = default_position_ids(inputs_embeds, attention_mask, past_key_values)
 
-        hidden_states = self.drop(self.wpe(inputs_embeds, position_ids))  # (B, T, C)
+        hidden_states = self.ln_e(inputs_embeds)  # (B, T, C)
+        if self.wpe is not None:
+            hidden_states = self.wpe(hidden_states, position_ids)
+        hidden_states = self.drop(hidden_states)
+        position_embeddings = rotary_embedding(self.config, position_ids)
         for block in self.h[: self.config.n_layer]:  # `generate(assistant_early_exit=k)` sets n_layer to k for drafts
             hidden_states = block(
                 hidden_states,
@@ -250,6 +295,7 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
+                position_embeddings=position_embeddings,
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.ln_f(hidden_states), past_key_values=past_key_values)
@@ -307,7 +353,7 @@ def default_position_ids(
 
 
 class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
-    """GPT-2 language model: token ids (B, T) -> logits (B, T, V), and the loss if labels are given."""
+    """Language model: token ids (B, T) -> logits (B, T, V), and the loss if labels are given."""
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -318,6 +364,8 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.transformer = GPT2ScratchModel(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.normalization == "rms_norm" and not config.tie_word_embeddings:
+            self.lm_head.initial_std = 0.0
         self.post_init()
 
     def _prepare_generated_length(self, generation_config, input_ids_length, inputs_tensor, **kwargs):

@@ -619,7 +619,7 @@ def test_running_the_stages_of_the_pipeline_plan_gives_the_model_output():
         module = getattr(model.transformer, name)
         for stage in module if isinstance(module, torch.nn.ModuleList) else [module]:
             values[outputs[0]] = stage(*(values[value] for value in inputs))
-    assert list(model.config.base_model_pp_plan) == ["wte", "wpe", "h", "ln_f"]
+    assert list(model.config.base_model_pp_plan) == ["wte", "ln_e", "wpe", "h", "ln_f"]
     assert torch.equal(values["hidden_states"], model.transformer(ids).last_hidden_state)
     assert torch.equal(model.lm_head(values["hidden_states"]), model(ids).logits)
 

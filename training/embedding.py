@@ -51,4 +51,5 @@ class DeterministicPositionEmbedding(GPT2ScratchPositionEmbedding, Deterministic
 def make_embeddings_deterministic(model: GPT2ScratchModel) -> None:
     """Make the embedding gradients of a model deterministic. Parameters, their names and forward values do not change."""
     model.wte.__class__ = DeterministicEmbedding
-    model.wpe.__class__ = DeterministicPositionEmbedding
+    if model.wpe is not None:
+        model.wpe.__class__ = DeterministicPositionEmbedding

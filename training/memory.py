@@ -40,9 +40,13 @@ class Memory:
     def parameters(self) -> int:
         model, width = self.model, self.model.n_embd
         inner = model.n_inner or 4 * width
-        block = 4 * width**2 + 2 * width * inner + 9 * width + inner  # with biases and LayerNorms
-        heads = 1 if model.tie_word_embeddings else 2
-        return model.n_layer * block + (heads * model.vocab_size + model.n_positions + 2) * width
+        block = 4 * width**2 + 2 * width * inner
+        vectors, last = (5 * width + inner) * model.use_bias, 0  # biases
+        if model.normalization == "layer_norm":
+            vectors, last = vectors + 2 * width * (1 + model.use_bias), 1 + model.use_bias
+        rows = model.vocab_size * (1 if model.tie_word_embeddings else 2) + last
+        rows += model.n_positions if model.rope_parameters is None else 0
+        return model.n_layer * (block + vectors) + rows * width
 
     def fixed(self) -> dict[str, int]:
         """Return the components that do not depend on the micro-batch."""

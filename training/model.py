@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -18,7 +19,7 @@ from training.tensors import load_weights
 
 @dataclass
 class ModelArguments:
-    """Fields of `GPT2ScratchConfig`, with the same names and defaults. The vocabulary comes from the token store."""
+    """Fields of `GPT2ScratchConfig`, with the same names and defaults, except `rope_theta`. The vocabulary comes from the token store."""
 
     n_layer: int = setting(12, "Number of transformer blocks.", minimum=1, maximum=1000, resume="derived")
     n_head: int = setting(12, "Heads per block; must divide n_embd.", minimum=1, maximum=1024, resume="derived")
@@ -27,13 +28,27 @@ class ModelArguments:
     n_inner: int | None = setting(
         None, "Width of the MLP. Default: 4 * n_embd.", minimum=1, maximum=262_144, resume="derived"
     )
-    activation_function: str = setting("gelu", "gelu (exact) or gelu_new (GPT-2's tanh).", resume="derived")
+    activation_function: str = setting(
+        "gelu", "gelu (exact), gelu_new (GPT-2's tanh) or relu2 (squared ReLU).", resume="derived"
+    )
+    normalization: Literal["layer_norm", "rms_norm"] = setting(
+        "layer_norm",
+        "rms_norm has no weights, also normalizes the embedding, queries and keys, and zeroes output projections at the start.",
+        resume="derived",
+    )
+    rope_theta: float | None = setting(
+        None, "Base of rotary positions, such as 10000. Default: learned positions.", above=1, resume="derived"
+    )
+    use_bias: bool = setting(True, "Biases in linear layers and LayerNorms.", resume="derived")
+    attention_scale: float | None = setting(
+        None, "Factor of attention scores. Default: 1 / sqrt(n_embd / n_head).", above=0, maximum=1000, resume="derived"
+    )
     tie_word_embeddings: bool = setting(False, "Share the token embedding with the head.", resume="derived")
     embd_pdrop: float = setting(0.0, "Dropout probability after the embeddings.", minimum=0, below=1)
     attn_pdrop: float = setting(0.0, "Dropout probability of the attention weights.", minimum=0, below=1)
     resid_pdrop: float = setting(0.0, "Dropout probability of the outputs of attention and MLP.", minimum=0, below=1)
     layer_norm_epsilon: float = setting(
-        1e-5, "Added to the variance in LayerNorm.", minimum=1e-12, maximum=1, resume="derived"
+        1e-5, "Added to the variance in normalizations.", minimum=1e-12, maximum=1, resume="derived"
     )
     initializer_range: float = setting(
         0.02, "Standard deviation of the initial weights.", minimum=1e-6, maximum=10, resume="derived"
@@ -45,8 +60,11 @@ def model_config(
 ) -> GPT2ScratchConfig:
     """Return the model's configuration. Raise a `UserError` for inconsistent values, one problem per line."""
     special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    fields = asdict(arguments)
+    theta = fields.pop("rope_theta")
+    rope = {"rope_type": "default", "rope_theta": theta} if theta is not None else None
     try:
-        return GPT2ScratchConfig(vocab_size=vocab_size, **asdict(arguments), **special)
+        return GPT2ScratchConfig(vocab_size=vocab_size, rope_parameters=rope, **fields, **special)
     except StrictDataclassError as error:
         raise UserError("\n".join(f"{problem}." for problem in str(error.__cause__ or error).split("; "))) from error
 
