@@ -70,12 +70,12 @@ class FlagParser(HfArgumentParser):
         arguments: list[str],
         default_config: Path | None = None,
         check: Callable[..., None] | None = None,
-    ) -> tuple[tuple, set[str]]:
-        """Return the filled dataclasses, and the names of the fields that the user set by a flag or in a `--config` file.
+    ) -> tuple:
+        """Return the filled dataclasses. Afterwards, `in_file` has the names of the settings in the file that was read.
 
-        `default_config` is read if no `--config` is given; its values do not count as set by the user. `check` receives the
-        dataclasses and raises a `UserError` for wrong values. All problems are raised together, one per line, including
-        unknown flags and keys, values of the wrong type, and a missing or unreadable file.
+        `default_config` is read if no `--config` is given. `check` receives the dataclasses and raises a `UserError` for wrong
+        values. All problems are raised together, one per line, including unknown flags and keys, values of the wrong type, and a
+        missing or unreadable file.
         """
         if self.positional and arguments and not arguments[0].startswith("-"):
             arguments = [f"--{self.positional}", *arguments]
@@ -91,6 +91,7 @@ class FlagParser(HfArgumentParser):
         if given & EXCLUSIVE:
             content = {name: value for name, value in content.items() if name not in EXCLUSIVE}
         from_file = self._checked(content, config_path, found)
+        self.in_file = set(from_file)
         if asked := HELP & set(arguments):
             print(self.describe("--help_all" in asked or not self.main, from_file, config_path))
             sys.exit(0)
@@ -105,9 +106,7 @@ class FlagParser(HfArgumentParser):
         if not self._lacks_needed(filled, found):
             found.add_of(check, filled)
         found.refuse()
-        if config_path is not None and config_path != default_config:
-            given |= content.keys()
-        return tuple(filled), given
+        return tuple(filled)
 
     def _lacks_needed(self, filled: list[Any], found: Problems) -> bool:
         """Return whether a required setting has no value. Add a problem for each missing setting."""

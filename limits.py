@@ -25,7 +25,7 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
     """Return a dataclass field with its `--help` text and its limits (see `KEYS`): `setting(1, "Batches.", minimum=1)`.
 
     `resume` decides what happens if the value differs from the resumed checkpoint's. By default the change is reported.
-    "free": it is not reported. "refused": it requires --allow_change. "derived": the checkpoint records a value computed from the
+    "free": it is not reported. "refused": it requires --allow_change. "fixed": it cannot change. "derived": the checkpoint records a value computed from the
     setting instead, such as `max_steps` or the hash of the data.
     """
     metadata = {"help": help, **limits}

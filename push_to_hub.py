@@ -49,7 +49,7 @@ class PushArguments:
 
 def main(arguments: list[str]) -> None:
     parser = FlagParser((PushArguments, FolderArguments), __doc__.splitlines()[0], positional="run")
-    (push, options), _ = parser.parse(arguments, check=lambda push, options: check_repo_id(push.repo_id))
+    push, options = parser.parse(arguments, check=lambda push, options: check_repo_id(push.repo_id))
     source = find_source(Path(push.run), push.checkpoint)
     if push.revisions and source.run is None:
         raise UserError(

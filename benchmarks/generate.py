@@ -150,7 +150,7 @@ def summary(rounds: list[dict], batch_size: int) -> dict:
 
 
 def main(arguments: list[str]) -> None:
-    (options,), _ = FlagParser((GenerateArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = FlagParser((GenerateArguments,), __doc__.splitlines()[0]).parse(arguments)
     transformers.logging.disable_progress_bar()
     started, runs = time.perf_counter(), []
     for name in options.models:

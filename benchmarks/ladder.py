@@ -57,7 +57,7 @@ WITH_ONE_MORE = {"bf16 residual stream": Rung(bf16_residual=True)}
 
 
 def main(arguments: list[str]) -> None:
-    (options,), _ = FlagParser((LadderArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = FlagParser((LadderArguments,), __doc__.splitlines()[0]).parse(arguments)
     workload = Workload.of_preset(options.preset, options.sequences, dropout=0.0)
     measurement = Measurement(options.warmup, options.windows, options.steps)
     groups = {"ladder": LADDER, "without_one": WITHOUT_ONE, "with_one_more": WITH_ONE_MORE}

@@ -42,7 +42,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def main(arguments: list[str]) -> None:
-    (options,), _ = FlagParser((SavingArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = FlagParser((SavingArguments,), __doc__.splitlines()[0]).parse(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         settings = {

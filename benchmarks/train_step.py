@@ -58,7 +58,7 @@ def contestants(nanogpt: str | None, on_cpu: bool) -> dict[str, dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    (options,), _ = FlagParser((TrainStepArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = FlagParser((TrainStepArguments,), __doc__.splitlines()[0]).parse(arguments)
     if options.nanogpt is not None and not (Path(options.nanogpt) / "model.py").is_file():
         raise UserError(f"{options.nanogpt} has no model.py: pass the path of a clone of nanoGPT.")
     entered = contestants(options.nanogpt, device_kind() == "cpu")

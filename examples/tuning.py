@@ -94,7 +94,7 @@ def default_rate(width: int, lora: bool) -> float:
 def parse(documentation: str, arguments: list[str]) -> Tuning:
     """Return the settings of the flags; raise a `UserError` with all problems."""
     parser = FlagParser((Tuning,), documentation.splitlines()[0], positional="model")
-    (tuning,), _ = parser.parse(arguments, check=Tuning.check)
+    (tuning,) = parser.parse(arguments, check=Tuning.check)
     return tuning
 
 

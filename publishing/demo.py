@@ -79,7 +79,7 @@ class DemoArguments:
 
 def main(arguments: list[str]) -> None:
     parser = FlagParser((DemoArguments,), __doc__.splitlines()[0], positional="models")
-    (options,), _ = parser.parse(arguments, check=DemoArguments.check)
+    (options,) = parser.parse(arguments, check=DemoArguments.check)
     if find_spec("gradio") is None:
         raise UserError("The demo needs the package gradio: run pip install -e '.[demo]'.")
     if options.space is None:

@@ -221,7 +221,7 @@ class GGUFArguments:
 
 def main(arguments: list[str]) -> None:
     parser = FlagParser((GGUFArguments,), __doc__.splitlines()[0], positional="paths")
-    (options,), _ = parser.parse(arguments, check=GGUFArguments.check)
+    (options,) = parser.parse(arguments, check=GGUFArguments.check)
     model, destination = options.paths
     source, name = Path(find_model(model)), options.name or Path(model).resolve().name
     Path(destination).parent.mkdir(parents=True, exist_ok=True)

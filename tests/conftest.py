@@ -49,6 +49,15 @@ TINY |= {
 }
 
 
+# Fields of the modern family's configuration.
+MODERN = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "normalization": "rms_norm",
+    "use_bias": False,
+}
+MODERN |= {"activation_function": "relu2", "attention_scale": 0.5}
+
+
 def prose(seed: int, words: int = 4000) -> str:
     """Return text with a little structure; the same seed gives the same text."""
     choice = random.Random(seed).choice

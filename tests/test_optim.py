@@ -1,13 +1,13 @@
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import assert_equal, weights
+from conftest import MODERN, assert_equal, weights
+from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training import optim
-from training.optim import Moment, OptimArguments, build_optimizer, schedule
+from training.config import read_config
+from training.muon import momentum_at, orthogonalize
+from training.optim import OptimArguments, build_optimizer, describe_rates, schedule, set_rates, with_defaults
 
 OPTIMIZER_FILE = "training_state/optimizer.safetensors"
 COSINE = OptimArguments(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4)
@@ -24,37 +24,140 @@ def test_linear_and_constant_schedules_and_a_minimum_above_the_peak():
     constant = OptimArguments(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2, lr_scheduler_type="constant")
     assert [schedule(step, 5, constant) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
     assert schedule(0, 1, OptimArguments(learning_rate=1.0, warmup_steps=0)) == 1.0  # a run of one step
-    assert OptimArguments(1e-3, 1e-3).problems() == []
+    assert OptimArguments("adamw", 1e-3, min_learning_rate=1e-3).problems() == []
     expected = "min_learning_rate is 0.002; it must be between 0 and learning_rate, 0.001."
-    assert OptimArguments(1e-3, 2e-3).problems() == [expected]
+    assert OptimArguments("adamw", 1e-3, min_learning_rate=2e-3).problems() == [expected]
 
 
-def test_weight_decay_applies_only_to_matrices():
-    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-    optimizer = build_optimizer(model, OptimArguments(weight_decay=0.1), torch.device("cpu"))
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+def test_warmup_stable_decay_is_constant_and_then_linear():
+    stable = OptimArguments(learning_rate=1.0, min_learning_rate=0.0, lr_scheduler_type="warmup_stable_decay")
+    stable.warmup_steps, stable.cooldown_fraction = 2, 0.5
+    assert [schedule(step, 10, stable) for step in range(10)] == [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
+    # A longer run has the same rates up to the cooldown of the shorter one.
+    assert [schedule(step, 20, stable) for step in range(10)] == [0.5] + 9 * [1]
+
+
+CPU = torch.device("cpu")
+SIZE = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+
+
+def test_groups_of_parameters_have_their_own_rate_and_decay():
+    def groups(optimizer, **fields):
+        model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**SIZE | fields))
+        names = {parameter: name.removeprefix("transformer.") for name, parameter in model.named_parameters()}
+        arguments = OptimArguments(optimizer, 0.02, 0.3, 0.004, weight_decay=0.05)
+        found = {
+            names[p]: (group["rule"], group["initial_lr"], group["weight_decay"])
+            for group in build_optimizer(model, arguments, CPU).param_groups
+            for p in group["params"]
+        }
+        assert found.keys() == set(names.values())
+        return found
+
+    expected = {
+        "wte.weight": ("adam", 0.3, 0.0),
+        "wpe.weight": ("adam", 0.3, 0.0),
+        "lm_head.weight": ("adam", 0.004, 0.0),
+    }
+    for name, found in groups("muon").items():
+        matrix = (
+            ("muon", 0.02, 0.05) if name.startswith("h.") and name.endswith("weight") and "ln" not in name else None
+        )
+        assert found == (expected.get(name) or matrix or ("adam", 0.004, 0.0)), name
+    assert groups("muon", tie_word_embeddings=True).keys().isdisjoint({"lm_head.weight"})
+    modern = groups("muon", **MODERN)
+    assert [name for name, found in modern.items() if found[0] == "adam"] == ["wte.weight", "lm_head.weight"]
+    adamw = groups("adamw")
+    assert adamw["wte.weight"] == ("adam", 0.3, 0.05)
+    assert adamw["h.0.mlp.c_fc.weight"] == ("adam", 0.02, 0.05)
+    assert adamw["h.0.mlp.c_fc.bias"] == ("adam", 0.02, 0.0)
+
+
+# Muon
+
+
+def reference_update(gradients, step_of_momentum, precision=torch.float32):
+    """Nesterov momentum, then five Newton-Schulz steps, of one matrix, as in Jordan et al. 2024."""
+    buffer = torch.zeros_like(gradients[0])
+    for step, gradient in enumerate(gradients):
+        mu = step_of_momentum(step)
+        buffer = mu * buffer + (1 - mu) * gradient
+    X = (1 - mu) * gradient + mu * buffer
+    X = (X / X.norm()).to(precision)
+    for _ in range(5):
+        A = X @ X.T if X.shape[0] <= X.shape[1] else X.T @ X
+        B = -4.7750 * A + 2.0315 * A @ A
+        X = 3.4445 * X + (B @ X if X.shape[0] <= X.shape[1] else X @ B)
+    return X.float() * max(1, X.shape[0] / X.shape[1]) ** 0.5
+
+
+def test_muon_updates_each_matrix_as_if_alone_and_the_fused_projection_as_three():
+    torch.manual_seed(0)
+    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**SIZE, **MODERN))
+    optimizer = build_optimizer(model, OptimArguments("muon", 0.02, weight_decay=0.5), CPU)
+    before, gradients = {name: p.detach().clone() for name, p in model.named_parameters()}, {}
+    for step in range(2):
+        set_rates(optimizer, step, 0.0 if step == 0 else 0.5)
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            gradients.setdefault(name, []).append(parameter.grad)
+        optimizer.step()
     for name, parameter in model.named_parameters():
-        assert decay[id(parameter)] == (0.1 if parameter.dim() == 2 else 0.0), name
-    assert len(decay) == len(list(model.parameters()))
+        if ".h." not in name:
+            continue
+        thirds = (
+            [[grad.chunk(3)[i] for grad in gradients[name]] for i in range(3)]
+            if "c_attn" in name
+            else [gradients[name]]
+        )
+        update = torch.cat([reference_update(third, momentum_at) for third in thirds])
+        torch.testing.assert_close(
+            parameter, before[name] * (1 - 0.01 * 0.5) - 0.01 * update, rtol=1e-4, atol=1e-6, msg=name
+        )
 
 
-class SGD(torch.optim.SGD):
-    """A second optimizer: only optim.py depends on AdamW."""
+def test_orthogonalized_matrices_have_singular_values_near_one():
+    for precision, shape in ((torch.float32, (2, 8, 32)), (torch.bfloat16, (3, 16, 48))):
+        values = torch.linalg.svdvals(
+            orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), precision)
+        )
+        assert 0.6 < values.min() < values.max() < 1.3
+    assert not orthogonalize(torch.zeros(1, 4, 4), torch.float32).any()
+    assert [momentum_at(step) for step in (0, 150, 300, 9999)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
 
-    moments = (Moment("momentum_buffer"),)
 
-    @classmethod
-    def build(cls, groups: list[dict[str, Any]], arguments: OptimArguments, device: torch.device) -> "SGD":
-        return cls(groups, momentum=arguments.adam_beta1)  # the fused kernel does not support sharded tensors
+def test_defaults_follow_the_optimizer_unless_a_flag_or_a_named_file_sets_them(tmp_path):
+    def read(*flags):
+        return read_config(["--data", str(tmp_path), *flags]).optim
+
+    (tmp_path / "mine.yaml").write_text("learning_rate: 0.005\nn_embd: 192\ntokens_per_step: 2097152\n")
+    assert (read().learning_rate, read().lr_scheduler_type) == (3e-3, "cosine")  # of the quickstart
+    muon = read("--optimizer", "muon", "--normalization", "rms_norm", "--tie_word_embeddings", "false")  # width 192
+    assert (muon.learning_rate, muon.embedding_learning_rate, muon.head_learning_rate) == (0.02, 0.6, 0.008)
+    assert (muon.lr_scheduler_type, muon.weight_decay, muon.warmup_steps) == ("warmup_stable_decay", 0.05, 0)
+    mine = read("--optimizer", "muon", "--config", str(tmp_path / "mine.yaml"), "--weight_decay", "0.1")
+    assert (mine.learning_rate, mine.weight_decay, mine.embedding_learning_rate) == (0.005, 0.1, 0.016)
+    large = with_defaults(OptimArguments("muon"), set(), 2**21, 768, True)
+    described = "0.04 (blocks, muon), 0.6 (embedding), 0.008 (head); the default rates are multiplied by "
+    assert describe_rates(large, 2**21) == described + "sqrt(tokens_per_step / 2^19) = 2"
+    assert describe_rates(OptimArguments(), 2**21) == ""
 
 
-def test_another_optimizer_trains_saves_and_resumes_bit_for_bit(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(optim, "OPTIMIZER", SGD)
-    whole = train(tmp_path / "whole")
-    saved = load_file(whole / "checkpoints" / "step_00000003" / OPTIMIZER_FILE)
-    assert {name.split("/")[1] for name in saved} == {"momentum_buffer"}
-    assert len(saved) == len(weights(whole))
-    branch = train(tmp_path / "branch", resume_from_checkpoint=whole / "checkpoints" / "step_00000003")
+def test_muon_trains_saves_and_resumes_bit_for_bit_and_never_from_adamw(train, tmp_path):
+    muon = {"optimizer": "muon", "rope_theta": 100, "normalization": "rms_norm", "use_bias": False}
+    muon["tie_word_embeddings"] = False
+    whole = train(tmp_path / "whole", **muon)
+    checkpoint = whole / "checkpoints" / "step_00000003"
+    saved = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(checkpoint / OPTIMIZER_FILE).items()
+    }
+    assert {name.split("/")[1] for name in saved if name.startswith("h.")} == {"momentum_buffer"}
+    assert {name.split("/")[1] for name in saved if not name.startswith("h.")} == {"step", "exp_avg", "exp_avg_sq"}
+    branch = train(tmp_path / "branch", resume_from_checkpoint=checkpoint)
     assert_equal(weights(branch), weights(whole))
     ours, theirs = (load_file(run / "checkpoints" / "step_00000006" / OPTIMIZER_FILE) for run in (branch, whole))
     assert_equal(ours, theirs)
+    with pytest.raises(
+        UserError, match="optimizer changed from muon to adamw, so its moments do not fit; start a new run"
+    ):
+        train(tmp_path / "other", resume_from_checkpoint=checkpoint, optimizer="adamw")

@@ -22,6 +22,13 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 SETTINGS = {**TINY, "tokens_per_step": 96}  # 6 sequences: for 1, 2 and 3 processes; width 16: 3 unequal shards
 # Compiled if there is a C++ compiler; three micro-batches per step.
 DEFAULTS = {"torch_compile": None, "mixed_precision": None, "per_device_train_batch_size": 1}
+MUON = {
+    "optimizer": "muon",
+    "rope_theta": 100,
+    "normalization": "rms_norm",
+    "use_bias": False,
+    "tie_word_embeddings": False,
+}
 TIED = {"tie_word_embeddings": True, "per_device_train_batch_size": 1}  # and 3 micro-batches per step
 
 
@@ -43,12 +50,15 @@ def runs(launch, store, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     trained(store, folder / "alone", **SETTINGS)
     trained(store, folder / "alone_tied", **SETTINGS, **TIED)
+    trained(store, folder / "alone_muon", **SETTINGS, **MUON)
     pair = [
         run(store, folder / "ddp", DDP, profile=True),
         run(store, folder / "fsdp", FSDP),
         run(store, folder / "fsdp_tied", FSDP, **TIED),
-        run(store, folder / "fsdp_sgd", FSDP) | {"sgd": True},
-        run(store, folder / "fsdp_sgd_resumed", FSDP, resume_from=folder / "fsdp_sgd") | {"sgd": True},
+        run(store, folder / "fsdp_muon", FSDP, **MUON),
+        run(store, folder / "fsdp_muon_resumed", FSDP, resume_from=folder / "fsdp_muon"),
+        run(store, folder / "ddp_muon", DDP, **MUON),
+        run(store, folder / "ddp_muon_resumed", DDP, resume_from=folder / "ddp_muon"),
         run(store, folder / "fsdp_bf16", FSDP, mixed_precision="bf16", gradient_checkpointing=True, max_steps=3),
         run(store, folder / "fsdp_offloaded", FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}),
         run(store, folder / "alone_to_fsdp", FSDP, resume_from=folder / "alone"),
@@ -60,7 +70,7 @@ def runs(launch, store, tmp_path_factory) -> Path:
     (folder / "pair.json").write_text(json.dumps(pair))
     result = launch(*LAUNCHER, "launch/two_cpu_processes.yaml", "tests/several_processes.py", folder / "pair.json")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("passed: check_") == 10
+    assert result.stdout.count("passed: check_") == 11
     assert result.stdout.count("2 processes, model and optimizer sharded") == 8
     compiled = decide(DeviceArguments(), TINY["n_positions"]).torch_compile
     assert result.stdout.count(", compiled, ") == (3 if compiled else 0)
@@ -118,8 +128,13 @@ def test_two_processes_resume_bitwise_at_default_settings(runs):
     assert_equal(weights(runs / "ddp_defaults"), weights(runs / "ddp_defaults_resumed"))
 
 
-def test_another_optimizer_is_sharded_and_resumes_bit_for_bit(runs):
-    assert_equal(weights(runs / "fsdp_sgd"), weights(runs / "fsdp_sgd_resumed"))
+@pytest.mark.parametrize("name", ["ddp_muon", "fsdp_muon"])
+def test_muon_on_two_processes_trains_like_on_one_and_resumes_bit_for_bit(runs, name):
+    assert_equal(weights(runs / name), weights(runs / f"{name}_resumed"))
+    ours, theirs = numbers(runs / name), numbers(runs / "alone_muon")
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert value == pytest.approx(theirs[key], abs=1e-3), key
 
 
 def shapes(path: Path) -> dict[str, tuple]:

@@ -24,13 +24,15 @@ def tokens(device: torch.device, where: str = "ram", documents: Documents | None
     return Tokens(values.to(device) if where == "device" else values, device, documents)
 
 
-def train_step(micro_batch: int, accumulation: int, config=CONFIG, n_tokens: int = len(TOKENS)) -> TrainStep:
+def train_step(
+    micro_batch: int, accumulation: int, config=CONFIG, n_tokens: int = len(TOKENS), optimizer: str = "adamw"
+) -> TrainStep:
     reset_accelerate()
     accelerator = Accelerator(cpu=True)
     plan = BatchPlan(16, micro_batch, accumulation, 1)
     batches = TrainBatches(tokens(accelerator.device), WindowOrder(n_tokens, 16, seed=1), plan, 0)
     setup = Setup("no", False, "eager", ())
-    return build_train_step(deepcopy(config), None, batches, OptimArguments(learning_rate=0.01), setup, accelerator)
+    return build_train_step(deepcopy(config), None, batches, OptimArguments(optimizer, 0.01), setup, accelerator)
 
 
 def fresh(config: GPT2ScratchConfig = CONFIG) -> GPT2ScratchForCausalLM:
@@ -64,10 +66,12 @@ def test_dropout_is_a_function_of_the_step():
     assert loss_of(2) != loss_of(3)
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_step_with_nonfinite_gradients_changes_nothing(poison):
+@pytest.mark.parametrize(
+    ("poison", "optimizer"), [(float("nan"), "adamw"), (float("inf"), "adamw"), (float("inf"), "muon")]
+)
+def test_a_step_with_nonfinite_gradients_changes_nothing(poison, optimizer):
     """One token has a nonfinite embedding, so batches with this token have a nonfinite loss or gradient."""
-    poisoned = train_step(4, 2)
+    poisoned = train_step(4, 2, optimizer=optimizer)
     model = poisoned.model
     batches = [poisoned.batches(step, micro_step).inputs for step in range(60) for micro_step in range(2)]
     rare = min(range(50), key=lambda token: sum(bool((batch == token).any()) for batch in batches))

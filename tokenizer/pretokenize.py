@@ -94,7 +94,7 @@ def check(options: PretokenizeArguments, *parts) -> None:
 def main(arguments: list[str]) -> None:
     kinds = (PretokenizeArguments, CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
     parser = FlagParser(kinds, __doc__.splitlines()[0], main=MAIN)
-    (options, *parts), _ = parser.parse(arguments, check=check)
+    options, *parts = parser.parse(arguments, check=check)
     say = (lambda text: None) if options.quiet else print
     folder = Path(options.output).expanduser()
     store = pretokenize(options.recipe(*parts), folder, say, options.num_proc, options.share, options.merge)

@@ -159,7 +159,7 @@ class UnpackArguments:
 
 
 def main(arguments: list[str]) -> None:
-    (options,), _ = FlagParser((UnpackArguments,), __doc__.splitlines()[0], positional="archive").parse(arguments)
+    (options,) = FlagParser((UnpackArguments,), __doc__.splitlines()[0], positional="archive").parse(arguments)
     if options.output is None and not options.archive.endswith(SUFFIX):
         raise UserError(f"{options.archive} does not end in {SUFFIX}; name a folder with --output.")
     path = Path(options.archive).expanduser()

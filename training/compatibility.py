@@ -39,7 +39,7 @@ class Settings:
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
-    resume: Mapping[str, str]  # name -> "free", "refused" or "derived", see `limits.setting`; others are reported
+    resume: Mapping[str, str]  # by name, see `limits.setting`; a missing name is reported
     allowed: set[str]  # names given in --allow_change
 
     @property
@@ -87,7 +87,9 @@ def compare(
         problem = " ".join(str(error).split())[:200]
         raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
     fields = model_fields(type(model))
-    before = {name: getattr(saved, name) for name in fields} | state.settings
+    before = (
+        {"optimizer": "adamw"} | {name: getattr(saved, name) for name in fields} | state.settings
+    )  # once the only one
     now = {name: getattr(model, name) for name in fields} | dict(now)
     different = {name: _sentence(name, now, before) for name in now if name in before and now[name] != before[name]}
     allowed = settings.allowed | (TOKEN_IDS if "tokenizer" in settings.allowed else set())
@@ -95,6 +97,8 @@ def compare(
     for name, sentence in different.items():
         if name in fields and not _has_same_shapes(saved, name, now[name]):
             refused.append(f"{sentence}, so its weights do not fit; start a new run in another --output_dir")
+        elif settings.resume.get(name) == "fixed":
+            refused.append(f"{sentence}, so its moments do not fit; start a new run in another --output_dir")
         elif name in settings.refused.union(fields) - allowed and not (name in TOKEN_IDS and "tokenizer" in different):
             refused.append(f"{sentence}; if this is intended, add --allow_change {name}")
     if str(saved.dtype) not in ("None", "float32", "torch.float32"):

@@ -3,7 +3,7 @@ Flags override a YAML file: --config, the file of the resumed run, or the quicks
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from training.guard.stopping import StoppingArguments
 from training.hardware import CostArguments
 from training.health import HealthArguments
 from training.model import ModelArguments
-from training.optim import OptimArguments
+from training.optim import OptimArguments, with_defaults
 from training.plan import LengthArguments
 from training.profile import ProfileArguments
 from training.run_folder import CONFIG_FILE, RunArguments, run_of
@@ -149,15 +149,22 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
     def compose(parts: tuple) -> TrainConfig:
         if no_source is not None:
             raise UserError(no_source)
-        return _composed(parts, set(parser.named_flags(arguments)), named, resumed)
+        return _composed(parts, set(parser.named_flags(arguments)), parser.in_file, named, resumed)
 
     default = named or (resumed / CONFIG_FILE if resumed else QUICKSTART)
-    filled, _ = parser.parse(arguments, default_config=default, check=lambda *parts: check(compose(parts)))
+    filled = parser.parse(arguments, default_config=default, check=lambda *parts: check(compose(parts)))
     return compose(filled)
 
 
-def _composed(parts: tuple, flags: set[str], named: Path | None, resumed: Path | None) -> TrainConfig:
+def _composed(
+    parts: tuple, flags: set[str], in_file: set[str], named: Path | None, resumed: Path | None
+) -> TrainConfig:
     config = TrainConfig(*parts, flags=flags)
+    given = flags | in_file if named or resumed else flags
+    model, tokens = config.model, config.batch.tokens_per_step
+    has_large_embedding = model.normalization == "rms_norm" and not model.tie_word_embeddings
+    optim = with_defaults(config.optim, given, tokens, model.n_embd, has_large_embedding)
+    config = replace(config, optim=optim)
     if config.data.data is None:
         raise UserError("No training data is named: set --data to a text file, a folder or a token store.")
     config.data.data = os.path.normpath(config.data.data)

@@ -158,7 +158,7 @@ def without_kernels(name: str, capability: tuple[int, int], build: str) -> str:
 
 def _precision(asked: str) -> str:
     has_gpu = torch.cuda.is_available()
-    has_bf16 = has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = has_gpu and computes_bf16()
     if asked == "auto":  # the launcher also exports `no` if the user set nothing
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "auto")
     if asked == "fp16" and not has_gpu:
@@ -170,9 +170,14 @@ def _precision(asked: str) -> str:
         return asked
     if has_gpu:
         return "bf16" if has_bf16 else "fp16"
-    # Without these instructions, bf16 on a CPU is emulated and slower than fp32.
-    is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bf16" if is_fast and not torch.backends.mps.is_available() else "no"
+    return "bf16" if computes_bf16() and not torch.backends.mps.is_available() else "no"
+
+
+def computes_bf16() -> bool:
+    """Return whether the device has instructions for bf16. Emulated bf16 is slower than fp32."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _attention(asked: str, precision: str | None, context: int) -> str:

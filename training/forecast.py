@@ -37,7 +37,7 @@ from training.hardware import (
     peak_flops,
     reported_mfu,
 )
-from training.optim import moment_bytes, usual_learning_rate
+from training.optim import describe_rates, usual_learning_rate
 from training.plan import Plan
 from training.preflight import make_plan, setup_of
 from training.report.report import environment
@@ -246,8 +246,9 @@ def describe_forecast(
         "overridden": config.overridden_vocab_size(plan.model.vocab_size),
         "best_tokens": TOKENS_PER_PARAMETER,
         "checkpoints": checkpoints,
-        "disk": (checkpoints + 1) * (4 * N + moment_bytes(N)) + 4 * N,  # one more during a save, and model/
+        "disk": (checkpoints + 1) * (4 * N + plan.memory.moments) + 4 * N,  # one more during a save, and model/
         "free": shutil.disk_usage(existing).free,
+        "rates": describe_rates(config.optim, plan.tokens_per_step),
         "advice": advice(forecast),
         "rentals": rentals,
         "run": run,
@@ -278,10 +279,9 @@ def advice(forecast: Forecast) -> Iterator[str]:
             f"Attention uses PyTorch's math kernel, the slowest, which stores all scores: the head width is "
             f"{model.n_embd / model.n_head:g}, but the fast kernels need a multiple of 8 up to 256; change n_head or n_embd."
         )
-    rate, usual = config.optim.learning_rate, usual_learning_rate(N)
+    rate, (usual, known) = config.optim.learning_rate, usual_learning_rate(config.optim, N)
     if not usual / RATE_FACTOR <= rate <= usual * RATE_FACTOR:
-        text = f"about {usual:.1e} is usual for models of {N / 1e6:,.1f}M parameters (Kaplan et al. 2020)."
-        yield f"learning_rate is {rate:.1e}; {text}"
+        yield f"learning_rate is {rate:.1e}; about {usual:.1e} is usual {known}."
     warmup = config.optim.warmup_steps
     if warmup > plan.max_steps / 4:
         yield f"warmup_steps is {warmup:,} of {plan.max_steps:,} steps; a tenth or less is usual."

@@ -30,6 +30,7 @@ class Memory:
     on_gpu: bool  # on a CPU, the copy for saving and the program itself use the same memory as training
     sharded_by: int = 1  # number of processes that share the model
     program: int = 0  # bytes of Python and PyTorch
+    optimizer: str = "adamw"
 
     @property
     def in_half(self) -> bool:
@@ -48,16 +49,23 @@ class Memory:
         rows += model.n_positions if model.rope_parameters is None else 0
         return model.n_layer * (block + vectors) + rows * width
 
+    @property
+    def moments(self) -> int:
+        """Bytes of the optimizer's moments."""
+        width = self.model.n_embd
+        matrices = 4 * width**2 + 2 * width * (self.model.n_inner or 4 * width)
+        return moment_bytes(self.optimizer, self.parameters, self.model.n_layer * matrices)
+
     def fixed(self) -> dict[str, int]:
         """Return the components that do not depend on the micro-batch."""
         N, P = self.parameters, self.sharded_by
-        parts = {"weights": 4 * N // P, "gradients": 4 * N // P, "optimizer": moment_bytes(N) // P}
+        parts = {"weights": 4 * N // P, "gradients": 4 * N // P, "optimizer": self.moments // P}
         if P > 1:
             parts["gradients"] += BYTES_KEPT_WHOLE * N
         if self.in_half:
             parts["weights in half precision"] = 2 * N // P
         if not self.on_gpu:
-            parts["checkpoint copy"] = 4 * N + moment_bytes(N)
+            parts["checkpoint copy"] = 4 * N + self.moments
         return parts
 
     def parts(self, micro_batch: int) -> dict[str, int]:

@@ -57,7 +57,7 @@ def setup_of(config: TrainConfig) -> Setup:
 def check(config: TrainConfig) -> None:
     """Raise a `UserError` with all problems that can be found before text is tokenized, one per line."""
     problems = Problems(config.recipe.problems() if config.text else [])
-    problems.add_of(setup_of, [config])
+    setup = problems.add_of(setup_of, [config])
     problems.sentences += config.problems()
     context, vocab_size, store = config.model.n_positions, config.vocabulary.vocab_size or 1, None
     if config.text:
@@ -70,6 +70,11 @@ def check(config: TrainConfig) -> None:
         problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.seed])
     problems.add_of(model_config, [config.model, vocab_size])
     problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])
+    if config.optim.optimizer == "muon" and setup is not None and setup.sharding is not None and setup.sharding.offload:
+        problems.add(
+            "optimizer muon does not work with the launcher's fsdp_offload_params, because its matrix products would run on the "
+            "CPU; set fsdp_offload_params to false, or use adamw."
+        )
     attention = config.device.attn_implementation
     if config.batch.mask_documents and attention.startswith("flash_attention"):
         problems.add(
@@ -143,7 +148,7 @@ def make_plan(
         on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
         sharded_by = accelerator.num_processes if setup.shards(accelerator) else 1
         program = 0 if on_gpu else psutil.Process().memory_info().rss + PROGRAM_GROWS
-        memory = Memory(model, setup, on_gpu, sharded_by, program)
+        memory = Memory(model, setup, on_gpu, sharded_by, program, config.optim.optimizer)
         if not (on_gpu or config.cost.plan):
             problems.sentences += host_memory_problems(memory, local)
         largest = memory.largest_micro_batch(available)

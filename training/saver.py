@@ -26,7 +26,7 @@ from training.checkpoint import Snapshot, TrainState
 from training.distributed import on_main
 from training.loss import DivergenceError
 from training.metrics import best_step
-from training.optim import moment_bytes, moment_shapes, named_moments
+from training.optim import moment_shapes, named_moments
 from training.run_folder import RunFolder
 from training.status import record, write_status
 from training.step import TrainStep
@@ -105,7 +105,7 @@ class Saver:
         self.saved_step: int | None = None
         self.snapshot = Snapshot()  # the same memory for every save
         self.task = BackgroundTask(self._make_room, THREAD, niceness=19)  # training on a CPU comes first
-        n_bytes = sum(4 * parameter.numel() + moment_bytes(parameter.numel()) for parameter in self.model.parameters())
+        n_bytes = 4 * sum(shape.numel() for _, _, shape in self._tensors())
         on_main(self.accelerator, lambda: refuse_full_disk(folder.checkpoints, n_bytes))
         self.shell = _shell_of(self.model)
         if self.accelerator.is_main_process:
@@ -143,16 +143,21 @@ class Saver:
         self.task.wait()
         self.verification.check()
 
+    def _tensors(self) -> list[tuple[dict[str, torch.Tensor], str, torch.Size]]:
+        """Return place in the snapshot, name and full shape of every tensor that is saved."""
+        weights, moments = self.snapshot.weights, self.snapshot.moments
+        shapes = moment_shapes(self.model, self.optimizer)
+        return [
+            *((weights, name, parameter.shape) for name, parameter in self.model.named_parameters()),
+            *((moments, name, shape) for name, shape in shapes.items()),
+        ]
+
     def _make_room(self) -> None:
         """Allocate the memory of the snapshot and touch it, so that the first save does not wait for the system.
 
         It is one block, page-locked for a GPU: `pin_memory` would round each tensor up to a power of two, 1.5 to 1.7 times as much.
         """
-        room = []
-        for name, parameter in self.model.named_parameters():
-            room.append((self.snapshot.weights, name, parameter.shape))
-            for key, shape in moment_shapes(parameter.shape).items():
-                room.append((self.snapshot.moments, f"{name}/{key}", shape))
+        room = self._tensors()
         try:
             block = torch.empty(sum(shape.numel() for _, _, shape in room), dtype=torch.float32)
             if self.accelerator.device.type == "cuda":

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.batches import TrainBatches, mix
 from training.compilation import remove_incomplete_libraries
-from training.device import Setup
+from training.device import Setup, computes_bf16
 from training.loss import NextTokenLoss
 from training.model import build_model
 from training.optim import OptimArguments, build_optimizer, load_moments, set_rates, skip_if_not_finite
@@ -41,7 +41,7 @@ class TrainStep:
         accumulation = self.batches.plan.accumulation
         # Dropout is a function of (seed, step, rank), like the data: no generator state to save or restore.
         self._seed(mix(mix(self.batches.order.seed, step), self.accelerator.process_index) >> 1)
-        set_rates(self.optimizer.optimizer, rate_factor)
+        set_rates(self.optimizer.optimizer, step, rate_factor)
         total = torch.zeros((), device=self.accelerator.device)
         for micro_step in range(accumulation):
             with record_function("data"):  # for --profile; costs 5 us when not recording
@@ -85,7 +85,8 @@ def build_train_step(
     model = build_model(config, setup, batches.order.seed, checkpoint / WEIGHTS if checkpoint is not None else None)
     accelerator.gradient_accumulation_steps = batches.plan.accumulation
     loss = _prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
-    optimizer = accelerator.prepare(build_optimizer(model, arguments, accelerator.device))
+    precision = torch.bfloat16 if computes_bf16() else torch.float32
+    optimizer = accelerator.prepare(build_optimizer(model, arguments, accelerator.device, precision))
     if checkpoint is not None:
         load_moments(checkpoint / OPTIMIZER, model, optimizer.optimizer)
     return TrainStep(accelerator, model, loss, optimizer, batches, arguments.max_grad_norm)

@@ -1,0 +1,142 @@
+"""Muon (Jordan et al. 2024): orthogonalized momentum for the matrices of the blocks, and Adam for all other parameters."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from training.tensors import shard_like
+
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # steepest slope at zero that still converges into [0.7, 1.2] (Jordan et al. 2024)
+ITERATIONS = 5
+MOMENTUM_WARMUP, FIRST_MOMENTUM, MOMENTUM = 300, 0.85, 0.95  # steps, and the momentum before and after them
+
+
+def momentum_at(step: int) -> float:
+    """Return the momentum of a step, a function of the step alone, so that a resumed run has the same."""
+    return FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * min(1.0, step / MOMENTUM_WARMUP)
+
+
+def orthogonalize(matrices: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
+    """Return the nearest semi-orthogonal matrix U V^T of each matrix U S V^T, approximately: singular values are about 0.7 to 1.2.
+
+    This is a Newton-Schulz iteration with a polynomial of degree five, which needs matrix products only.
+
+    Args:
+        matrices: (n, r, c) with r <= c, in fp32.
+        precision: dtype of the products. bf16 is enough, and faster where the device has instructions for it.
+    """
+    a, b, c = COEFFICIENTS
+    X = (matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(precision)  # (n, r, c)
+    for _ in range(ITERATIONS):
+        A = X @ X.mT  # (n, r, r)
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.to(matrices.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Optimizer with two kinds of parameter groups.
+
+    A group with `rule` "muon" has the keys `lr`, `weight_decay`, `momentum` and `matrices`, the number of matrices that its
+    parameters hold one below the other: 3 for the fused query-key-value projection. A group with `rule` "adam" has the keys
+    `lr`, `weight_decay`, `betas` and `eps`. Weight decay is decoupled.
+
+    `found_inf` and `grad_scale` are set by a gradient scaler or `skip_if_not_finite`: if `found_inf` is 1, a step changes nothing,
+    and the host does not wait for the device. Gradients must be unscaled before.
+
+    With sharded parameters (DTensor), momentum is sharded too. Every process gathers all updates and orthogonalizes all of them,
+    with the same kernels, so that all processes compute the same weights, and the same weights as a single process would.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, groups: list[dict[str, Any]], fused: bool, precision: torch.dtype):
+        super().__init__(groups, {"fused": fused})
+        self.precision = precision
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        with_gradients = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        for group, parameters in with_gradients:
+            if group["rule"] == "adam":
+                self._step_of_adam(group, parameters)
+        self._step_of_muon([(group, parameters) for group, parameters in with_gradients if group["rule"] == "muon"])
+
+    def _step_of_adam(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        exp_avgs, exp_avg_sqs, steps = (
+            [self.state[parameter][key] for parameter in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
+        (beta1, beta2), found_inf = group["betas"], getattr(self, "found_inf", None)
+        settings = {
+            "lr": group["lr"],
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+            "fused": group["fused"],
+        }
+        gradients = [parameter.grad for parameter in parameters]
+        adamw(
+            parameters, gradients, exp_avgs, exp_avg_sqs, [], steps,
+            beta1=beta1, beta2=beta2, found_inf=found_inf, amsgrad=False, maximize=False, **settings,
+        )  # fmt: skip
+
+    def _step_of_muon(self, groups: list[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
+        """Update the matrices of all groups. Matrices of one shape, (r, c) or (c, r), are orthogonalized in one batched call."""
+        found_inf = getattr(self, "found_inf", None)
+        kept = 1.0 if found_inf is None else 1.0 - found_inf  # factor of the update: 0 for a skipped step
+        stacks = defaultdict(list)  # (r, c) -> matrices with r <= c
+        for group, parameters in groups:
+            for update in self._momentum_updates(group, parameters, found_inf):
+                for matrix in update.chunk(group["matrices"]):
+                    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+                    stacks[wide.shape].append(wide)
+        orthogonal = {shape: iter(orthogonalize(torch.stack(stack), self.precision)) for shape, stack in stacks.items()}
+        for group, parameters in groups:
+            for parameter in parameters:
+                rows, columns = parameter.shape[0] // group["matrices"], parameter.shape[1]
+                matrices = [next(orthogonal[tuple(sorted((rows, columns)))]) for _ in range(group["matrices"])]
+                update = torch.cat([matrix if rows <= columns else matrix.mT for matrix in matrices])
+                rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+                shard = _local(parameter)
+                shard.mul_(1.0 - group["lr"] * group["weight_decay"] * kept)
+                shard.sub_(_local(shard_like(update, parameter)) * (rate * kept))
+
+    def _momentum_updates(
+        self, group: dict[str, Any], parameters: list[torch.Tensor], found_inf: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Update the momentum and return Nesterov's update of each parameter, whole. A skipped step does not change the momentum."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+        buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        gradients = [_local(parameter.grad) for parameter in parameters]
+        if found_inf is not None:
+            skip = found_inf.bool()
+            gradients = [
+                torch.where(skip, buffer, gradient) for buffer, gradient in zip(buffers, gradients, strict=True)
+            ]
+        torch._foreach_lerp_(buffers, gradients, 1.0 - group["momentum"])
+        updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
+        return [_whole_like(update, parameter) for update, parameter in zip(updates, parameters, strict=True)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of which `shard` is this process's part, divided like `parameter`. All processes must call this."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, **layout).full_tensor()
