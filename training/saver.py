@@ -104,8 +104,9 @@ class Saver:
         self.save_total_limit, self.backup = save_total_limit, backup
         self.saved_step: int | None = None
         self.snapshot = Snapshot()  # the same memory for every save
-        self.task = BackgroundTask(self._make_room, THREAD, niceness=19)  # training on a CPU comes first
-        n_bytes = 4 * sum(shape.numel() for _, _, shape in self._tensors())
+        room = self._tensors()  # not in the thread: during a step, a sharded model has other parameters
+        self.task = BackgroundTask(partial(self._make_room, room), THREAD, niceness=19)  # training on a CPU comes first
+        n_bytes = 4 * sum(shape.numel() for _, _, shape in room)
         on_main(self.accelerator, lambda: refuse_full_disk(folder.checkpoints, n_bytes))
         self.shell = _shell_of(self.model)
         if self.accelerator.is_main_process:
@@ -152,12 +153,11 @@ class Saver:
             *((moments, name, shape) for name, shape in shapes.items()),
         ]
 
-    def _make_room(self) -> None:
+    def _make_room(self, room: list[tuple[dict[str, torch.Tensor], str, torch.Size]]) -> None:
         """Allocate the memory of the snapshot and touch it, so that the first save does not wait for the system.
 
         It is one block, page-locked for a GPU: `pin_memory` would round each tensor up to a power of two, 1.5 to 1.7 times as much.
         """
-        room = self._tensors()
         try:
             block = torch.empty(sum(shape.numel() for _, _, shape in room), dtype=torch.float32)
             if self.accelerator.device.type == "cuda":
