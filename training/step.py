@@ -85,7 +85,7 @@ def build_train_step(
     model = build_model(config, setup, batches.order.seed, checkpoint / WEIGHTS if checkpoint is not None else None)
     accelerator.gradient_accumulation_steps = batches.plan.accumulation
     loss = _prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
-    precision = torch.bfloat16 if computes_bf16() else torch.float32
+    precision = torch.bfloat16 if setup.mixed_precision == "bf16" and computes_bf16() else torch.float32
     optimizer = accelerator.prepare(build_optimizer(model, arguments, accelerator.device, precision))
     if checkpoint is not None:
         load_moments(checkpoint / OPTIMIZER, model, optimizer.optimizer)
