@@ -29,15 +29,15 @@ def orthogonalize(matrices: torch.Tensor, precision: torch.dtype) -> torch.Tenso
     This is a Newton-Schulz iteration with a polynomial of degree five, which needs matrix products only.
 
     Args:
-        matrices: (n, r, c) with r <= c, in fp32.
+        matrices: (n, r, c) with r <= c, in fp32. Their memory is reused.
         precision: dtype of the products. bf16 is enough, and faster where the device has instructions for it.
     """
     a, b, c = COEFFICIENTS
-    X = (matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(precision)  # (n, r, c)
+    X = matrices.div_(matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7).to(precision)  # (n, r, c)
     for _ in range(ITERATIONS):
         A = X @ X.mT  # (n, r, r)
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return X.to(matrices.dtype)
+    return X
 
 
 class Muon(torch.optim.Optimizer):
@@ -90,43 +90,48 @@ class Muon(torch.optim.Optimizer):
         )  # fmt: skip
 
     def _step_of_muon(self, groups: list[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
-        """Update the matrices of all groups. Matrices of one shape, (r, c) or (c, r), are orthogonalized in one batched call."""
-        found_inf = getattr(self, "found_inf", None)
-        kept = 1.0 if found_inf is None else 1.0 - found_inf  # factor of the update: 0 for a skipped step
-        stacks = defaultdict(list)  # (r, c) -> matrices with r <= c
-        for group, parameters in groups:
-            for update in self._momentum_updates(group, parameters, found_inf):
-                for matrix in update.chunk(group["matrices"]):
-                    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-                    stacks[wide.shape].append(wide)
-        orthogonal = {shape: iter(orthogonalize(torch.stack(stack), self.precision)) for shape, stack in stacks.items()}
+        """Update the parameters of all groups. Those with matrices of one shape, (r, c) or (c, r), are updated together."""
+        by_shape = defaultdict(list)
         for group, parameters in groups:
             for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
                 rows, columns = parameter.shape[0] // group["matrices"], parameter.shape[1]
-                matrices = [next(orthogonal[tuple(sorted((rows, columns)))]) for _ in range(group["matrices"])]
-                update = torch.cat([matrix if rows <= columns else matrix.mT for matrix in matrices])
-                rate = group["lr"] * max(1.0, rows / columns) ** 0.5
-                shard = _local(parameter)
-                shard.mul_(1.0 - group["lr"] * group["weight_decay"] * kept)
-                shard.sub_(_local(shard_like(update, parameter)) * (rate * kept))
+                by_shape[frozenset((rows, columns))].append((parameter, group))
+        for members in by_shape.values():
+            self._update_together(members)
+
+    def _update_together(self, members: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        """Update parameters, each with its group, whose matrices become one stack (n, r, c) with r <= c."""
+        found_inf = getattr(self, "found_inf", None)
+        kept = 1.0 if found_inf is None else 1.0 - found_inf  # factor of the update: 0 for a skipped step
+        wide = [
+            matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+            for (_, group), update in zip(members, self._momentum_updates(members, found_inf), strict=True)
+            for matrix in update.chunk(group["matrices"])
+        ]
+        orthogonal = iter(orthogonalize(torch.stack(wide), self.precision))
+        for parameter, group in members:
+            rows, columns = parameter.shape[0] // group["matrices"], parameter.shape[1]
+            matrices = [next(orthogonal) for _ in range(group["matrices"])]
+            update = torch.cat([matrix if rows <= columns else matrix.mT for matrix in matrices])
+            rate, shard = group["lr"] * max(1.0, rows / columns) ** 0.5, _local(parameter)
+            shard.mul_(1.0 - group["lr"] * group["weight_decay"] * kept)
+            shard.sub_(_local(shard_like(update, parameter)).to(shard.dtype) * (rate * kept))
 
     def _momentum_updates(
-        self, group: dict[str, Any], parameters: list[torch.Tensor], found_inf: torch.Tensor | None
+        self, members: list[tuple[torch.Tensor, dict[str, Any]]], found_inf: torch.Tensor | None
     ) -> list[torch.Tensor]:
         """Update the momentum and return Nesterov's update of each parameter, whole. A skipped step does not change the momentum."""
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-        buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
-        gradients = [_local(parameter.grad) for parameter in parameters]
+        momentum = members[0][1]["momentum"]  # the same in all groups
+        buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter, _ in members]
+        gradients = [_local(parameter.grad) for parameter, _ in members]
         if found_inf is not None:
-            skip = found_inf.bool()
-            gradients = [
-                torch.where(skip, buffer, gradient) for buffer, gradient in zip(buffers, gradients, strict=True)
-            ]
-        torch._foreach_lerp_(buffers, gradients, 1.0 - group["momentum"])
-        updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
-        return [_whole_like(update, parameter) for update, parameter in zip(updates, parameters, strict=True)]
+            pairs = zip(buffers, gradients, strict=True)
+            gradients = [torch.where(found_inf.bool(), buffer, gradient) for buffer, gradient in pairs]
+        torch._foreach_lerp_(buffers, gradients, 1.0 - momentum)
+        updates = torch._foreach_lerp(gradients, buffers, momentum)
+        return [_whole_like(update, parameter) for update, (parameter, _) in zip(updates, members, strict=True)]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
