@@ -140,9 +140,10 @@ class GPT2ScratchConfig(PreTrainedConfig):
     def _rope_problems(self) -> list[str]:
         if self.rope_parameters is None:
             return []
-        kind, theta = (self.rope_parameters.get(name) for name in ("rope_type", "rope_theta"))
+        theta = self.rope_parameters.get("rope_theta")
         problems = []
-        if kind != "default" or not isinstance(theta, float | int) or not 1.0 < theta < math.inf:
+        is_plain = self.rope_parameters == {"rope_type": "default", "rope_theta": theta}
+        if not is_plain or not isinstance(theta, float | int) or not 1.0 < theta < math.inf:
             problems.append(
                 f"rope_parameters is {self.rope_parameters} but must be {{'rope_type': 'default', 'rope_theta': N}} with a finite "
                 f"N above 1, or None for learned positions"
@@ -155,8 +156,10 @@ class GPT2ScratchConfig(PreTrainedConfig):
         return problems
 
     def convert_rope_params_to_dict(self, **kwargs):
-        """Complete `rope_parameters`, except for None, which Transformers would replace with its default."""
-        return kwargs if self.rope_parameters is None else super().convert_rope_params_to_dict(**kwargs)
+        """Complete `rope_parameters`, also from a lone `rope_theta`. Transformers would replace None with its default."""
+        if self.rope_parameters is None and kwargs.get("rope_theta") is None:
+            return kwargs
+        return super().convert_rope_params_to_dict(**kwargs)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """Save `config.json` with an `auto_map` for the code files that are saved with it."""
