@@ -112,11 +112,8 @@ class GPT2ScratchAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         input_shape = hidden_states.shape[:-1]  # (B, T)
         heads = (*input_shape, -1, self.head_dim)
-        C = self.config.n_embd
-        query, key, value = self.c_attn(hidden_states).split((C, C, C), dim=-1)  # (B, T, 3C) -> 3 x (B, T, C)
-        query = query.view(heads).transpose(1, 2)  # (B, nh, T, hs)
-        key = key.view(heads).transpose(1, 2)  # (B, nh, T, hs)
-        value = value.view(heads).transpose(1, 2)  # (B, nh, T, hs)
+        query, key, value = self.c_attn(hidden_states).chunk(3, dim=-1)  # (B, T, 3C) -> 3 x (B, T, C)
+        query, key, value = (tensor.view(heads).transpose(1, 2) for tensor in (query, key, value))  # (B, nh, T, hs)
         if self.config.normalization == "rms_norm":  # QK-norm (Henry et al. 2020), without weights
             shape, eps = (self.head_dim,), self.config.layer_norm_epsilon
             query, key = nn.functional.rms_norm(query, shape, eps=eps), nn.functional.rms_norm(key, shape, eps=eps)
@@ -387,6 +384,18 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
             )
             generation_config.max_length = input_ids_length + room
         return generation_config
+
+    def _get_candidate_generator(self, generation_config, **kwargs):
+        """Cut drafts to the context: those of Transformers' prompt lookup do not stop at `max_length`."""
+        generator = super()._get_candidate_generator(generation_config, **kwargs)
+        draft, end = generator.get_candidates, generation_config.max_length - 1  # the model adds one token
+
+        def draft_within_context(*inputs, **outputs):
+            ids, logits = draft(*inputs, **outputs)
+            return ids[:, :end], logits
+
+        generator.get_candidates = draft_within_context
+        return generator
 
     @can_return_tuple
     def forward(
