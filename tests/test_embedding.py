@@ -8,6 +8,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
+from conftest import MODERN
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.embedding import make_embeddings_deterministic
 from training.loss import NextTokenLoss
@@ -16,19 +17,22 @@ BATCH = torch.randint(0, 7, (4, 16), generator=torch.Generator().manual_seed(0))
 DOCUMENTS = (torch.arange(16) % 5).expand(4, 16).contiguous()  # positions that restart
 
 
-def loss_of(tied: bool, deterministic: bool) -> NextTokenLoss:
+TINY = {"vocab_size": 30, "n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}
+
+
+def loss_of(deterministic: bool, **fields) -> NextTokenLoss:
     torch.manual_seed(0)
-    config = GPT2ScratchConfig(vocab_size=30, n_layer=1, n_head=2, n_embd=8, n_positions=16, tie_word_embeddings=tied)
-    model = GPT2ScratchForCausalLM(config)
+    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**TINY, **fields))
+    torch.nn.init.normal_(model.lm_head.weight)  # zero in the modern family
     if deterministic:
         make_embeddings_deterministic(model.transformer)
     return NextTokenLoss(model)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, MODERN], ids=["untied", "tied", "modern"])
 @pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["plain", "packed"])
-def test_loss_and_gradients_match_plain_embeddings(tied, positions):
-    plain, ours = loss_of(tied, False), loss_of(tied, True)
+def test_loss_and_gradients_match_plain_embeddings(fields, positions):
+    plain, ours = loss_of(False, **fields), loss_of(True, **fields)
     assert ours.state_dict().keys() == plain.state_dict().keys()
     values = [loss(BATCH, BATCH, 64, positions) for loss in (plain, ours)]
     assert torch.equal(*values)
@@ -36,6 +40,7 @@ def test_loss_and_gradients_match_plain_embeddings(tied, positions):
         value.backward()
     for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad), name
+    assert plain.model.transformer.wte.weight.grad.any()
 
 
 def backward_operations(deterministic: bool) -> Counter:
@@ -49,7 +54,7 @@ def backward_operations(deterministic: bool) -> Counter:
 
     compilers = {"fw_compiler": lambda graph, _inputs: make_boxed_func(graph), "bw_compiler": look}
     backend = aot_autograd(**compilers, decompositions=select_decomp_table())
-    loss = loss_of(False, deterministic)
+    loss = loss_of(deterministic)
     loss.compile(backend=backend, fullgraph=True, dynamic=False)
     loss(BATCH, BATCH, 64, DOCUMENTS).backward()
     return operations

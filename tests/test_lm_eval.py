@@ -121,9 +121,11 @@ def test_a_checkpoint_and_its_converted_gpt2_get_the_same_results(results, model
     assert 1.5 < measured < 3.5  # a uniform distribution over 300 tokens would give 3.5
 
 
-def test_a_character_model_uses_the_given_prefix_token(tasks, tmp_path):
+def test_a_character_model_of_the_modern_family_uses_the_given_prefix_token(tasks, tmp_path):
     (tmp_path / "text.txt").write_text(prose(1, 800))
-    model = trained(tokenized(tmp_path, tmp_path / "store", tokenizer_type="character"), tmp_path / "run") / "model"
+    modern = {"normalization": "rms_norm", "rope_theta": 100, "use_bias": False, "activation_function": "relu2"}
+    characters = tokenized(tmp_path, tmp_path / "store", tokenizer_type="character")
+    model = trained(characters, tmp_path / "run", **modern) / "model"
     newline = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("\n")
     result = lm_eval.simple_evaluate(
         model="hf",

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers.dynamic_module_utils import get_relative_imports
 
-from conftest import REPOSITORY
+from conftest import MODERN, REPOSITORY
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 
 TINY = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
@@ -67,7 +67,11 @@ assert "modeling_gpt2scratch" not in sys.modules
 
 def tiny(**fields):
     torch.manual_seed(0)
-    return GPT2ScratchForCausalLM(GPT2ScratchConfig(**TINY | fields)).eval()
+    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**TINY | fields)).eval()
+    for parameter in model.parameters():
+        if not parameter.any():  # zero at first, and so would be the logits of the modern family
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 def load_isolated(launch, folder, sources):
@@ -93,11 +97,11 @@ def put_in_hub_cache(model_folder, cache):
 def published(tmp_path_factory, launch):
     """Return all folders of these tests and the results of loading them in two processes, one after the other."""
     folder = tmp_path_factory.mktemp("published")
-    models = {"untied": tiny(), "tied": tiny(tie_word_embeddings=True)}
+    models = {"untied": tiny(), "tied": tiny(tie_word_embeddings=True), "modern": tiny(**MODERN)}
     for name, model in models.items():
         model.save_pretrained(folder / name)
     put_in_hub_cache(folder / "untied", folder / "hf" / "hub")
-    first = {"untied": folder / "resaved", "tied": None, HUB_ID: folder / "resaved_from_hub"}
+    first = {"untied": folder / "resaved", "tied": None, "modern": None, HUB_ID: folder / "resaved_from_hub"}
     seen = load_isolated(
         launch, folder, [(HUB_ID if name == HUB_ID else folder / name, to) for name, to in first.items()]
     )
@@ -107,7 +111,7 @@ def published(tmp_path_factory, launch):
     return SimpleNamespace(folder=folder, models=models, seen=dict(zip([*first, *second], seen, strict=True)))
 
 
-SOURCES = ["untied", "tied", HUB_ID, "resaved", "resaved_from_hub", "another name-v1.0"]
+SOURCES = ["untied", "tied", "modern", HUB_ID, "resaved", "resaved_from_hub", "another name-v1.0"]
 
 
 @pytest.mark.parametrize("folder", ["untied", "resaved", "resaved_from_hub"])
@@ -126,7 +130,7 @@ def test_a_saved_folder_carries_its_code_and_names_it(published, folder):
 @torch.no_grad()
 @pytest.mark.parametrize("source", SOURCES)
 def test_other_process_loads_every_class_and_weight_with_the_folders_code_and_gets_the_same_logits(published, source):
-    seen, model = published.seen[source], published.models["tied" if source == "tied" else "untied"]
+    seen, model = published.seen[source], published.models.get(source, published.models["untied"])
     assert seen.classes == ["GPT2ScratchConfig", "GPT2ScratchModel", "GPT2ScratchForCausalLM"]
     assert all(module.startswith("transformers_modules.") for module in seen.modules)
     assert seen.problems == {"base": {}, "model": {}}
@@ -136,8 +140,8 @@ def test_other_process_loads_every_class_and_weight_with_the_folders_code_and_ge
     for logits in (seen.logits, seen.through_base):
         torch.testing.assert_close(torch.tensor(logits), model(IDS).logits, rtol=0, atol=1e-6)
     assert seen.generated == model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
-    # Initial weights: 1 / sqrt(2 * 2 layers). Transformers once skipped modules defined by custom code.
-    assert seen.residual_std == pytest.approx(0.5, rel=0.1)
+    # Initial weights: 1 / sqrt(2 * 2 layers), or zero. Transformers once skipped modules defined by custom code.
+    assert seen.residual_std == pytest.approx(0.0 if source == "modern" else 0.5, rel=0.1)
 
 
 def weight_names(folder):
