@@ -69,7 +69,7 @@ def normalization(config: GPT2ScratchConfig) -> nn.Module:
 
 
 def rotary_embedding(config: GPT2ScratchConfig, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return cosine and sine, (B or 1, 1, T, hs / 2) in fp32, of each position's angles (Su et al. 2021, "RoFormer", equation 15).
+    """Return cosine and sine, (B or 1, T, 1, hs / 2) in fp32, of each position's angles (Su et al. 2021, "RoFormer", equation 15).
 
     They are computed in each call: a buffer would hold random memory in a model that was loaded from the meta device.
     """
@@ -78,13 +78,13 @@ def rotary_embedding(config: GPT2ScratchConfig, position_ids: torch.Tensor) -> t
     hs = config.n_embd // config.n_head
     exponents = torch.arange(0, hs, 2, device=position_ids.device, dtype=torch.float32) / hs
     frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponents  # (hs / 2,)
-    angles = position_ids[:, None, :, None].float() * frequencies
+    angles = position_ids[:, :, None, None].float() * frequencies
     return angles.cos(), angles.sin()
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair (i, i + hs / 2) of query or key channels (B, nh, T, hs) by the angle of its position."""
-    a, b = heads.chunk(2, dim=-1)  # (B, nh, T, hs / 2) each
+    """Rotate each pair (i, i + hs / 2) of query or key channels (B, T, nh, hs) by the angle of its position."""
+    a, b = heads.chunk(2, dim=-1)  # (B, T, nh, hs / 2) each
     return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1)
 
 
@@ -113,13 +113,15 @@ class GPT2ScratchAttention(nn.Module):
         input_shape = hidden_states.shape[:-1]  # (B, T)
         heads = (*input_shape, -1, self.head_dim)
         query, key, value = self.c_attn(hidden_states).chunk(3, dim=-1)  # (B, T, 3C) -> 3 x (B, T, C)
-        query, key, value = (tensor.view(heads).transpose(1, 2) for tensor in (query, key, value))  # (B, nh, T, hs)
+        query, key, value = query.view(heads), key.view(heads), value.view(heads)  # (B, T, nh, hs)
         if self.config.normalization == "rms_norm":  # QK-norm (Henry et al. 2020), without weights
             shape, eps = (self.head_dim,), self.config.layer_norm_epsilon
             query, key = nn.functional.rms_norm(query, shape, eps=eps), nn.functional.rms_norm(key, shape, eps=eps)
         if position_embeddings is not None:
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         query, key = query.to(value.dtype), key.to(value.dtype)  # both of the above may return fp32
+        # Only now, because attention returns its output in the layout of the queries: (B, T, C) without a copy.
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # (B, nh, T, hs)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)  # (B, nh, S, hs)
 
