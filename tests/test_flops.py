@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from conftest import MODERN
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import hardware
 from training.hardware import peak_flops, watts
-from training.speed import flops_per_token
+from training.speed import flops_per_token, model_size
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,8 @@ from training.speed import flops_per_token
         ({}, 685_375_488, 713_687_040),  # gpt2_small_seed
         # gpt2 with its head padded to a multiple of 64, as in nanoGPT
         ({"vocab_size": 50304, "n_positions": 1024, "tie_word_embeddings": True}, 798_031_872, 854_654_976),
+        # gpt2 in the modern family: 6 x 123,532,032 + 6 or 12 x 12 x 768 x 1024
+        (MODERN | {"vocab_size": 50257, "n_positions": 1024, "n_head": 6}, 797_815_296, 854_438_400),
     ],
 )
 def test_flops_per_token_of_presets(shape, causal, palm):
@@ -30,6 +33,7 @@ def test_flops_per_token_of_presets(shape, causal, palm):
         {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 16, "vocab_size": 32},
         {"n_layer": 3, "n_head": 2, "n_embd": 16, "n_positions": 8, "vocab_size": 50, "n_inner": 24},
         {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64, "vocab_size": 7, "tie_word_embeddings": True},
+        MODERN | {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32, "vocab_size": 40},
     ],
 )
 def test_flops_formula_matches_the_count_of_torch(shape):
@@ -42,6 +46,13 @@ def test_flops_formula_matches_the_count_of_torch(shape):
     assert counter.get_total_flops() == flops_per_token(config, causal=False) * windows.numel()
     attention = 12 * config.n_layer * config.n_embd * config.n_positions
     assert flops_per_token(config) == flops_per_token(config, causal=False) - attention // 2
+
+
+def test_untied_model_has_two_sizes():
+    shape = {"vocab_size": 50257, "n_positions": 1024, "n_head": 6}
+    said = model_size(GPT2ScratchConfig(**MODERN, **shape), 162_129_408)
+    assert said == "162,129,408 parameters, 123,532,032 of them in matrix products"
+    assert model_size(GPT2ScratchConfig(**shape, tie_word_embeddings=True), 124_439_808) == "124,439,808 parameters"
 
 
 BF16 = {"H200": 989.4, "H200 NVL": 835.5, "H100 80GB HBM3": 989.4, "H100 PCIe": 756.5, "GH200 480GB": 989.4}

@@ -42,7 +42,7 @@ from training.plan import Plan
 from training.preflight import make_plan, setup_of
 from training.report.report import environment
 from training.run import Run
-from training.speed import Speed, flops_per_token
+from training.speed import Speed, flops_per_token, model_size, product_parameters
 from training.step import build_train_step
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
@@ -198,7 +198,7 @@ def measure_speed(
 def assumed_speed(device: str, plan: Plan, setup: Setup, devices: int) -> Throughput | None:
     """Return the throughput assumed for a device from published results, or None if its peak is unknown or the model too small."""
     peak = peak_flops(device, setup.mixed_precision)
-    if peak is None or plan.memory.parameters < FILLS_A_GPU:
+    if peak is None or product_parameters(plan.model) < FILLS_A_GPU:
         return None
     at_peak = peak * devices / flops_per_token(plan.model)
     least, usual, most = reported_mfu(device) or MFU_OF_OTHERS
@@ -241,6 +241,8 @@ def describe_forecast(
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     facts = {
         "model": plan.model,
+        "size": model_size(plan.model, N),
+        "N": product_parameters(plan.model),
         "hardware": hardware,
         "sample": sample,
         "overridden": config.overridden_vocab_size(plan.model.vocab_size),
@@ -262,7 +264,7 @@ def describe_forecast(
 def advice(forecast: Forecast) -> Iterator[str]:
     """Yield suggested improvements that are known before the first step."""
     config, setup, plan = forecast.config, forecast.setup, forecast.plan
-    batches, model, N, on_gpu = plan.batches, plan.model, plan.memory.parameters, plan.memory.on_gpu
+    batches, model, N, on_gpu = plan.batches, plan.model, product_parameters(plan.model), plan.memory.on_gpu
     is_here = on_gpu and config.cost.plan_device is None
     gigabytes, fits = forecast.store_bytes / 1e9, forecast.store_bytes < psutil.virtual_memory().available / 2
     if config.data.data_placement == "mmap" and fits:

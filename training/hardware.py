@@ -13,7 +13,7 @@ _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 PRICES_OF, DOLLARS_PER_COLAB_UNIT = _DATA["prices_of"], _DATA["dollars_per_colab_unit"]
 GRAMS_OF_CO2_PER_KWH, MFU_OF_OTHERS = _DATA["grams_of_co2_per_kwh"], _DATA["reported_mfu"]["others"]
 UNKNOWN = (None, None, None)  # for a device without a datasheet
-FILLS_A_GPU = 30e6  # parameters: the MFU that others report does not apply to smaller models
+FILLS_A_GPU = 30e6  # weights in matrix products: the MFU that others report does not apply to smaller models
 # Words in a device's name that do not affect its speed. Any other word, as in `RTX 4090 Laptop GPU` or
 # `A100-SXM4-40GB MIG 1g.5gb`, makes it a different device.
 NOT_THE_MODEL = re.compile(r"NVIDIA|AMD|TESLA|GEFORCE|INSTINCT|GENERATION|OAM|SXM\d?|HBM3E?|\d+GB")

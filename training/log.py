@@ -14,7 +14,7 @@ from training.hardware import FILLS_A_GPU, name_of, reported_mfu
 from training.metrics import best_evaluation, read_events, read_metrics
 from training.run import Run
 from training.screen import Screen
-from training.speed import Speed
+from training.speed import Speed, product_parameters
 from training.status import hours, record
 from training.trackers import log_to_trackers, open_trackers
 
@@ -38,7 +38,7 @@ class RunLog:
         if self.main:
             self.began = time.monotonic() - 3600 * hours(read_events(run.folder.events), datetime.now(UTC))
             device = run.accelerator.device
-            reported = reported_mfu(name_of(device)) if run.plan.memory.parameters >= FILLS_A_GPU else None
+            reported = reported_mfu(name_of(device)) if product_parameters(run.plan.model) >= FILLS_A_GPU else None
             self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", reported and reported[1])
             losses = [loss for _, loss in self.advisor.losses]
             self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled, hourly_price)

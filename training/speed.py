@@ -78,21 +78,36 @@ class Speed:
 def flops_per_token(config: GPT2ScratchConfig, causal: bool = True) -> int:
     """Return the floating-point operations to train on one token of a full context, forward and backward.
 
-        6 N + 6 L C T, where N = L (4 C^2 + 2 C n_inner) + V C
+        6 N + 6 L C T, where N = `product_parameters`
 
     Each of the N weights in matrix products costs 2 operations in the forward pass and 4 in the backward pass (Kaplan et
-    al. 2020, section 2.1); V C is the head, tied or not. Attention costs 12 L C T if each token attends to all T tokens:
+    al. 2020, section 2.1). Attention costs 12 L C T if each token attends to all T tokens:
     PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT count this way (`causal=False`). A causal model needs half of
     that, because no token attends to later tokens.
 
-    Left out: embedding lookups, LayerNorm, softmax, activations, biases, loss, optimizer. Recomputation under gradient
+    Left out: embedding lookups, normalizations, rotary positions, softmax, activations, biases, loss, optimizer. Recomputation under gradient
     checkpointing is not counted either, because the model itself does not need it: the result is model FLOPs utilization
     (MFU), not hardware FLOPs utilization (HFU).
     """
-    L, C, T, V = config.n_layer, config.n_embd, config.n_positions, config.vocab_size
+    attention = config.n_layer * config.n_embd * config.n_positions
+    return 6 * product_parameters(config) + (6 if causal else 12) * attention
+
+
+def product_parameters(config: GPT2ScratchConfig) -> int:
+    """Return the number of weights in matrix products, L (4 C^2 + 2 C n_inner) + V C, where V C is the head, tied or not.
+
+    They determine the cost of a token. An untied embedding is stored but only looked up: GPT-2 with 124M parameters and its
+    modern variant with 162M both have 123.5M weights in products.
+    """
+    L, C, V = config.n_layer, config.n_embd, config.vocab_size
     n_inner = config.n_inner if config.n_inner is not None else 4 * C
-    N = L * (4 * C**2 + 2 * C * n_inner) + V * C
-    return 6 * N + (6 if causal else 12) * L * C * T
+    return L * (4 * C**2 + 2 * C * n_inner) + V * C
+
+
+def model_size(config: GPT2ScratchConfig, parameters: int) -> str:
+    """Format a number of parameters. An untied model adds `, 123,532,032 of them in matrix products`."""
+    products = "" if config.tie_word_embeddings else f", {product_parameters(config):,} of them in matrix products"
+    return f"{parameters:,} parameters{products}"
 
 
 def in_words(measured: dict[str, float]) -> str:

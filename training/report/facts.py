@@ -24,7 +24,7 @@ from training.launcher import launch_command
 from training.metrics import best_evaluation, comparable_loss, read_events, read_metrics, scores_more, seconds_until
 from training.run_folder import RunFolder
 from training.sampling import read_samples
-from training.speed import flops_per_token
+from training.speed import flops_per_token, product_parameters
 from training.status import hours, starts_in_force
 
 FORMAT_VERSION = 1
@@ -46,6 +46,7 @@ def begin_report(
     facts = {
         "model": {name: getattr(model, name) for name in model_fields(type(model))},
         "parameters": parameters,
+        "product_parameters": product_parameters(model),
         "flops_per_token": {"causal": flops_per_token(model), "palm": flops_per_token(model, causal=False)},
         "watts": watts,
         "data": {
