@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conftest import MODERN
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.device import Setup
 from training.loss import NextTokenLoss
@@ -38,8 +39,11 @@ def kept_for_backward(config: GPT2ScratchConfig, attention: str, in_half: bool, 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager mode", "compiled"])
 @pytest.mark.parametrize("in_half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_estimated_activations_match_the_bytes_kept_for_the_backward_pass(attention, in_half, compiled):
-    config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=4, n_head=2)
+@pytest.mark.parametrize(
+    "fields", [{}, MODERN, {"rope_parameters": MODERN["rope_parameters"]}], ids=["gpt2", "modern", "rope"]
+)
+def test_estimated_activations_match_the_bytes_kept_for_the_backward_pass(fields, attention, in_half, compiled):
+    config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=4, n_head=2, **fields)
     counted = [kept_for_backward(config, attention, in_half, compiled, rows) for rows in (4, 12)]
     memory = Memory(config, Setup("bf16" if in_half else "no", compiled, attention, ()), on_gpu=False)
     said = [memory.parts(rows)["activations"] for rows in (4, 12)]
@@ -102,13 +106,25 @@ PEAKS = [
     (3, 768, 64, 512, 32_000, False, False, True, 8.52),
     (4, 256, 64, 256, 65, True, False, True, 0.80),
 ]
+PEAKS_OF_MODERN = [
+    (1, 768, 64, 512, 32_000, True, False, False, 5.51),
+    (12, 768, 64, 512, 32_000, True, False, False, 24.67),
+    (12, 768, 64, 512, 32_000, False, False, False, 27.11),
+    (4, 256, 64, 256, 65, True, False, False, 1.47),
+    (12, 768, 64, 512, 32_000, True, True, False, 6.56),
+    (4, 256, 64, 256, 65, True, True, False, 0.71),
+    (3, 768, 64, 512, 32_000, True, False, True, 5.67),
+    (3, 768, 64, 512, 32_000, False, False, True, 9.11),
+]
 
 
-@pytest.mark.parametrize("counted", PEAKS)
-def test_estimated_gpu_peak_is_within_ten_percent(counted):
+@pytest.mark.parametrize(
+    ("fields", "counted"), [({}, peak) for peak in PEAKS] + [(MODERN, peak) for peak in PEAKS_OF_MODERN]
+)
+def test_estimated_gpu_peak_is_within_ten_percent(fields, counted):
     layers, width, rows, context, vocabulary, half, again, compiled, peak = counted
     shape = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": context, "vocab_size": vocabulary}
-    config = GPT2ScratchConfig(**shape, tie_word_embeddings=False)
+    config = GPT2ScratchConfig(**shape, **fields, tie_word_embeddings=False)
     setup = Setup("bf16" if half else "no", compiled, "sdpa", (), gradient_checkpointing=again)
     memory = Memory(config, setup, on_gpu=True)
     assert memory.total(rows) / 1e9 == pytest.approx(peak, rel=0.1)

@@ -13,6 +13,9 @@ LARGEST_MICRO_BATCH = 1 << 30  # sequences: the maximum of --per_device_train_ba
 BYTES_KEPT_WHOLE = 4  # per parameter: unsharded gradients on every process of a sharded model, during accumulation
 # Bytes that a block keeps for its backward pass, per token and unit of width (counted by test_memory.py).
 KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
+# More of the same bytes, each as (fp32, half). Rotation and QK-norm make further queries and keys. Without compilation, autocast
+# normalizes queries and keys in fp32, and squares in fp32 on a GPU; the backward pass of the square holds a further MLP tensor.
+KEPT_BY_QUERIES, KEPT_BY_EAGER_QK_NORM, KEPT_BY_EAGER_SQUARE, SQUARE_BACKWARD = (8, 4), (0, 8), (0, 16), 16
 # Bytes that eager attention keeps, per token, head and attended position.
 SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
 # Additional temporary bytes, each as (fp32, half). On a GPU as counted by its allocator for 1, 3, 4 and 12 layers
@@ -88,23 +91,38 @@ class Memory:
         blocks = layers * block
         if self.setup.gradient_checkpointing:  # on a CPU, plus the block that is being recomputed
             blocks = layers * stream + (0 if self.on_gpu else block)
-        return int(blocks + 2 * stream)  # plus the stream before and after the last LayerNorm
+        norms = 2 + (self.model.normalization == "rms_norm" and not self.setup.torch_compile)  # after the embedding
+        return int(blocks + norms * stream)  # plus the stream before and after the last normalization
 
     def _block(self, micro_batch: int) -> float:
         """Return the bytes that one block keeps for its backward pass."""
         model, tokens = self.model, micro_batch * self.model.n_positions
-        block = tokens * model.n_embd * (KEPT_IN_HALF if self.in_half else KEPT_IN_FP32)
-        if self.setup.attn_implementation == "eager":
+        is_modern = model.normalization == "rms_norm"
+        kept = KEPT_IN_HALF if self.in_half else KEPT_IN_FP32
+        is_eager = self.setup.attn_implementation == "eager"  # keeps contiguous copies of queries and keys in any case
+        if is_modern or (model.rope_parameters is not None and not is_eager):
+            kept += KEPT_BY_QUERIES[self.in_half]
+        if is_modern and not self.setup.torch_compile:
+            kept += KEPT_BY_EAGER_QK_NORM[self.in_half]
+        if self.on_gpu and self._squares_in_eager_mode:
+            kept += KEPT_BY_EAGER_SQUARE[self.in_half]
+        block = tokens * model.n_embd * kept
+        if is_eager:
             scores = tokens * model.n_head * model.n_positions
             block += scores * (SCORES_IN_HALF if self.in_half else SCORES_IN_FP32)
         return block
+
+    @property
+    def _squares_in_eager_mode(self) -> bool:
+        return self.model.activation_function == "relu2" and not self.setup.torch_compile
 
     def _passing(self, micro_batch: int) -> int:
         """Return the temporary bytes of the loss or, on a GPU, of the last block's backward pass if that needs more."""
         loss = self._loss(micro_batch)
         if not self.on_gpu:
             return loss
-        backward = BACKWARD[self.setup.torch_compile] * micro_batch * self.model.n_positions * self.model.n_embd
+        per_unit = BACKWARD[self.setup.torch_compile] + SQUARE_BACKWARD * self._squares_in_eager_mode
+        backward = per_unit * micro_batch * self.model.n_positions * self.model.n_embd
         if self.setup.gradient_checkpointing:
             block = int(self._block(micro_batch))
             backward = max(backward, block) if self.setup.torch_compile else backward + block
