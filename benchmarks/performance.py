@@ -176,19 +176,19 @@ def generate(path: Path, result: dict[str, Any]) -> str:
 
 def fake_cuda(path: Path, result: dict[str, Any]) -> str:
     """Return the section of counted figures (no times), see tests/fake_cuda/README.md."""
-    step = result["step"]
     rows = [
         [f"{found['preset']} on {found['card']}", *(f"{found[name]:,}" for name in ("micro_batch", "accumulation"))]
         + [f"{found[name]:.2f}" for name in ("planned_gb", "peak_gb")]
         for found in result["memory"]
     ]
     head = ["not compiled, micro-batch auto", "micro-batch", "accumulation", "planned, GB", "the allocator's peak, GB"]
-    intro = (
+    steps = (
         f"One step of {step['preset']}, needs {step['launches']} kernel launches, {step['triton_gb']:.1f} GB of reads and writes by Triton's "
         f"kernels, {step['synchronizations']} synchronizations and {step['copies']} copy of its batch; planned {step['planned_gb']:.2f} GB, peak "
         f"{step['peak_gb']:.2f} GB."
+        for step in (result["step"], result["modern_step"])
     )
-    return "\n\n".join([intro, table(head, rows), measured_on(result, path)])
+    return "\n\n".join([*steps, table(head, rows), measured_on(result, path)])
 
 
 CHAPTERS = {
