@@ -111,12 +111,11 @@ class GPT2ScratchAttention(nn.Module):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         input_shape = hidden_states.shape[:-1]  # (B, T)
-        heads = (*input_shape, -1, self.head_dim)
-        query, key, value = self.c_attn(hidden_states).chunk(3, dim=-1)  # (B, T, 3C) -> 3 x (B, T, C)
-        query, key, value = query.view(heads), key.view(heads), value.view(heads)  # (B, T, nh, hs)
+        fused = self.c_attn(hidden_states).view(*input_shape, 3, -1, self.head_dim)  # (B, T, 3C) -> (B, T, 3, nh, hs)
+        query, key, value = fused.unbind(dim=-3)  # (B, T, nh, hs) each
         if self.config.normalization == "rms_norm":  # QK-norm (Henry et al. 2020), without weights
-            shape, eps = (self.head_dim,), self.config.layer_norm_epsilon
-            query, key = nn.functional.rms_norm(query, shape, eps=eps), nn.functional.rms_norm(key, shape, eps=eps)
+            eps = self.config.layer_norm_epsilon
+            query, key = (nn.functional.rms_norm(heads, (self.head_dim,), eps=eps) for heads in (query, key))
         if position_embeddings is not None:
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         query, key = query.to(value.dtype), key.to(value.dtype)  # both of the above may return fp32
