@@ -107,13 +107,10 @@ PEAKS = [
     (4, 256, 64, 256, 65, True, False, True, 0.80),
 ]
 PEAKS_OF_MODERN = [
-    (1, 768, 64, 512, 32_000, True, False, False, 5.51),
     (12, 768, 64, 512, 32_000, True, False, False, 24.67),
     (12, 768, 64, 512, 32_000, False, False, False, 27.11),
     (4, 256, 64, 256, 65, True, False, False, 1.47),
-    (12, 768, 64, 512, 32_000, True, True, False, 6.56),
     (4, 256, 64, 256, 65, True, True, False, 0.71),
-    (3, 768, 64, 512, 32_000, True, False, True, 5.67),
     (3, 768, 64, 512, 32_000, False, False, True, 9.11),
 ]
 
