@@ -27,28 +27,17 @@ class OptimArguments:
     )
     learning_rate: float = setting(6e-4, "Peak learning rate; with muon 0.02, of the blocks.", above=0, maximum=100)
     embedding_learning_rate: float | None = setting(
-        None,
-        "Peak of the embeddings. Default: learning_rate; with muon 0.3 * sqrt(768 / n_embd) if they are normalized and "
-        "untied, otherwise the head's.",
-        above=0,
-        maximum=100,
+        None, "Peak rate of the embeddings. Default: learning_rate; with muon by width.", above=0, maximum=100
     )
     head_learning_rate: float | None = setting(
-        None,
-        "Peak of an untied head; with muon also of vectors. Default: learning_rate; with muon 0.004 * sqrt(768 / n_embd).",
-        above=0,
-        maximum=100,
+        None, "Peak rate of the head, with muon also of vectors. Defaults as above.", above=0, maximum=100
     )
     min_learning_rate: float = setting(
-        6e-5,
-        "learning_rate of the last step; other rates fall by the same factor. With muon 0.",
-        minimum=0,
-        maximum=100,
+        6e-5, "learning_rate of the last step, with muon 0; other rates fall alike.", minimum=0, maximum=100
     )
     warmup_steps: int = setting(100, "Steps of linear learning rate warm-up to the peak; with muon 0.")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = setting(
-        "cosine",
-        "Decay of the learning rates from their peak. warmup_stable_decay, the default with muon: constant, then linear.",
+        "cosine", "Decay of the rates. warmup_stable_decay, the default with muon: constant, then linear."
     )
     cooldown_fraction: float = setting(
         0.6, "Fraction of all steps in which warmup_stable_decay decays.", minimum=0, maximum=1
