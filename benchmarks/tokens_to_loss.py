@@ -1,0 +1,391 @@
+"""Measure how many training tokens GPT-2 and the modern recipe need for the same validation loss, on a CPU.
+
+python -m benchmarks.tokens_to_loss                    # writes benchmarks/results/tokens-to-loss-*.jsonl, docs/tokens_to_loss.md
+python -m benchmarks.tokens_to_loss --seed 7           # other initial weights and data order
+python -m benchmarks.tokens_to_loss --data my.txt      # another text
+python -m benchmarks.tokens_to_loss --budget_hours 0   # only write the page from the result files
+
+Each run is `train_accelerate.py` itself, on one thread. Finished runs are kept: the same command resumes an interrupted plan.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from safetensors import safe_open
+
+from atomic import write_atomic
+from benchmarks import results
+from benchmarks.performance import DOCS, measured_on, table
+from benchmarks.results import PACKAGES, REPOSITORY, about, device_kind
+from command_line import FlagParser
+from command_line import run as run_command
+from errors import UserError
+from training.data import is_store, name_of
+from training.metrics import comparable_loss, read_metrics, seconds_until
+from training.report.plots import BLUE, GRAY, ORANGE, STYLE
+
+CONFIG = "benchmarks/tokens_to_loss.yaml"
+TOKENS = 2_359_296  # of the longest runs: 0.91 epochs of the quickstart's text, so that no run repeats text
+UNIT = 6 * 4096  # a half and a third of the tokens are whole steps of every batch in the plan
+SHARES = {"all tokens": 1, "1/2 of the tokens": 2, "1/3 of the tokens": 3}
+VALIDATIONS = 8  # per run
+RESULT = "Loss by tokens"
+MACHINE = ("device", *PACKAGES)  # all runs of a file have the same
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+
+@dataclass
+class ProofArguments:
+    data: str = field(default="python-standard-library", metadata={"help": "Text or token store."})
+    seed: int = field(default=1337, metadata={"help": "First seed; the deciding runs also use the next one."})
+    tokens: int | None = field(
+        default=None,
+        metadata={"help": f"Tokens of the longest runs. Default: {TOKENS:,}, or one epoch if that is less."},
+    )
+    budget_hours: float = field(default=6.0, metadata={"help": "CPU-hours of all finished runs, at most."})
+    workers: int = field(default=2, metadata={"help": "Runs at once, on one thread each.", "minimum": 1})
+
+
+# The plan. The settings of a run are flags of train_accelerate.py, and two shares: of the steps that warm up, and of the peak
+# learning rate that is left at the end.
+Run = dict[str, Any]
+
+ADAMW = {"optimizer": "adamw", "weight_decay": 0.1}
+COSINE = {"lr_scheduler_type": "cosine", "warmup_share": 0.05, "final_share": 0.0}
+LINEAR = COSINE | {"lr_scheduler_type": "linear"}
+STABLE = COSINE | {"lr_scheduler_type": "warmup_stable_decay", "cooldown_fraction": 0.6}
+GPT2 = {"tie_word_embeddings": True, "initializer_range": 0.02}
+
+# The recipe of modded-nanogpt (records/track_1_short/2024-11-03_UntieEmbed, rates of track_3_optimization), tuned here only by one
+# factor of the three rates.
+MODERN = {
+    "rope_theta": 10000.0,
+    "normalization": "rms_norm",
+    "use_bias": False,
+    "activation_function": "relu2",
+    "attention_scale": 0.17,  # 0.12 at head size 128, by 1 / sqrt(head size)
+    "layer_norm_epsilon": 1e-6,
+    "initializer_range": 0.051,  # 1 / sqrt(3 * width)
+}
+UNTIED = {"tie_word_embeddings": False}
+MUON = {"optimizer": "muon", "learning_rate": 0.02, "weight_decay": 0.05}
+TABLE_RATES = {"embedding_learning_rate": 0.3, "head_learning_rate": 0.004 * math.sqrt(768 / 128)}
+MUON_SCHEDULE = STABLE | {"warmup_share": 0.0}
+MODERN_FACTORS = (0.5, 1.0, 2.0)  # fewer rates than the baseline gets
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Runs of the plan that depend only on earlier stages. A row has one run per seed."""
+
+    title: str
+    rows: dict[str, list[Run]]
+
+
+Search = Generator[Stage, None, Run]
+Loss = Callable[[Run], float]
+
+
+def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
+    """Yield the stages in order. `loss` is called only for runs of stages that were yielded before."""
+    # 1. Tune GPT-2, one setting after the other.
+    baseline = GPT2 | ADAMW | COSINE | {"learning_rate": 3e-3, "tokens_per_step": 2048, "tokens": tokens, "seed": seed}
+    baseline = published = yield from climb("GPT-2: learning rate", baseline, "learning_rate", loss)
+    baseline = yield from climb("GPT-2: initial weights", baseline, "initializer_range", loss)
+    schedules = {"cosine to 0": COSINE, "cosine to a tenth": COSINE | {"final_share": 0.1}, "linear to 0": LINEAR}
+    schedules["stable, then linear to 0 over 60%"] = STABLE
+    baseline = yield from choose("GPT-2: schedule", {name: baseline | each for name, each in schedules.items()}, loss)
+    batches = {f"{size:,} tokens per step": with_batch(baseline, size) for size in (1024, 2048, 4096)}
+    baseline = yield from choose("GPT-2: batch", batches, loss)
+    baseline = yield from climb("GPT-2: learning rate again", baseline, "learning_rate", loss)
+
+    # 2. The modern recipe at half of the tokens, with the batch that suits GPT-2 best.
+    half = baseline | {"tokens": tokens // 2}
+    recipe = half | MODERN | UNTIED | MUON | MUON_SCHEDULE
+    scaled = {f"rates x {factor:g}": with_rates(recipe, factor) for factor in MODERN_FACTORS}
+    modern = yield from choose("Modern: one factor of all rates", scaled, loss)
+
+    # 3. Every share of the tokens is its own finished run, with two seeds.
+    rows = {"GPT-2 with initializer_range 0.02, all tokens": [published]}
+    for family, model in {"GPT-2, tuned": baseline, "modern": modern}.items():
+        for share, divisor in SHARES.items():
+            rows[f"{family}, {share}"] = [
+                model | {"tokens": tokens // divisor, "seed": each} for each in (seed, seed + 1)
+            ]
+    yield Stage(RESULT, rows)
+
+    # 4. One switch at a time, at half of the tokens. Tied tables keep GPT-2's rate: 0.3 is for embeddings that are normalized.
+    rates = {
+        f"AdamW rate x {factor:g}": half | MODERN | {"learning_rate": factor * half["learning_rate"]}
+        for factor in (0.5, 1, 2)
+    }
+    tied = yield from choose("Modern architecture, tied, AdamW: learning rate", rates, loss)
+    tables = {name: modern[name] for name in TABLE_RATES}
+    muon = {name: modern[name] for name in MUON}
+    gpt2_tables = dict.fromkeys(TABLE_RATES, half["learning_rate"])
+    switches = {
+        "GPT-2, tuned": half,
+        "GPT-2, tuned, with Muon and its schedule": half | muon | gpt2_tables | MUON_SCHEDULE,
+        "modern architecture, tied, AdamW, GPT-2's schedule": tied,
+        "+ untied head": tied | UNTIED,
+        "+ own rates of embedding and head": tied | UNTIED | tables,
+        "+ Muon": tied | UNTIED | tables | muon,
+        "+ no warm-up, stable, then linear: modern": modern,
+        "modern, but tied": modern | {"tie_word_embeddings": True} | gpt2_tables,
+    }
+    yield Stage("One switch at a time, with half of the tokens", {name: [each] for name, each in switches.items()})
+
+
+def climb(title: str, start: Run, name: str, loss: Loss) -> Search:
+    """Double or halve a setting for as long as the loss falls, and return the best run. Both its neighbors are worse."""
+    tried, best = {start[name]: start}, start
+    while True:
+        for value in (2 * best[name], best[name] / 2):
+            tried.setdefault(value, best | {name: value})
+        yield Stage(title, {f"{name} {value:g}": [tried[value]] for value in sorted(tried)})
+        lowest = min(tried.values(), key=loss)
+        if lowest is best:
+            return best
+        best = lowest
+
+
+def choose(title: str, runs: dict[str, Run], loss: Loss) -> Search:
+    yield Stage(title, {name: [each] for name, each in runs.items()})
+    return min(runs.values(), key=loss)
+
+
+def with_batch(run: Run, tokens_per_step: int) -> Run:
+    """Return the run with another batch. The learning rate follows its square root."""
+    rate = run["learning_rate"] * math.sqrt(tokens_per_step / run["tokens_per_step"])
+    return run | {"tokens_per_step": tokens_per_step, "learning_rate": rate}
+
+
+def with_rates(run: Run, factor: float) -> Run:
+    return run | TABLE_RATES | {name: factor * (run | TABLE_RATES)[name] for name in ("learning_rate", *TABLE_RATES)}
+
+
+# Running the plan.
+
+
+def key(run: Run) -> str:
+    return json.dumps(run, sort_keys=True)
+
+
+def progress(head: dict[str, Any], found: dict[str, dict]) -> tuple[dict[str, Stage], Stage | None]:
+    """Return the finished stages by title, and the next stage, or None at the end of the plan."""
+    finished = {}
+    for stage in plan(head["tokens"], head["seed"], lambda run: found[key(run)]["eval_loss"]):
+        if any(key(each) not in found for runs in stage.rows.values() for each in runs):
+            return finished, stage
+        finished[stage.title] = stage
+    return finished, None
+
+
+def flags(settings: Run) -> list[str]:
+    """Return the flags of train_accelerate.py for the settings of a run."""
+    steps = settings["tokens"] // settings["tokens_per_step"]
+    derived = {
+        "max_steps": steps,
+        "warmup_steps": round(settings["warmup_share"] * steps),
+        "min_learning_rate": settings["final_share"] * settings["learning_rate"],
+        "eval_steps": max(1, steps // VALIDATIONS),
+    }
+    given = {name: value for name, value in settings.items() if name not in ("tokens", "warmup_share", "final_share")}
+    return [part for name, value in (given | derived).items() for part in (f"--{name}", str(value))]
+
+
+def measure(run: Run, store: str) -> dict[str, Any]:
+    """Train the model of a run in a process with one thread. Return its losses, times and sizes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, output = Path(scratch) / "run", Path(scratch) / "output.txt"
+        arguments = flags({"config": CONFIG, "data": store, "output_dir": folder} | run)
+        environment, start = os.environ | {"OMP_NUM_THREADS": "1"}, time.perf_counter()
+        command = [sys.executable, "train_accelerate.py", *arguments]
+        with output.open("wb") as file:
+            process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file)
+            _, status, usage = os.wait4(process.pid, 0)  # the only call that returns the CPU time of one child
+        process.returncode, seconds = os.waitstatus_to_exitcode(status), time.perf_counter() - start
+        if process.returncode != 0:
+            raise UserError(f"{' '.join(command)} failed: {output.read_text(errors='replace')[-1500:]}")
+        entries = read_metrics(folder / "metrics.jsonl")
+        with safe_open(folder / "model" / "model.safetensors", "np") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    until, evaluations = seconds_until(entries), [entry for entry in entries if "eval_loss" in entry]
+    speeds = [entry["seconds_per_step"] for entry in entries if "seconds_per_step" in entry]
+    products = [shape for name, shape in shapes.items() if ".h." in name and len(shape) == 2]
+    products += [shape for name, shape in shapes.items() if "wte" in name]  # as large as the head
+    tokens = run["tokens_per_step"]
+    return {
+        "settings": run,
+        "eval_loss": round(evaluations[-1]["eval_loss"], 5),
+        "eval_bits_per_byte": round(evaluations[-1]["eval_bits_per_byte"], 5),
+        "training_seconds": round(until[evaluations[-1]["step"]], 1),
+        "seconds_per_step": round(statistics.median(speeds), 5),
+        "wall_seconds": round(seconds, 1),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "parameters": sum(map(math.prod, shapes.values())),
+        "parameters_in_products": sum(map(math.prod, products)),
+        "curve": [[e["step"] * tokens, round(until[e["step"]], 1), round(comparable_loss(e), 4)] for e in evaluations],
+    }
+
+
+def read(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict]]:
+    """Return the head of a result file and its finished runs by their settings."""
+    if not path.is_file():
+        return None, {}
+    head, *runs = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return head, {key(each["settings"]): each for each in runs}
+
+
+def token_store(data: str) -> str:
+    """Return the token store of `data`. Text becomes a store in the same way as in presets/quickstart.yaml."""
+    if is_store(data):
+        return data
+    folder = f"data/tokens-to-loss-{name_of(data)}"
+    if not is_store(str(REPOSITORY / folder)):
+        settings = ["--vocab_size", "2048", "--validation_fraction", "0.05"]
+        command = ["-m", "tokenizer.pretokenize", "--input", data, "--output", str(REPOSITORY / folder), *settings]
+        subprocess.run([sys.executable, *command], cwd=REPOSITORY, check=True)
+    return str(REPOSITORY / folder)
+
+
+def begin(options: ProofArguments, arguments: list[str]) -> dict[str, Any]:
+    """Return the head of a new result file. Raise a `UserError` if the text is too short."""
+    metadata = json.loads((Path(token_store(options.data)) / "metadata.json").read_text(encoding="utf-8"))
+    tokens = (options.tokens or min(TOKENS, metadata["train"]["tokens"])) // UNIT * UNIT
+    if tokens == 0:
+        raise UserError(f"The longest runs need at least {UNIT:,} tokens: use a longer text or a larger --tokens.")
+    text = {f"{split}_sha256": metadata[split]["sha256"] for split in ("train", "val")}
+    text |= {"data": name_of(options.data), "vocab_size": metadata["vocab_size"]}
+    return about("tokens_to_loss", arguments) | text | {"tokens": tokens, "seed": options.seed}
+
+
+def main(arguments: list[str]) -> None:
+    (options,) = FlagParser((ProofArguments,), __doc__.splitlines()[0]).parse(arguments)
+    chosen = {name: getattr(options, name) for name in ("seed", "tokens")}
+    suffix = "".join(f"-{name}{value}" for name, value in chosen.items() if value != getattr(ProofArguments, name))
+    path = results.RESULTS / f"tokens-to-loss-{name_of(options.data)}{suffix}-{device_kind()}.jsonl"
+    head, found = read(path)
+    now = about("tokens_to_loss", arguments)
+    head = head or begin(options, arguments)
+    if changed := [f"{name} {head[name]}, now {now[name]}" for name in MACHINE if head[name] != now[name]]:
+        raise UserError(f"{path.name} was measured with {'; '.join(changed)}: use the same again, or delete the file.")
+    while (stage := progress(head, found)[1]) is not None:
+        missing = {key(each): each for runs in stage.rows.values() for each in runs if key(each) not in found}
+        batch = list(missing.values())[: options.workers]
+        spent = [each["cpu_seconds"] for each in found.values()]
+        if sum(spent) + len(batch) * max(spent, default=0) >= 3600 * options.budget_hours:
+            print(f"The budget ends before the stage {stage.title!r}: {sum(spent) / 3600:.2f} CPU-hours are spent.")
+            break
+        with ThreadPoolExecutor(options.workers) as pool:
+            for done in as_completed([pool.submit(measure, each, token_store(options.data)) for each in batch]):
+                result = done.result()
+                found[key(result["settings"])] = result
+                path.parent.mkdir(exist_ok=True)
+                write_atomic(path, "".join(json.dumps(line) + "\n" for line in [head, *found.values()]))
+                used = f"{result['cpu_seconds']:.0f} CPU seconds"
+                print(f"{stage.title}: {' '.join(flags(result['settings']))}: loss {result['eval_loss']:.4f}, {used}")
+    write_page()
+
+
+# The page.
+
+
+def page() -> str:
+    """Return docs/tokens_to_loss.md with the tables of the result files between its markers."""
+    sections = [section(path) for path in sorted(results.RESULTS.glob("tokens-to-loss-*.jsonl"))]
+    before, rest = (DOCS / "tokens_to_loss.md").read_text(encoding="utf-8").split(BEGIN)
+    body = "\n\n".join(sections or ["The plan has not been run yet."])
+    return f"{before}{BEGIN}\n{body}\n{END}{rest.split(END)[1]}"
+
+
+def section(path: Path) -> str:
+    head, found = read(path)
+    stages, following = progress(head, found)
+    rows = {title: [row(name, runs, found) for name, runs in stage.rows.items()] for title, stage in stages.items()}
+    columns = ["", "tokens", "validation loss", "bits per byte", "training seconds", "ms per step"]
+    tables = {title: f"#### {title}\n\n{table(columns, lines)}" for title, lines in rows.items()}
+    parts = [f"### {head['data']}, seed {head['seed']}"]
+    if RESULT in stages:
+        plot = f"![Validation loss by training tokens and by training seconds]({path.stem}.png)"
+        parts += [claim(stages[RESULT], found), plot, tables.pop(RESULT)]
+    hours = sum(each["cpu_seconds"] for each in found.values()) / 3600
+    state = "" if following is None else f" The plan is not finished: the next stage is {following.title!r}."
+    parts += [*tables.values(), f"{len(found)} runs, {hours:.2f} CPU-hours.{state} {measured_on(head, path)}"]
+    return "\n\n".join(parts)
+
+
+def row(name: str, runs: list[Run], found: dict[str, dict]) -> list[str]:
+    """Return a row of a table: losses per seed, and times of the first seed."""
+    each = [found[key(run)] for run in runs]
+    losses = [" / ".join(f"{one[metric]:.4f}" for one in each) for metric in ("eval_loss", "eval_bits_per_byte")]
+    times = [f"{each[0]['training_seconds']:,.0f}", f"{1000 * each[0]['seconds_per_step']:.1f}"]
+    return [name, f"{runs[0]['tokens']:,}", *losses, *times]
+
+
+def claim(stage: Stage, found: dict[str, dict]) -> str:
+    """State the smallest share of the tokens with which all seeds of the modern model are below all seeds of GPT-2."""
+    measured = {name: [found[key(run)] for run in runs] for name, runs in stage.rows.items()}
+    gpt2 = measured["GPT-2, tuned, all tokens"]
+    lowest = min(one["eval_loss"] for one in gpt2)
+    reached = [share for share in SHARES if max(one["eval_loss"] for one in measured[f"modern, {share}"]) < lowest]
+    text = f"The modern model reaches the final loss of the tuned GPT-2 with none of: {', '.join(SHARES)}."
+    if reached:
+        modern = measured[f"modern, {reached[-1]}"]
+        new, old = (" and ".join(f"{one['eval_loss']:.4f}" for one in runs) for runs in (modern, gpt2))
+        ratio = sum(one["training_seconds"] for one in modern) / sum(one["training_seconds"] for one in gpt2)
+        text = (
+            f"The modern model with **{reached[-1]}** ends below the tuned GPT-2 with all tokens, for both seeds: loss "
+        )
+        text += f"{new} compared with {old}, in {ratio:.2f} of the training seconds."
+    sizes = [
+        f"{one['parameters']:,} ({one['parameters_in_products']:,})"
+        for one in (gpt2[0], measured["modern, all tokens"][0])
+    ]
+    return f"{text} Parameters stored (in matrix products): GPT-2 {sizes[0]}, modern {sizes[1]}."
+
+
+def draw(stage: Stage, found: dict[str, dict], path: Path) -> None:
+    """Plot final losses by tokens and by seconds, and the validation losses during the runs."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.8))
+        panels = figure.subplots(1, 2, sharey=True)
+        for place, (axes, unit) in enumerate(zip(panels, ("tokens", "training seconds"), strict=True)):
+            for family, color in {"GPT-2, tuned": ORANGE, "modern": BLUE}.items():
+                runs = [found[key(run)] for share in SHARES for run in stage.rows[f"{family}, {share}"]]
+                for one in runs:
+                    axes.plot(*zip(*[(at[place], at[2]) for at in one["curve"]], strict=True), color=color, alpha=0.25)
+                ends = [(one["curve"][-1][place], one["eval_loss"]) for one in runs]
+                axes.plot(*zip(*ends, strict=True), "o", color=color, label=f"{family}: end of a run")
+            goal = min(found[key(run)]["eval_loss"] for run in stage.rows["GPT-2, tuned, all tokens"])
+            axes.axhline(goal, color=GRAY, linestyle="--")
+            axes.set_xlabel(unit)
+        panels[0].set_ylabel("validation loss (nats per token)")
+        panels[1].legend()
+        figure.savefig(path)
+
+
+def write_page() -> None:
+    (DOCS / "tokens_to_loss.md").write_text(page(), encoding="utf-8")
+    for path in sorted(results.RESULTS.glob("tokens-to-loss-*.jsonl")):
+        head, found = read(path)
+        if RESULT in (stages := progress(head, found)[0]):
+            draw(stages[RESULT], found, DOCS / f"{path.stem}.png")
+    print("docs/tokens_to_loss.md is written.")
+
+
+if __name__ == "__main__":
+    run_command(main)
