@@ -20,29 +20,28 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
 from safetensors import safe_open
 
+import command_line
 from atomic import write_atomic
 from benchmarks import results
 from benchmarks.performance import DOCS, measured_on, table
 from benchmarks.results import PACKAGES, REPOSITORY, about, device_kind
-from command_line import FlagParser
-from command_line import run as run_command
 from errors import UserError
 from training.data import is_store, name_of
 from training.metrics import comparable_loss, read_metrics, seconds_until
 from training.report.plots import BLUE, GRAY, ORANGE, STYLE
 
 CONFIG = "benchmarks/tokens_to_loss.yaml"
+FILES = "tokens-to-loss-*.jsonl"
 TOKENS = 2_359_296  # of the longest runs: 0.91 epochs of the quickstart's text, so that no run repeats text
 UNIT = 6 * 4096  # a half and a third of the tokens are whole steps of every batch in the plan
 SHARES = {"all tokens": 1, "1/2 of the tokens": 2, "1/3 of the tokens": 3}
-VALIDATIONS = 8  # per run
-RESULT = "Loss by tokens"
+RESULT, SIZES = "Loss by tokens", "parameters (in matrix products)"
 MACHINE = ("device", *PACKAGES)  # all runs of a file have the same
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
@@ -52,10 +51,9 @@ class ProofArguments:
     data: str = field(default="python-standard-library", metadata={"help": "Text or token store."})
     seed: int = field(default=1337, metadata={"help": "First seed; the deciding runs also use the next one."})
     tokens: int | None = field(
-        default=None,
-        metadata={"help": f"Tokens of the longest runs. Default: {TOKENS:,}, or one epoch if that is less."},
+        default=None, metadata={"help": f"Tokens of the longest runs. Default: {TOKENS:,}, at most one epoch."}
     )
-    budget_hours: float = field(default=6.0, metadata={"help": "CPU-hours of all finished runs, at most."})
+    budget_hours: float = field(default=6.0, metadata={"help": "Maximum CPU-hours of all finished runs."})
     workers: int = field(default=2, metadata={"help": "Runs at once, on one thread each.", "minimum": 1})
 
 
@@ -63,32 +61,22 @@ class ProofArguments:
 # learning rate that is left at the end.
 Run = dict[str, Any]
 
-ADAMW = {"optimizer": "adamw", "weight_decay": 0.1}
 COSINE = {"lr_scheduler_type": "cosine", "warmup_share": 0.05, "final_share": 0.0}
 LINEAR = COSINE | {"lr_scheduler_type": "linear"}
 STABLE = COSINE | {"lr_scheduler_type": "warmup_stable_decay", "cooldown_fraction": 0.6}
-GPT2 = {"tie_word_embeddings": True, "initializer_range": 0.02}
+GPT2 = {"tie_word_embeddings": True, "initializer_range": 0.02, "optimizer": "adamw", "weight_decay": 0.1}
 
-# The recipe of modded-nanogpt (records/track_1_short/2024-11-03_UntieEmbed, rates of track_3_optimization), tuned here only by one
-# factor of the three rates.
-MODERN = {
-    "rope_theta": 10000.0,
-    "normalization": "rms_norm",
-    "use_bias": False,
-    "activation_function": "relu2",
-    "attention_scale": 0.17,  # 0.12 at head size 128, by 1 / sqrt(head size)
-    "layer_norm_epsilon": 1e-6,
-    "initializer_range": 0.051,  # 1 / sqrt(3 * width)
-}
+# modded-nanogpt's records/track_1_short/2024-11-03_UntieEmbed with rates of track_3_optimization, for width 768 and head size 128.
+# The attention scale (0.12 there) and initial weights follow 1 / sqrt(size). Only a common factor of the rates is tuned here.
+MODERN = {"rope_theta": 10000.0, "normalization": "rms_norm", "use_bias": False, "activation_function": "relu2"}
+MODERN |= {"attention_scale": 0.17, "layer_norm_epsilon": 1e-6, "initializer_range": 0.051}
 UNTIED = {"tie_word_embeddings": False}
-MUON = {"optimizer": "muon", "learning_rate": 0.02, "weight_decay": 0.05}
-TABLE_RATES = {"embedding_learning_rate": 0.3, "head_learning_rate": 0.004 * math.sqrt(768 / 128)}
+MUON = {"optimizer": "muon", "weight_decay": 0.05}
+RATES = {"learning_rate": 0.02, "embedding_learning_rate": 0.3, "head_learning_rate": 0.004 * math.sqrt(768 / 128)}
 MUON_SCHEDULE = STABLE | {"warmup_share": 0.0}
-MODERN_FACTORS = (0.5, 1.0, 2.0)  # fewer rates than the baseline gets
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """Runs of the plan that depend only on earlier stages. A row has one run per seed."""
 
     title: str
@@ -102,7 +90,7 @@ Loss = Callable[[Run], float]
 def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     """Yield the stages in order. `loss` is called only for runs of stages that were yielded before."""
     # 1. Tune GPT-2, one setting after the other.
-    baseline = GPT2 | ADAMW | COSINE | {"learning_rate": 3e-3, "tokens_per_step": 2048, "tokens": tokens, "seed": seed}
+    baseline = GPT2 | COSINE | {"learning_rate": 3e-3, "tokens_per_step": 2048, "tokens": tokens, "seed": seed}
     baseline = published = yield from climb("GPT-2: learning rate", baseline, "learning_rate", loss)
     baseline = yield from climb("GPT-2: initial weights", baseline, "initializer_range", loss)
     schedules = {"cosine to 0": COSINE, "cosine to a tenth": COSINE | {"final_share": 0.1}, "linear to 0": LINEAR}
@@ -115,34 +103,30 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     # 2. The modern recipe at half of the tokens, with the batch that suits GPT-2 best.
     half = baseline | {"tokens": tokens // 2}
     recipe = half | MODERN | UNTIED | MUON | MUON_SCHEDULE
-    scaled = {f"rates x {factor:g}": with_rates(recipe, factor) for factor in MODERN_FACTORS}
+    scaled = {f"rates x {by:g}": recipe | {name: by * rate for name, rate in RATES.items()} for by in (0.5, 1, 2)}
     modern = yield from choose("Modern: one factor of all rates", scaled, loss)
 
     # 3. Every share of the tokens is its own finished run, with two seeds.
     rows = {"GPT-2 with initializer_range 0.02, all tokens": [published]}
     for family, model in {"GPT-2, tuned": baseline, "modern": modern}.items():
         for share, divisor in SHARES.items():
-            rows[f"{family}, {share}"] = [
-                model | {"tokens": tokens // divisor, "seed": each} for each in (seed, seed + 1)
-            ]
+            shorter = model | {"tokens": tokens // divisor}
+            rows[f"{family}, {share}"] = [shorter | {"seed": each} for each in (seed, seed + 1)]
     yield Stage(RESULT, rows)
 
-    # 4. One switch at a time, at half of the tokens. Tied tables keep GPT-2's rate: 0.3 is for embeddings that are normalized.
-    rates = {
-        f"AdamW rate x {factor:g}": half | MODERN | {"learning_rate": factor * half["learning_rate"]}
-        for factor in (0.5, 1, 2)
-    }
-    tied = yield from choose("Modern architecture, tied, AdamW: learning rate", rates, loss)
-    tables = {name: modern[name] for name in TABLE_RATES}
-    muon = {name: modern[name] for name in MUON}
-    gpt2_tables = dict.fromkeys(TABLE_RATES, half["learning_rate"])
+    # 4. One switch at a time, at half of the tokens. Without the normalized, untied embedding, all tables have GPT-2's rate.
+    rate = half["learning_rate"]
+    adamw = {f"learning_rate {by * rate:g}": half | MODERN | {"learning_rate": by * rate} for by in (0.5, 1, 2)}
+    tied = yield from choose("Modern architecture, tied, AdamW: learning rate", adamw, loss)
+    own = {name: modern[name] for name in RATES}
+    gpt2_tables = own | {"embedding_learning_rate": rate, "head_learning_rate": rate}
     switches = {
         "GPT-2, tuned": half,
-        "GPT-2, tuned, with Muon and its schedule": half | muon | gpt2_tables | MUON_SCHEDULE,
+        "GPT-2, tuned, with Muon and its schedule": half | MUON | gpt2_tables | MUON_SCHEDULE,
         "modern architecture, tied, AdamW, GPT-2's schedule": tied,
         "+ untied head": tied | UNTIED,
-        "+ own rates of embedding and head": tied | UNTIED | tables,
-        "+ Muon": tied | UNTIED | tables | muon,
+        "+ own rates of embedding and head": tied | UNTIED | own | {"learning_rate": tied["learning_rate"]},
+        "+ Muon": tied | UNTIED | own | MUON,
         "+ no warm-up, stable, then linear: modern": modern,
         "modern, but tied": modern | {"tie_word_embeddings": True} | gpt2_tables,
     }
@@ -173,13 +157,6 @@ def with_batch(run: Run, tokens_per_step: int) -> Run:
     return run | {"tokens_per_step": tokens_per_step, "learning_rate": rate}
 
 
-def with_rates(run: Run, factor: float) -> Run:
-    return run | TABLE_RATES | {name: factor * (run | TABLE_RATES)[name] for name in ("learning_rate", *TABLE_RATES)}
-
-
-# Running the plan.
-
-
 def key(run: Run) -> str:
     return json.dumps(run, sort_keys=True)
 
@@ -197,12 +174,9 @@ def progress(head: dict[str, Any], found: dict[str, dict]) -> tuple[dict[str, St
 def flags(settings: Run) -> list[str]:
     """Return the flags of train_accelerate.py for the settings of a run."""
     steps = settings["tokens"] // settings["tokens_per_step"]
-    derived = {
-        "max_steps": steps,
-        "warmup_steps": round(settings["warmup_share"] * steps),
-        "min_learning_rate": settings["final_share"] * settings["learning_rate"],
-        "eval_steps": max(1, steps // VALIDATIONS),
-    }
+    derived = {"max_steps": steps, "eval_steps": max(1, steps // 8)}
+    derived["warmup_steps"] = round(settings["warmup_share"] * steps)
+    derived["min_learning_rate"] = settings["final_share"] * settings["learning_rate"]
     given = {name: value for name, value in settings.items() if name not in ("tokens", "warmup_share", "final_share")}
     return [part for name, value in (given | derived).items() for part in (f"--{name}", str(value))]
 
@@ -252,29 +226,24 @@ def read(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict]]:
 
 def token_store(data: str) -> str:
     """Return the token store of `data`. Text becomes a store in the same way as in presets/quickstart.yaml."""
-    if is_store(data):
-        return data
-    folder = f"data/tokens-to-loss-{name_of(data)}"
-    if not is_store(str(REPOSITORY / folder)):
+    store = data if is_store(data) else str(REPOSITORY / f"data/tokens-to-loss-{name_of(data)}")
+    if not is_store(store):
         settings = ["--vocab_size", "2048", "--validation_fraction", "0.05"]
-        command = ["-m", "tokenizer.pretokenize", "--input", data, "--output", str(REPOSITORY / folder), *settings]
+        command = ["-m", "tokenizer.pretokenize", "--input", data, "--output", store, *settings]
         subprocess.run([sys.executable, *command], cwd=REPOSITORY, check=True)
-    return str(REPOSITORY / folder)
+    return store
 
 
 def begin(options: ProofArguments, arguments: list[str]) -> dict[str, Any]:
-    """Return the head of a new result file. Raise a `UserError` if the text is too short."""
+    """Return the head of a new result file."""
     metadata = json.loads((Path(token_store(options.data)) / "metadata.json").read_text(encoding="utf-8"))
-    tokens = (options.tokens or min(TOKENS, metadata["train"]["tokens"])) // UNIT * UNIT
-    if tokens == 0:
-        raise UserError(f"The longest runs need at least {UNIT:,} tokens: use a longer text or a larger --tokens.")
-    text = {f"{split}_sha256": metadata[split]["sha256"] for split in ("train", "val")}
-    text |= {"data": name_of(options.data), "vocab_size": metadata["vocab_size"]}
+    tokens = min(options.tokens or TOKENS, metadata["train"]["tokens"]) // UNIT * UNIT
+    text = {"data": name_of(options.data), "vocab_size": metadata["vocab_size"], "sha256": metadata["train"]["sha256"]}
     return about("tokens_to_loss", arguments) | text | {"tokens": tokens, "seed": options.seed}
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((ProofArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = command_line.FlagParser((ProofArguments,), __doc__.splitlines()[0]).parse(arguments)
     chosen = {name: getattr(options, name) for name in ("seed", "tokens")}
     suffix = "".join(f"-{name}{value}" for name, value in chosen.items() if value != getattr(ProofArguments, name))
     path = results.RESULTS / f"tokens-to-loss-{name_of(options.data)}{suffix}-{device_kind()}.jsonl"
@@ -291,24 +260,23 @@ def main(arguments: list[str]) -> None:
             print(f"The budget ends before the stage {stage.title!r}: {sum(spent) / 3600:.2f} CPU-hours are spent.")
             break
         with ThreadPoolExecutor(options.workers) as pool:
-            for done in as_completed([pool.submit(measure, each, token_store(options.data)) for each in batch]):
-                result = done.result()
-                found[key(result["settings"])] = result
-                path.parent.mkdir(exist_ok=True)
-                write_atomic(path, "".join(json.dumps(line) + "\n" for line in [head, *found.values()]))
-                used = f"{result['cpu_seconds']:.0f} CPU seconds"
-                print(f"{stage.title}: {' '.join(flags(result['settings']))}: loss {result['eval_loss']:.4f}, {used}")
+            futures = [pool.submit(measure, each, token_store(options.data)) for each in batch]
+            for done in as_completed(futures):
+                if done.exception() is None:
+                    result = done.result()
+                    found[key(result["settings"])] = result
+                    write_atomic(path, "".join(json.dumps(line) + "\n" for line in [head, *found.values()]))
+                    settings, seconds = " ".join(flags(result["settings"])), result["cpu_seconds"]
+                    print(f"{stage.title}: {settings}: loss {result['eval_loss']:.4f}, {seconds:.0f} CPU seconds")
+        for done in futures:
+            done.result()  # raises the error of a failed run, after the other runs are kept
     write_page()
-
-
-# The page.
 
 
 def page() -> str:
     """Return docs/tokens_to_loss.md with the tables of the result files between its markers."""
-    sections = [section(path) for path in sorted(results.RESULTS.glob("tokens-to-loss-*.jsonl"))]
     before, rest = (DOCS / "tokens_to_loss.md").read_text(encoding="utf-8").split(BEGIN)
-    body = "\n\n".join(sections or ["The plan has not been run yet."])
+    body = "\n\n".join(map(section, sorted(results.RESULTS.glob(FILES)))) or "The plan has not been run yet."
     return f"{before}{BEGIN}\n{body}\n{END}{rest.split(END)[1]}"
 
 
@@ -316,7 +284,7 @@ def section(path: Path) -> str:
     head, found = read(path)
     stages, following = progress(head, found)
     rows = {title: [row(name, runs, found) for name, runs in stage.rows.items()] for title, stage in stages.items()}
-    columns = ["", "tokens", "validation loss", "bits per byte", "training seconds", "ms per step"]
+    columns = ["", "tokens", "validation loss", "bits per byte", "training seconds", "ms per step", SIZES]
     tables = {title: f"#### {title}\n\n{table(columns, lines)}" for title, lines in rows.items()}
     parts = [f"### {head['data']}, seed {head['seed']}"]
     if RESULT in stages:
@@ -329,33 +297,23 @@ def section(path: Path) -> str:
 
 
 def row(name: str, runs: list[Run], found: dict[str, dict]) -> list[str]:
-    """Return a row of a table: losses per seed, and times of the first seed."""
-    each = [found[key(run)] for run in runs]
+    """Return a row of a table: losses per seed, and times and sizes of the first seed."""
+    first, *_ = each = [found[key(run)] for run in runs]
     losses = [" / ".join(f"{one[metric]:.4f}" for one in each) for metric in ("eval_loss", "eval_bits_per_byte")]
-    times = [f"{each[0]['training_seconds']:,.0f}", f"{1000 * each[0]['seconds_per_step']:.1f}"]
-    return [name, f"{runs[0]['tokens']:,}", *losses, *times]
+    times = [f"{first['training_seconds']:,.0f}", f"{1000 * first['seconds_per_step']:.1f}"]
+    sizes = f"{first['parameters']:,} ({first['parameters_in_products']:,})"
+    return [name, f"{runs[0]['tokens']:,}", *losses, *times, sizes]
 
 
 def claim(stage: Stage, found: dict[str, dict]) -> str:
     """State the smallest share of the tokens with which all seeds of the modern model are below all seeds of GPT-2."""
-    measured = {name: [found[key(run)] for run in runs] for name, runs in stage.rows.items()}
-    gpt2 = measured["GPT-2, tuned, all tokens"]
-    lowest = min(one["eval_loss"] for one in gpt2)
-    reached = [share for share in SHARES if max(one["eval_loss"] for one in measured[f"modern, {share}"]) < lowest]
-    text = f"The modern model reaches the final loss of the tuned GPT-2 with none of: {', '.join(SHARES)}."
-    if reached:
-        modern = measured[f"modern, {reached[-1]}"]
-        new, old = (" and ".join(f"{one['eval_loss']:.4f}" for one in runs) for runs in (modern, gpt2))
-        ratio = sum(one["training_seconds"] for one in modern) / sum(one["training_seconds"] for one in gpt2)
-        text = (
-            f"The modern model with **{reached[-1]}** ends below the tuned GPT-2 with all tokens, for both seeds: loss "
-        )
-        text += f"{new} compared with {old}, in {ratio:.2f} of the training seconds."
-    sizes = [
-        f"{one['parameters']:,} ({one['parameters_in_products']:,})"
-        for one in (gpt2[0], measured["modern, all tokens"][0])
-    ]
-    return f"{text} Parameters stored (in matrix products): GPT-2 {sizes[0]}, modern {sizes[1]}."
+    losses = {name: [found[key(run)]["eval_loss"] for run in runs] for name, runs in stage.rows.items()}
+    tuned = losses["GPT-2, tuned, all tokens"]
+    reached = [share for share in SHARES if max(losses[f"modern, {share}"]) < min(tuned)]
+    if not reached:
+        return f"The modern model reaches the final loss of the tuned GPT-2 with none of: {', '.join(SHARES)}."
+    new, old = (" and ".join(f"{loss:.4f}" for loss in each) for each in (losses[f"modern, {reached[-1]}"], tuned))
+    return f"The modern model with **{reached[-1]}** has a loss of {new}. The tuned GPT-2 with all tokens has {old}."
 
 
 def draw(stage: Stage, found: dict[str, dict], path: Path) -> None:
@@ -367,7 +325,8 @@ def draw(stage: Stage, found: dict[str, dict], path: Path) -> None:
             for family, color in {"GPT-2, tuned": ORANGE, "modern": BLUE}.items():
                 runs = [found[key(run)] for share in SHARES for run in stage.rows[f"{family}, {share}"]]
                 for one in runs:
-                    axes.plot(*zip(*[(at[place], at[2]) for at in one["curve"]], strict=True), color=color, alpha=0.25)
+                    *places, losses = zip(*one["curve"][2:], strict=True)
+                    axes.plot(places[place], losses, color=color, alpha=0.25)
                 ends = [(one["curve"][-1][place], one["eval_loss"]) for one in runs]
                 axes.plot(*zip(*ends, strict=True), "o", color=color, label=f"{family}: end of a run")
             goal = min(found[key(run)]["eval_loss"] for run in stage.rows["GPT-2, tuned, all tokens"])
@@ -380,7 +339,7 @@ def draw(stage: Stage, found: dict[str, dict], path: Path) -> None:
 
 def write_page() -> None:
     (DOCS / "tokens_to_loss.md").write_text(page(), encoding="utf-8")
-    for path in sorted(results.RESULTS.glob("tokens-to-loss-*.jsonl")):
+    for path in sorted(results.RESULTS.glob(FILES)):
         head, found = read(path)
         if RESULT in (stages := progress(head, found)[0]):
             draw(stages[RESULT], found, DOCS / f"{path.stem}.png")
@@ -388,4 +347,4 @@ def write_page() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    command_line.run(main)

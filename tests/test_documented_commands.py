@@ -125,7 +125,9 @@ INSTEAD = {
     "python -m tokenizer.inspect data/my": {
         "python -m tokenizer.inspect data/books": "the store may have other settings"
     },
-    "tests/test_benchmarks.py": {"python -m benchmarks.performance": "writes docs/performance.md"},
+    "tests/test_benchmarks.py": {
+        f"python -m benchmarks.{name}": "writes a page of docs/" for name in ("performance", "tokens_to_loss")
+    },
     f"for rate in 1e-3 3e-3; do {TRAIN} --learning_rate $rate --output_dir runs/rate-$rate {LIBRARY} --torch_compile false; done": {
         f"for rate in 1e-3 3e-3 1e-2; do {TRAIN} --learning_rate $rate --max_steps 300 --output_dir runs/rate-$rate; done": "takes long"
     },
