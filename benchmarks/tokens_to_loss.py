@@ -248,10 +248,7 @@ def main(arguments: list[str]) -> None:
     suffix = "".join(f"-{name}{value}" for name, value in chosen.items() if value != getattr(ProofArguments, name))
     path = results.RESULTS / f"tokens-to-loss-{name_of(options.data)}{suffix}-{device_kind()}.jsonl"
     head, found = read(path)
-    now = about("tokens_to_loss", arguments)
     head = head or begin(options, arguments)
-    if changed := [f"{name} {head[name]}, now {now[name]}" for name in MACHINE if head[name] != now[name]]:
-        raise UserError(f"{path.name} was measured with {'; '.join(changed)}: use the same again, or delete the file.")
     while (stage := progress(head, found)[1]) is not None:
         missing = {key(each): each for runs in stage.rows.values() for each in runs if key(each) not in found}
         batch = list(missing.values())[: options.workers]
@@ -259,6 +256,11 @@ def main(arguments: list[str]) -> None:
         if sum(spent) + len(batch) * max(spent, default=0) >= 3600 * options.budget_hours:
             print(f"The budget ends before the stage {stage.title!r}: {sum(spent) / 3600:.2f} CPU-hours are spent.")
             break
+        now = about("tokens_to_loss", arguments)
+        if changed := [f"{name} {head[name]}, now {now[name]}" for name in MACHINE if head[name] != now[name]]:
+            raise UserError(
+                f"{path.name} was measured with {'; '.join(changed)}: use the same again, or delete the file."
+            )
         with ThreadPoolExecutor(options.workers) as pool:
             futures = [pool.submit(measure, each, token_store(options.data)) for each in batch]
             for done in as_completed(futures):
