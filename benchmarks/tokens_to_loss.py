@@ -36,7 +36,6 @@ from training.data import is_store, name_of
 from training.metrics import comparable_loss, read_metrics, seconds_until
 from training.report.plots import BLUE, GRAY, ORANGE, STYLE
 
-CONFIG = "benchmarks/tokens_to_loss.yaml"
 FILES = "tokens-to-loss-*.jsonl"
 TOKENS = 2_359_296  # of the longest runs: 0.91 epochs of the quickstart's text, so that no run repeats text
 UNIT = 6 * 4096  # a half and a third of the tokens are whole steps of every batch in the plan
@@ -185,9 +184,9 @@ def measure(run: Run, store: str) -> dict[str, Any]:
     """Train the model of a run in a process with one thread. Return its losses, times and sizes."""
     with tempfile.TemporaryDirectory() as scratch:
         folder, output = Path(scratch) / "run", Path(scratch) / "output.txt"
-        arguments = flags({"config": CONFIG, "data": store, "output_dir": folder} | run)
+        command = [sys.executable, "train_accelerate.py", "--config", "benchmarks/tokens_to_loss.yaml"]
+        command += flags({"data": store, "output_dir": folder} | run)
         environment, start = os.environ | {"OMP_NUM_THREADS": "1"}, time.perf_counter()
-        command = [sys.executable, "train_accelerate.py", *arguments]
         with output.open("wb") as file:
             process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file)
             _, status, usage = os.wait4(process.pid, 0)  # the only call that returns the CPU time of one child
@@ -258,9 +257,7 @@ def main(arguments: list[str]) -> None:
             break
         now = about("tokens_to_loss", arguments)
         if changed := [f"{name} {head[name]}, now {now[name]}" for name in MACHINE if head[name] != now[name]]:
-            raise UserError(
-                f"{path.name} was measured with {'; '.join(changed)}: use the same again, or delete the file."
-            )
+            raise UserError(f"{path.name} was measured with {'; '.join(changed)}: use the same, or delete the file.")
         with ThreadPoolExecutor(options.workers) as pool:
             futures = [pool.submit(measure, each, token_store(options.data)) for each in batch]
             for done in as_completed(futures):
