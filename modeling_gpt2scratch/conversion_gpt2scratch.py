@@ -1,7 +1,7 @@
-"""Lossless conversion to and from Transformers' GPT-2, and from seed checkpoints (of this project's predecessor).
+"""Lossless conversion to Transformers' GPT-2 and Apertus, and from GPT-2 and seed checkpoints (of this project's predecessor).
 
-    python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST              # GPT-2 or seed checkpoint -> GPT2Scratch
-    python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST --to gpt2    # GPT2Scratch -> GPT-2
+    python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST                # GPT-2 or seed checkpoint -> GPT2Scratch
+    python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST --to native    # GPT2Scratch -> GPT-2 or Apertus
 
 SRC is a folder or a Hub id. Its kind is read from config.json: GPT-2 or GPT2Scratch from `model_type`, a seed checkpoint
 (`pytorch_model.bin`) from the fields `embed_dim`, `ff_dim` and `max_seq_len`. The tokenizer is converted, too. This file is not
@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
+from torch.nn import functional
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.models.apertus import ApertusConfig, ApertusForCausalLM
 from transformers.utils import logging
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM, loading
@@ -35,6 +37,13 @@ GPT2_ONLY = {
     "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
 }
+# Fields with the same name in ApertusConfig and GPT2ScratchConfig, or its `attribute_map`.
+APERTUS_FIELDS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+    *("rope_parameters", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+# xIELU (Huang and Schlag 2024, arXiv:2411.13010) with these values is softplus(alpha_p) * relu(x)^2.
+XIELU = {"alpha_p": 1.0, "alpha_n": -200.0, "beta": 0.0, "eps": -1e-6}
 # GPT-2's Conv1D stores its weight (in, out), nn.Linear (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -73,19 +82,102 @@ def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
         values = ", ".join(f"{name}={getattr(gpt2.config, name)}" for name in foreign)
         raise ModelError(f"GPT2Scratch does not support {values}; only the plain GPT-2 architecture can be converted")
     config = GPT2ScratchConfig(**{name: getattr(gpt2.config, name) for name in SHARED_FIELDS})
-    model = loading.load_weights(GPT2ScratchForCausalLM, None, config, gpt2.dtype, state_dict=_transposed(gpt2))
+    state = _transposed(gpt2.state_dict())
+    model = loading.load_weights(GPT2ScratchForCausalLM, None, config, gpt2.dtype, state_dict=state)
     model.generation_config = gpt2.generation_config
     return model
 
 
+def native_kind(config: GPT2ScratchConfig, to: str = "native") -> str:
+    """Return the `model_type` of the native twin: `to`, or for "native" the class of Transformers that computes the same.
+
+    Raise a `ModelError` that names the fields and values that the class does not support.
+    """
+    best = {"layer_norm": "gpt2", "rms_norm": "apertus"}[config.normalization]
+    kind = best if to == "native" else to
+    supported = {
+        "gpt2": {"normalization": "layer_norm", "rope_parameters": None, "attention_scale": None},
+        "apertus": {"normalization": "rms_norm", "rope_parameters": config.rope_parameters or "rotary positions"}
+        | {"use_bias": False, "activation_function": "relu2"},
+    }[kind]
+    wrong = ", ".join(f"{name}={value!r}" for name in supported if (value := getattr(config, name)) != supported[name])
+    if wrong and kind != best:
+        raise ModelError(f"a {kind} model does not support {wrong}; use --to native")
+    if wrong:
+        raise ModelError(
+            f"no native class of Transformers supports normalization={config.normalization!r} with {wrong}; publish it with "
+            f"--format gpt2scratch and without --gguf"
+        )
+    return kind
+
+
+def to_native(model: GPT2ScratchForCausalLM, to: str = "native") -> GPT2LMHeadModel | ApertusForCausalLM:
+    """Return the native twin: a model of Transformers' own class with the same logits, which needs no remote code.
+
+    Raise a `ModelError` if `to` (a `model_type`, or "native" for either) cannot compute it.
+    """
+    return {"gpt2": to_gpt2, "apertus": to_apertus}[native_kind(model.config, to)](model)
+
+
 def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
-    """Return the native twin: a `GPT2LMHeadModel` with the same logits, which needs no remote code."""
+    """Return the native twin of a GPT-2. Biases that it does not have are zero in the twin."""
+    native_kind(model.config, "gpt2")
     shared = {name: getattr(model.config, name) for name in SHARED_FIELDS}
     # n_ctx: required by llama.cpp's converter.
     config = GPT2Config(**shared, **GPT2_ONLY, n_ctx=model.config.n_positions)
-    twin = loading.load_weights(GPT2LMHeadModel, None, config, model.dtype, state_dict=_transposed(model))
+    state = _transposed(with_biases(model.state_dict()))
+    twin = loading.load_weights(GPT2LMHeadModel, None, config, model.dtype, state_dict=state)
     twin.generation_config = model.generation_config
     return twin
+
+
+@torch.no_grad()
+def to_apertus(model: GPT2ScratchForCausalLM) -> ApertusForCausalLM:
+    """Return the native twin of a model of the modern family, in float32 and untied.
+
+    Apertus has no normalization after the embedding, so the twin stores the normalized embedding. Rounding it to bf16 would change
+    the logits. The query norm carries the attention scale, and the MLP's output projection the inverse scale of xIELU.
+    """
+    native_kind(model.config, "apertus")
+    ours, decoder = model.config, model.transformer
+    C, hs = ours.n_embd, ours.n_embd // ours.n_head
+    config = ApertusConfig(
+        **{name: getattr(ours, name) for name in APERTUS_FIELDS},
+        intermediate_size=decoder.h[0].mlp.c_fc.out_features,
+        rms_norm_eps=ours.layer_norm_epsilon,
+        attention_dropout=ours.attn_pdrop,
+    )
+    scale = functional.softplus(torch.tensor(XIELU["alpha_p"]))
+    state = {"model.embed_tokens.weight": decoder.ln_e(decoder.wte.weight.float()), "model.norm.weight": torch.ones(C)}
+    state["lm_head.weight"] = model.lm_head.weight
+    for i, block in enumerate(decoder.h):
+        q, k, v = block.attn.c_attn.weight.split(C)
+        layer = {
+            "self_attn.q_proj.weight": q,
+            "self_attn.k_proj.weight": k,
+            "self_attn.v_proj.weight": v,
+            "self_attn.o_proj.weight": block.attn.c_proj.weight,
+            "self_attn.q_norm.weight": torch.full((hs,), block.attn.scaling * hs**0.5),
+            "self_attn.k_norm.weight": torch.ones(hs),
+            "mlp.up_proj.weight": block.mlp.c_fc.weight,
+            "mlp.down_proj.weight": block.mlp.c_proj.weight.float() / scale,
+            "attention_layernorm.weight": torch.ones(C),
+            "feedforward_layernorm.weight": torch.ones(C),
+        }
+        layer |= {f"mlp.act_fn.{name}": torch.full((1,) if "alpha" in name else (), XIELU[name]) for name in XIELU}
+        state |= {f"model.layers.{i}.{name}": weight for name, weight in layer.items()}
+    state = {name: weight.float().clone() for name, weight in state.items()}
+    # Silences Transformers, which suggests to install a package that computes another function.
+    with loading.one_sentence(model.name_or_path):
+        twin = loading.load_weights(ApertusForCausalLM, None, config, torch.float32, state_dict=state)
+    twin.generation_config = model.generation_config
+    return twin
+
+
+def with_biases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a GPT-2 with zeros for the biases that it does not have."""
+    names = [name for name in state if ".h." in name or ".ln_f." in name]
+    return {name.replace(".weight", ".bias"): state[name].new_zeros(len(state[name])) for name in names} | state
 
 
 def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
@@ -142,11 +234,11 @@ def seed_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=context, **special)
 
 
-def _transposed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return copies of the model's weights in the layout of the other class."""
+def _transposed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of the weights of a GPT-2 in the layout of the other class."""
     return {
         name: (tensor.t() if name.endswith(TRANSPOSED) else tensor).clone(memory_format=torch.contiguous_format)
-        for name, tensor in model.state_dict().items()
+        for name, tensor in state.items()
     }
 
 
@@ -157,8 +249,8 @@ def _seed_parameter_name(name: str) -> str:
     return name
 
 
-def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> None:
-    """Convert `source` (a folder or a Hub id) and write the model and its tokenizer to `destination`.
+def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> str:
+    """Convert `source` (a folder or a Hub id) and write the model and its tokenizer to `destination`. Return its `model_type`.
 
     Raise a `ModelError` if the source is not recognized or cannot be loaded or converted, or `destination` is not empty.
     """
@@ -178,17 +270,20 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
                 f"its {CONFIG} names model_type {kind!r}; expected gpt2, gpt2scratch, or a seed checkpoint with "
                 f"embed_dim, ff_dim, max_seq_len"
             )
+        if kind == "gpt2scratch":
+            described = loading.read_model_config(folder)
+            native_kind(GPT2ScratchConfig.from_dict(described), to)  # before the weights are loaded
         has_fast = loading.has_tokenizer(folder)
     if kind == "seed":
         loading.fetch(source, SEED_WEIGHTS)
         with loading.one_sentence(source, "cannot be converted"):
             model, tokenizer = from_seed(folder), seed_tokenizer(folder)
-            model = to_gpt2(model) if to == "gpt2" else model
     else:
-        loaded = loading.load_model(source)
+        model = loading.load_model(source)
         tokenizer = loading.load_tokenizer(source) if has_fast else None
-        with loading.one_sentence(source, "cannot be converted"):
-            model = from_gpt2(loaded) if kind == "gpt2" else to_gpt2(loaded)
+    with loading.one_sentence(source, "cannot be converted"):
+        model = from_gpt2(model) if kind == "gpt2" else model
+        model = to_native(model, to) if to != "gpt2scratch" else model
     if tokenizer is not None:
         loading.check_tokenizer(source, model, tokenizer)
     try:
@@ -198,16 +293,18 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> No
     model.save_pretrained(destination)
     if tokenizer is not None:
         tokenizer.save_pretrained(destination)
+    return model.config.model_type
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m modeling_gpt2scratch.conversion_gpt2scratch",
-        description="Convert GPT-2 or seed checkpoints to GPT2Scratch, or GPT2Scratch to GPT-2, without loss.",
+        description="Convert GPT-2 or seed checkpoints to GPT2Scratch, or GPT2Scratch to GPT-2 or Apertus, without loss.",
     )
     parser.add_argument("source", metavar="SRC", help="model folder or Hub id; config.json determines its kind")
     parser.add_argument("destination", metavar="DST", help="folder to write; must be new or empty")
-    parser.add_argument("--to", choices=("gpt2scratch", "gpt2"), default="gpt2scratch", help="format to write")
+    formats = ("gpt2scratch", "native", "gpt2")
+    parser.add_argument("--to", choices=formats, default="gpt2scratch", help="native: Transformers' GPT-2 or Apertus")
     options = parser.parse_args(arguments)
     logging.set_verbosity(logging.CRITICAL)  # errors are printed once, below
     logging.disable_progress_bar()
@@ -215,8 +312,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name in ("source", "destination"):
             if not getattr(options, name).strip():
                 raise ModelError(f"{name} is empty (an unset shell variable?); name a folder.")
-        convert(options.source, options.destination, options.to)
-        print(f"Wrote {options.destination} ({options.to}).", flush=True)
+        written = convert(options.source, options.destination, options.to)
+        print(f"Wrote {options.destination} ({written}).", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (ModelError, OSError, UnicodeError) as error:

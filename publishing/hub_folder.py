@@ -8,8 +8,8 @@ import torch
 
 from atomic import file_sha256, write_atomic
 from errors import UserError
-from modeling_gpt2scratch import configuration_gpt2scratch
-from modeling_gpt2scratch.conversion_gpt2scratch import convert
+from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, loading
+from modeling_gpt2scratch.conversion_gpt2scratch import convert, native_kind
 from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TOKENIZER, WEIGHTS, read_json
 from publishing.card import FolderArguments, model_card
 from publishing.gguf_file import difference, write_gguf
@@ -76,13 +76,19 @@ def check_code(source: Source) -> None:
             raise UserError(f"{path} names its own code (auto_map), which is not published; remove auto_map.")
 
 
-def write_native(model: Path, destination: Path) -> None:
-    """Write the native twin: the model as Transformers' `GPT2LMHeadModel`, for programs that do not run remote code.
+def check_native(source: Source) -> None:
+    """Raise a `UserError` that names the fields of the model that no native class supports, and so neither does GGUF."""
+    with model_errors(), loading.one_sentence(source.model, "has neither a native format nor GGUF"):
+        native_kind(GPT2ScratchConfig.from_dict(loading.read_model_config(source.model)))
 
-    Raise a `UserError` if `model` is damaged or has another architecture, or if `destination` contains files.
+
+def write_native(model: Path, destination: Path) -> None:
+    """Write the native twin: the model as a class of Transformers, for programs that do not run remote code.
+
+    Raise a `UserError` if `model` is damaged or no class of Transformers computes it, or if `destination` contains files.
     """
     with model_errors():
-        convert(str(model), destination, to="gpt2")
+        convert(str(model), destination, to="native")
     # Transformers 4.57 and 5 both read this. Version 5 writes a class and a field that 4.57 does not know.
     path = destination / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

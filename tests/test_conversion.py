@@ -3,21 +3,24 @@
 import json
 import os
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
-from test_model import TINY, tiny, tokens
+from test_model import TINY, tiny_model, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
+from conftest import MODERN
 from hub_server import File, Repository, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2, main, to_gpt2
+from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2, main, to_gpt2, to_native
 from modeling_gpt2scratch.loading import ModelError
 
 COMMAND = ("-m", "modeling_gpt2scratch.conversion_gpt2scratch")
 TEXTS = ["It was the best of times,\nit was the worst of times . ", " Two  spaces, a\ttab; naïve café?", "the end"]
+tiny = partial(tiny_model, "gpt2")
 
 
 def tiny_gpt2(**fields):
@@ -80,6 +83,33 @@ def test_a_converted_model_keeps_its_precision_and_is_independent_of_its_source(
         for parameter in gpt2.parameters():
             parameter.zero_()
     assert torch.equal(ours(tokens(1, 4)).logits, before)
+
+
+@torch.no_grad()
+def test_the_apertus_twin_of_a_bf16_model_is_exact_because_it_is_float32():
+    ours = tiny_model("modern", layer_norm_epsilon=1e-6)
+    twin, ids = to_native(ours.to(torch.bfloat16)), tokens(2, 32)
+    assert {parameter.dtype for parameter in twin.parameters()} == {torch.float32}
+    assert (twin.config.rope_parameters, twin.config.rms_norm_eps) == (MODERN["rope_parameters"], 1e-6)
+    expected = ours.float()(ids).logits
+    torch.testing.assert_close(twin(ids).logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+ROTARY = "rope_parameters={'rope_theta': 100.0, 'rope_type': 'default'}"
+
+
+@pytest.mark.parametrize(
+    ("to", "fields", "words"),
+    [
+        ("native", {"attention_scale": 0.2}, "normalization='layer_norm' with attention_scale=0.2; publish it with"),
+        ("gpt2", MODERN, f"not support normalization='rms_norm', {ROTARY}, attention_scale=0.5; use --to native"),
+        ("native", MODERN | {"rope_parameters": None, "use_bias": True}, "with rope_parameters=None, use_bias=True; "),
+    ],
+)
+def test_fields_of_no_native_class_are_refused_by_name_before_weights_are_read(to, fields, words, tmp_path, capfd):
+    tiny(**fields).config.save_pretrained(tmp_path / "model")
+    assert main([str(tmp_path / "model"), str(tmp_path / "twin"), "--to", to]) == 1
+    assert_one_sentence(capfd.readouterr().err, words)
 
 
 UNSUPPORTED = {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}

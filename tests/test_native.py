@@ -1,17 +1,21 @@
 """Tests of the native format, for programs that support only Transformers' own classes."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+from transformers import ApertusForCausalLM, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
-from conftest import prose
+from conftest import MODERN, prose
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from publishing.hub_folder import write_native
 from tokenizer.chat import CHATML, CHATML_TOKENS
 from tokenizer.vocabulary import character_tokenizer, save, train_bpe
+
+SPECIAL = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
+characters = partial(character_tokenizer, [prose(1)])
 
 
 def bpe():
@@ -38,21 +42,28 @@ def model_folder(folder, tokenizer, seed=1, **fields):
 @pytest.mark.parametrize(
     ("make", "fields", "special"),
     [
-        (bpe, {"tie_word_embeddings": True}, ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]),
-        (lambda: character_tokenizer([prose(1)]), {"n_inner": 24, "activation_function": "relu"}, []),
+        (bpe, {"tie_word_embeddings": True}, SPECIAL),
+        (characters, {"n_inner": 24, "activation_function": "relu"}, []),
+        (bpe, MODERN, SPECIAL),
+        (characters, MODERN | {"n_inner": 24, "attention_scale": None, "tie_word_embeddings": True}, []),
+        (bpe, {"use_bias": False}, SPECIAL),
     ],
-    ids=["bpe", "character"],
+    ids=["bpe", "character", "modern bpe", "modern character", "without biases"],
 )
 def test_transformers_reads_the_same_model_with_its_own_classes(make, fields, special, tmp_path):
     tokenizer = make()
     ours = model_folder(tmp_path / "model", tokenizer, **fields)
     write_native(tmp_path / "model", tmp_path / "native")
     native, words = (kind.from_pretrained(tmp_path / "native") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    assert (type(native), native.dtype) == (GPT2LMHeadModel, torch.float32)
+    kind = ApertusForCausalLM if "normalization" in fields else GPT2LMHeadModel
+    assert (type(native), native.dtype, native.config.eos_token_id) == (kind, torch.float32, tokenizer.eos_token_id)
     ids = words("the of and a", return_tensors="pt").input_ids
     assert ids.tolist() == [tokenizer.encode("the of and a")]
     with torch.no_grad():
-        assert (ours(ids).logits - native(ids).logits).abs().max() < 1e-5
+        assert (ours(ids).logits - native(ids).logits).abs().max() < 1e-5 * max(1, ours(ids).logits.abs().max())
+    more = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    texts = [model.generate(ids, use_cache=cached, **more) for model in (ours, native) for cached in (True, False)]
+    assert all(torch.equal(text, texts[0]) for text in texts)
     assert (words.all_special_tokens, words.chat_template) == (special, tokenizer.chat_template)
 
 
