@@ -22,7 +22,7 @@ from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
 from publishing.card import FolderArguments
-from publishing.hub_folder import TWIN, assemble, check_code
+from publishing.hub_folder import TWIN, assemble, check_code, check_native
 from publishing.source import Source, all_sources, find_source
 from publishing.upload import Repository, check_access, check_repo_id, download, published_files, upload
 from publishing.verify import Expected, Published, expect, verify
@@ -60,6 +60,8 @@ def main(arguments: list[str]) -> None:
     if options.has_code and not options.trust_folder_code:
         for each in (source, *checkpoints):
             check_code(each)
+    if options.format != "gpt2scratch" or options.gguf:
+        check_native(source)
     repository = Repository(push.repo_id, private=push.private)
     if not push.dry_run:
         check_access(repository)

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from errors import NONSENSE, UserError
 from limits import setting
+from modeling_gpt2scratch.conversion_gpt2scratch import native_kind
 from publishing.source import Source
 from publishing.upload import WRITTEN, WRITTEN_LINE, Repository
 from tokenizer import encode, vocabulary
@@ -39,8 +40,8 @@ VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_p
 class FolderArguments:
     format: Literal["gpt2scratch", "native", "both"] = setting(
         "gpt2scratch",
-        "gpt2scratch includes its own code; native is Transformers' GPT-2 with the same weights, for vLLM, lm-eval and "
-        "others; both has the native model in a subfolder.",
+        "gpt2scratch includes its own code; native is Transformers' GPT-2 or Apertus with the same logits, for vLLM, "
+        "lm-eval and others; both has the native model in a subfolder.",
     )
     gguf: list[str] = setting([], "GGUF files for llama.cpp to add: 16 or 8 bits per weight.", choices=["f16", "q8_0"])
     license: str | None = setting(None, "License of the weights for the model card, such as mit.")
@@ -65,8 +66,10 @@ def model_card(
     run, measured = source.run, harness_results(source)
     facts = facts_of(run) if run is not None else None
     brought, sections = _page(source) if facts is None else ({}, {})
-    metadata = _metadata(source, repository, options, brought if run is None else {}, measured)
     config = AutoConfig.from_pretrained(source.model, trust_remote_code=False)
+    native = native_kind(config) if options.format != "gpt2scratch" else None
+    tag = "gpt2scratch" if options.has_code else native
+    metadata = _metadata(source, repository, options, tag, brought if run is None else {}, measured)
     shown = {
         "base": "report.md.j2" if facts is not None else "page.md.j2",
         "sections": sections,
@@ -75,6 +78,7 @@ def model_card(
         "repository": repository,
         "options": options,
         "config": config,
+        "native": {"gpt2": "GPT-2", "apertus": "Apertus"}.get(native),
         "gguf": gguf,
         # The run may have evaluated other weights than the published ones.
         "evaluation": evaluation_of(run, source.model) if run is not None else None,
@@ -134,10 +138,11 @@ def _metadata(
     source: Source,
     repository: Repository,
     options: FolderArguments,
+    tag: str,
     brought: dict[str, Any],
     measured: list[EvalResult],
 ) -> ModelCardData:
-    own = ["gpt2scratch" if options.has_code else "gpt2"] + ["from-scratch"] * (source.run is not None)
+    own = [tag, *["from-scratch"] * (source.run is not None)]
     tags = brought["tags"] if isinstance(brought.get("tags"), list) else []
     store = find_store(source.config.recipe) if source.run is not None else None
     given = {"license": options.license, "language": options.language}
@@ -146,7 +151,7 @@ def _metadata(
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=own + [tag for tag in tags if tag not in ("gpt2scratch", "gpt2")],
+        tags=own + [tag for tag in tags if tag not in ("gpt2scratch", "gpt2", "apertus")],
         **{name: given.get(name) or brought[name] for name in KEPT if given.get(name) or name in brought},
         **({"model_name": repository.id.split("/")[1], "eval_results": results} if results else {}),
     )

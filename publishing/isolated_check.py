@@ -63,7 +63,9 @@ def main(request: dict) -> None:
     files = load_file(request["files"])
     probe = files.pop("probe")  # (1, T)
     with torch.no_grad():
-        logits = model(probe).logits[0]
+        beginning = model(probe[:, :-1], use_cache=True).past_key_values
+        last = model(probe[:, -1:], past_key_values=beginning).logits[0]  # (1, V), with cached keys and values
+        logits = torch.cat([model(probe).logits[0], last])  # (T + 1, V)
     context = model.config.max_position_embeddings
     prompt = files["inputs"][:1, : context // 2] if files else probe[:, :1]
     prompt = prompt[:, :16]

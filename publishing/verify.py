@@ -28,6 +28,7 @@ ISOLATED_CHECK = Path(__file__).with_name("isolated_check.py")
 PROBE_TOKENS = 64
 SOME_WINDOWS = 16
 LOGITS_TOLERANCE = 1e-5  # relative to the largest logit: Transformers' GPT-2 computes gelu_new with other kernels
+CACHE_TOLERANCE = 1e-4  # relative, too: cached keys and values change the order of sums
 LOSS_TOLERANCE = 0.01  # nats per token: the run usually computed its loss in bf16
 STANDARD_ERRORS = 5  # allowed difference between the loss on a sample of windows and on all windows
 FORWARD_FLOPS = 1e12  # budget for the loss: about ten seconds on two cores
@@ -96,12 +97,17 @@ def verify(published: Published, expected: Expected) -> None:
     Raise a `UserError` if it does not load, has missing or unexpected weights, or computes different results.
     """
     answer, logits = _run_isolated(published, expected)
-    difference = (logits - expected.logits).abs().max().item() if logits.shape == expected.logits.shape else math.inf
-    found, vocab_size = Problems(), expected.logits.shape[-1]
+    difference = cached = math.inf
+    if logits.shape[-1] == expected.logits.shape[-1]:
+        difference = (logits[:-1] - expected.logits).abs().max().item()
+        cached = (logits[-1] - expected.logits[-1]).abs().max().item()
+    found, vocab_size, largest = Problems(), expected.logits.shape[-1], max(1.0, expected.logits.abs().max().item())
     if answer["wrong_keys"]:
         found.add(f"{published} has missing or unexpected weights: {', '.join(answer['wrong_keys'][:5])}.")
-    if not difference <= LOGITS_TOLERANCE * max(1.0, expected.logits.abs().max().item()):
+    if not difference <= LOGITS_TOLERANCE * largest:
         found.add(f"{published} computes logits that differ by {difference:.1e} in a fresh process.")
+    elif not cached <= CACHE_TOLERANCE * largest:
+        found.add(f"{published} computes logits that differ by {cached:.1e} with cached keys and values.")
     if answer["vocabulary"] != vocab_size:
         found.add(f"{published} has a tokenizer of {answer['vocabulary']} tokens but {vocab_size} embeddings.")
     compared = f"validation loss not compared: {expected.no_loss_because}"
@@ -129,7 +135,7 @@ def verify(published: Published, expected: Expected) -> None:
 
 
 def _run_isolated(published: Published, expected: Expected) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the answer of isolated_check.py and the logits of the probe."""
+    """Return the answer of isolated_check.py and its logits (T + 1, V): of the probe, and of the last token with a cache."""
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = Path(folder)
         model, home = published.name, str(elsewhere / "home")

@@ -25,7 +25,7 @@ import push_to_hub
 from conftest import REPOSITORY, metrics, trained
 from errors import UserError
 from hub_server import TOKEN, File, serving
-from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from publishing.card import FolderArguments, model_card
 from publishing.hub_folder import CODE, OUR_CODE, RELEASED_CODE
 from publishing.source import find_source, in_short
@@ -249,10 +249,17 @@ def test_a_missing_token_store_is_reported_because_the_loss_is_not_compared(a_co
     assert f"the text or token store of the run, {a_copy / 'gone'}, no longer exists" in capsys.readouterr().out
 
 
-def test_a_model_with_an_untied_head_and_masked_documents_is_verified(train, tmp_path, capsys):
-    run = train(tmp_path / "run", "--mask_documents", "--tie_word_embeddings", "false", max_steps=2, eval_steps=2)
+MODERN = {"normalization": "rms_norm", "rope_theta": 1e4, "use_bias": "false", "activation_function": "relu2"}
+
+
+@pytest.mark.parametrize(("native", "flags"), [("GPT-2", {}), ("Apertus", MODERN)])
+def test_a_model_with_an_untied_head_and_masked_documents_is_verified(native, flags, train, tmp_path, capsys):
+    flags = {"tie_word_embeddings": "false", "max_steps": 2, "eval_steps": 2} | flags
+    run = train(tmp_path / "run", "--mask_documents", **flags)
     push(run, "--dry_run", "--format", "both")
-    output = capsys.readouterr().out
+    output, card = capsys.readouterr().out, (run / "hub" / "README.md").read_text()
+    assert f"as Transformers' own {native}" in card
+    assert ("optional package `xielu`: do not install it" in card) == (native == "Apertus")
     assert re.search(r"logits differ by 0.0e\+00, validation loss ([\d.]+) \(run: \1\)", output)
     assert re.search(r"The native twin, without remote code: logits differ by \d\.\de-0[6-9]|by 0\.0e\+00", output)
 
@@ -266,6 +273,9 @@ def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_pa
     ids = torch.arange(16)[None]
     torch.testing.assert_close(native(ids).logits, ours(ids).logits, rtol=0, atol=1e-5)
     assert "trust_remote_code" not in (folder / "README.md").read_text()
+    GPT2ScratchConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4}).save_pretrained(tmp_path / "mixture")
+    for more in (["--format", "both"], ["--gguf", "f16"]):
+        assert_refused(tmp_path / "mixture", r"supports normalization='layer_norm' with rope_parameters=\{", *more)
     twin = shutil.copytree(folder, tmp_path / "twin")
     assert_refused(twin, r"is a GPT2LMHeadModel; convert it first: python -m modeling_gpt2scratch\.conv")
 
