@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import ApertusForCausalLM, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
 
@@ -31,9 +31,10 @@ from command_line import FlagParser, run
 from errors import Problems, UserError, disk_errors
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from modeling_gpt2scratch.conversion_gpt2scratch import XIELU, native_kind, to_apertus, with_biases
 from tokenizer import encode, vocabulary
 from tokenizer.bpe import byte_level_alphabet, is_plain
-from training.loading import find_model, load_own_model
+from training.loading import find_model, load_own_model, model_errors
 
 LLAMA_CPP_GELU = "gelu_new"  # the only activation that llama.cpp's GPT-2 supports
 ACTIVATION_TOLERANCE = 1e-3  # largest differences from gelu_new: exact GELU 0.0005, quick_gelu 0.02, ReLU 0.17
@@ -43,7 +44,7 @@ SILENT_LOGIT = -1000.0
 
 
 def write_gguf(model: Path, destination: Path, kind: str, name: str, license: str | None = None) -> None:
-    """Write the model in folder `model` as GPT-2 in GGUF v3, atomically.
+    """Write the model in folder `model` as GPT-2 or Apertus in GGUF v3, atomically.
 
     Args:
         kind: type of matrices: `f16` or `q8_0`. Vectors and position embeddings stay float32. Matrices whose row length is not a
@@ -51,15 +52,18 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
         name, license: shown to users by programs that run the file.
 
     Raises:
-        UserError: llama.cpp's GPT-2 cannot compute this model or read its tokenizer, or the file cannot be written.
+        UserError: llama.cpp cannot compute this model or read its tokenizer, or the file cannot be written.
     """
     if gguf is None:
         raise UserError("Writing GGUF needs the package gguf: run pip install -e '.[gguf]'.")
     loaded, tokenizer = load_own_model(model, torch.float32), vocabulary.load(model)
-    config, tensors, kinds = loaded.config, _tensors(loaded), gguf.GGMLQuantizationType
+    config, kinds = loaded.config, gguf.GGMLQuantizationType
+    with model_errors(f"{model} cannot be converted to GGUF: {{}}."):
+        is_modern = native_kind(config) == "apertus"
     Problems(f"{model} cannot be converted to GGUF: {problem}" for problem in _problems(loaded, tokenizer)).refuse()
+    tensors = _tensors(to_apertus(loaded) if is_modern else loaded)
     with disk_errors(destination), unfinished_path(destination, ".tmp") as unfinished:
-        writer = gguf.GGUFWriter(unfinished, "gpt2")
+        writer = gguf.GGUFWriter(unfinished, "apertus" if is_modern else "gpt2")
         writer.add_name(name)
         if license is not None:
             writer.add_license(license)
@@ -70,7 +74,13 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
         writer.add_block_count(config.n_layer)
         writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
         writer.add_head_count(config.n_head)
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        if is_modern:
+            writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+            writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+            for name, value in XIELU.items():  # as in the checkpoint: llama.cpp applies the softplus
+                getattr(writer, f"add_xielu_{name}")([value] * config.n_layer)
+        else:
+            writer.add_layer_norm_eps(config.layer_norm_epsilon)
         exact = {"position_embd.weight"}
         if _add_vocabulary(writer, tokenizer, config.vocab_size):
             longer = _with_silent_row(model, tensors)
@@ -95,9 +105,12 @@ def difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float
     not included.
     """
     ours = load_own_model(model, torch.float32)
-    theirs = copy.deepcopy(ours)
-    for block in theirs.transformer.h:
-        block.mlp.act = ACT2FN[LLAMA_CPP_GELU]
+    if native_kind(ours.config) == "apertus":
+        theirs = to_apertus(ours)
+    else:
+        theirs = copy.deepcopy(ours)
+        for block in theirs.transformer.h:
+            block.mlp.act = ACT2FN[LLAMA_CPP_GELU]
     read = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(file).tensors}
     for gguf_name, weight in _tensors(theirs).items():
         weight.copy_(torch.from_numpy(np.array(read[gguf_name][: len(weight)])))
@@ -110,13 +123,15 @@ def difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float
     return largest, float(theirs_mean - ours_mean)
 
 
-def _tensors(model: GPT2ScratchForCausalLM) -> dict[str, torch.Tensor]:
-    """Return the model's weights by llama.cpp's names, without a tied head."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.config.n_layer)
-    return {
-        names.get_name(name, try_suffixes=(".weight", ".bias")): weight.detach()
-        for name, weight in model.named_parameters()  # lists shared weights once
-    }
+def _tensors(model: GPT2ScratchForCausalLM | ApertusForCausalLM) -> dict[str, torch.Tensor]:
+    """Return the weights of a GPT-2 or of an Apertus twin by llama.cpp's names, without a tied head."""
+    arch = gguf.MODEL_ARCH.APERTUS if isinstance(model, ApertusForCausalLM) else gguf.MODEL_ARCH.GPT2
+    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}  # lists shared weights once
+    weights = with_biases(weights) if arch == gguf.MODEL_ARCH.GPT2 else weights
+    named = {names.get_name(name, try_suffixes=(".weight", ".bias")): weight for name, weight in weights.items()}
+    named.pop(None, None)  # the parameters of xIELU are metadata in GGUF
+    return named
 
 
 def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -139,11 +154,11 @@ def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str,
 
 
 def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield each property of the model or tokenizer that llama.cpp's GPT-2 does not support."""
+    """Yield each property of the model or tokenizer that llama.cpp does not support."""
     name, x = model.config.activation_function, torch.linspace(-12, 12, 10_001)
     with torch.no_grad():
         gap = (ACT2FN[name](x) - ACT2FN[LLAMA_CPP_GELU](x)).abs().max().item()
-    if gap > ACTIVATION_TOLERANCE:
+    if gap > ACTIVATION_TOLERANCE and native_kind(model.config) == "gpt2":
         yield (
             f"its activation_function {name} differs by up to {gap:.2f} from the tanh GELU that llama.cpp computes; publish it "
             f"without GGUF."
@@ -166,6 +181,11 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
         yield (
             f"llama.cpp supports GPT-2's byte-level BPE, but the tokenizer has {', '.join(found)}; publish the model without "
             f"GGUF."
+        )
+    if not model.config.use_bias and tokenizer.eos_token_id is None and vocabulary.END_OF_TEXT not in rust.get_vocab():
+        yield (
+            "its tokenizer has no end-of-text token, which llama.cpp requires, and one can be added only to a model with "
+            "use_bias=True; publish the model without GGUF."
         )
     if (needed := max(rust.get_vocab().values()) + 1) > model.config.vocab_size:
         yield f"it has {model.config.vocab_size} embeddings but {needed} tokens."

@@ -11,9 +11,10 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.activations import ACT2FN
 
-from conftest import prose
+from conftest import MODERN, prose
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from modeling_gpt2scratch.conversion_gpt2scratch import to_native
 from publishing.gguf_file import difference, main, write_gguf
 from publishing.hub_folder import write_native
 from tokenizer.chat import CHATML, CHATML_TOKENS
@@ -114,6 +115,9 @@ SHAPES = {
     "narrow": (bpe, {"n_inner": 48, "layer_norm_epsilon": 1e-3, "n_head": 4}),
     "tied characters": (characters, {"tie_word_embeddings": True}),
     "untied ASCII characters": (ascii_characters, {}),
+    "without biases": (bpe, {"use_bias": False, "n_inner": 96}),
+    "modern": (bpe, MODERN | {"n_head": 4}),
+    "narrow and tied modern": (bpe, MODERN | {"n_inner": 48, "n_head": 4, "tie_word_embeddings": True}),
 }
 
 
@@ -121,7 +125,7 @@ SHAPES = {
 def test_llama_cpp_generates_the_same_text(make, fields, written, llama):
     tokenizer = make()
     ours, _, file = written(tokenizer, **fields)
-    ours, theirs = rounded(ours), llama(file)
+    ours, theirs = rounded(to_native(ours)), llama(file)
     prompt = tokenizer.encode("The of and ")
     expected = ours.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)[0].tolist()
     ids = list(prompt)
@@ -173,12 +177,16 @@ def test_a_model_without_an_end_token_generates_without_stopping_in_llama_cpp(ti
     assert (result["choices"][0]["finish_reason"], result["usage"]["completion_tokens"]) == ("length", 200)
 
 
+EXACT = {"activation_function": "gelu"}
+
+
 @pytest.mark.parametrize(
-    ("kind", "activation", "room"), [("f16", "gelu_new", 0.02), ("f16", "gelu", 0.02), ("q8_0", "gelu", 0.5)]
+    ("kind", "fields", "room"),
+    [("f16", {}, 0.02), ("f16", EXACT, 0.02), ("q8_0", EXACT, 0.5), ("f16", MODERN, 0.02), ("q8_0", MODERN, 0.5)],
 )
-def test_the_logits_of_llama_cpp_differ_as_reported(kind, activation, room, written, llama):
+def test_the_logits_of_llama_cpp_differ_as_reported(kind, fields, room, written, llama):
     """`room` allows for rounding by llama.cpp: activations to f16, or to 8 bits before a Q8_0 matrix."""
-    ours, folder, file = written(bpe(), kind, activation_function=activation)
+    ours, folder, file = written(bpe(), kind, **fields)
     ids = some_ids(ours)
     theirs, (logits, loss_gap) = llama_logits(llama(file), ids), difference(folder, file, torch.tensor([ids]))
     measured = theirs - logits_of(ours, ids)
@@ -271,6 +279,8 @@ SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\d"), "isolated"),
     [
         (bpe, {"activation_function": "relu"}, r"activation_function relu differs by up to 0\.17 from the tanh GELU"),
         (bpe, {"activation_function": "quick_gelu"}, r"quick_gelu differs by up to 0\.02"),
+        (bpe, {"attention_scale": 0.2}, r"normalization='layer_norm' with attention_scale=0\.2; publish it with"),
+        (characters, MODERN, "can be added only to a model with use_bias=True"),
         (bpe, {"vocab_size": 300}, "it has 300 embeddings but 420 tokens"),
         (partial(with_rust, normalizer=normalizers.NFC()), {}, r"the tokenizer has normalizer NFC\(\)"),
         (partial(with_rust, pre_tokenizer=SPLIT), {}, r"pre_tokenizer Sequence\(pretokenizers=\[Split\("),
