@@ -28,7 +28,7 @@ RUN = {
     'python generate.py runs/my --prompt "Once upon a time"': "",
     "python -m training.evaluate runs/my --compare --memorization": "",
     f"{PUSH} runs/my --repo_id YOUR_NAME/my-model": "--dry_run",
-    "python -m modeling_gpt2scratch.conversion_gpt2scratch runs/my/model models/native --to gpt2": "",
+    "python -m modeling_gpt2scratch.conversion_gpt2scratch runs/my/model models/native --to native": "",
     "python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/books --dedup exact": "",
     "accelerate launch --quiet --config_file launch/two_cpu_processes.yaml train_accelerate.py --output_dir runs/two": LIBRARY,
     f"{TRAIN} --config presets/gpt2_small_seed.yaml --data data/books --plan": f"{SMALL} --plan_steps 1",
