@@ -19,7 +19,7 @@ MAY_IMPORT = {
 OURS = {*PACKAGES, "command_line", "train_accelerate", "push_to_hub", "generate", "benchmarks", "tests"}
 # The rings of training/, from the inside out. A file imports inner rings, and files to its left in the same ring.
 RINGS = {
-    "ground": "launcher threads console restart hardware tensors optim status metrics compilation",
+    "ground": "launcher threads console restart hardware tensors muon optim status metrics compilation",
     "data and step": "tokens data batches loss sharding embedding device model distributed step sampling scoring",
     "on disk": "checkpoint run_folder trackers backup saver loading",
     "decisions": "memory plan compatibility resume run",
