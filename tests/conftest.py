@@ -112,8 +112,23 @@ def a_copy(run, tmp_path):
     return shutil.copytree(run, tmp_path / run.name)
 
 
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, store):
+    """A run of six steps with checkpoints after steps 3 and 6, for tests that only read it."""
+    return trained(store, tmp_path_factory.mktemp("runs") / "finished")
+
+
+@pytest.fixture
+def finished_copy(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
 def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return lines(run / "metrics.jsonl")
 
 
 def untimed(run: Path) -> list[dict]:

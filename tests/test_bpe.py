@@ -39,35 +39,6 @@ def words_of(letters: str, count: int, longest: int, seed: int) -> list[bytes]:
     return ["".join(pick.choices(letters, k=pick.randint(1, longest))).encode() for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("merges", "word", "tokens"),
-    [
-        ([("a", "b")], "ab", ["ab"]),
-        ([("a", "b")], "xaby", ["x", "ab", "y"]),
-        ([("a", "a")], "a" * 5, ["aa", "aa", "a"]),
-        ([("a", "a"), ("aa", "aa")], "a" * 11, ["aaaa", "aaaa", "aa", "a"]),
-        ([("b", "c"), ("a", "b")], "abc", ["a", "bc"]),
-        ([("a", "b"), ("b", "c"), ("ab", "c")], "abcbc", ["abc", "bc"]),
-        ([("a", "b"), ("c", "d"), ("ab", "cd")], "abcdcd", ["abcd", "cd"]),
-        ([], "ab", ["a", "b"]),
-    ],
-)
-def test_bpe_encodes_words_to_expected_tokens(merges, word, tokens):
-    rust = byte_level(merges)
-    [ids] = encoded(Merges(rust), [word.encode()])
-    assert [rust.id_to_token(i) for i in ids] == tokens
-
-
-def test_bpe_merges_stay_within_words_and_long_words_take_many_rounds():
-    rust = byte_level([("a", "b"), ("b", "a"), ("ab", "ab")])
-    words = [b"a", b"b", b"ab", b"a", b"bab", b"b", b"a"]
-    merges = Merges(rust)
-    assert encoded(merges, words) == [ids for word in words for ids in encoded(merges, [word])]
-    rust = byte_level([("a", "b"), ("ab", "ab"), ("b", "a"), ("c", "c")])
-    words = [b"ab" * 5000 + b"c" * 3001 + b"ba" * 777, b"c"]
-    assert encoded(Merges(rust), words) == in_rust(rust, words)
-
-
 def random_merges(pick: random.Random, letters: str, longest: int) -> tuple[list[str], list[tuple[str, str]]]:
     tokens, merges = list(letters), []
     for _ in range(60):

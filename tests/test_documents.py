@@ -71,15 +71,6 @@ def joined(found: list[Piece]) -> str:
 
 
 @pytest.mark.parametrize(
-    "text", ["  First line\r\n\r\n\tsecond\u2028line \n\n", "one\n", "one", "\n\none\n", "one\x00\n" + GOOD]
-)
-def test_text_file_is_one_document_unchanged(tmp_path, text):
-    texts, counts = read(write(tmp_path / "a.txt", text))
-    assert texts == [text]
-    assert counts == Counts(documents=1, bytes=len(text.encode()))
-
-
-@pytest.mark.parametrize(
     ("sample_by", "text", "expected", "blank"),
     [
         ("line", "one\r\n  two \n\n \t\n3\r3\u2028\x853\nfour", ["one", "  two ", "3\r3\u2028\x853", "four"], 2),
@@ -255,23 +246,6 @@ def test_megabytes_of_white_space_are_one_blank_document_unless_text_follows(tmp
     assert (found, counts.blank, counts.documents, counts.bytes) == ([], 1, 0, 0)
     text = "\n" * 2_500_000 + "text\n"
     assert documents(write(tmp_path / "a.txt", text)) == [text]
-
-
-@pytest.mark.parametrize("kind", ["jumble", "crlf", "one line"])
-def test_pieces_of_three_megabytes_encode_like_the_whole(tmp_path, kind):
-    lines = [f"{i} naïve sentences, each of them short; they don't  end in a full stop" for i in range(45_000)]
-    text = {"jumble": jumble(0, 1_030_000), "crlf": "\r\n".join(lines), "one line": " ".join(lines)}[kind]
-    assert len(text.encode()) > 3_000_000
-    found, counts = pieces(write(tmp_path / "a.txt", text))
-    assert joined(found) == text
-    assert [piece.starts_document for piece in found].index(False) == 1
-    assert [piece.ends_document for piece in found].index(True) == len(found) - 1
-    assert counts.cut_words == 0
-    tokenizer = bpe(text[:50_000])
-    for left, right in itertools.pairwise(found):
-        left, right = left.text[-2000:], right.text[:2000]
-        whole = tokenizer.encode(left + right, add_special_tokens=False).ids
-        assert tokenizer.encode(left).ids + tokenizer.encode(right).ids == whole
 
 
 @pytest.mark.parametrize("make", [bpe, newer_bpe], ids=["GPT-2", "Llama 3"])

@@ -5,7 +5,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 from collections import Counter
@@ -191,21 +190,6 @@ def test_near_duplicates_are_left_out_at_any_position(tmp_path):
     store = store_of(tmp_path, texts, [*near, prose(99, 240)], weights=(1, 2), dedup="near")
     assert trained_on(store) == for_training([*texts, prose(99, 240), prose(99, 240)])
     assert store.metadata.repeated_documents == 10
-
-
-@pytest.mark.parametrize("dedup", ["no", "exact"])
-@pytest.mark.parametrize("weights", [(1, 1), (2, 0.5)])
-def test_splits_share_no_document(tmp_path, dedup, weights):
-    texts = DOCUMENTS * 3
-    random.Random(0).shuffle(texts)
-    store = store_of(tmp_path, texts, DOCUMENTS, dedup=dedup, weights=weights, fraction=0.3)
-    train, val = Counter(trained_on(store)), Counter(held_out(store))
-    assert not train.keys() & val.keys()
-    assert len(train) > 120
-    assert len(val) > 40
-    if dedup == "exact":
-        assert set(val.values()) == {1}
-        assert set(train.values()) == {int(weights[0])}
 
 
 def seed_apart(texts: list[str], fraction: float, all_to_validation: bool = False) -> int:

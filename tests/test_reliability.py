@@ -30,9 +30,10 @@ from conftest import (
     assert_same_run,
     clean_environment,
     flags,
+    lines,
+    metrics,
     prose,
     tokenized,
-    trained,
     untimed,
     wait_until,
     weights,
@@ -52,22 +53,13 @@ DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
 LONG = {**TINY, **DROPOUT, "max_steps": 150, "save_steps": 1, "save_total_limit": 1, "eval_steps": 40}
 
 
-def lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
 def status(run) -> dict:
     return json.loads((run / "status.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def finished(store, tmp_path_factory):
-    return trained(store, tmp_path_factory.mktemp("runs") / "finished")
-
-
 @pytest.fixture
-def run(finished, tmp_path):
-    return Path(shutil.copytree(finished, tmp_path / "run"))
+def run(finished_copy):
+    return finished_copy
 
 
 @pytest.fixture
@@ -180,10 +172,16 @@ def test_a_deleted_run_folder_ends_in_one_sentence(start, tmp_path):
     assert errors.count("\n") == 1
 
 
-def test_repeating_the_branch_command_resumes_the_branch(run, train, tmp_path):
+def test_a_branch_does_not_change_its_run_and_the_same_command_resumes_it(run, train, tmp_path):
     named = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000003"))
+    other = train(tmp_path / "other", max_steps=1)
+    with pytest.raises(UserError, match="other contains another run"):
+        train(other, *named)
+    with pytest.raises(UserError, match="continued from step_00000003 to step_00000006"):
+        train(run, *named)
     branch = train(tmp_path / "branch", *named)
-    straight = weights(branch)
+    assert_equal(weights(run), weights(branch))
+    assert [entry["step"] for entry in metrics(branch) if "loss" in entry] == [4, 5, 6]
     shutil.rmtree(branch / "checkpoints" / "step_00000006")
     (branch / "checkpoints" / "step_00000003").mkdir()  # a state that no killed run leaves
     with pytest.raises(UserError, match="damaged"):
@@ -191,7 +189,7 @@ def test_repeating_the_branch_command_resumes_the_branch(run, train, tmp_path):
     shutil.rmtree(branch / "checkpoints" / "step_00000003")
     shutil.rmtree(branch / "model")  # otherwise refused
     train(branch, *named)
-    assert_equal(straight, weights(branch))
+    assert_equal(weights(run), weights(branch))
     train(branch, *named)  # finished
     with pytest.raises(UserError, match=r"contains another run \(learning_rate"):
         train(branch, *named, learning_rate=0.02)
@@ -232,59 +230,36 @@ def test_resume_command_names_the_launch_file(launch):
         assert result.stdout == f"accelerate launch --quiet {options} train_accelerate.py\n", result.stderr
 
 
-def interrupt(process: subprocess.Popen) -> tuple[int, str, str]:
-    """Press Ctrl-C, which a terminal sends to all processes of the group."""
-    os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    return process.returncode, output, errors
-
-
-def test_ctrl_c_during_imports_prints_one_word(start, tmp_path):
-    process = start(tmp_path / "run")
-    wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
-    assert interrupt(process) == (130, "", "interrupted\n")
-    assert not (tmp_path / "run").exists()
-
-
 def test_ctrl_c_during_tokenization_prints_one_word(start, tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(prose(i, 50_000))
     text = str(tmp_path / "*.txt")
     process = start(tmp_path / "run", data=text, data_placement="mmap", cleaning="strict", dedup="near", num_proc=None)
     assert process.stdout.readline().startswith("Reading ")
-    code, _, errors = interrupt(process)
-    assert (code, errors) == (130, "interrupted\n")
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends Ctrl-C to all processes of the group
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "interrupted\n")
     assert not list((REPOSITORY / "data").glob(f"{tmp_path.name}-*/metadata.json"))
 
 
-def test_ctrl_c_in_training_saves_and_prints_the_resume_command(start, tmp_path):
-    run = tmp_path / "run"
-    process = start(run, **LONG | {"save_steps": 1000})
-    wait_until(lambda: steps_logged(run) >= 2)
-    code, output, errors = interrupt(process)
-    assert code == 130
-    words = "Press Ctrl-C again to end the run immediately, without saving."
-    assert errors == f"Stopping after this step (SIGINT) and saving. {words}\n"
-    step = steps_logged(run)
-    assert output.endswith(
-        f"\nStopped after step {step} of 150 (SIGINT); {run / 'checkpoints' / f'step_{step:08}'} is the last good "
-        f"checkpoint. To resume, run the same command again, or:\n  python train_accelerate.py --resume_from_checkpoint {run}\n"
-    )
-    assert [status(run)[key] for key in ("state", "reason", "step")] == ["stopped", "SIGINT", step]
-
-
-def test_sigterm_saves_at_the_next_step_and_the_run_resumes_exactly(train, start, tmp_path):
+def test_sigterm_and_ctrl_c_save_print_the_resume_command_and_the_run_resumes_exactly(train, start, tmp_path):
     settings = {**LONG, "save_steps": 1000}
-    straight = train(tmp_path / "straight", **settings)
-    run = tmp_path / "run"
-    process = start(run, **settings)
-    wait_until(lambda: steps_logged(run) >= 5)
-    process.terminate()
-    output, errors = process.communicate(timeout=600)
-    assert process.returncode == 143, errors
-    assert [status(run)[key] for key in ("state", "reason", "step")] == ["stopped", "SIGTERM", steps_logged(run)]
-    assert "--resume_from_checkpoint" in output
-    assert damage(run / "checkpoints" / f"step_{steps_logged(run):08}") is None
+    straight, run = train(tmp_path / "straight", **settings), tmp_path / "run"
+    ctrl_c = " Press Ctrl-C again to end the run immediately, without saving."
+    for name, more, exit_code in (("SIGTERM", "", 143), ("SIGINT", ctrl_c, 130)):
+        before, process = steps_logged(run), start(run, **settings)
+        wait_until(lambda before=before: steps_logged(run) >= before + 4)
+        process.terminate() if name == "SIGTERM" else os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=600)
+        assert (process.returncode, errors) == (exit_code, f"Stopping after this step ({name}) and saving.{more}\n")
+        step = steps_logged(run)
+        last = run / "checkpoints" / f"step_{step:08}"
+        assert output.endswith(
+            f"\nStopped after step {step} of 150 ({name}); {last} is the last good checkpoint. To resume, run the same "
+            f"command again, or:\n  python train_accelerate.py --resume_from_checkpoint {run}\n"
+        )
+        assert [status(run)[key] for key in ("state", "reason", "step")] == ["stopped", name, step]
+        assert damage(last) is None
     train(run, **settings)
     assert_same_run(straight, run)
 
@@ -667,8 +642,7 @@ def test_two_runs_in_one_folder_are_refused(start, train, tmp_path):
     train(tmp_path / "run", "--overwrite_output_dir", max_steps=1)
 
 
-def test_a_finished_run_updates_its_backup(train, tmp_path):
-    run = train(tmp_path / "run", backup_dir=tmp_path / "drive")  # which does not exist
+def test_a_finished_run_updates_its_backup(run, train, tmp_path):
     (tmp_path / "drive").mkdir()
     train(run, backup_dir=tmp_path / "drive")
     assert damage(tmp_path / "drive" / "run" / "checkpoints" / "step_00000006") is None

@@ -1,6 +1,5 @@
 """Token store: format for nanoGPT, metadata, validation split, and errors for damaged files."""
 
-import hashlib
 import json
 import os
 import re
@@ -15,12 +14,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from atomic import file_sha256
 from conftest import REPOSITORY, tokenized
 from errors import UserError
 from tokenizer import vocabulary
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import character_tokenizer
-from tokenizer.worker import share
 
 LINES = "".join(f"Line {i}: naïve 雪 words, don't they?\r\n  and more\n" for i in range(1000))
 
@@ -43,14 +42,6 @@ def documents(store: TokenStore, split: str) -> list[str]:
     return [tokenizer.decode(tokens[start:end]) for start, end in pairwise([0, *ends])]
 
 
-def test_nanogpt_reads_the_token_files(tmp_path):
-    store = make(tmp_path / "text", LINES)
-    tokenizer = AutoTokenizer.from_pretrained(store.folder / "tokenizer")
-    read = [np.memmap(store.folder / f"{split}.bin", dtype=np.uint16, mode="r") for split in ("train", "val")]
-    assert tokenizer.decode(np.concatenate(read)) == LINES + "<|endoftext|>"
-    assert np.concatenate(read).tolist() == [*tokenizer.backend_tokenizer.encode(LINES).ids, 0]
-
-
 @pytest.mark.parametrize(("size", "dtype", "itemsize"), [(65_499, "uint16", 2), (65_500, "uint32", 4)])
 def test_tokens_are_uint16_below_65500_and_uint32_above(tmp_path, size, dtype, itemsize):
     vocabulary.save(character_tokenizer([chr(0x10000 + i) for i in range(size)]), tmp_path / "theirs")
@@ -68,11 +59,15 @@ def test_metadata_describes_the_store(tmp_path):
     store = make(tmp_path / "text", *texts, fraction=0.2)
     found = documents(store, "train") + documents(store, "val")
     assert Counter(found) == Counter(text + "<|endoftext|>" for text in texts)
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        *("inputs.json", "metadata.json", "report.md", "tokenizer"),
+        *("train.bin", "train.bin.index", "train.idx", "val.bin", "val.bin.index", "val.idx"),
+    ]
     metadata = json.loads((store.folder / "metadata.json").read_text(encoding="utf-8"))
     assert metadata["format_version"] == 2
     assert (metadata["dtype"], metadata["vocab_size"], metadata["eos_token_id"]) == ("uint16", 300, 0)
     assert (metadata["tokenizer_type"], metadata["sources"]) == ("bpe", [str(tmp_path / "text")])
-    assert metadata["tokenizer_sha256"] == sha256(store.folder / "tokenizer" / "tokenizer.json")
+    assert metadata["tokenizer_sha256"] == file_sha256(store.folder / "tokenizer" / "tokenizer.json")
     for split in ("train", "val"):
         texts_of_split = documents(store, split)
         path = store.folder / f"{split}.bin"
@@ -80,47 +75,13 @@ def test_metadata_describes_the_store(tmp_path):
             "tokens": path.stat().st_size // 2,
             "documents": len(texts_of_split),
             "bytes": len("".join(text.removesuffix("<|endoftext|>") for text in texts_of_split).encode()),
-            "sha256": sha256(path),
-            "index_sha256": sha256(store.folder / f"{split}.bin.index"),
+            "sha256": file_sha256(path),
+            "index_sha256": file_sha256(store.folder / f"{split}.bin.index"),
         }
         tokens, offsets = store.memory_map(split), store.offsets(split)
         assert np.flatnonzero(tokens == 0).tolist() == (offsets[1:] - 1).tolist()  # only at the ends of documents
     assert metadata["train"]["documents"] + metadata["val"]["documents"] == 50
     assert metadata["train"]["bytes"] + metadata["val"]["bytes"] == len("".join(texts).encode())
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_building_a_store_is_deterministic(tmp_path):
-    one, other = (make(tmp_path / name / "text", LINES, "a", "b") for name in ("one", "other"))
-    assert one.metadata.identity == other.metadata.identity
-    names = sorted(path.name for path in one.folder.iterdir())
-    assert names == [
-        *("inputs.json", "metadata.json", "report.md", "tokenizer"),
-        *("train.bin", "train.bin.index", "train.idx", "val.bin", "val.bin.index", "val.idx"),
-    ]
-    for name in [*names[4:], "tokenizer/tokenizer.json"]:
-        assert (one.folder / name).read_bytes() == (other.folder / name).read_bytes()
-
-
-def test_split_depends_only_on_the_seed(tmp_path):
-    texts = [f"This is document {i}.\n" for i in range(100)]
-    first = documents(make(tmp_path / "first" / "text", *texts, fraction=0.3), "val")
-    again = documents(make(tmp_path / "again" / "text", *reversed(texts), fraction=0.3), "val")
-    other = documents(make(tmp_path / "other" / "text", *texts, fraction=0.3, seed=2), "val")
-    assert set(first) == set(again) != set(other)
-
-
-@pytest.mark.parametrize("more", [[], ["x"]], ids=["", "and a tiny last document"])
-def test_some_text_is_held_out_even_if_no_document_is_selected(tmp_path, more):
-    texts = [*(f"{i}\n{LINES[:2000]}" for i in range(5)), *more]
-    seed = next(seed for seed in range(100) if all(share(text.encode(), seed) >= 0.01 for text in texts))
-    store = make(tmp_path / "text", *texts, seed=seed)
-    assert "".join(documents(store, "train") + documents(store, "val")).replace("<|endoftext|>", "") == "".join(texts)
-    assert store.metadata.val.bytes > 50
-    assert 0.005 < store.metadata.val.bytes / len("".join(texts).encode()) < 0.05
 
 
 @pytest.mark.parametrize(

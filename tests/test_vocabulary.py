@@ -64,13 +64,6 @@ def made(*texts: str, **arguments):
     return build(VocabularyArguments(**arguments), None, lambda: texts)
 
 
-@pytest.mark.parametrize("text", UNICODE.values(), ids=UNICODE)
-def test_bpe_decodes_any_text_exactly(bpe, text):
-    [ids] = encoded(bpe, text)
-    assert bpe.decode(ids) == text
-    assert as_bytes(bpe, ids) == text.encode()
-
-
 def test_ids_are_equal_after_saving_and_loading(tmp_path):
     tokenizer = train_bpe([PROSE], 400)
     vocabulary.save(tokenizer, tmp_path, context=64)
