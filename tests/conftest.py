@@ -16,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import huggingface_hub
+import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -23,6 +24,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 import train_accelerate
+from errors import UserError
 from hub_server import TOKEN, serving
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
@@ -81,6 +83,12 @@ def store(tmp_path_factory):
     for i in range(8):
         (folder / f"text{i}.txt").write_text(prose(i, 800), encoding="utf-8")
     return tokenized(folder, folder / "store", {"validation_fraction": 0.2}, vocab_size=300)
+
+
+def assert_user_error(sentence: str, function: Callable, *arguments, **settings) -> None:
+    """Check that a call ends in a `UserError` that matches the pattern `sentence`."""
+    with pytest.raises(UserError, match=sentence):
+        function(*arguments, **settings)
 
 
 def flags(**settings) -> list[str]:
@@ -158,6 +166,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 600) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.005)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # a zombie has ended
+    except psutil.NoSuchProcess:
+        return False
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from conftest import REPOSITORY, metrics, prose, tokenized
+from conftest import REPOSITORY, assert_user_error, metrics, prose, tokenized
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import evaluate
@@ -238,8 +238,8 @@ def test_spans_end_at_the_end_of_a_document(many, tmp_path, capsys):
     assert 64 * 50 < found["spans"] < 64 * 254  # one in 300 tokens is an end of text
 
 
-def test_run_keeps_evaluation_results(train, tmp_path, capsys):
-    run = train(tmp_path / "run")
+def test_run_keeps_evaluation_results(finished_copy, capsys):
+    run = finished_copy
     evaluated(capsys, run, "--compare", "--compare_with", run / "checkpoints" / "step_00000003")
     folder = run / "evaluation"
     assert (folder / "panel.png").read_bytes().startswith(b"\x89PNG")
@@ -268,12 +268,11 @@ def test_run_keeps_evaluation_results(train, tmp_path, capsys):
         assert evaluation_of(RunFolder(run), run / "model") is None
     shutil.rmtree(folder)
     folder.write_text("in the way")
-    with pytest.raises(UserError, match=r"evaluation cannot be read or written"):
-        evaluate.main([str(run), "--compare"])
+    assert_user_error(r"evaluation cannot be read or written", evaluate.main, [str(run), "--compare"])
 
 
-def test_checkpoint_option_chooses_last_best_or_a_step(train, tmp_path, capsys):
-    run = train(tmp_path / "run")
+def test_checkpoint_option_chooses_last_best_or_a_step(finished_copy, capsys):
+    run = finished_copy
     loss = {entry["step"]: entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry}
     for wanted, step in (("last", 6), ("3", 3), ("best", min((6, 3), key=loss.get))):
         result = evaluated(capsys, run, "--checkpoint", wanted)
@@ -296,8 +295,7 @@ def test_invalid_inputs_are_refused_with_one_sentence(many, letters, tmp_path):
         (["--memorization", "--memorization_span", "300"], r"No document in .* has at least 300 tokens; use a smaller"),
         (["--checkpoint", "best"], r"is neither a run folder nor a checkpoint in one"),
     ):
-        with pytest.raises(UserError, match=sentence):
-            evaluate.main([*here, *more])
+        assert_user_error(sentence, evaluate.main, [*here, *more])
 
 
 def test_model_is_scored_only_on_a_store_with_its_own_tokenizer(many, store, tmp_path):

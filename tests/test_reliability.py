@@ -28,6 +28,7 @@ from conftest import (
     TINY,
     assert_equal,
     assert_same_run,
+    assert_user_error,
     clean_environment,
     flags,
     lines,
@@ -175,24 +176,20 @@ def test_a_deleted_run_folder_ends_in_one_sentence(start, tmp_path):
 def test_a_branch_does_not_change_its_run_and_the_same_command_resumes_it(run, train, tmp_path):
     named = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000003"))
     other = train(tmp_path / "other", max_steps=1)
-    with pytest.raises(UserError, match="other contains another run"):
-        train(other, *named)
-    with pytest.raises(UserError, match="continued from step_00000003 to step_00000006"):
-        train(run, *named)
+    assert_user_error("other contains another run", train, other, *named)
+    assert_user_error("continued from step_00000003 to step_00000006", train, run, *named)
     branch = train(tmp_path / "branch", *named)
     assert_equal(weights(run), weights(branch))
     assert [entry["step"] for entry in metrics(branch) if "loss" in entry] == [4, 5, 6]
     shutil.rmtree(branch / "checkpoints" / "step_00000006")
     (branch / "checkpoints" / "step_00000003").mkdir()  # a state that no killed run leaves
-    with pytest.raises(UserError, match="damaged"):
-        train(branch, *named)
+    assert_user_error("damaged", train, branch, *named)
     shutil.rmtree(branch / "checkpoints" / "step_00000003")
     shutil.rmtree(branch / "model")  # otherwise refused
     train(branch, *named)
     assert_equal(weights(run), weights(branch))
     train(branch, *named)  # finished
-    with pytest.raises(UserError, match=r"contains another run \(learning_rate"):
-        train(branch, *named, learning_rate=0.02)
+    assert_user_error(r"contains another run \(learning_rate", train, branch, *named, learning_rate=0.02)
 
 
 def test_python_and_accelerate_launch_give_the_same_run(start, tmp_path):
@@ -400,8 +397,7 @@ def test_pickles_are_never_loaded(run, train, tmp_path):
     train(None, "--resume_from_checkpoint", str(run), max_steps=8)
     (run / "model" / "model.safetensors").unlink()
     (run / "model" / "pytorch_model.bin").write_bytes(bomb)
-    with pytest.raises(UserError, match="cannot be loaded"):
-        generate.main([str(run), "--prompt", "the"])
+    assert_user_error("cannot be loaded", generate.main, [str(run), "--prompt", "the"])
     assert not crater.exists()
 
 
@@ -421,8 +417,7 @@ def test_paths_outside_a_checkpoint_are_refused(run, tmp_path):
     (run / "model" / "model.safetensors").unlink()
     index = {"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}, "metadata": {}}
     (run / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="outside"):
-        generate.main([str(run), "--prompt", "the"])
+    assert_user_error("outside", generate.main, [str(run), "--prompt", "the"])
 
 
 def test_file_modes_follow_the_umask(train, tmp_path):
@@ -483,8 +478,7 @@ def test_invalid_checkpoint_files_are_refused(run, train, file, how):
         save_file(tensors, path)
         how = rf"{path.name}.* {how}.*transformer\.ln_f|{path.name}: transformer\.ln_f\.weight.* is .*{how}"
     seal(path.parents[file.count("/")])
-    with pytest.raises(UserError, match=how):
-        train(None, "--resume_from_checkpoint", str(run), max_steps=8)
+    assert_user_error(how, train, None, "--resume_from_checkpoint", str(run), max_steps=8)
 
 
 def test_user_notes_and_links_in_the_run_folder_are_harmless(run, train, tmp_path):
@@ -635,8 +629,7 @@ def test_a_run_killed_before_its_config_was_written_can_start(train, tmp_path):
 def test_two_runs_in_one_folder_are_refused(start, train, tmp_path):
     first = start(tmp_path / "run", max_steps=10**6)
     wait_until(lambda: steps_logged(tmp_path / "run") > 0)
-    with pytest.raises(UserError, match=f"is in use by process {first.pid} on "):
-        train(tmp_path / "run", max_steps=10**6)
+    assert_user_error(f"is in use by process {first.pid} on ", train, tmp_path / "run", max_steps=10**6)
     first.kill()
     first.wait()
     train(tmp_path / "run", "--overwrite_output_dir", max_steps=1)

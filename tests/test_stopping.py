@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conftest import REPOSITORY, clean_environment
+from conftest import REPOSITORY, clean_environment, is_running, wait_until
 from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
 
 # A run without training: 0.1 s per step, with a collective if there are several processes. It logs to its own file,
@@ -93,34 +93,21 @@ class Job:
     def stderr(self) -> str:
         return (self.folder / "stderr").read_text()
 
-    def wait_for(self, line: str, rank: int = 0, seconds: float = 600) -> None:
-        end = time.monotonic() + seconds
-        while line not in self.lines(rank):
-            assert time.monotonic() < end, (line, self.lines(rank), self.stderr())
-            time.sleep(0.02)
+    def wait_for(self, line: str, rank: int = 0) -> None:
+        wait_until(lambda: line in self.lines(rank))
 
     def wait_for_end(self, rank: int = 0, seconds: float = 120) -> list[str]:
         """Wait for the end of a process, whose launcher may be gone; return its log."""
-        end = time.monotonic() + seconds
-        while alive(self.pid(rank)):
-            assert time.monotonic() < end, (self.lines(rank), self.stderr())
-            time.sleep(0.02)
+        wait_until(lambda: not is_running(self.pid(rank)), seconds)
         return self.lines(rank)
 
     def clean_up(self) -> None:
         for pid in [self.started.pid, *(self.pid(rank) for rank in (0, 1) if self.lines(rank))]:
-            if alive(pid):
+            if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
         self.started.wait()
         if self.started.stdin is not None:
             self.started.stdin.close()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train_accelerate
-from conftest import assert_equal, assert_same_run, metrics, prose, weights
+from conftest import assert_equal, assert_same_run, assert_user_error, metrics, prose, weights
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.checkpoint import damage
@@ -69,11 +69,6 @@ def test_report_shows_speed_and_settings(train, tmp_path, monkeypatch, capsys):
     settings = yaml.safe_load(report.split("```yaml\n")[1].split("```")[0])
     assert settings["sample_prompts"] == ["the"]
     assert str(tmp_path) not in str(settings)
-    lines = report.split("## Speed")[1].split("## ")[0].splitlines()
-    rows = [line.split(" | ")[0] for line in lines if line.startswith("| ")][1:]
-    assert rows[:2] == ["| tokens per second", "| model FLOPs utilization (MFU)"]
-    assert rows[2:] == ["| share of time spent making batches"]
-    assert "Over 5 log lines." in report
 
 
 def test_report_compares_the_estimate_and_lists_events(train, tmp_path):
@@ -109,8 +104,7 @@ def test_report_shows_the_samples_of_every_prompt_over_time(train, tmp_path, cap
     assert f"--- step 6:\n{samples[6][1]}\n" in said
 
 
-def test_evaluation_scores_every_token_once(train, store, tmp_path):
-    run = train(tmp_path / "run", max_steps=1)
+def test_evaluation_scores_every_token_once(run, store):
     model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
     tokens = torch.from_numpy(store.in_memory("val").astype("int64"))
     nats = 0.0
@@ -191,8 +185,8 @@ def test_repeated_command_resumes_or_reports_the_finished_run_and_another_one_is
     assert yaml.safe_load((run / "config.yaml").read_text())["learning_rate"] == 0.02
 
 
-def test_a_damaged_checkpoint_is_reported_and_skipped(train, tmp_path, capsys):
-    run = train(tmp_path / "run")
+def test_a_damaged_checkpoint_is_reported_and_skipped(finished_copy, train, tmp_path, capsys):
+    run = finished_copy
     damaged = run / "checkpoints" / "step_00000006" / "model.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
@@ -206,10 +200,8 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(train, tmp_path, capsys):
     assert damage(damaged.parent) is None
     damaged.write_bytes(content)
     (run / "checkpoints" / "step_00000003" / "config.json").unlink()
-    with pytest.raises(UserError, match=r"All checkpoints in .* are damaged"):
-        train(run)
-    with pytest.raises(UserError, match="is damaged"):
-        train(tmp_path / "other", "--resume_from_checkpoint", str(damaged.parent))
+    assert_user_error(r"All checkpoints in .* are damaged", train, run)
+    assert_user_error("is damaged", train, tmp_path / "other", "--resume_from_checkpoint", str(damaged.parent))
 
 
 def test_save_total_limit_keeps_the_newest_and_the_best(train, tmp_path):
@@ -217,19 +209,6 @@ def test_save_total_limit_keeps_the_newest_and_the_best(train, tmp_path):
     best = min((e for e in metrics(run) if "eval_loss" in e and e["step"] < 8), key=lambda e: e["eval_loss"])["step"]
     kept = {path.name for path in (run / "checkpoints").iterdir()}
     assert kept == {"step_00000008", f"step_{best:08}"}
-
-
-def test_branching_off_does_not_change_the_first_run(train, tmp_path):
-    run = train(tmp_path / "run")
-    first = run / "checkpoints" / "step_00000003"
-    other = train(tmp_path / "other", max_steps=1)
-    with pytest.raises(UserError, match="other contains another run"):
-        train(other, "--resume_from_checkpoint", str(first))
-    with pytest.raises(UserError, match="continued from step_00000003 to step_00000006"):
-        train(run, "--resume_from_checkpoint", str(first))
-    branch = train(tmp_path / "branch", "--resume_from_checkpoint", str(first))
-    assert_equal(weights(run), weights(branch))
-    assert [entry["step"] for entry in metrics(branch) if "loss" in entry] == [4, 5, 6]
 
 
 def test_a_moved_run_resumes_and_a_missing_checkpoint_lists_the_others(train, tmp_path):
@@ -241,10 +220,9 @@ def test_a_moved_run_resumes_and_a_missing_checkpoint_lists_the_others(train, tm
     assert not (tmp_path / "run").exists()
 
 
-def test_saved_config_reproduces_the_run(train, tmp_path):
-    run = train(tmp_path / "run", max_steps=2)
-    again = train(tmp_path / "again", "--config", str(run / "config.yaml"), max_steps=2)
-    assert_equal(weights(run), weights(again))
+def test_saved_config_reproduces_the_run(finished, train, tmp_path):
+    again = train(tmp_path / "again", "--config", str(finished / "config.yaml"))
+    assert_equal(weights(finished), weights(again))
 
 
 def test_raw_text_trains_without_the_prompts_of_the_quickstart(train, tmp_path, monkeypatch):
@@ -298,8 +276,7 @@ def test_character_vocabulary_overrides_the_size_in_a_yaml_file(train, tmp_path,
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one of these settings is valid on a GPU")
 def test_invalid_settings_are_refused(train, tmp_path, settings, expected):
-    with pytest.raises(UserError, match=expected):
-        train(tmp_path / "run", **settings)
+    assert_user_error(expected, train, tmp_path / "run", **settings)
 
 
 def test_a_diverged_loss_ends_the_run_and_keeps_its_checkpoints(train, tmp_path, monkeypatch):
@@ -308,13 +285,11 @@ def test_a_diverged_loss_ends_the_run_and_keeps_its_checkpoints(train, tmp_path,
     monkeypatch.setattr(train_accelerate, "schedule", lambda *_: 1e30)
     settings = {"max_grad_norm": 0, "save_steps": 1, "max_steps": 30, "eval_strategy": "no"}
     sentence = r"not finite in 20 consecutive steps, up to step 24: .*step_00000003 is the last good"
-    with pytest.raises(UserError, match=sentence):
-        train(run, "--resume_from_checkpoint", str(run), **settings)
+    assert_user_error(sentence, train, run, "--resume_from_checkpoint", str(run), **settings)
     assert [path.name for path in (healthy / "checkpoints").iterdir()] == ["step_00000003"]
     assert_equal(weights(run), load_file(run / "checkpoints" / "step_00000003" / "model.safetensors"))
     assert json.loads((run / "status.json").read_text())["state"] == "failed"
-    with pytest.raises(UserError, match="diverged"):
-        train(tmp_path / "other", max_grad_norm=0, eval_strategy="no")
+    assert_user_error("diverged", train, tmp_path / "other", max_grad_norm=0, eval_strategy="no")
     monkeypatch.undo()
     train(tmp_path / "other", max_steps=1)  # possible because nothing was saved
 
@@ -341,18 +316,7 @@ def test_a_resumed_run_continues_in_tensorboard_without_duplicate_steps(train, t
     assert not set(files) & set(run.rglob("events.out.tfevents*"))
 
 
-def test_gradient_checkpointing_and_memory_mapped_tokens_change_nothing(train, tmp_path):
-    settings = {"max_steps": 3, "eval_strategy": "no"}
-    plain = weights(train(tmp_path / "plain", data_placement="ram", **settings))
-    assert_equal(plain, weights(train(tmp_path / "mapped", data_placement="mmap", **settings)))
-    recomputed = weights(train(tmp_path / "recomputed", gradient_checkpointing=True, **settings))
-    for name, tensor in plain.items():
+def test_gradient_checkpointing_changes_nothing(run, train, tmp_path):
+    recomputed = weights(train(tmp_path / "recomputed", gradient_checkpointing=True, max_steps=3))
+    for name, tensor in weights(run).items():
         torch.testing.assert_close(recomputed[name], tensor, rtol=0, atol=1e-6)
-
-
-def test_a_missing_config_has_an_exit_code_and_a_suggestion_and_no_traceback(launch):
-    missing = launch("train_accelerate.py", "--config", "presets/gtp2.yaml")
-    assert missing.returncode == 1
-    assert missing.stderr.startswith("error: ")
-    assert missing.stderr.endswith("Did you mean presets/gpt2.yaml?\n")
-    assert "Traceback" not in missing.stderr
