@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import push_to_hub
-from conftest import prose, tokenized, trained
+from conftest import assert_user_error, prose, tokenized, trained
 from errors import UserError
 from examples import finetune_chat, finetune_text
 from examples.tuning import default_rate
@@ -61,8 +61,7 @@ def tune(recipe, model, data, output, *flags: str) -> None:
 
 
 def assert_refused(sentence: str, *arguments) -> None:
-    with pytest.raises(UserError, match=sentence):
-        tune(*arguments)
+    assert_user_error(sentence, tune, *arguments)
 
 
 def table(output: str) -> dict[str, tuple[float, float]]:
@@ -111,7 +110,8 @@ def test_chats_are_learned_and_forgetting_and_settings_are_reported(tuned):
     assert re.fullmatch(r"User:\n(Who is he|Are they on it|Was it his)\?\n\nAssistant:\n", prompt)
 
 
-def test_the_published_card_describes_the_published_model(tuned, tmp_path, launch):
+def test_the_published_card_describes_the_published_model(tuned, tmp_path, launch, monkeypatch):
+    monkeypatch.setattr(push_to_hub, "verify", lambda published, expected: None)  # starts a process
     metadata = "---\nbase_model: me/base\nlicense: mit\ntags:\n- gpt2scratch\n- fine-tuned\n---\n"
     model = shutil.copytree(tuned[0], tmp_path / "model", ignore=shutil.ignore_patterns("adapter"))
     _, _, text = (model / "README.md").read_text().split("---\n", 2)
@@ -254,8 +254,7 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     assert_refused("already exists; choose", finetune_chat, run, data, run)
     assert_refused("holds no model", finetune_chat, tmp_path, data, new)
     assert_refused("line 1 has no text", finetune_text, run, data, new)
-    with pytest.raises(UserError, match="Name a model and a file"):
-        finetune_chat.main([])
+    assert_user_error("Name a model and a file", finetune_chat.main, [])
     with pytest.raises(UserError, match="The tokenizer of 3 tokens has no end-of-text token"):
         finetune_chat.give_template(character_tokenizer(["abc"]))
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import push_to_hub
-from conftest import REPOSITORY, metrics, trained
+from conftest import REPOSITORY, assert_user_error, metrics, trained
 from errors import UserError
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
@@ -63,6 +63,14 @@ def push(run: Path, *more: str) -> None:
     push_to_hub.main([str(run), "--repo_id", "me/tiny", *more])
 
 
+@pytest.fixture
+def verified(monkeypatch) -> list[str]:
+    """What would be verified, for tests of other statements: each verification starts a process."""
+    names = []
+    monkeypatch.setattr(push_to_hub, "verify", lambda published, expected: names.append(published.name))
+    return names
+
+
 def assert_refused(run: Path, sentence: str, *more: str) -> None:
     """Check that a dry run of push_to_hub.py ends in one matching sentence."""
     with pytest.raises(UserError, match=sentence) as refusal:
@@ -94,20 +102,16 @@ def test_the_requested_checkpoint_is_chosen(a_copy):
     assert chosen == {None: 6, "last": 6, "best": 4, "2": 2}
     assert find_source(a_copy / "checkpoints" / "step_00000004", None).step == 4
     assert find_source(a_copy / "model", "best").step == 4
-    with pytest.raises(UserError, match=r"checkpoint is 3, but .* has these checkpoint steps: 2, 4, 6; use one"):
-        find_source(a_copy, "3")
-    with pytest.raises(UserError, match="remove --checkpoint best"):
-        find_source(a_copy / "checkpoints" / "step_00000004", "best")
+    assert_user_error(r"checkpoint is 3, but .* has these checkpoint steps: 2, 4, 6; use one", find_source, a_copy, "3")
+    assert_user_error("remove --checkpoint best", find_source, a_copy / "checkpoints" / "step_00000004", "best")
     (a_copy / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="none of them was validated"):
-        find_source(a_copy, "best")
+    assert_user_error("none of them was validated", find_source, a_copy, "best")
 
 
 def test_nothing_is_published_if_a_checkpoint_is_damaged(a_copy, hub):
     for step, flag in ((2, "--revisions"), (6, "--dry_run")):
         (a_copy / "checkpoints" / f"step_0000000{step}" / "config.json").write_text("{}")
-        with pytest.raises(UserError, match=rf"step_0000000{step} is damaged: config\.json has 2 bytes instead of"):
-            push(a_copy, flag)
+        assert_user_error(rf"step_0000000{step} is damaged: config\.json has 2 bytes instead of", push, a_copy, flag)
         assert not hub.repositories
 
 
@@ -185,15 +189,20 @@ def test_a_model_that_others_cannot_use_is_not_published(run, tmp_path, change, 
     assert_refused(folder, expected, "--trust_folder_code")
 
 
+ISOLATED = """
+assert not [name for name in os.environ if 'TOKEN' in name], os.environ
+assert os.environ['HOME'] == str(Path.home()) != HOME
+assert sorted(os.listdir(FOLDER)) == sorted(NAMES) and PARENT not in FOLDER
+"""
+
+
 @pytest.mark.parametrize(
     ("attempt", "expected"),
     [
         ("socket.create_connection(('127.0.0.1', 9))", "The model's code tries to use the network"),
         ("subprocess.run(['true'])", "The model's code tries to start another program"),
         ("open(TOKEN)", "The model's code tries to read the Hub token"),
-        ("assert not [name for name in os.environ if 'TOKEN' in name], os.environ", None),
-        ("assert os.environ['HOME'] == str(Path.home()) != HOME", None),
-        ("assert sorted(os.listdir(FOLDER)) == sorted(NAMES) and PARENT not in FOLDER", None),
+        (ISOLATED, None),
     ],
 )
 def test_code_of_a_folder_runs_only_when_trusted_and_in_isolation(run, tmp_path, monkeypatch, attempt, expected):
@@ -217,7 +226,7 @@ def test_code_of_a_folder_runs_only_when_trusted_and_in_isolation(run, tmp_path,
         assert_refused(folder, expected, "--trust_folder_code")
 
 
-def test_the_current_code_replaces_older_code(run, tmp_path):
+def test_the_current_code_replaces_older_code(run, tmp_path, verified):
     folder = as_a_folder(run, tmp_path / "older")
     (folder / "modeling_gpt2scratch.py").unlink()
     config = json.loads((folder / "config.json").read_text())
@@ -264,7 +273,7 @@ def test_a_model_with_an_untied_head_and_masked_documents_is_verified(native, fl
     assert re.search(r"The native twin, without remote code: logits differ by \d\.\de-0[6-9]|by 0\.0e\+00", output)
 
 
-def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_path):
+def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_path, verified):
     push(run, "--dry_run", "--format", "native")
     folder = run / "hub"
     assert set(published_files(folder)) == {name for name in ALWAYS if not name.endswith("gpt2scratch.py")}
@@ -304,7 +313,7 @@ def card_of(folder: Path, wanted: str | None = None) -> str:
     return model_card(find_source(folder, wanted), MINE, FolderArguments())
 
 
-def test_the_card_describes_the_run(run):
+def test_the_card_describes_the_run(run, verified):
     push(run, "--dry_run", "--license", "mit", "--language", "en", "--checkpoint", "4")
     card = ModelCard.load(run / "hub" / "README.md")
     data = card.data.to_dict()
@@ -361,8 +370,7 @@ def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version
     report.write_text(page)
     facts = schema.read(a_copy / "report.json")
     (a_copy / "report.json").write_text(schema.sealed(facts | {"format_version": 9}))
-    with pytest.raises(UserError, match=r"report\.json was written by a newer version of GPT2Scratch \(format 9; "):
-        card_of(a_copy)
+    assert_user_error(r"report\.json was written by a newer version of GPT2Scratch \(format 9; ", card_of, a_copy)
     (a_copy / "report.json").unlink()
     shutil.rmtree(a_copy / "evaluation")
     assert card_of(a_copy) == before
@@ -418,8 +426,7 @@ def test_harness_results_on_local_files_do_not_publish_their_paths(a_copy):
     assert "| mine | acc | 0.5000 |" in card
     assert "secret" not in card
     results.write_text('{"model_name')
-    with pytest.raises(UserError, match=r"results_1\.json is incomplete or damaged; delete it"):
-        card_of(a_copy)
+    assert_user_error(r"results_1\.json is incomplete or damaged; delete it", card_of, a_copy)
 
 
 def test_generated_text_cannot_end_its_code_block_in_the_report(tmp_path):
@@ -476,7 +483,7 @@ def test_publishing_works_end_to_end_in_separate_processes(run, tmp_path):
         assert 0 < float(done.stdout.splitlines()[-1]) < 8
 
 
-def test_every_checkpoint_becomes_a_branch(a_copy, hub, capsys):
+def test_every_checkpoint_becomes_a_branch(a_copy, hub, verified):
     shutil.rmtree(a_copy / "checkpoints" / "step_00000004")
     push(a_copy, "--revisions")
     repository = hub["me/tiny"]
@@ -489,13 +496,16 @@ def test_every_checkpoint_becomes_a_branch(a_copy, hub, capsys):
         assert f'revision="{name}"' in files["README.md"].decode()
     assert repository.files()[WEIGHTS] == repository.files(names[-1])[WEIGHTS]
     assert sorted(path.name for path in a_copy.glob("hub*")) == ["hub"]
-    assert capsys.readouterr().out.count("Verified in a fresh process (from the Hub)") == 3
+    assert verified[1::2] == ["me/tiny"] * 3  # each after its folder
+    assert [Path(name).name for name in verified[::2]] == ["hub", *(f"hub-{name}" for name in names)]
 
 
 @pytest.fixture(scope="module")
 def folder(run):
-    """Assembled and verified folder, ready to upload."""
-    push(run, "--dry_run")
+    """Assembled folder, ready to upload."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(push_to_hub, "verify", lambda published, expected: None)
+        push(run, "--dry_run")
     return shutil.copytree(run / "hub", run.parent / "assembled")
 
 
@@ -527,8 +537,7 @@ def test_an_upload_that_lost_its_connection_changes_nothing_and_resumes(folder, 
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.cut_uploads = 100
     sentence = r"Could not upload to me/tiny: .*run this command again; files that arrived are not sent"
-    with pytest.raises(UserError, match=sentence):
-        upload(folder, MINE)
+    assert_user_error(sentence, upload, folder, MINE)
     assert hub["me/tiny"].files().keys() == {".gitattributes"}
     hub.cut_uploads = 0
     shown = folder / "loss.png"
@@ -561,6 +570,13 @@ def test_an_interrupted_upload_reports_how_to_resume(run, tmp_path):
         assert hub["me/tiny"].files().keys() == {".gitattributes"}
 
 
+DENIED = "Could not access me/tiny:"
+
+
+def with_token(token: str):
+    return lambda hub, patch: patch.setenv("HF_TOKEN", token)
+
+
 def switched_off(hub, patch):
     patch.setattr(constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
@@ -570,24 +586,15 @@ def switched_off(hub, patch):
     ("trouble", "expected"),
     [
         (lambda hub, patch: patch.delenv("HF_TOKEN"), "You are not logged in to the Hub, or the token contains"),
-        (
-            lambda hub, patch: patch.setenv("HF_TOKEN", "hf_" + "w" * 34),
-            "Could not access me/tiny: the Hub refused: Invalid user token. The token from HF_TOKEN",
-        ),
-        (
-            lambda hub, patch: patch.setenv("HF_TOKEN", "é"),
-            "the token contains invalid characters: run `hf auth login`",
-        ),
+        (with_token("hf_" + "w" * 34), f"{DENIED} the Hub refused: Invalid user token. The token from HF_TOKEN"),
+        (with_token("é"), "the token contains invalid characters: run `hf auth login`"),
         (lambda hub, patch: hub.user["auth"]["accessToken"].update(role="read"), "The token of me is read-only"),
         (
             lambda hub, patch: hub.user.update(name="other", orgs=[]),
-            "me/tiny belongs to me, but you are logged in as other; use a repository of other,",
+            "belongs to me, but you are logged in as other; use a",
         ),
-        (
-            lambda hub, patch: patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9"),
-            "Could not access me/tiny: the Hub cannot be reached",
-        ),
-        (switched_off, "Could not access me/tiny: the Hub cannot be reached (Cannot reach http"),
+        (lambda hub, patch: patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9"), f"{DENIED} the Hub cannot be"),
+        (switched_off, f"{DENIED} the Hub cannot be reached (Cannot reach http"),
         (lambda hub, patch: HfApi().create_repo("me/tiny"), "me/tiny exists and is public, so --private has no effect"),
     ],
 )
@@ -618,7 +625,7 @@ def test_a_refusal_of_the_hub_is_one_sentence(folder, hub, tmp_path):
     assert not {"models/us/tiny", "models/our/tiny"} & {*hub.repositories}
 
 
-def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hub):
+def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hub, verified):
     folder = as_a_folder(run, tmp_path / "merged")
     card = "---\nlibrary_name: peft\n---\n# merged\n\nTaught to chat.\n\n## How\n\nWith LoRA.\n"
     (folder / "README.md").write_text(card)
