@@ -111,15 +111,18 @@ def test_gpu_supports_binaries_of_its_major_version_and_any_earlier_compute_targ
     assert has_kernels(built_for, capability) == expected
 
 
-DECIDE = "from training.device import *; print(decide(DeviceArguments(torch_compile={asked!r}), 64))"
+DECIDE = """
+from training.device import *
+print(decide(DeviceArguments(), 64))
+decide(DeviceArguments(torch_compile="true"), 64)
+"""
 
 
 def test_compilation_stays_off_if_a_compiler_is_missing(launch):
     """A note names the compiler and the command that installs it; explicit compilation is refused."""
-    done = launch("-c", DECIDE.format(asked="auto"), PATH="/nowhere", CXX="", CC="")
+    done = launch("-c", DECIDE, PATH="/nowhere", CXX="", CC="")
     assert "torch_compile=False" in done.stdout
     assert "a C++ compiler (g++ or clang++) not found; on Debian and Ubuntu: apt install g++." in done.stdout
-    done = launch("-c", DECIDE.format(asked="true"), PATH="/nowhere", CXX="", CC="")
     assert "UserError: torch_compile is true, but it cannot work here: a C++ compiler" in done.stderr
 
 

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 import generate
-from errors import UserError
+from conftest import assert_user_error
 from training.sampling import SamplingArguments, sample
 
 
@@ -48,13 +48,11 @@ def test_bfloat16_is_used_on_request(run, capsys, monkeypatch):
     assert dtypes == [torch.float32, torch.bfloat16]
 
 
-def test_generation_settings_of_a_model_neither_warn_nor_apply(run, a_copy, launch):
+def test_generation_settings_of_a_model_neither_warn_nor_apply(run, a_copy, launch, capsys):
     """Models fine-tuned by earlier versions have such settings. Transformers warned about max_length once per window."""
     GenerationConfig(max_length=16, repetition_penalty=9.0, do_sample=True).save_pretrained(a_copy / "model")
-    arguments = ["--prompt", "The", "--max_new_tokens", "40", "--temperature", "0"]
-    plain, tuned = (launch("generate.py", model / "model", *arguments) for model in (run, a_copy))
-    assert tuned.stdout == plain.stdout
-    assert (plain.stderr, tuned.stderr) == ("", "")
+    tuned = launch("generate.py", a_copy / "model", "--prompt", "The", "--max_new_tokens", "40", *GREEDY)
+    assert (tuned.stdout, tuned.stderr) == (written(capsys, run, *GREEDY, number=40), "")
 
 
 def test_a_gpt2_of_transformers_generates_text(run, tmp_path, capsys):
@@ -90,13 +88,11 @@ def test_a_seed_reproduces_the_text_after_other_random_draws(run, capsys):
     ],
 )
 def test_wrong_arguments_are_refused(run, arguments, expected):
-    with pytest.raises(UserError, match=expected):
-        generate.main([str(run) if argument == "RUN" else argument for argument in arguments])
+    assert_user_error(expected, generate.main, [str(run) if argument == "RUN" else argument for argument in arguments])
 
 
 def test_a_run_without_a_checkpoint_is_refused(a_copy):
     shutil.rmtree(a_copy / "model")
     generate.main([str(a_copy), "--prompt", "The", "--max_new_tokens", "1"])  # from the newest checkpoint
     shutil.rmtree(a_copy / "checkpoints")
-    with pytest.raises(UserError, match="holds no model yet"):
-        generate.main([str(a_copy)])
+    assert_user_error("holds no model yet", generate.main, [str(a_copy)])

@@ -258,32 +258,47 @@ def cache(tmp_path):
     return {**NO_NETWORK, "HF_HOME": str(tmp_path)}
 
 
-@pytest.mark.parametrize(
-    ("command", "what"),
-    [
-        ("-m tokenizer.pretokenize --input me/other --output {}/out --quiet", ""),
-        ("-m tokenizer.pretokenize --input LICENSE --output {}/out --quiet --tokenizer me/other", "a tokenizer"),
-        ("generate.py me/other --prompt The", "a model"),
-        ("-m modeling_gpt2scratch.conversion_gpt2scratch me/other {}/out", "a model"),
-    ],
-)
-def test_missing_network_is_reported_in_one_sentence(launch, tmp_path, cache, command, what):
-    done = launch(*command.format(tmp_path).split(), **cache)
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
-    assert line.startswith("error: me/other is not a local path, ")
-    assert f"the local Hub cache lacks {what} with this name" in line or not what
-    assert line.endswith("the Hub cannot be reached (http://127.0.0.1:9: [Errno 111] Connection refused).")
+RUN_EACH = """
+import shlex, sys
+from errors import UserError
+import generate
+from tokenizer import pretokenize
+
+for command in sys.argv[1:]:
+    try:
+        name, *arguments = shlex.split(command)
+        globals()[name].main(arguments)
+        print("done")
+    except UserError as error:
+        print(error)
+"""
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "-m tokenizer.pretokenize --input tests/formats/unfinished_v1/text --output {}/out --quiet --tokenizer me/cached",
-        "generate.py me/cached --prompt The --max_new_tokens 2",
-    ],
-)
-def test_cache_is_used_without_a_network(launch, tmp_path, cache, command):
-    done = launch(*command.format(tmp_path).split(), **cache)
-    assert done.returncode == 0, done.stderr
-    assert "Retrying" not in done.stderr
+def test_missing_network_is_reported_in_one_sentence_and_the_cache_is_used_without_it(launch, tmp_path):
+    """The Hub cache contains the model me/cached, as links to blobs."""
+    cached = tmp_path / "hub" / "models--me--cached"
+    shutil.copytree(RUN / "checkpoints" / "step_00000004", cached / "blobs")
+    (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    for path in (cached / "blobs").iterdir():
+        (cached / "snapshots" / ("0" * 40) / path.name).symlink_to(path)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    pretokenize = f"pretokenize --input tests/formats/unfinished_v1/text --output {tmp_path}/out --quiet --tokenizer"
+    missing = {
+        f"pretokenize --input me/other --output {tmp_path}/out --quiet": "",
+        f"{pretokenize} me/other": "the local Hub cache lacks a tokenizer with this name",
+        "generate me/other --prompt The": "the local Hub cache lacks a model with this name",
+    }
+    known = [f"{pretokenize} me/cached", "generate me/cached --prompt The --max_new_tokens 2"]
+    environment = {**NO_NETWORK, "HF_HOME": str(tmp_path)}
+    done = launch("-c", RUN_EACH, *missing, *known, **environment)
+    convert = launch(
+        "-m", "modeling_gpt2scratch.conversion_gpt2scratch", "me/other", tmp_path / "converted", **environment
+    )
+    lines = done.stdout.splitlines()
+    assert (lines[3], lines[-1], "Retrying" in done.stderr) == ("done", "done", False), done.stdout + done.stderr
+    assert (convert.returncode, convert.stderr) == (1, f"error: {lines[2]}\n")
+    for what, line in zip(missing.values(), lines[:3], strict=True):
+        assert line.startswith("me/other is not a local path, ")
+        assert what in line
+        assert line.endswith("the Hub cannot be reached (http://127.0.0.1:9: [Errno 111] Connection refused).")

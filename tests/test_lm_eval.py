@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -66,27 +65,43 @@ def models(tmp_path_factory, store):
     return {"checkpoint": checkpoint, "twin": folder / "twin"}
 
 
+def evaluated(model, tasks, *names: str, **more) -> dict:
+    """Return the results of the harness in this process, which does not read its thousands of tasks."""
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    options = "".join(f",{name}={value}" for name, value in more.items())
+    return lm_eval.simple_evaluate(
+        model="hf",
+        model_args=f"pretrained={model},dtype=float32{options}",
+        tasks=list(names),
+        task_manager=manager,
+        device="cpu",
+        batch_size=4,
+    )
+
+
+def nats_of(samples: list[dict]) -> list[float]:
+    return [float(nats) for sample in samples for [[nats, _]] in sample["resps"]]
+
+
 @pytest.fixture(scope="module")
 def results(launch, models, tasks):
-    """For each model: all results of the harness, and the log likelihoods of the choices."""
-
-    def evaluate(name: str):
-        output = tasks / name
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tasks / "home" / name)}
-        trust = ",trust_remote_code=True" if name == "checkpoint" else ""
-        done = launch(
-            *("-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={models[name]},dtype=float32{trust}"),
-            *("--tasks", "my_text,which", "--include_path", tasks, "--batch_size", "4", "--device", "cpu"),
-            *("--output_path", output, "--log_samples"),
-            **offline,
-        )
-        assert done.returncode == 0, done.stderr
-        [summary], [samples] = output.glob("*/results_*.json"), output.glob("*/samples_which_*.jsonl")
-        answers = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
-        return json.loads(summary.read_text()), [float(nats) for choices in answers for [[nats, _]] in choices]
-
-    with ThreadPoolExecutor() as pool:  # most of the time is spent reading the thousands of tasks of the harness
-        return dict(zip(models, pool.map(evaluate, models), strict=True))
+    """For the checkpoint, by the documented command, and its twin: all results, and the log likelihoods of the choices."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tasks / "home")}
+    arguments = f"pretrained={models['checkpoint']},dtype=float32,trust_remote_code=True"
+    done = launch(
+        *("-m", "lm_eval", "--model", "hf", "--model_args", arguments),
+        *("--tasks", "my_text,which", "--include_path", tasks, "--batch_size", "4", "--device", "cpu"),
+        *("--output_path", tasks / "checkpoint", "--log_samples"),
+        **offline,
+    )
+    assert done.returncode == 0, done.stderr
+    [summary] = (tasks / "checkpoint").glob("*/results_*.json")
+    [samples] = (tasks / "checkpoint").glob("*/samples_which_*.jsonl")
+    twin = evaluated(models["twin"], tasks, "my_text", "which")
+    return {
+        "checkpoint": (json.loads(summary.read_text()), nats_of(map(json.loads, samples.read_text().splitlines()))),
+        "twin": (twin, nats_of(twin["samples"]["which"])),
+    }
 
 
 @torch.no_grad()
@@ -127,13 +142,7 @@ def test_a_character_model_of_the_modern_family_uses_the_given_prefix_token(task
     characters = tokenized(tmp_path, tmp_path / "store", tokenizer_type="character")
     model = trained(characters, tmp_path / "run", **modern) / "model"
     newline = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("\n")
-    result = lm_eval.simple_evaluate(
-        model="hf",
-        model_args=f"pretrained={model},trust_remote_code=True,dtype=float32,prefix_token_id={newline}",
-        tasks=["my_text"],
-        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
-        device="cpu",
-    )
+    result = evaluated(model, tasks, "my_text", trust_remote_code=True, prefix_token_id=newline)
     assert result["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(bits_per_byte(model, newline), rel=1e-5)
 
 

@@ -2,19 +2,16 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from conftest import REPOSITORY, prose
+from conftest import prose
 from errors import UserError
 from tokenizer import vocabulary
 from tokenizer.pretokenize import main
@@ -66,39 +63,18 @@ def test_one_command_builds_a_store(launch, tmp_path, text):
     assert command.startswith(f"python -m tokenizer.pretokenize --input '{text}'")
 
 
-def test_second_process_with_the_same_output_is_refused(launch, tmp_path, text):
-    text.write_text(LINES * 100, encoding="utf-8")
-    arguments = ("-m", "tokenizer.pretokenize", "--input", text, "--output", tmp_path / "store", *SMALL)
-    command = [sys.executable, *map(str, arguments)]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout.readline().startswith("Reading ")
-        os.kill(first.pid, signal.SIGSTOP)
-        second = launch(*arguments)
-        os.kill(first.pid, signal.SIGCONT)
-        first.communicate(timeout=600)
-        sentence = f"error: Another process is writing {tmp_path / 'store'}; wait for it, or choose another --output.\n"
-        assert (second.returncode, second.stderr) == (1, sentence)
-    assert first.returncode == 0
-    assert decoded(tmp_path / "store") == LINES * 100 + "<|endoftext|>"
-
-
-def test_second_process_waits_for_a_cache(tmp_path, text):
-    recipe = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300))
-    program = (
-        "import sys; from pathlib import Path; from tokenizer.store_builder import pretokenize; from tokenizer.recipe import "
-        f"Recipe; from tokenizer.vocabulary import VocabularyArguments; pretokenize(Recipe([{str(text)!r}], vocabulary="
-        f"VocabularyArguments(vocab_size=300)), Path({str(tmp_path / 'cache')!r}), is_cache=True)"
-    )
-    with subprocess.Popen([sys.executable, "-uc", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout.readline().startswith("Reading ")
-        os.kill(first.pid, signal.SIGSTOP)
-        with ThreadPoolExecutor() as thread:
-            said = []
+def test_second_process_with_the_same_output_is_refused_and_one_with_a_cache_waits(tmp_path, text):
+    with FileLock(tmp_path / ".store.lock"):
+        sentence = f"Another process is writing {tmp_path / 'store'}; wait for it, or choose another --output."
+        assert refused("--input", text, "--output", tmp_path / "store", *SMALL) == sentence
+    recipe, said = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300)), []
+    with ThreadPoolExecutor() as thread:
+        with FileLock(tmp_path / ".cache.lock"):
             waiting = thread.submit(make, recipe, tmp_path / "cache", said.append, is_cache=True)
-            time.sleep(0.3)
+            make(recipe, tmp_path / "other", is_cache=True)
             assert not waiting.done()
-            os.kill(first.pid, signal.SIGCONT)
-            assert waiting.result().metadata.train.tokens > 0
+            (tmp_path / "other").rename(tmp_path / "cache")
+        assert waiting.result().metadata.train.tokens > 0
     assert said == [f"{tmp_path / 'cache'} already contains these tokens."]
 
 
@@ -169,15 +145,11 @@ def test_several_inputs_become_one_store(tmp_path, text, capsys):
     assert metadata.val.documents == sum(share(document.encode(), 7) < 0.1 for document in found)
 
 
-def test_unknown_characters_and_empty_text_are_refused(tmp_path, text):
+def test_unknown_characters_are_refused(tmp_path, text):
     pretokenize("--input", text, "--output", tmp_path / "store", "--tokenizer_type", "character")
     (tmp_path / "other.txt").write_text(LINES + "Ω", encoding="utf-8")
     arguments = ("--input", tmp_path / "other.txt", "--output", tmp_path / "other")
     assert "The character 'Ω' (U+03A9)" in refused(*arguments, "--tokenizer", tmp_path / "store" / "tokenizer")
-    (tmp_path / "latin.txt").write_bytes("déjà vu ".encode("latin-1") * 100)
-    assert "latin.txt is not UTF-8 text" in refused("--input", tmp_path / "latin.txt", "--output", tmp_path / "other")
-    (tmp_path / "blank.txt").write_text(" \n" * 100)
-    assert "blank.txt contains no text" in refused("--input", tmp_path / "blank.txt", "--output", tmp_path / "other")
     assert not os.path.lexists(tmp_path / "other")
 
 
@@ -242,7 +214,7 @@ def test_existing_output_is_kept(tmp_path, text, monkeypatch, output):
 def test_large_seeds_tilde_and_empty_output_folders_are_accepted(tmp_path, text, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    long = "".join(f"{i} bottles of beer on the wall\r\n" for i in range(150_000))  # many batches
+    long = "".join(f"{i} bottles of beer on the wall\r\n" for i in range(100_000))  # many batches
     text.write_text(long, encoding="utf-8", newline="")
     for seed in ("0", str(2**63 - 1)):
         (tmp_path / seed).mkdir()

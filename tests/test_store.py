@@ -2,9 +2,6 @@
 
 import json
 import os
-import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,9 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from atomic import file_sha256
-from conftest import REPOSITORY, tokenized
+from conftest import assert_user_error, tokenized
 from errors import UserError
-from tokenizer import vocabulary
+from tokenizer import inspect, vocabulary
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import character_tokenizer
 
@@ -173,8 +170,7 @@ def test_damaged_stores_are_refused_with_the_remedy(finished, damage, sentence):
 def test_index_that_does_not_divide_the_tokens_is_refused(finished, ends):
     store = TokenStore(finished)
     np.array(ends, dtype="<i8").tofile(finished / "val.bin.index")
-    with pytest.raises(UserError, match=r"val\.bin\.index is not the index of \d+ tokens: .* build it again\.$"):
-        store.offsets("val")
+    assert_user_error(r"val\.bin\.index is not the index of \d+ tokens: .* build it again\.$", store.offsets, "val")
 
 
 @pytest.mark.parametrize("values", [{"vocab_size": 299}, {"eos_token_id": 1}])
@@ -184,19 +180,18 @@ def test_metadata_of_another_tokenizer_are_refused(finished, values):
         TokenStore(finished).load_tokenizer()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, because root has all permissions")
 @pytest.mark.parametrize("name", ["metadata.json", "train.bin", "tokenizer/tokenizer.json", "tokenizer", "."])
 def test_store_without_read_permission_is_refused(finished, name):
-    """Run as another user, because root has all permissions."""
     (finished / name).chmod(0)
     for folder in list(finished.parents)[:-2]:
         folder.chmod(folder.stat().st_mode | 0o555)
-    code = "import os; from command_line import run; from tokenizer.inspect import main; os.getuid() or os.setuid(65534); run(main)"
-    command = [sys.executable, "-c", code, str(finished)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
-    (finished / name).chmod(0o700)
-    assert result.returncode == 1
-    sentence = r"error: \S+ cannot be read or written \(Permission denied\); .*\n"
-    assert re.fullmatch(sentence, result.stderr), result.stderr
+    os.setresuid(65534, 65534, 0)
+    try:
+        assert_user_error(r"^\S+ cannot be read or written \(Permission denied\); .*$", inspect.main, [str(finished)])
+    finally:
+        os.setresuid(0, 0, 0)
+        (finished / name).chmod(0o700)
 
 
 def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finished):
@@ -206,12 +201,10 @@ def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finis
         TokenStore(finished)
     assert len(str(error.value).splitlines()) == 2
     edit(finished, format_version=3, something_new=1)
-    with pytest.raises(UserError, match=r"newer version .* \(format 3; this version reads formats up to 2\)"):
-        TokenStore(finished)
+    assert_user_error(r"newer version .* \(format 3; this version reads formats up to 2\)", TokenStore, finished)
     (finished / "metadata.json").unlink()
     assert not TokenStore.is_store(finished)
-    with pytest.raises(UserError, match=r"is an unfinished token store.*python -m tokenizer\.pretokenize --input"):
-        TokenStore(finished)
+    assert_user_error(r"is an unfinished token store.*python -m tokenizer\.pretokenize --input", TokenStore, finished)
 
 
 @pytest.mark.parametrize("name", ["empty", "nowhere", "file"])
