@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import wait_until
-from errors import UserError
+from conftest import assert_user_error, wait_until
 from training import backup
 from training.backup import Backup, BackupArguments
 from training.checkpoint import NEEDED, complete_checkpoints, copy, damage, sweep
@@ -305,6 +304,8 @@ def test_newer_local_files_are_kept_unless_damaged(make, backed_up, tmp_path):
 
 
 MANIFEST = "manifest.json"
+OUTSIDE = ("../../secret", "/etc/passwd", "a/../../../secret", "C:\\secret", "..\\secret", "link")
+NO_MANIFESTS = (b"", b"[]", b"{}", b'{"files": {}}', b'{"files": {"a": {"size": "x"}}}', b"\xff")
 
 
 def listing(name: str) -> Callable[[bytes], bytes]:
@@ -320,16 +321,8 @@ def listing(name: str) -> Callable[[bytes], bytes]:
     [
         ("tokenizer.json", lambda content: b"x" * 1000, "tokenizer.json was changed or damaged"),
         ("tokenizer.json", lambda content: b"x", "tokenizer.json has 1 bytes instead of 1,000"),
-        *(
-            (MANIFEST, listing(name), "is outside the checkpoint")
-            for name in ("../../secret", "/etc/passwd", "a/../../../secret")
-        ),
-        *((MANIFEST, listing(name), "is outside the checkpoint") for name in ("C:\\secret", "..\\secret", "link")),
-        *((MANIFEST, lambda content, text=text: text, "is damaged") for text in (b"", b"[]", b"{}", b'{"files": {}}')),
-        *(
-            (MANIFEST, lambda content, text=text: text, "is damaged")
-            for text in (b'{"files": {"a": {"size": "x"}}}', b"\xff")
-        ),
+        *((MANIFEST, listing(name), "is outside the checkpoint") for name in OUTSIDE),
+        *((MANIFEST, lambda content, text=text: text, "is damaged") for text in NO_MANIFESTS),
     ],
 )
 def test_restore_skips_a_damaged_checkpoint(make, backed_up, tmp_path, file, change, problem):
@@ -370,5 +363,4 @@ def test_missing_drive_is_a_warning_and_failed_restore_is_an_error(make, backed_
     assert "(--backup_dir) cannot be read (No such file or directory): is its drive mounted? Nothing is" in said[0]
     backed_up.path.write_text("a file")
     copies, _ = make(backed_up)
-    with pytest.raises(UserError, match="could not be restored from"):
-        restore(copies)
+    assert_user_error("could not be restored from", restore, copies)

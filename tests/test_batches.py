@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from errors import UserError
+from conftest import assert_user_error
 from training.batches import BLOCK, BatchArguments, BatchPlan, TrainBatches, WindowOrder, permute, plan_batches
 from training.tokens import Documents, Tokens
 
@@ -86,10 +86,8 @@ def test_auto_uses_the_largest_micro_batch_that_divides_and_errors_name_valid_va
     assert (plan.micro_batch, plan.accumulation, plan.processes) == (8, 3, 2)
     arguments = BatchArguments(tokens_per_step=1000, per_device_train_batch_size="4")
     sentence = r"1000 is not a multiple of 256 \(context 64 x 1 process x micro-batch 4\); the n.* 768 or 1024"
-    with pytest.raises(UserError, match=sentence):
-        plan_batches(arguments, 64, 1, largest_micro_batch=100)
-    with pytest.raises(UserError, match="has 8 tokens, fewer than one context of 8"):
-        WindowOrder(8, 8, seed=0)
+    assert_user_error(sentence, plan_batches, arguments, 64, 1, largest_micro_batch=100)
+    assert_user_error("has 8 tokens, fewer than one context of 8", WindowOrder, 8, 8, seed=0)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])

@@ -12,8 +12,7 @@ from benchmarks import performance, results, tokens_to_loss, train_step
 from benchmarks.contestants import Measurement, Rung, compete
 from benchmarks.ladder import LADDER, WITHOUT_ONE
 from benchmarks.workload import Workload, make_store
-from conftest import REPOSITORY
-from errors import UserError
+from conftest import REPOSITORY, assert_user_error
 
 
 @pytest.mark.parametrize("pages", [performance, tokens_to_loss], ids=lambda pages: pages.__name__)
@@ -65,8 +64,7 @@ def test_ratios_are_computed_within_a_round_and_a_wrong_nanogpt_path_is_refused(
         "theirs": [{"seconds_a_step": [0.4]}, {"seconds_a_step": [1.2]}],
     }
     assert train_step.ratios(measured) == {"theirs": {"median": 2.0, "p10": 2.0, "p90": 2.0}}
-    with pytest.raises(UserError, match=r"has no model\.py"):
-        train_step.main(["--nanogpt", str(tmp_path)])
+    assert_user_error(r"has no model\.py", train_step.main, ["--nanogpt", str(tmp_path)])
 
 
 def test_the_train_step_benchmark_measures_a_run(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from test_corpus import write, write_records
 
+from conftest import assert_user_error
 from errors import UserError
 from tokenizer.chat import CHATML, CHATML_TOKENS, MARKS, ChatTemplate, normalized
 from tokenizer.corpus import Corpus, CorpusArguments
@@ -100,8 +101,7 @@ def test_template_is_chatml_or_a_file(tmp_path):
     assert ChatTemplate.read(str(path)) == "{# 雪 #}{{ messages[0]['content'] }}"
     for name in ("chatlm", "no/such.jinja", "."):
         sentence = rf"^The chat template {name} cannot be read \(it is not a file\); give a Jinja file, or chatml\.$"
-        with pytest.raises(UserError, match=sentence):
-            ChatTemplate.read(name)
+        assert_user_error(sentence, ChatTemplate.read, name)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,7 @@ def test_records_without_a_valid_chat_are_counted_with_the_reason(tmp_path):
     assert len(chats) == counts.documents == 2
     assert counts.empty_records == 3
     source = Corpus([str(tmp_path / "a.jsonl")], CorpusArguments())
-    with pytest.raises(UserError, match=r"line 1 \(it is not a list of messages with role and content\); name the"):
-        source.check(counts)
+    assert_user_error(r"line 1 \(it is not a list of messages with role and content\); name the", source.check, counts)
 
 
 def test_surrogates_in_messages_are_replaced_and_text_and_chats_can_be_mixed(tmp_path):

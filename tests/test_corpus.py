@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from conftest import assert_user_error
 from errors import UserError
 from tokenizer import corpus as corpus_module
 from tokenizer import documents as documents_module
@@ -365,8 +366,7 @@ def test_intermediate_check_uses_the_total_size(tmp_path):
     sentence = r"a\.txt cannot be read: No such file or directory; fix it or exclude it\.$"
     with pytest.raises(UserError, match=sentence):
         list(Reader().pieces(unit.ranges[0]))
-    with pytest.raises(UserError, match=sentence):
-        source.fingerprint()
+    assert_user_error(sentence, source.fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -389,8 +389,7 @@ def test_strict_refuses_unclean_text_with_its_place(tmp_path, monkeypatch, name,
         write(tmp_path / f"good{i}.txt", "good")
     write(tmp_path / name, content)
     documents(tmp_path)
-    with pytest.raises(UserError, match=rf"is not clean \({what}"):
-        documents(tmp_path, strict=True)
+    assert_user_error(rf"is not clean \({what}", documents, tmp_path, strict=True)
 
 
 def folder_with(tmp_path: Path, name: str, content: bytes, words: str = GOOD * 100) -> Path:

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from errors import UserError
+from conftest import assert_user_error
 from tokenizer.dedup import BANDS, BLOCK_CHARACTERS, ROWS, MinHasher, repeated, repeated_keys
 
 FOX = "The quick brown fox jumps over the lazy dog, and the dog sleeps on."
@@ -133,5 +133,4 @@ def test_bands_of_short_wordless_and_long_texts(hasher):
 
 def test_missing_rensa_is_reported_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "rensa", None)
-    with pytest.raises(UserError, match=r"which is not installed: install it with pip install -e '\.\[dedup\]'"):
-        MinHasher()
+    assert_user_error(r"which is not installed: install it with pip install -e '\.\[dedup\]'", MinHasher)

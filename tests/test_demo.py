@@ -19,7 +19,7 @@ pytest.importorskip("gradio", reason="the demo needs gradio")
 from huggingface_hub import HfApi, SpaceCard
 
 import generate
-from conftest import REPOSITORY, prose
+from conftest import REPOSITORY, assert_user_error, prose
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from publishing import demo, demo_page
@@ -161,8 +161,11 @@ def test_stop_ends_the_generation(address, browser):
     page.wait_until_done()
 
 
-def test_an_unknown_character_is_reported_and_the_other_model_writes(address, browser):
+def test_an_example_fills_the_prompt_and_an_unknown_character_is_reported(address, browser):
     page = Page(browser, address)
+    page.fill("#prompt textarea", "something else")
+    page.click(".chip")
+    page.wait_for("return document.querySelector('#prompt textarea').value === 'the'")
     page.set(length="4")
     page.fill("#prompt textarea", "<b>${1+1}</b>")
     page.click("#start")
@@ -170,13 +173,6 @@ def test_an_unknown_character_is_reported_and_the_other_model_writes(address, br
     assert page.texts(".prompt") == ["<b>${1+1}</b>"]  # shown as typed, not as HTML
     refusal = "The prompt contains '$', '+', '/', '1', '<', '>', '{', '}', which is not among this model's"
     assert refusal in page.texts(".text")[1]
-
-
-def test_a_click_on_an_example_fills_the_prompt(address, browser):
-    page = Page(browser, address)
-    page.fill("#prompt textarea", "something else")
-    page.click(".chip")
-    page.wait_for("return document.querySelector('#prompt textarea').value === 'the'")
 
 
 def settings(**others) -> demo_page.Settings:
@@ -267,11 +263,9 @@ def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch
     ],
 )
 def test_wrong_arguments_are_refused(run, arguments, expected):
-    with pytest.raises(UserError, match=expected):
-        demo.main([str(run) if argument == "RUN" else argument for argument in arguments])
+    assert_user_error(expected, demo.main, [str(run) if argument == "RUN" else argument for argument in arguments])
 
 
 def test_without_gradio_the_install_command_is_printed(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(UserError, match=r"pip install -e '\.\[demo\]'"):
-        demo.main([str(run)])
+    assert_user_error(r"pip install -e '\.\[demo\]'", demo.main, [str(run)])

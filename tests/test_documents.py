@@ -218,29 +218,6 @@ def test_binary_files_are_skipped_and_invalid_bytes_replaced(tmp_path):
     assert (counts.bad_bytes, counts.first["bad_bytes"]) == (12, [str(tmp_path / "a.txt"), {}])
 
 
-@pytest.mark.parametrize("character", ["é", "雪", "🙂"])
-def test_characters_across_read_blocks_are_kept_and_broken_ones_counted_once(tmp_path, character):
-    size = len(character.encode())
-    for lead in range(size):
-        text = "a" * lead + character * (PIECE_BYTES // size + 1) + "é"
-        found, counts = pieces(write(tmp_path / "a.txt", text))
-        assert joined(found) == text
-        assert counts.bad_bytes == 0
-    found, counts = pieces(write(tmp_path / "a.txt", b"x" * (PIECE_BYTES - 1) + b"\xc3" + b"x" * 100))
-    assert joined(found) == "x" * (PIECE_BYTES - 1) + "\ufffd" + "x" * 100
-    assert counts.bad_bytes == 1
-
-
-@pytest.mark.parametrize("sample_by", ["line", "paragraph"])
-@pytest.mark.parametrize("shift", [-2, -1, 0, 1])
-def test_line_ends_across_read_blocks_are_recognized(tmp_path, monkeypatch, sample_by, shift):
-    monkeypatch.setattr(documents_module, "PIECE_BYTES", 100)
-    text = "x" * (200 + shift) + "\r\n\r\ny"
-    found, _ = pieces(write(tmp_path / "a.txt", text), sample_by)
-    assert joined(found) == text.replace("\r\n", "")
-    assert sum(piece.ends_document for piece in found) == 2
-
-
 def test_megabytes_of_white_space_are_one_blank_document_unless_text_follows(tmp_path):
     found, counts = pieces(write(tmp_path / "a.txt", " \n" * 1_200_000))
     assert (found, counts.blank, counts.documents, counts.bytes) == ([], 1, 0, 0)
@@ -355,8 +332,9 @@ def any_text(monkeypatch):
 @pytest.mark.parametrize("sample_by", ["document", "line", "paragraph"])
 @pytest.mark.parametrize("unit_bytes", [1, 2, 3, 5, 7, 64, 1000])
 def test_units_contain_all_documents_of_a_file(tmp_path, monkeypatch, any_text, sample_by, unit_bytes):
-    """Bytes that are not UTF-8 are counted once, for any unit size."""
+    """Bytes that are not UTF-8 are counted once, for any size of units and of the blocks that are read."""
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(documents_module, "PIECE_BYTES", unit_bytes if unit_bytes > 3 else PIECE_BYTES)
     for content in [*(random_text(seed).encode() for seed in range(40)), *map(random_bytes, range(30))]:
         text, bad = re.subn("[\ud800-\udfff]", "\ufffd", content.decode(errors="surrogateescape"))
         found, counts = pieces(write(tmp_path / "a.txt", content), sample_by)

@@ -10,8 +10,7 @@ import pytest
 import zstandard
 from test_corpus import write_records
 
-from conftest import prose
-from errors import UserError
+from conftest import assert_user_error, prose
 from tokenizer import estimate as estimate_module
 from tokenizer.corpus import CorpusArguments
 from tokenizer.estimate import Estimate, estimate
@@ -83,8 +82,7 @@ def test_small_text_is_not_estimated(tmp_path):
 def test_errors_name_the_sample(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 and more of it \n" * 10_000)
     sentence = r"^In a sample of .*a.txt: it is not UTF-8 text: [0-9,]+ of .* in .*/a.txt, line 1; convert it to UTF"
-    with pytest.raises(UserError, match=sentence):
-        estimated(tmp_path / "a.txt", tmp_path)
+    assert_user_error(sentence, estimated, tmp_path / "a.txt", tmp_path)
 
 
 def test_folder_of_only_damaged_files_is_refused(tmp_path):
@@ -92,8 +90,7 @@ def test_folder_of_only_damaged_files_is_refused(tmp_path):
     packed = gzip.compress("".join(texts(3)).encode())
     (tmp_path / "text" / "a.txt.gz").write_bytes(packed[:1000] + b"\xff" * 9000 + packed[10_000:])
     sentence = r"^In a sample of .*text: it: 1 files of 0\.1 MB cannot be read, .*a\.txt\.gz cannot be read: Error"
-    with pytest.raises(UserError, match=sentence):
-        estimated(tmp_path / "text", tmp_path)
+    assert_user_error(sentence, estimated, tmp_path / "text", tmp_path)
 
 
 def test_killed_plan_leaves_no_sample(launch):

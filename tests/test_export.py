@@ -10,8 +10,7 @@ import pytest
 from huggingface_hub import DatasetCard
 from pyarrow import parquet
 
-from conftest import prose, tokenized
-from errors import UserError
+from conftest import assert_user_error, prose, tokenized
 from tokenizer import export, vocabulary
 from tokenizer.pretokenize import main
 from tokenizer.store import TokenStore
@@ -81,8 +80,7 @@ def test_exporting_again_keeps_the_existing_export(made):
     taken = made.folder.with_name("books-parquet")
     (taken / "data").mkdir(parents=True)
     (taken / "data" / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"books-parquet exists and is not an export of .*books; move it away"):
-        export.to_parquet(made)
+    assert_user_error(r"books-parquet exists and is not an export of .*books; move it away", export.to_parquet, made)
     assert len(list(taken.rglob("*"))) == 2
     taken.rename(made.folder.with_name("elsewhere"))
     assert export.to_parquet(made) == taken

@@ -12,7 +12,7 @@ import pytest
 import generate
 import train_accelerate
 from atomic import file_sha256
-from conftest import REPOSITORY, contents, reset_accelerate
+from conftest import REPOSITORY, assert_user_error, contents, reset_accelerate
 from errors import UserError
 from tokenizer import export, inspect, pretokenize, unpack
 from tokenizer.recipe import Recipe
@@ -151,7 +151,6 @@ def test_files_of_newer_versions_are_refused_and_kept(old, file, use, monkeypatc
     content = json.loads((old / file).read_text()) | {"format_version": 9, "of_tomorrow": [1]}
     (old / file).write_text(json.dumps(content))
     before = contents(old)
-    with pytest.raises(UserError, match=r"was written by a newer version of GPT2Scratch \(format 9; .* `git pull`\."):
-        use(old)
+    assert_user_error(r"was written by a newer version of GPT2Scratch \(format 9; .* `git pull`\.", use, old)
     after = contents(old)
     assert {path: after[path] for path in before} == before

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import prose, tokenized
+from conftest import assert_user_error, prose, tokenized
 from errors import UserError
 from tokenizer import inspect
 from tokenizer.store import TokenStore
@@ -84,8 +84,7 @@ def test_changed_byte_in_any_file_is_found(store, original):
 )
 def test_missing_stores_and_documents_are_reported(store, arguments, sentence):
     arguments = [str(store), *arguments] if arguments and arguments[0].startswith("-") else arguments
-    with pytest.raises(UserError, match=sentence):
-        inspect.main(arguments)
+    assert_user_error(sentence, inspect.main, arguments)
 
 
 def test_report_lists_left_out_text_and_tokens_with_examples(store):

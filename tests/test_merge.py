@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import prose
+from conftest import assert_user_error, prose
 from errors import UserError
 from tokenizer import corpus, encode, merge
 from tokenizer.byte_range import place_to_cut
@@ -112,15 +112,6 @@ def test_documents_keep_their_order_and_inputs_have_their_own_weights(tmp_path):
     store = store_of(tmp_path, first, second, third, weights=(2, 1, 3))
     assert trained_on(store) == for_training([*first, *second, *third, *first, *third, *third])
     assert Counter(held_out(store)).most_common(1)[0][1] == 1
-
-
-@pytest.mark.parametrize(("weight", "tokenizer_type"), [(2, "bpe"), (30, "bpe"), (2, "character")])
-def test_integer_weight_repeats_every_document(tmp_path, weight, tokenizer_type):
-    settings = {"tokenizer_type": tokenizer_type}
-    once, often = (store_of(tmp_path, DOCUMENTS[:60], weights=some, **settings) for some in ((), (weight,)))
-    assert trained_on(often) == trained_on(once) * weight
-    assert held_out(often) == held_out(once)
-    assert once.metadata.eos_token_id == (None if tokenizer_type == "character" else 0)
 
 
 def test_weight_one_half_selects_the_same_half_every_time(tmp_path):
@@ -391,7 +382,6 @@ def test_damaged_part_is_written_again(tmp_path, name, damage):
         assert Part.read(builder.work, int(path.stem)) is None
     else:
         sentence = rf"{path.name} was damaged, by a power failure or a broken disk; the same command"
-        with pytest.raises(UserError, match=sentence):
-            merged(builder, builder.work)
+        assert_user_error(sentence, merged, builder, builder.work)
     UnitProcessor(builder.work).process(int(path.stem))
     assert merged(builder, builder.work) == expected

@@ -1,4 +1,4 @@
-"""Position of a run in its data: literal values, and the definition applied step by step."""
+"""Position of a run in its data, compared with its definition applied step by step."""
 
 import random
 
@@ -14,14 +14,6 @@ def walked(position: DataPosition, step: int, sequences: int) -> int:
         if now < step:
             sample += sequences
     return sample
-
-
-def test_samples_are_consecutive_skip_ranges_and_continue_with_another_batch_size():
-    position = DataPosition(passed_over=((40, 60),))
-    assert [position.first_sample(step, 10) for step in range(8)] == [0, 10, 20, 30, 60, 70, 80, 90]
-    position = DataPosition(step=3, sample=30, tokens=480).after(5, 10, 16)
-    assert position == DataPosition(step=5, sample=50, tokens=800)
-    assert [position.first_sample(step, 4) for step in (5, 6, 7)] == [50, 54, 58]
 
 
 def test_position_equals_its_definition():

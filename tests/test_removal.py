@@ -7,7 +7,7 @@ import pytest
 
 import push_to_hub
 from atomic import unfinished_path
-from conftest import REPOSITORY, contents
+from conftest import REPOSITORY, assert_user_error, contents
 from errors import UserError
 from publishing.demo import assemble_space
 from removal import MARK, discard, is_marked, mark, renew
@@ -34,8 +34,7 @@ def write(folder: Path, *names: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("flag", ["--overwrite_output_dir", "--save_total_limit=1"])
 def test_a_folder_that_is_not_a_run_is_refused_and_unchanged(train, tmp_path, names, flag):
     before = write(tmp_path / "p", *names)
-    with pytest.raises(UserError, match="p exists and is not a run folder; use another --output_dir"):
-        train(tmp_path / "p", flag)
+    assert_user_error("p exists and is not a run folder; use another --output_dir", train, tmp_path / "p", flag)
     assert contents(tmp_path / "p") == before
     with pytest.raises(UserError, match="p is neither a run folder nor a checkpoint in one"):
         train(None, "--resume_from_checkpoint", str(tmp_path / "p"))
@@ -46,8 +45,7 @@ def test_a_folder_that_is_not_a_run_is_refused_and_unchanged(train, tmp_path, na
 
 def test_a_file_is_refused_as_a_run_or_backup_folder(train, tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match="file exists and is not a run folder"):
-        train(tmp_path / "file")
+    assert_user_error("file exists and is not a run folder", train, tmp_path / "file")
     with pytest.raises(UserError, match=r"backup_dir is .*/file, which is a file; name a folder on another drive"):
         train(tmp_path / "run", "--backup_dir", str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "mine"
@@ -103,8 +101,7 @@ def test_a_model_without_its_checkpoints_is_not_replaced(train, tmp_path):
         assert contents(run) == before
     train(run, "--overwrite_output_dir", max_steps=3)
     (run / "config.yaml").unlink()
-    with pytest.raises(UserError, match=r"run has no config.yaml; restore it from a backup"):
-        train(run, max_steps=3)
+    assert_user_error(r"run has no config.yaml; restore it from a backup", train, run, max_steps=3)
 
 
 def test_a_folder_with_another_name_is_not_a_checkpoint(train, tmp_path):
@@ -162,8 +159,7 @@ def test_pretokenizing_replaces_no_other_files(tmp_path, names):
     pretokenize(recipe, tmp_path / "store")
     assert contents(tmp_path / ".disk.unfinished") == before
     (tmp_path / "store" / "inputs.json").write_text("{")
-    with pytest.raises(UserError, match=r"inputs\.json is missing or damaged \(Expecting"):
-        pretokenize(recipe, tmp_path / "store")
+    assert_user_error(r"inputs\.json is missing or damaged \(Expecting", pretokenize, recipe, tmp_path / "store")
 
 
 def test_discard_deletes_only_known_files_and_follows_no_link(tmp_path):
@@ -193,11 +189,9 @@ def test_a_killed_removal_is_completed(tmp_path):
 def test_a_mark_is_valid_for_one_kind(tmp_path):
     mark(tmp_path / "x", "run")
     assert is_marked(tmp_path / "x", "run")
-    with pytest.raises(UserError, match="x exists and was not written by this command"):
-        renew(tmp_path / "x", "hub", ())
+    assert_user_error("x exists and was not written by this command", renew, tmp_path / "x", "hub", ())
     (tmp_path / "link").symlink_to(tmp_path / "x")
-    with pytest.raises(UserError, match="link exists"):
-        renew(tmp_path / "link", "run", ())
+    assert_user_error("link exists", renew, tmp_path / "link", "run", ())
     write(tmp_path / "y", "a.bin")
     (tmp_path / "y" / MARK).symlink_to(tmp_path / "x" / MARK)
     assert not is_marked(tmp_path / "y", "run")

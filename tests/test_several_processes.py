@@ -10,7 +10,7 @@ from accelerate.commands.launch import launch_command_parser
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from conftest import REPOSITORY, TINY, assert_equal, flags, metrics, trained, weights
+from conftest import REPOSITORY, TINY, assert_equal, assert_user_error, flags, metrics, trained, weights
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.device import DeviceArguments, decide
@@ -168,8 +168,7 @@ def test_bf16_and_recomputed_activations_are_close(runs):
 
 def test_more_requested_than_running_processes_are_refused(train, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"requests 2 processes \(WORLD_SIZE\), but Accelerate sees 1"):
-        train(tmp_path / "run")
+    assert_user_error(r"requests 2 processes \(WORLD_SIZE\), but Accelerate sees 1", train, tmp_path / "run")
 
 
 def test_fsdp1_is_refused_and_unused_settings_are_reported(monkeypatch):

@@ -109,41 +109,10 @@ def test_a_batch_announces_itself_and_the_next(tmp_path, rank):
         tokens.file.announce(np.array([0, n - 3, n]), 17)  # the real map would refuse a range beyond its end
 
 
-def positions(offsets: list[int], starts: list[int], context: int, has_eos: bool) -> list[list[int]]:
-    return Documents(np.array(offsets), has_eos).positions(np.array(starts), context).tolist()
-
-
-@pytest.mark.parametrize(
-    ("offsets", "starts", "has_eos", "expected"),
-    [
-        # tokens  a b c E | d E | e f g h i E: ends at 4, 6 and 12; end-of-text is the first token of the next document
-        ([0, 4, 6, 12], [0], True, [[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5]]),
-        ([0, 4, 6, 12], [0], False, [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4]]),
-        # a boundary just outside of the window has no effect
-        ([0, 4, 8, 12], [4], False, [[0, 1, 2, 3]]),
-        ([0, 4, 8, 12], [3], True, [[0, 1, 2, 3]]),
-        # empty documents change nothing; a single document has no boundaries
-        ([0, 0, 4, 4, 4, 6, 6], [0, 1], False, [[0, 1, 2, 3, 0], [0, 1, 2, 0, 1]]),
-        ([0, 100], [0, 40, 91], False, [list(range(8))] * 3),
-    ],
-)
-def test_positions_restart_with_every_document(offsets, starts, has_eos, expected):
-    assert positions(offsets, starts, len(expected[0]), has_eos) == expected
-
-
-def test_positions_in_windows_that_cut_documents():
-    expected = {
-        2: [0, 0, 1, 0],  # c E d E: starts and ends within documents
-        3: [0, 1, 0, 1],  # E d E e: starts at the start of a document
-        4: [0, 0, 1, 2],  # d E e f
-        5: [0, 1, 2, 3],  # E e f g: one document, from its start
-        7: [0, 1, 2, 3],  # f g h i: a document that began before the window
-        8: [0, 1, 2, 0],  # g h i E: the next document starts with the last token
-    }
-    assert positions([0, 4, 6, 12], list(expected), 4, has_eos=True) == list(expected.values())
+def test_batch_positions_continue_beyond_the_end_of_the_text():
     ids = np.arange(12, dtype=np.uint16)
     tokens = Tokens(torch.from_numpy(ids.view(np.int16)), CPU, Documents(np.array([0, 4, 6, 12]), has_eos=True))
-    _, targets, found = tokens.batch(np.array([0, 8, 12]), 8)  # beyond the end of the text
+    _, targets, found = tokens.batch(np.array([0, 8, 12]), 8)
     assert found.dtype == torch.int64
     assert found.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4], list(range(8))]
     assert (targets[1] != IGNORED).tolist() == [True] * 3 + [False] * 5
@@ -151,11 +120,11 @@ def test_positions_in_windows_that_cut_documents():
 
 def test_positions_of_many_documents_equal_a_loop():
     rng = np.random.default_rng(0)
-    offsets = np.concatenate([[0], rng.integers(1, 40, 500).cumsum()])
+    offsets = np.concatenate([[0], rng.integers(0, 40, 500).cumsum()])  # some documents are empty
     starts = rng.integers(0, offsets[-1] - 64, 50)
     for has_eos in (True, False):
         begins = set((offsets - has_eos).tolist())
-        found = positions(offsets, starts, 64, has_eos)
+        found = Documents(offsets, has_eos).positions(starts, 64).tolist()
         for start, row in zip(starts.tolist(), found, strict=True):
             expected = [0]
             for place in range(start + 1, start + 64):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from conftest import contents
+from conftest import assert_user_error, contents
 from errors import UserError
 from tokenizer import unpack
 from tokenizer.store import TokenStore
@@ -66,8 +66,7 @@ def test_packing_is_deterministic_and_keeps_other_files(packed, tmp_path):
     (tmp_path / "my.store" / "train.bin").touch()
     assert unpack.pack(store).read_bytes() == first.read_bytes()
     packed.write_bytes(b"mine")
-    with pytest.raises(UserError, match=r"my\.store\.tar\.zst exists and is not the packed .*my\.store; move it away"):
-        unpack.pack(store)
+    assert_user_error(r"my\.store\.tar\.zst exists and is not the packed .*my\.store; move it away", unpack.pack, store)
     assert packed.read_bytes() == b"mine"
 
 
@@ -132,8 +131,7 @@ def test_links_and_devices_are_refused(packed, tmp_path, kind):
 
 
 def test_full_disk_and_existing_output_are_reported_before_unpacking(packed, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="is not an empty folder; choose another"):
-        unpack.unpack(packed, tmp_path / "my.store")
+    assert_user_error("is not an empty folder; choose another", unpack.unpack, packed, tmp_path / "my.store")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     assert "has 0.0 GB free; make room or name a folder on another disk." in refused(packed, tmp_path / "out")
 
@@ -143,8 +141,6 @@ def test_unpack_command_derives_the_folder_and_names_missing_arguments(packed, t
     unpack.main([str(packed)])
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'my.store'} has ")
     TokenStore(tmp_path / "my.store")
-    with pytest.raises(UserError, match="Name a packed store"):
-        unpack.main([])
+    assert_user_error("Name a packed store", unpack.main, [])
     for name, sentence in (("my.zip", r"my\.zip does not end in \.tar\.zst"), ("no.tar.zst", "does not exist")):
-        with pytest.raises(UserError, match=sentence):
-            unpack.main([name])
+        assert_user_error(sentence, unpack.main, [name])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atomic import file_sha256
-from conftest import TINY, flags
+from conftest import TINY, assert_user_error, flags
 from errors import UserError
 from tokenizer.export import to_parquet
 from tokenizer.store import TokenStore
@@ -94,8 +94,7 @@ def test_all_processes_of_a_run_end_on_a_damaged_store(launch, copy, tmp_path):
 def test_changed_tokens_are_neither_evaluated_nor_exported(train, copy, tmp_path, capsys):
     run = train(tmp_path / "run", data=copy)
     flip(copy / "val.bin")
-    with pytest.raises(UserError, match=r"val\.bin was changed or damaged"):
-        evaluate.main([str(run)])
+    assert_user_error(r"val\.bin was changed or damaged", evaluate.main, [str(run)])
     assert not (run / "evaluation").exists()
     with pytest.raises(UserError, match=r"val\.bin was changed or damaged"):
         to_parquet(TokenStore(copy))

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.long_words import TEXTS
-from conftest import prose, tokenized
+from conftest import assert_user_error, prose, tokenized
 from errors import UserError
 from tokenizer import encode, vocabulary
 from tokenizer.chat import CHATML_TOKENS
@@ -303,8 +303,7 @@ def test_existing_tokenizer_is_used_unchanged_and_another_vocab_size_refused(tmp
 @pytest.mark.parametrize("made_here", [False, True])
 def test_damaged_tokenizer_files_are_refused(bpe, tmp_path, content, made_here):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
-        vocabulary.load(tmp_path)
+    assert_user_error(r"has no tokenizer\.json", vocabulary.load, tmp_path)
     (tmp_path / "config.json").unlink()
     if made_here:
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
@@ -314,8 +313,7 @@ def test_damaged_tokenizer_files_are_refused(bpe, tmp_path, content, made_here):
     assert "\n" not in str(error.value)
     vocabulary.save(bpe, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": ')
-    with pytest.raises(UserError, match="No tokenizer can be loaded from"):
-        vocabulary.load(tmp_path)
+    assert_user_error("No tokenizer can be loaded from", vocabulary.load, tmp_path)
 
 
 def test_tokenizer_with_leading_spaces_loses_no_text(tmp_path):
