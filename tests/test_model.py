@@ -32,6 +32,7 @@ F = torch.nn.functional
 SEED = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 512, "vocab_size": 32000}
 CHARACTERS = {"n_layer": 4, "n_head": 4, "n_embd": 256, "n_positions": 256}
 OPENAI = {"n_positions": 1024, "vocab_size": 50257, "activation_function": "gelu_new", "tie_word_embeddings": True}
+RECIPE = MODERN | {"rope_parameters": ROPE | {"rope_theta": 1e4}, "attention_scale": 0.12, "tie_word_embeddings": False}
 PRESETS = {
     "nano": (413_184 + 256 * 32_000, {"n_layer": 2, "n_head": 4, "n_embd": 128, "n_positions": 128}),  # any vocabulary
     "shakespeare_char": (3_258_368, CHARACTERS | {"vocab_size": 65}),
@@ -41,6 +42,10 @@ PRESETS = {
     "gpt2_medium": (354_823_168, OPENAI | {"n_layer": 24, "n_head": 16, "n_embd": 1024}),
     "gpt2_large": (774_030_080, OPENAI | {"n_layer": 36, "n_head": 20, "n_embd": 1280}),
     "gpt2_xl": (1_557_611_200, OPENAI | {"n_layer": 48, "n_head": 25, "n_embd": 1600}),
+    "shakespeare_char_modern": (3_179_008, CHARACTERS | RECIPE | {"vocab_size": 65, "attention_scale": 0.17}),
+    "gpt2_small_seed_modern": (134_086_656, SEED | RECIPE | {"n_head": 6}),
+    "gpt2_modern": (162_129_408, SEED | RECIPE | {"n_head": 6, "n_positions": 1024, "vocab_size": 50257}),
+    "gpt2_medium_modern": (404_916_224, OPENAI | RECIPE | {"n_layer": 24, "n_head": 8, "n_embd": 1024}),
 }
 
 
@@ -142,7 +147,8 @@ def fresh_dynamo():
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_exactly_the_published_number_of_parameters(name):
     preset = yaml.safe_load((REPOSITORY / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
-    fields = {key: value for key, value in preset.items() if key in GPT2ScratchConfig.__annotations__}
+    known = {*GPT2ScratchConfig.__annotations__, "rope_theta"}
+    fields = {key: value for key, value in preset.items() if key in known}
     parameters, expected = PRESETS[name]
     config = GPT2ScratchConfig(**fields)
     assert {key: getattr(config, key) for key in expected} == expected
