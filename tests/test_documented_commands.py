@@ -16,6 +16,7 @@ from conftest import REPOSITORY, prose
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 SHORT = "--max_steps 4 --eval_steps 2 --save_steps 2 --max_eval_samples 8 --sample_tokens 8"
 SMALL = f"{SHORT} --tokens_per_step 256 --n_layer 1 --n_head 2 --n_embd 32 --n_positions 64 --torch_compile false"
+LONGER = SMALL.replace("--max_steps 4", "--max_steps 8")
 LIBRARY = f"{SHORT} --validation_fraction 0.01"  # on the quickstart's own text, whose validation takes long
 TRAIN = "python train_accelerate.py"
 PUSH = "python push_to_hub.py"
@@ -36,9 +37,8 @@ RUN = {
     f"{TRAIN} --resume_from_checkpoint runs/gpt2_small_seed": "--max_steps 6",
     "python -m training.evaluate runs/quickstart --checkpoint best": "",
     f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb": "",
-    f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt --profile": SMALL.replace(
-        "--max_steps 4", "--max_steps 8"
-    ),
+    f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt --profile": LONGER,
+    f"{TRAIN} --config presets/shakespeare_char_modern.yaml --data tinyshakespeare.txt": SMALL,
     "cp presets/nano.yaml presets/mine.yaml": "",
     f"{TRAIN} --config presets/mine.yaml --data my.txt --plan": f"{SMALL} --plan_steps 1",
     f"{TRAIN} --config presets/mine.yaml --data my.txt": SMALL,
@@ -128,6 +128,9 @@ INSTEAD = {
     "mkdir -p drive": {"mkdir -p /content/drive/MyDrive/runs": "the path is Colab's"},
     f"{TRAIN} --config presets/gpt2.yaml --data data/my --backup_dir drive --max_hours 11.5 {SMALL}": {
         f"{TRAIN} --config presets/gpt2.yaml --data data/my {TO_MY_DRIVE}": "the path is Colab's"
+    },
+    f"{TRAIN} --resume_from_checkpoint runs/shakespeare_char_modern/checkpoints/step_00000002 --max_steps 8 --output_dir runs/shakespeare_longer": {
+        f"{TRAIN} --resume_from_checkpoint runs/shakespeare_char_modern/checkpoints/step_00000400 --max_steps 2000 --output_dir runs/shakespeare_longer": "takes long"
     },
     f"{TRAIN} --resume_from_checkpoint runs/gpt2 --max_steps 6": {
         f"{TRAIN} --resume_from_checkpoint runs/gpt2": "too large"

@@ -147,8 +147,7 @@ def fresh_dynamo():
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_exactly_the_published_number_of_parameters(name):
     preset = yaml.safe_load((REPOSITORY / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
-    known = {*GPT2ScratchConfig.__annotations__, "rope_theta"}
-    fields = {key: value for key, value in preset.items() if key in known}
+    fields = {key: preset[key] for key in preset.keys() & {*GPT2ScratchConfig.__annotations__, "rope_theta"}}
     parameters, expected = PRESETS[name]
     config = GPT2ScratchConfig(**fields)
     assert {key: getattr(config, key) for key in expected} == expected
