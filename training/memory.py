@@ -2,8 +2,11 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 
-from modeling_gpt2scratch import GPT2ScratchConfig
+import torch
+
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.device import Setup
 from training.loss import rows_of_chunk
 from training.optim import moment_bytes
@@ -40,17 +43,10 @@ class Memory:
         """True if matrix products use bf16 or fp16."""
         return self.setup.mixed_precision != "no"
 
-    @property
+    @cached_property
     def parameters(self) -> int:
-        model, width = self.model, self.model.n_embd
-        inner = model.n_inner or 4 * width
-        block = 4 * width**2 + 2 * width * inner
-        vectors, last = (5 * width + inner) * model.use_bias, 0  # biases
-        if model.normalization == "layer_norm":
-            vectors, last = vectors + 2 * width * (1 + model.use_bias), 1 + model.use_bias
-        rows = model.vocab_size * (1 if model.tie_word_embeddings else 2) + last
-        rows += model.n_positions if model.rope_parameters is None else 0
-        return model.n_layer * (block + vectors) + rows * width
+        with torch.device("meta"):
+            return GPT2ScratchForCausalLM(self.model).num_parameters()
 
     @property
     def moments(self) -> int:
@@ -108,8 +104,7 @@ class Memory:
             kept += KEPT_BY_EAGER_SQUARE[self.in_half]
         block = tokens * model.n_embd * kept
         if is_eager:
-            scores = tokens * model.n_head * model.n_positions
-            block += scores * (SCORES_IN_HALF if self.in_half else SCORES_IN_FP32)
+            block += tokens * model.n_head * model.n_positions * (SCORES_IN_HALF if self.in_half else SCORES_IN_FP32)
         return block
 
     @property

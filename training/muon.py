@@ -9,11 +9,8 @@ from torch.optim.adamw import adamw
 
 from training.tensors import shard_like
 
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # steepest slope at zero that still converges into [0.7, 1.2] (Jordan et al. 2024)
+# Steepest slope at zero that still converges into [0.7, 1.2] (Jordan et al. 2024).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 MOMENTUM_WARMUP, FIRST_MOMENTUM, MOMENTUM = 300, 0.85, 0.95  # steps, and the momentum before and after them
 
@@ -73,16 +70,10 @@ class Muon(torch.optim.Optimizer):
             if not self.state[parameter]:
                 moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
                 self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
-        exp_avgs, exp_avg_sqs, steps = (
-            [self.state[parameter][key] for parameter in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
-        )
+        states = [self.state[parameter] for parameter in parameters]
+        exp_avgs, exp_avg_sqs, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         (beta1, beta2), found_inf = group["betas"], getattr(self, "found_inf", None)
-        settings = {
-            "lr": group["lr"],
-            "weight_decay": group["weight_decay"],
-            "eps": group["eps"],
-            "fused": group["fused"],
-        }
+        settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "fused")}
         gradients = [parameter.grad for parameter in parameters]
         adamw(
             parameters, gradients, exp_avgs, exp_avg_sqs, [], steps,
