@@ -4,7 +4,6 @@ import difflib
 import errno
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -61,15 +60,8 @@ class FlagParser(HfArgumentParser):
         message = message if len(message) <= LONGEST_ERROR else f"{message[:LONGEST_ERROR]} ..."
         raise UserError(f"{message[0].upper()}{message[1:].rstrip('.')}. See --help.")
 
-    @property
-    def names(self) -> list[str]:
-        return [field.name for dataclass_type in self.dataclass_types for field in fields(dataclass_type)]
-
     def parse(
-        self,
-        arguments: list[str],
-        default_config: Path | None = None,
-        check: Callable[..., None] | None = None,
+        self, arguments: list[str], default_config: Path | None = None, check: Callable[..., None] | None = None
     ) -> tuple:
         """Return the filled dataclasses. Afterwards, `in_file` has the names of the settings in the file that was read.
 
@@ -87,8 +79,7 @@ class FlagParser(HfArgumentParser):
         except UserError as error:
             found.add(str(error))
             content, check = {}, None  # the values in the file are unknown
-        given = set(self.named_flags(arguments))
-        if given & EXCLUSIVE:
+        if EXCLUSIVE & self.named_flags(arguments):
             content = {name: value for name, value in content.items() if name not in EXCLUSIVE}
         from_file = self._checked(content, config_path, found)
         self.in_file = set(from_file)
@@ -98,11 +89,9 @@ class FlagParser(HfArgumentParser):
         self.set_defaults(**from_file)
         good = self._good_flags(arguments, found)
         check = None if "config" in found.unsure else check
-        found.unsure -= set(self.named_flags(good))
+        found.unsure -= self.named_flags(good)
         namespace = self.parse_args(good)
-        filled = []
-        for dataclass_type in self.dataclass_types:
-            filled.append(dataclass_type(**{f.name: getattr(namespace, f.name) for f in fields(dataclass_type)}))
+        filled = [kind(**{f.name: getattr(namespace, f.name) for f in fields(kind)}) for kind in self.dataclass_types]
         if not self._lacks_needed(filled, found):
             found.add_of(check, filled)
         found.refuse()
@@ -183,11 +172,10 @@ class FlagParser(HfArgumentParser):
         dashes, hint = "--" if kind == "flag" else "", "See --help for the list."
         other_names = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
         others = other_names.get(_name(given), [])
-        if names := [name for name in others if name in self.names] or [name for name in others if name == "config"]:
+        known = [*self.limits, *(["config", "help_all"] if dashes else [])]
+        if names := [name for name in others if name in self.limits] or [name for name in others if name == "config"]:
             hint = f"Use {', '.join(dashes + name for name in names)}."
-        elif names := difflib.get_close_matches(
-            _name(given), [*self.names, *(["config", "help_all"] if dashes else [])], n=1
-        ):
+        elif names := difflib.get_close_matches(_name(given), known, n=1):
             hint = f"Did you mean {dashes}{names[0]}?"
         found.add(f"{where}Unknown {kind} {given}. {hint}", *names)
 
@@ -207,8 +195,7 @@ class FlagParser(HfArgumentParser):
             return _entry(f"--{name} {_metavar(action)}".rstrip(), text, 28, width)
 
         groups = {
-            re.sub("Arguments$", "", kind.__name__): [field.name for field in fields(kind)]
-            for kind in self.dataclass_types
+            kind.__name__.removesuffix("Arguments"): [f.name for f in fields(kind)] for kind in self.dataclass_types
         }
         positional = f"[{self.positional.upper()}] " if self.positional else ""
         usage = f"usage: {_program()} {positional}[--config FILE.yaml] [--FLAG VALUE ...]"
@@ -222,12 +209,12 @@ class FlagParser(HfArgumentParser):
             _entry(title, textwrap.shorten(", ".join(names), width - 18, placeholder=" ..."), 16, width)
             for title, names in groups.items()
         ]
-        sections.append("\n".join([f"All {len(self.names)} flags by group (--help_all explains each):", *lines]))
+        sections.append("\n".join([f"All {len(self.limits)} flags by group (--help_all explains each):", *lines]))
         return "\n\n".join(sections)
 
     @staticmethod
-    def named_flags(arguments: list[str]) -> list[str]:
-        return [_name(argument) for argument in arguments if _is_flag(argument)]
+    def named_flags(arguments: list[str]) -> set[str]:
+        return {_name(argument) for argument in arguments if _is_flag(argument)}
 
     @staticmethod
     def value_of(name: str, arguments: list[str]) -> str | None:
@@ -318,8 +305,7 @@ def _shown(value: Any) -> str:
 
 def _entry(name: str, text: str, column: int, width: int) -> str:
     """Return a help entry: the name, and its text from `column` on, on the next line if the name is too long."""
-    lines = textwrap.wrap(
-        text, width, initial_indent=" " * column, subsequent_indent=" " * column, break_on_hyphens=False
-    )
+    indent = " " * column
+    lines = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     name = f"  {name}"
     return "\n".join([name, *lines] if len(name) > column - 2 else [name + lines[0][len(name) :], *lines[1:]])

@@ -25,8 +25,9 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
     """Return a dataclass field with its `--help` text and its limits (see `KEYS`): `setting(1, "Batches.", minimum=1)`.
 
     `resume` decides what happens if the value differs from the resumed checkpoint's. By default the change is reported.
-    "free": it is not reported. "refused": it requires --allow_change. "fixed": it cannot change. "derived": the checkpoint records a value computed from the
-    setting instead, such as `max_steps` or the hash of the data.
+    "free": it is not reported. "refused": it requires --allow_change. "fixed": it cannot change. "derived": the checkpoint
+    records a value computed from the setting instead, such as `max_steps` or the hash of the data. Most settings of the model
+    and all of the text are derived, see `training/config.py`.
     """
     metadata = {"help": help, **limits}
     if isinstance(default, list):
@@ -48,12 +49,8 @@ def problem(name: str, value: Any, metadata: Mapping[str, Any]) -> str | None:
     if all(BOUNDS[key][1](value, bound) for key, bound in bounds.items()):  # nan fails every comparison
         return None
     shown = bounds if value > LARGEST else lower | upper
-    rule = " and ".join(f"{BOUNDS[key][0]} {_shown(bound)}" for key, bound in shown.items())
+    rule = " and ".join(f"{BOUNDS[key][0]} {bound:,}" for key, bound in shown.items())
     return f"{name} is {str(value)[:40]}; it must be {rule}."
-
-
-def _shown(bound: float) -> str:
-    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def _problem_of_text(name: str, text: str, is_free: bool) -> str | None:

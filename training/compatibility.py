@@ -39,7 +39,7 @@ class Settings:
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
-    resume: Mapping[str, str]  # by name, see `limits.setting`; a missing name is reported
+    resume: Mapping[str, str | None]  # by name, see `limits.setting`; None is reported
     allowed: set[str]  # names given in --allow_change
 
     @property
@@ -48,10 +48,8 @@ class Settings:
 
     def problems(self) -> list[str]:
         may_name = [*sorted(self.refused), *model_fields(GPT2ScratchConfig)]
-        return [
-            f"allow_change names {name!r}; it may name {', '.join(may_name)}."
-            for name in sorted(self.allowed - set(may_name))
-        ]
+        unknown = sorted(self.allowed - set(may_name))
+        return [f"allow_change names {name!r}; it may name {', '.join(may_name)}." for name in unknown]
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings that a checkpoint records."""
@@ -87,9 +85,8 @@ def compare(
         problem = " ".join(str(error).split())[:200]
         raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
     fields = model_fields(type(model))
-    before = (
-        {"optimizer": "adamw"} | {name: getattr(saved, name) for name in fields} | state.settings
-    )  # once the only one
+    older = {"optimizer": "adamw"}  # once the only one, and not recorded
+    before = older | {name: getattr(saved, name) for name in fields} | state.settings
     now = {name: getattr(model, name) for name in fields} | dict(now)
     different = {name: _sentence(name, now, before) for name in now if name in before and now[name] != before[name]}
     allowed = settings.allowed | (TOKEN_IDS if "tokenizer" in settings.allowed else set())

@@ -19,7 +19,7 @@ from tokenizer.vocabulary import VocabularyArguments
 from training.backup import BackupArguments
 from training.batches import BatchArguments
 from training.checkpoint import CheckpointArguments
-from training.compatibility import ChangeArguments, Settings
+from training.compatibility import MAY_DIFFER, ChangeArguments, Settings
 from training.data import DataArguments, is_store, name_of
 from training.device import DeviceArguments
 from training.guard.stopping import StoppingArguments
@@ -36,6 +36,8 @@ from training.trackers import LoggingArguments
 
 TEXT_PARTS = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
 TEXT_SETTINGS = {part.name for kind in TEXT_PARTS for part in fields(kind)}
+# A checkpoint records the hashes of text and tokenizer, and its config.json, instead of these settings.
+DERIVED = TEXT_SETTINGS | {part.name for part in fields(ModelArguments)} - MAY_DIFFER
 MAIN = (  # flags that --help explains
     *("config", "data", "output_dir", "resume_from_checkpoint", "plan"),
     *("n_layer", "n_embd", "tokens_per_step", "max_steps", "learning_rate"),
@@ -108,10 +110,8 @@ class TrainConfig:
     def settings(self) -> Settings:
         """Every setting with its default and its effect on resuming."""
         defaults = {name: value for kind in PARTS for name, value in asdict(kind()).items()}
-        meanings = {
-            part.name: part.metadata["resume"] for kind in PARTS for part in fields(kind) if "resume" in part.metadata
-        }
-        return Settings(self.flat(), defaults, meanings | dict.fromkeys(TEXT_SETTINGS, "derived"), self.changes.allowed)
+        stated = {part.name: part.metadata.get("resume") for kind in PARTS for part in fields(kind)}
+        return Settings(self.flat(), defaults, stated | dict.fromkeys(DERIVED, "derived"), self.changes.allowed)
 
     def problems(self) -> list[str]:
         """Return the problems that can be found without access to the data or the device."""
@@ -149,11 +149,10 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
     def compose(parts: tuple) -> TrainConfig:
         if no_source is not None:
             raise UserError(no_source)
-        return _composed(parts, set(parser.named_flags(arguments)), parser.in_file, named, resumed)
+        return _composed(parts, parser.named_flags(arguments), parser.in_file, named, resumed)
 
     default = named or (resumed / CONFIG_FILE if resumed else QUICKSTART)
-    filled = parser.parse(arguments, default_config=default, check=lambda *parts: check(compose(parts)))
-    return compose(filled)
+    return compose(parser.parse(arguments, default_config=default, check=lambda *parts: check(compose(parts))))
 
 
 def _composed(

@@ -21,38 +21,29 @@ from training.tensors import load_weights
 class ModelArguments:
     """Fields of `GPT2ScratchConfig`, with the same names and defaults, except `rope_theta`. The vocabulary comes from the token store."""
 
-    n_layer: int = setting(12, "Number of transformer blocks.", minimum=1, maximum=1000, resume="derived")
-    n_head: int = setting(12, "Heads per block; must divide n_embd.", minimum=1, maximum=1024, resume="derived")
-    n_embd: int = setting(768, "Width of the residual stream.", minimum=1, maximum=65_536, resume="derived")
-    n_positions: int = setting(512, "Context length in tokens.", minimum=1, maximum=1_048_576, resume="derived")
-    n_inner: int | None = setting(
-        None, "Width of the MLP. Default: 4 * n_embd.", minimum=1, maximum=262_144, resume="derived"
-    )
-    activation_function: str = setting(
-        "gelu", "gelu (exact), gelu_new (GPT-2's tanh) or relu2 (squared ReLU).", resume="derived"
-    )
+    n_layer: int = setting(12, "Number of transformer blocks.", minimum=1, maximum=1000)
+    n_head: int = setting(12, "Heads per block; must divide n_embd.", minimum=1, maximum=1024)
+    n_embd: int = setting(768, "Width of the residual stream.", minimum=1, maximum=65_536)
+    n_positions: int = setting(512, "Context length in tokens.", minimum=1, maximum=1_048_576)
+    n_inner: int | None = setting(None, "Width of the MLP. Default: 4 * n_embd.", minimum=1, maximum=262_144)
+    activation_function: str = setting("gelu", "gelu (exact), gelu_new (GPT-2's tanh) or relu2 (squared ReLU).")
     normalization: Literal["layer_norm", "rms_norm"] = setting(
         "layer_norm",
         "rms_norm has no weights, also normalizes the embedding, queries and keys, and zeroes output projections at the start.",
-        resume="derived",
     )
     rope_theta: float | None = setting(
-        None, "Base of rotary positions, such as 10000. Default: learned positions.", above=1, resume="derived"
+        None, "Base of rotary positions, such as 10000. Default: learned positions.", above=1
     )
-    use_bias: bool = setting(True, "Biases in linear layers and LayerNorms.", resume="derived")
+    use_bias: bool = setting(True, "Biases in linear layers and LayerNorms.")
     attention_scale: float | None = setting(
-        None, "Factor of attention scores. Default: 1 / sqrt(n_embd / n_head).", above=0, maximum=1000, resume="derived"
+        None, "Factor of attention scores. Default: 1 / sqrt(n_embd / n_head).", above=0, maximum=1000
     )
-    tie_word_embeddings: bool = setting(False, "Share the token embedding with the head.", resume="derived")
+    tie_word_embeddings: bool = setting(False, "Share the token embedding with the head.")
     embd_pdrop: float = setting(0.0, "Dropout probability after the embeddings.", minimum=0, below=1)
     attn_pdrop: float = setting(0.0, "Dropout probability of the attention weights.", minimum=0, below=1)
     resid_pdrop: float = setting(0.0, "Dropout probability of the outputs of attention and MLP.", minimum=0, below=1)
-    layer_norm_epsilon: float = setting(
-        1e-5, "Added to the variance in normalizations.", minimum=1e-12, maximum=1, resume="derived"
-    )
-    initializer_range: float = setting(
-        0.02, "Standard deviation of the initial weights.", minimum=1e-6, maximum=10, resume="derived"
-    )
+    layer_norm_epsilon: float = setting(1e-5, "Added to the variance in normalizations.", minimum=1e-12, maximum=1)
+    initializer_range: float = setting(0.02, "Standard deviation of the initial weights.", minimum=1e-6, maximum=10)
 
 
 def model_config(
