@@ -26,17 +26,7 @@ from training.console import printer
 from training.data import bytes_of, estimate_store, open_store, place_tokens
 from training.device import Setup, describe, kernel_of_sdpa, memory_of_others
 from training.distributed import start_accelerator
-from training.hardware import (
-    DOLLARS_PER_COLAB_UNIT,
-    FILLS_A_GPU,
-    MFU_OF_OTHERS,
-    PRICES_OF,
-    RENTALS,
-    Rental,
-    name_of,
-    peak_flops,
-    reported_mfu,
-)
+from training.hardware import FILLS_A_GPU, MFU_OF_OTHERS, RENTALS, Rental, name_of, peak_flops, reported_mfu
 from training.optim import describe_rates, usual_learning_rate
 from training.plan import Plan
 from training.preflight import make_plan, setup_of
@@ -254,11 +244,8 @@ def describe_forecast(
         "advice": advice(forecast),
         "rentals": rentals,
         "run": run,
-        "prices_of": PRICES_OF,
-        "colab_dollars": DOLLARS_PER_COLAB_UNIT,
     }
-    template = environment().get_template("forecast.txt.j2")
-    return template.render(vars(forecast), forecast=forecast, **facts).rstrip()
+    return environment().get_template("forecast.txt.j2").render(vars(forecast), forecast=forecast, **facts).rstrip()
 
 
 def advice(forecast: Forecast) -> Iterator[str]:

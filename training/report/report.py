@@ -21,7 +21,7 @@ from atomic import file_sha256, write_atomic
 from errors import NONSENSE, UserError, check_format, counted, disk_errors
 from tokenizer.store import RESUMES, TokenStore
 from training.console import clock, perplexity
-from training.hardware import GRAMS_OF_CO2_PER_KWH
+from training.hardware import DOLLARS_PER_COLAB_UNIT, GRAMS_OF_CO2_PER_KWH, PRICES_OF
 from training.metrics import read_metrics
 from training.report.facts import gather, read_facts, write_facts
 from training.report.plots import plot_course, plot_loss, plot_panel
@@ -40,7 +40,8 @@ def environment(*folders: Path) -> Environment:
     made.filters |= {"as": format, "counted": counted, "fenced": fenced, "cell": cell, "clock": clock}
     made.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a Python string
     made.filters["yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
-    made.globals["grams_of_co2_per_kwh"] = GRAMS_OF_CO2_PER_KWH
+    made.globals |= {"grams_of_co2_per_kwh": GRAMS_OF_CO2_PER_KWH, "colab_dollars": DOLLARS_PER_COLAB_UNIT}
+    made.globals["prices_of"] = PRICES_OF
     return made
 
 
