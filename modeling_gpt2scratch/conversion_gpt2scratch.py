@@ -190,9 +190,7 @@ def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
         raise ModelError(f"{CONFIG} lacks {', '.join(sorted(missing))}")
     config = {ours: seed[theirs] for ours, theirs in SEED_FIELDS.items()}
     config |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), seed.get("dropout", 0.0))
-    special = {}
-    if seed.get("tokenizer_type") == "bpe":
-        special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1} if seed.get("tokenizer_type") == "bpe" else {}
     config = GPT2ScratchConfig(**config, **special, activation_function="gelu", tie_word_embeddings=False)
     if not (folder / SEED_WEIGHTS).is_file():
         raise ModelError(f"{SEED_WEIGHTS} is missing")
@@ -206,9 +204,8 @@ def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
     named = {_seed_parameter_name(name): tensor for name, tensor in state.items() if "causal_mask" not in name}
     if config.n_layer > len(named):  # checked first, because building many layers takes time even without weights
         raise ModelError(f"it has only {len(named)} tensors for {config.n_layer} layers")
-    model = loading.load_weights(
-        GPT2ScratchForCausalLM, None, config, next(iter(named.values())).dtype, state_dict=named
-    )
+    dtype = next(iter(named.values())).dtype
+    model = loading.load_weights(GPT2ScratchForCausalLM, None, config, dtype, state_dict=named)
     model.generation_config = GenerationConfig(**special)
     return model
 

@@ -59,9 +59,8 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
             if isinstance(number := described.get(name), int) and number > len(types):
                 raise ModelError(f"{MISFIT}: {name} is {number}, but there are only {len(types)} tensors")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        config._attn_implementation = config._experts_implementation = (
-            None  # either setting may name a kernel, which is code from the Hub
-        )
+        # Either setting may name a kernel, which is code from the Hub.
+        config._attn_implementation = config._experts_implementation = None
         model = load_weights(AutoModelForCausalLM, folder, config, dtype)
         for name, _ in model.named_parameters():
             if not types.get(name, "F").startswith(("F", "BF")):
@@ -210,9 +209,8 @@ def read_model_config(folder: Path) -> dict[str, Any]:
             f"its config.json names model_type {str(kind)[:100]!r}, which is not a causal language model of Transformers, and "
             f"the model's own code is not run"
         )
-    if (
-        isinstance(number := described.get("num_labels"), int) and number > MAX_LABELS
-    ):  # Transformers creates a name for each label
+    # Transformers creates a name for each label.
+    if isinstance(number := described.get("num_labels"), int) and number > MAX_LABELS:
         raise ModelError(f"its config.json sets num_labels to {number}, but a language model has no labels")
     if refused := [name for name in REFUSED if described.get(name)]:
         raise ModelError(f"its config.json sets {refused[0]}, which is not supported here")

@@ -70,6 +70,7 @@ def model_card(
     native = native_kind(config) if options.format != "gpt2scratch" else None
     tag = "gpt2scratch" if options.has_code else native
     metadata = _metadata(source, repository, options, tag, brought if run is None else {}, measured)
+    license = options.license or sections.get("License") or sections.get("Licence") or metadata.license
     shown = {
         "base": "report.md.j2" if facts is not None else "page.md.j2",
         "sections": sections,
@@ -84,11 +85,7 @@ def model_card(
         "evaluation": evaluation_of(run, source.model) if run is not None else None,
         "own_evaluation": sections.get("Evaluation", "") if run is None else "",
         "measured": measured,
-        "license": options.license
-        or sections.get("License")
-        or sections.get("Licence")
-        or metadata.license
-        or NO_LICENSE,
+        "license": license or NO_LICENSE,
         "citation_key": re.sub(r"\W+", "", repository.id).lower(),
         "year": datetime.now(UTC).year,
         **_examples(source, config.n_positions),

@@ -20,24 +20,10 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # otherwise gradio r
 import gradio
 import torch
 from jinja2 import Template
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import logits_process
 
-from modeling_gpt2scratch.loading import (
-    LOWEST_TEMPERATURE,
-    ModelError,
-    arrange_weights,
-    encode_prompt,
-    end_tokens,
-    load_with_tokenizer,
-)
+from modeling_gpt2scratch import loading
 
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")
 REFRESH = 0.08  # seconds between updates of the page
@@ -71,15 +57,16 @@ class Settings:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < LOWEST_TEMPERATURE
+        return self.temperature < loading.LOWEST_TEMPERATURE
 
     def processors(self) -> LogitsProcessorList:
         """Return the processors of logits, in the order of Transformers' `generate`."""
-        chain = [RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))]
+        chain = LogitsProcessorList([logits_process.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))])
         if not self.is_greedy:
-            top_k = TopKLogitsWarper(int(self.top_k) or ALL_TOKENS)
-            chain += [TemperatureLogitsWarper(float(self.temperature)), top_k, TopPLogitsWarper(float(self.top_p))]
-        return LogitsProcessorList(chain)
+            chain.append(logits_process.TemperatureLogitsWarper(float(self.temperature)))
+            chain.append(logits_process.TopKLogitsWarper(int(self.top_k) or ALL_TOKENS))
+            chain.append(logits_process.TopPLogitsWarper(float(self.top_p)))
+        return chain
 
 
 @dataclass
@@ -97,9 +84,9 @@ class Continuation:
 
 def load(source: str, name: str, facts: list[str]) -> DemoModel:
     """Load `source`, a model folder or a Hub id. Raise a `ModelError` if it cannot be loaded."""
-    model, tokenizer = load_with_tokenizer(source)
+    model, tokenizer = loading.load_with_tokenizer(source)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    arrange_weights(model)
+    loading.arrange_weights(model)
     return DemoModel(name, [f"{model.num_parameters():,} parameters", *facts], model, tokenizer)
 
 
@@ -110,7 +97,7 @@ def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> It
     At temperature 0 these are the tokens of generate.py. Transformers' `generate` uses one random generator for all threads;
     here each text has its own, so that a seed gives the same text while others are generated.
     """
-    context, ends = model.config.max_position_embeddings, end_tokens(model)
+    context, ends = model.config.max_position_embeddings, loading.end_tokens(model)
     generator = torch.Generator(model.device).manual_seed(settings.seed)
     process = settings.processors()
     window = ids[-context + 1 :]
@@ -135,8 +122,8 @@ def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> It
 def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation) -> Iterator[None]:
     """Append generated text to `into`, one token per step."""
     try:
-        ids = encode_prompt(shown.tokenizer, prompt)
-    except ModelError as problem:
+        ids = loading.encode_prompt(shown.tokenizer, prompt)
+    except loading.ModelError as problem:
         into.text, into.state = str(problem), "refused"
         return
     tokens, written, begun = new_tokens(shown.model, ids, settings), [], time.perf_counter()

@@ -73,11 +73,8 @@ def main(request: dict) -> None:
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=min(NEW_TOKENS, context // 2), do_sample=False
     )
     nats, targets = scores(model, files) if files else ([], [])
-    unexpected = {
-        *full["unexpected_keys"],
-        *(set(base["unexpected_keys"]) - {"lm_head.weight"}),  # the base model has no head
-    }
-    wrong = map(str, {*base["missing_keys"], *full["missing_keys"], *unexpected})
+    of_base = set(base["unexpected_keys"]) - {"lm_head.weight"}  # the base model has no head
+    wrong = map(str, {*base["missing_keys"], *full["missing_keys"], *full["unexpected_keys"], *of_base})
     save_file({"logits": logits.float().contiguous()}, request["logits"])
     answer = {"wrong_keys": sorted(wrong), "vocabulary": len(tokenizer), "nats": nats, "targets": targets}
     answer |= {"prompt": tokenizer.decode(prompt[0]), "text": tokenizer.decode(text[0, prompt.shape[1] :])}

@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard, get_token
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalTokenNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from errors import UserError
@@ -51,7 +45,7 @@ def check_repo_id(repo_id: str) -> None:
     """Raise a `UserError` if `repo_id` is not a valid `user/name`."""
     try:
         validate_repo_id(repo_id)
-    except HFValidationError as error:
+    except ValueError as error:  # HFValidationError, with the rule that the name breaks
         raise UserError(f"repo_id {repo_id!r} is not a name that the Hub accepts: {_on_one_line(error)}.") from error
     if repo_id.count("/") != 1:
         raise UserError(f"repo_id is {repo_id!r}; it must be user/name.")
