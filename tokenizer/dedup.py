@@ -80,9 +80,8 @@ class MinHasher:
 
     def _shingles(self, text: str) -> np.ndarray:
         """Return the hash of each shingle, (shingles,) uint64. There is at least one."""
-        words = np.concatenate(
-            [self._words(text[i : i + BLOCK_CHARACTERS]) for i in range(0, len(text) or 1, BLOCK_CHARACTERS)]
-        )
+        starts = range(0, len(text) or 1, BLOCK_CHARACTERS)
+        words = np.concatenate([self._words(text[i : i + BLOCK_CHARACTERS]) for i in starts])
         if len(words) == 0:
             return np.array([self._hash(text.encode())], np.uint64)
         if len(words) < SHINGLE_WORDS:

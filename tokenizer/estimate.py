@@ -118,11 +118,8 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     tokens = factor * (metadata.train.tokens + metadata.val.tokens)
     held_out = round(tokens * recipe.corpus.validation_fraction)
     whole = copy.copy(store)
-    whole.metadata = replace(
-        metadata,
-        train=replace(metadata.train, tokens=round(tokens) - held_out),
-        val=replace(metadata.val, tokens=max(1, held_out)),
-    )
+    train = replace(metadata.train, tokens=round(tokens) - held_out)
+    whole.metadata = replace(metadata, train=train, val=replace(metadata.val, tokens=max(1, held_out)))
     return Estimate(store, whole, read, planning + factor * working)
 
 

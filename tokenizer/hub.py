@@ -79,9 +79,8 @@ class HubDataset:
         return cls(**found.groupdict())
 
     def __str__(self) -> str:
-        return ":".join(filter(None, [self.name, self.config, self.split])) + (
-            f"@{self.revision}" if self.revision else ""
-        )
+        revision = f"@{self.revision}" if self.revision else ""
+        return ":".join(filter(None, [self.name, self.config, self.split])) + revision
 
     def pinned(self) -> Self:
         """Return the dataset at its current commit.
@@ -108,9 +107,8 @@ class HubDataset:
         import datasets
 
         try:
-            return datasets.load_dataset(
-                self.name, self.config, split=self.split or "train", revision=self.revision, streaming=True
-            )
+            source = {"split": self.split or "train", "revision": self.revision}
+            return datasets.load_dataset(self.name, self.config, **source, streaming=True)
         except Exception as error:  # depends on the versions of `datasets` and of the Hub's HTTP library
             raise UserError(f"{self} cannot be read from the Hub: {shortened(error)}.") from error
 

@@ -53,13 +53,9 @@ def write(store: TokenStore, rust: Tokenizer) -> None:
 
 
 def render(template: str, data: dict[str, Any]) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    layout = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **layout)
     environment.filters |= {"as": format, "counted": counted}
     return environment.get_template(template).render(data)
 

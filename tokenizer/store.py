@@ -42,13 +42,8 @@ OTHER_STORE = "correct that, or choose another store"
 RESUMES = "correct that, and the same command resumes"
 # Patterns of file names, see `removal.discard`.
 STORE_FILES = (
-    "*.bin",
-    "*.bin.index",
-    "*.idx",
-    "*.json*",
-    "report.md*",
-    "tokenizer/*",
-    "tokenizer/additional_chat_templates/*",
+    *("*.bin", "*.bin.index", "*.idx", "*.json*", "report.md*"),
+    *("tokenizer/*", "tokenizer/additional_chat_templates/*"),
 )
 SHA256 = re.compile("[0-9a-f]{64}")
 SCAN_TOKENS = 1 << 24
@@ -267,9 +262,8 @@ def _check_metadata(metadata: Metadata) -> None:
     for name, (sha256, _) in metadata.files.items():
         problems[f"its SHA-256 of {name} is {sha256!r:.80}"] = not SHA256.fullmatch(sha256)
     for name, split in (("train", metadata.train), ("val", metadata.val)):
-        problems[f"it counts {split.tokens} tokens and {split.documents} documents for {name}"] = (
-            split.tokens < 1 or split.documents < 1
-        )
+        is_empty = split.tokens < 1 or split.documents < 1
+        problems[f"it counts {split.tokens} tokens and {split.documents} documents for {name}"] = is_empty
     if metadata.format_version != 1:
         counts = dict(metadata.counts)
         schema.build(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")

@@ -37,13 +37,8 @@ from tokenizer.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.worker import Part, Plan, Settings, Workers, done_parts
 
-UNFINISHED = (
-    "plan.json*",
-    "merged.json*",
-    "parts/*",
-    *(f"store/{name}" for name in STORE_FILES),
-    MARK,
-)  # patterns of the files of unfinished work
+# Patterns of the files of unfinished work.
+UNFINISHED = ("plan.json*", "merged.json*", "parts/*", *(f"store/{name}" for name in STORE_FILES), MARK)
 SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 
@@ -161,18 +156,12 @@ class StoreBuilder:
     def _changed(self, settings: dict[str, Any], inputs: list[list]) -> str:
         """Return the settings and files that differ from earlier work, as words, or an empty string."""
         now = json.loads(json.dumps(self.recipe.settings()))
-        named = [
-            f"{key} was {settings.get(key)!r:.60} and is {now.get(key)!r:.60}"
-            for key in settings | now
-            if settings.get(key) != now.get(key)
-        ]
+        keys = [key for key in settings | now if settings.get(key) != now.get(key)]
+        named = [f"{key} was {settings.get(key)!r:.60} and is {now.get(key)!r:.60}" for key in keys]
         before, after = ({name: rest for name, *rest in files} for files in (inputs, self.inputs))
         named += [f"{name} is missing" for name in before if name not in after]
-        named += [
-            f"{name} {'was changed' if name in before else 'is new'}"
-            for name in after
-            if before.get(name) != after[name]
-        ]
+        names = [name for name in after if before.get(name) != after[name]]
+        named += [f"{name} {'was changed' if name in before else 'is new'}" for name in names]
         return "; ".join(named[:3]) + (f"; and {len(named) - 3} more" if len(named) > 3 else "")
 
     @cached_property
@@ -197,9 +186,8 @@ class StoreBuilder:
         return plan
 
     def _check_writable(self) -> None:
-        if self.folder.is_symlink() or (
-            self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir()))
-        ):
+        has_content = self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir()))
+        if self.folder.is_symlink() or has_content:
             raise UserError(f"{self.folder} exists and is not an empty folder; choose another --output.")
 
     # ---- the plan -------------------------------------------------------------------------------------------------------

@@ -197,8 +197,7 @@ class PartWriter:
             return
         encoded = text.encode()
         self.last_follower = self._follower(piece)
-        keys = self._keys(piece, text, encoded)
-        row = (self.copies, self.val, piece.starts_document, piece.ends_document, keys)
+        row = (self.copies, self.val, piece.starts_document, piece.ends_document, self._keys(piece, text, encoded))
         self.batch.append((encoded, self.last_follower, *row))
         self.batch_bytes += len(encoded)
         if self.batch_bytes >= BATCH_BYTES:
