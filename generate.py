@@ -56,8 +56,7 @@ class GenerateArguments:
 
 
 def main(arguments: list[str]) -> None:
-    parser = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model")
-    (options,) = parser.parse(arguments)
+    (options,) = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
     source = find_model(options.model)
     model, tokenizer = load_with_tokenizer(source, options.dtype)
     # Keep only the end-of-text tokens. The flags set all other values. A max_length here would cause a warning in every window.

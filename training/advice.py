@@ -131,10 +131,9 @@ class Advisor:
             return
         (step, best), (_, before), (_, now) = min(self.evaluations, key=lambda pair: pair[1]), *self.evaluations[-2:]
         if now > before > (1 + VALIDATION_RISE) * best:
-            is_saved = (self.folder.checkpoints / folder_name(step)).is_dir()
-            kept = (
-                "Its checkpoint is kept" if is_saved else "No checkpoint was saved then: set save_steps to eval_steps"
-            )
+            kept = "Its checkpoint is kept"
+            if not (self.folder.checkpoints / folder_name(step)).is_dir():
+                kept = "No checkpoint was saved then: set save_steps to eval_steps"
             text = (
                 f"The validation loss is rising, from {best:.4f} at step {step:,} to {now:.4f}: the model overfits. {kept}; use more "
                 f"text, a smaller model, or dropout (resid_pdrop, attn_pdrop, embd_pdrop)."

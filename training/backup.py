@@ -59,12 +59,10 @@ class Backup:
     """Copy of a run's newest checkpoint and logs on another drive.
     Only the main process uses it: `restore` before the run starts, and the other methods during training."""
 
-    def __init__(
-        self, backup_dir: str | Path, run: RunFolder, save_total_limit: int | None, say: Callable[[str], None]
-    ):
-        """`say` is also called from another thread."""
+    def __init__(self, backup_dir: str | Path, run: RunFolder, limit: int | None, say: Callable[[str], None]):
+        """`limit` is the number of newest checkpoints to keep. `say` is also called from another thread."""
         self.run, self.there = run, RunFolder(_backup_folder(backup_dir, run.path))
-        self.limit, self.say = save_total_limit, say
+        self.limit, self.say = limit, say
         self.first_step = 0
         self.may_replace = False
         self.is_made = False  # true once the backup folder exists
@@ -222,9 +220,8 @@ class Backup:
         self._copy_files()  # before the checkpoint is complete, so that the log always reaches its step
         copied, exists = there / checkpoint.name, False
         with suppress(FileNotFoundError, DamageError):  # checks only the manifest and the sizes
-            exists = (copied / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes() and listed_files(
-                copied
-            ) != {}
+            is_same = (copied / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes()
+            exists = is_same and bool(listed_files(copied))
         if not exists:
             checkpoints.copy(checkpoint, copied)
         self._copy_files()  # again: the copy takes long, and this step may have been validated meanwhile

@@ -149,9 +149,8 @@ def _seal(folder: Path, step: int) -> None:
         fsync_path(path)
         files[str(path.relative_to(folder).as_posix())] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
     manifest = folder / MANIFEST
-    manifest.write_text(
-        json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": files}, indent=2) + "\n", encoding="utf-8"
-    )
+    content = {"format_version": FORMAT_VERSION, "step": step, "files": files}
+    manifest.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     fsync_path(manifest)
 
 

@@ -73,7 +73,8 @@ def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
         return TokenStore(folder)
     from tokenizer.store_builder import pretokenize
 
-    if others := _others_of(recipe.inputs[0]):
+    pattern = f"{name_of(recipe.inputs[0])}-{'[0-9a-f]' * 12}/metadata.json"
+    if others := sorted(path.parent for path in CACHE.glob(pattern)):
         size = sum(file.stat().st_size for other in others for file in other.rglob("*") if file.is_file())
         say(
             f"{CACHE} holds {size / 1e6:,.1f} MB of other token stores for this input ({', '.join(other.name for other in others)}), from "
@@ -91,10 +92,6 @@ def find_store(recipe: Recipe) -> TokenStore | None:
         return TokenStore(_folder_of(recipe))
     except UserError:
         return None
-
-
-def _others_of(data: str) -> list[Path]:
-    return sorted(path.parent for path in CACHE.glob(f"{name_of(data)}-{'[0-9a-f]' * 12}/metadata.json"))
 
 
 def find_cached(identity: str) -> Path | None:

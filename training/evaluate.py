@@ -81,8 +81,7 @@ class EvaluateArguments:
 
 
 def main(arguments: list[str]) -> None:
-    parser = FlagParser((EvaluateArguments,), __doc__.splitlines()[0], positional="model")
-    (given,) = parser.parse(arguments)
+    (given,) = FlagParser((EvaluateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
     chosen = given.model if given.checkpoint is None else str(find_checkpoint(Path(given.model), given.checkpoint))
     folder, *others = map(find_model, (chosen, *given.compare_with))
     if len({folder, *others}) <= len(others):

@@ -38,9 +38,8 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_metrics(entry: dict[str, Any]) -> bool:
-    is_whole = entry.keys() >= (EVALUATED if "eval_loss" in entry else {"tokens"}) and all(
-        map(_is_number, entry.values())
-    )
+    needed = EVALUATED if "eval_loss" in entry else {"tokens"}
+    is_whole = needed <= entry.keys() and all(map(_is_number, entry.values()))
     is_logged = "tokens" not in entry or (_is_count(entry["tokens"]) and entry["step"] > 0)
     return is_whole and is_logged and entry.get("tokens_per_second", 1) > 0
 

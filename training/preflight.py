@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -102,9 +103,8 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     tokenizer = store.load_tokenizer()
     backup_dir, keep = config.backup.backup_dir, config.checkpoints_kept
     backup = Backup(backup_dir, folder, keep, say) if backup_dir is not None else None
-    found = on_main(
-        accelerator, lambda: str(choose_checkpoint(config.run, config.settings, backup, bool(restarted()), say) or "")
-    )
+    choose = partial(choose_checkpoint, config.run, config.settings, backup, bool(restarted()), say)
+    found = on_main(accelerator, lambda: str(choose() or ""))
     checkpoint = Path(found) if found else None
     state = load_state(checkpoint) if checkpoint is not None else None
     position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
@@ -123,8 +123,7 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     start = replace(start, owes_validation=is_due and start.is_own(folder) and not has_it)
     where = plan.placement.where, accelerator.device, config.batch.mask_documents
     data = RunData(store, tokenizer, *(place_tokens(store, split, *where) for split in SPLITS))
-    sampling = with_prompts(config.sampling, store, tokenizer)
-    return Run(folder, accelerator, setup, data, plan, start, backup, sampling)
+    return Run(folder, accelerator, setup, data, plan, start, backup, with_prompts(config.sampling, store, tokenizer))
 
 
 def make_plan(

@@ -46,9 +46,7 @@ ORDER = ("data", "matmul", "attention", "elementwise", "loss", "optimizer", "cop
 @dataclass
 class ProfileArguments:
     profile: bool = setting(
-        False,
-        f"Profile {STEPS} steps, from the run's fourth step on: time per operation, and a trace.",
-        resume="free",
+        False, f"Profile {STEPS} steps, from the run's fourth step on: time per operation, and a trace.", resume="free"
     )
 
 

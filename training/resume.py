@@ -92,9 +92,8 @@ def _newest(
         failure = error
     if backup is not None:
         step = checkpoints.step_of(checkpoint) if checkpoint is not None else -1
-        checkpoint = (
-            backup.restore(step, lambda found: _refuse_another(backup.there.path, found, settings)) or checkpoint
-        )
+        restored = backup.restore(step, lambda found: _refuse_another(backup.there.path, found, settings))
+        checkpoint = restored or checkpoint
     if checkpoint is None and failure is not None:
         raise failure
     return checkpoint

@@ -126,8 +126,7 @@ class RunFolder:
 
     def newest_step(self) -> int:
         """Return the step of the newest complete checkpoint, or 0 if there is none."""
-        complete = checkpoints.complete_checkpoints(self.checkpoints)
-        return checkpoints.step_of(complete[-1]) if complete else 0
+        return max(map(checkpoints.step_of, checkpoints.complete_checkpoints(self.checkpoints)), default=0)
 
 
 def may_hold_run(folder: RunFolder) -> bool:

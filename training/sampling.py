@@ -87,9 +87,8 @@ def continue_texts(
     room = model.config.max_position_embeddings - 1  # a prompt that fills the context leaves none for new tokens
     tokens = torch.tensor([encode_prompt(tokenizer, prompt)[-room:]] * number, device=model.device)  # (B, T)
     stream = None if write is None else TextStream(tokenizer, write)
-    return tokenizer.batch_decode(
-        continue_tokens(model, tokens, max_new_tokens, config, stream), skip_special_tokens=True
-    )
+    texts = continue_tokens(model, tokens, max_new_tokens, config, stream)
+    return tokenizer.batch_decode(texts, skip_special_tokens=True)
 
 
 @torch.no_grad()

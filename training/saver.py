@@ -171,17 +171,14 @@ class Saver:
             ) from error
         buffer, start = block.zero_().numpy(), 0
         for kept, name, shape in room:  # not views of one storage: save_pretrained would treat them as tied, and copy
-            kept[name] = torch.frombuffer(buffer, dtype=torch.float32, count=shape.numel(), offset=4 * start).view(
-                shape
-            )
+            flat = torch.frombuffer(buffer, dtype=torch.float32, count=shape.numel(), offset=4 * start)
+            kept[name] = flat.view(shape)
             start += shape.numel()
 
     def _copy_off_the_device(self) -> None:
-        snapshot = self.snapshot
-        tensors = [
-            (snapshot.weights, name, weight) for name, weight in self.model.named_parameters()
-        ]  # includes tied weights only once
-        tensors += [(snapshot.moments, name, moment) for name, moment in named_moments(self.model, self.optimizer)]
+        weights, moments = self.snapshot.weights, self.snapshot.moments
+        tensors = [(weights, name, weight) for name, weight in self.model.named_parameters()]  # tied weights once
+        tensors += [(moments, name, moment) for name, moment in named_moments(self.model, self.optimizer)]
         for kept, name, tensor in tensors:
             full = whole(tensor.detach())
             if self.accelerator.is_main_process:

@@ -35,10 +35,7 @@ class EvaluationArguments:
     )
     eval_steps: int = setting(500, "Steps between validations.", minimum=1, resume="free")
     max_eval_samples: int | None = setting(
-        None,
-        "Score only this many windows of one context, evenly spaced. Default: all.",
-        minimum=1,
-        resume="free",
+        None, "Score only this many windows of one context, evenly spaced. Default: all.", minimum=1, resume="free"
     )
 
 

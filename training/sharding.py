@@ -91,7 +91,8 @@ def shard(
     """Replace the parameters of `loss.model` with their shards, on the device. All processes must have the same weights. Build the
     optimizer afterwards. `compile_settings` are arguments of `torch.compile`, or None (not compiled)."""
     model = loss.model
-    mesh, offload = _mesh(accelerator, sharding), _offload(accelerator, sharding)
+    mesh, is_cuda = _mesh(accelerator, sharding), accelerator.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=is_cuda) if sharding.offload else OffloadPolicy()
     # Weights are gathered in the compute precision, which halves the transfers; autocast would keep a cast copy of every weight
     # until the backward pass. Shards, gradient sums and the loss stay fp32.
     compute = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
@@ -116,10 +117,6 @@ def _mesh(accelerator: Accelerator, sharding: Sharding) -> DeviceMesh:
     # NCCL cannot sum tensors in CPU memory, such as the norm of offloaded gradients.
     group = torch.distributed.new_group(backend=f"cpu:gloo,{device}:{torch.distributed.get_backend()}")
     return DeviceMesh.from_group(group, device)
-
-
-def _offload(accelerator: Accelerator, sharding: Sharding) -> OffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda") if sharding.offload else OffloadPolicy()
 
 
 def _compile(loss: NextTokenLoss, settings: dict[str, Any]) -> None:

@@ -100,8 +100,7 @@ def product_parameters(config: GPT2ScratchConfig) -> int:
     modern variant with 162M both have 123.5M weights in products.
     """
     L, C, V = config.n_layer, config.n_embd, config.vocab_size
-    n_inner = config.n_inner if config.n_inner is not None else 4 * C
-    return L * (4 * C**2 + 2 * C * n_inner) + V * C
+    return L * (4 * C**2 + 2 * C * (config.n_inner or 4 * C)) + V * C
 
 
 def model_size(config: GPT2ScratchConfig, parameters: int) -> str:

@@ -66,9 +66,8 @@ def open_trackers(
     ]
     accelerator.init_trackers(project, init_kwargs=own)
     for tracker in accelerator.trackers:
-        if (
-            tracker.name == "tensorboard"
-        ):  # as text, because Accelerate's own method would create another TensorBoard run at each start
+        if tracker.name == "tensorboard":
+            # As text, because Accelerate's own method would create another TensorBoard run at each start.
             text = yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
             tracker.writer.add_text("settings", f"```yaml\n{text}```")
             continue
