@@ -14,7 +14,7 @@ from training.batches import BatchPlan, DataPosition, WindowOrder
 from training.device import Setup
 from training.forecast import assumed_speed, times_due
 from training.hardware import reported_mfu
-from training.optim import usual_learning_rate
+from training.optim import OptimArguments, usual_learning_rate
 from training.plan import Plan
 
 
@@ -97,7 +97,7 @@ def test_estimate_for_an_a100_matches_its_measured_speed_and_learning_rate():
     speed = assumed_speed("A100", run, setup, 1)
     assert speed.tokens_per_second == pytest.approx(145_000, rel=0.01)
     assert "which is 132,015 to 254,926 tokens/s" in speed.known
-    assert usual_learning_rate(124e6) == pytest.approx(6.4e-4, rel=0.02)
+    assert usual_learning_rate(OptimArguments(), 124e6)[0] == pytest.approx(6.4e-4, rel=0.02)
 
 
 def test_plan_for_a_rented_device_uses_its_datasheet(store, tmp_path, capsys):
@@ -136,7 +136,9 @@ DROPOUT = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
 def test_plan_prints_the_model_variant(store, tmp_path, capsys, settings, variant):
     (tmp_path / "own.yaml").write_text("n_layer: 2\n")  # and none of the quickstart's settings
     more = flags(config=tmp_path / "own.yaml", **settings)
-    assert f" parameters\n         {variant}\n" in planned(store, tmp_path, capsys, *more, n_layer=None, plan_steps=0)
+    shown = planned(store, tmp_path, capsys, *more, n_layer=None, plan_steps=0)
+    size = " parameters" if variant.startswith("tied") else " of them in matrix products"
+    assert f"{size}\n         {variant}\n" in shown
 
 
 @pytest.mark.parametrize("preset", sorted((REPOSITORY / "presets").glob("*.yaml")), ids=lambda path: path.stem)
