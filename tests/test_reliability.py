@@ -564,18 +564,18 @@ def test_all_changed_settings_are_refused_in_one_message(run, train, tmp_path):
 def test_a_new_model_field_is_compared_even_without_a_shape_change(run):
     @strict
     class NewConfig(GPT2ScratchConfig):
-        attention_scale: float = 1.0
+        residual_scale: float = 1.0
 
     checkpoint = run / "checkpoints" / "step_00000006"
     state, fields = load_state(checkpoint), json.loads((checkpoint / "config.json").read_text())
     fields = {name: fields[name] for name in get_annotations(GPT2ScratchConfig) if name in fields}
     settings = Settings({}, {}, {}, set())
     assert compare(checkpoint, state, NewConfig(**fields), state.settings, settings) == []
-    changed = NewConfig(**fields, attention_scale=0.5)
-    with pytest.raises(UserError, match=r"attention_scale changed from 1\.0 to 0\.5; .* intended, add --allow_change"):
+    changed = NewConfig(**fields, residual_scale=0.5)
+    with pytest.raises(UserError, match=r"residual_scale changed from 1\.0 to 0\.5; .* intended, add --allow_change"):
         compare(checkpoint, state, changed, state.settings, settings)
-    allowed = replace(settings, allowed={"attention_scale"})
-    assert compare(checkpoint, state, changed, state.settings, allowed) == ["attention_scale changed from 1.0 to 0.5"]
+    allowed = replace(settings, allowed={"residual_scale"})
+    assert compare(checkpoint, state, changed, state.settings, allowed) == ["residual_scale changed from 1.0 to 0.5"]
 
 
 def test_settings_in_allow_change_may_change(run, train, capsys):
