@@ -7,7 +7,7 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.config import read_config
 from training.muon import momentum_at, orthogonalize
-from training.optim import OptimArguments, build_optimizer, describe_rates, schedule, set_rates, with_defaults
+from training.optim import OptimArguments, build_optimizer, describe_rates, jump_at, schedule, set_rates, with_defaults
 
 OPTIMIZER_FILE = "training_state/optimizer.safetensors"
 COSINE = OptimArguments(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4)
@@ -35,6 +35,10 @@ def test_warmup_stable_decay_is_constant_and_then_linear():
     assert [schedule(step, 10, stable) for step in range(10)] == [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
     # A longer run has the same rates up to the cooldown of the shorter one.
     assert [schedule(step, 20, stable) for step in range(10)] == [0.5] + 9 * [1]
+    before = vars(stable) | {"max_steps": 10}
+    assert jump_at(5, before, 20, stable) == jump_at(7, before, 10, stable) == jump_at(7, {}, 20, stable) == []
+    jump = "rates of step 8 changed from 50% to 100% of their peak: the checkpoint is from a cooldown"
+    assert jump_at(7, before, 20, stable) == [jump]
 
 
 CPU = torch.device("cpu")

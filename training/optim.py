@@ -4,7 +4,7 @@ All code that depends on the kind of optimizer is here and in muon.py.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -177,6 +177,16 @@ def schedule(step: int, max_steps: int, arguments: OptimArguments) -> float:
     if kind == "cosine":
         return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
     return 1.0 + (floor - 1.0) * progress
+
+
+def jump_at(step: int, before: Mapping[str, Any], max_steps: int, arguments: OptimArguments) -> list[str]:
+    """Return a sentence if `step` is in the cooldown of a shorter run with the settings `before`, and the rates now rise."""
+    kept = {name: getattr(arguments, name) for name in ("lr_scheduler_type", "cooldown_fraction", "warmup_steps")}
+    if before.get("max_steps") not in range(1, max_steps) or not kept.items() <= before.items():
+        return []
+    old, new = (schedule(step, steps, arguments) for steps in (before["max_steps"], max_steps))
+    text = f"rates of step {step + 1:,} changed from {old:.0%} to {new:.0%} of their peak: the checkpoint is from a cooldown"
+    return [text] if new > old and arguments.lr_scheduler_type == "warmup_stable_decay" else []
 
 
 def set_rates(optimizer: torch.optim.Optimizer, step: int, factor: float) -> None:

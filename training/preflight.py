@@ -26,6 +26,7 @@ from training.hardware import RENTALS
 from training.memory import Memory
 from training.metrics import has_evaluation
 from training.model import model_config
+from training.optim import jump_at
 from training.plan import Plan, cuda_graph_problems, host_memory_problems, steps_of
 from training.restart import restarted
 from training.resume import ResumePoint, choose_checkpoint, resume_position
@@ -116,6 +117,7 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
         "mixed_precision": accelerator.mixed_precision,
     }
     changes = compare(checkpoint, state, plan.model, recorded, config.settings) if checkpoint is not None else []
+    changes += jump_at(position.step, state.settings if state else {}, plan.max_steps, config.optim)
     state = replace(state or TrainState(position, {}), position=position, settings=recorded)
     start = ResumePoint(checkpoint, state, changes)
     is_due = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step)
