@@ -63,7 +63,7 @@ class FlagParser(HfArgumentParser):
     def parse(
         self, arguments: list[str], default_config: Path | None = None, check: Callable[..., None] | None = None
     ) -> tuple:
-        """Return the filled dataclasses. Afterwards, `in_file` has the names of the settings in the file that was read.
+        """Return the filled dataclasses. Afterwards, `in_file` has the names of the settings with a value in the file that was read.
 
         `default_config` is read if no `--config` is given. `check` receives the dataclasses and raises a `UserError` for wrong
         values. All problems are raised together, one per line, including unknown flags and keys, values of the wrong type, and a
@@ -82,7 +82,7 @@ class FlagParser(HfArgumentParser):
         if EXCLUSIVE & self.named_flags(arguments):
             content = {name: value for name, value in content.items() if name not in EXCLUSIVE}
         from_file = self._checked(content, config_path, found)
-        self.in_file = set(from_file)
+        self.in_file = {name for name, value in from_file.items() if value is not None}
         if asked := HELP & set(arguments):
             print(self.describe("--help_all" in asked or not self.main, from_file, config_path))
             sys.exit(0)

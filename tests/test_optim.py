@@ -134,7 +134,8 @@ def test_defaults_follow_the_optimizer_unless_a_flag_or_a_named_file_sets_them(t
     def read(*flags):
         return read_config(["--data", str(tmp_path), *flags]).optim
 
-    (tmp_path / "mine.yaml").write_text("learning_rate: 0.005\nn_embd: 192\ntokens_per_step: 2097152\n")
+    mine = "learning_rate: 0.005\nembedding_learning_rate: null\nn_embd: 192\ntokens_per_step: 2097152\n"
+    (tmp_path / "mine.yaml").write_text(mine)
     assert (read().learning_rate, read().lr_scheduler_type) == (3e-3, "cosine")  # of the quickstart
     muon = read("--optimizer", "muon", "--normalization", "rms_norm", "--tie_word_embeddings", "false")  # width 192
     assert (muon.learning_rate, muon.embedding_learning_rate, muon.head_learning_rate) == (0.02, 0.6, 0.008)
