@@ -214,10 +214,10 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
 
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__(config)
+        config.validate_architecture()  # `from_pretrained(path, field=value)` changes a valid configuration without a check
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         is_modern, has_rope = config.normalization == "rms_norm", config.rope_parameters is not None
-        if is_modern and not config.tie_word_embeddings:
-            self.wte.initial_std = 1.0
+        self.wte.initial_std = 1.0 if is_modern and not config.tie_word_embeddings else None
         self.ln_e = normalization(config) if is_modern else nn.Identity()
         self.wpe = None if has_rope else GPT2ScratchPositionEmbedding(config.n_positions, config.n_embd)
         self.drop = nn.Dropout(config.embd_pdrop)

@@ -173,7 +173,7 @@ def test_initial_weights(family, expected):
     assert (model(ids, labels=ids).loss.item() == pytest.approx(math.log(64), abs=1e-6)) == (family == "modern")
 
 
-def test_all_problems_of_a_config_are_reported_together_also_on_saving(tmp_path):
+def test_all_problems_of_a_config_are_reported_together_also_on_loading_and_saving(tmp_path):
     wrong = {"n_embd": 30, "n_head": 4, "n_layer": 0, "n_inner": 0, "resid_pdrop": 1.5, "activation_function": "gleu"}
     with pytest.raises(StrictDataclassError) as error:
         GPT2ScratchConfig(**wrong)
@@ -190,6 +190,9 @@ def test_all_problems_of_a_config_are_reported_together_also_on_saving(tmp_path)
             GPT2ScratchConfig(**wrong)
     assert GPT2ScratchConfig(rope_theta=100.0).rope_parameters == ROPE
     config = GPT2ScratchConfig(**TINY)
+    GPT2ScratchForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'yarn'"):
+        GPT2ScratchForCausalLM.from_pretrained(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0})
     config.n_head = 3
     with pytest.raises(StrictDataclassError, match="not divisible"):
         config.save_pretrained(tmp_path)
