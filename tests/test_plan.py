@@ -14,7 +14,7 @@ from training.batches import BatchPlan, DataPosition, WindowOrder
 from training.device import Setup
 from training.forecast import assumed_speed, times_due
 from training.hardware import reported_mfu
-from training.optim import OptimArguments, usual_learning_rate
+from training.optim import usual_learning_rate
 from training.plan import Plan
 
 
@@ -97,7 +97,7 @@ def test_estimate_for_an_a100_matches_its_measured_speed_and_learning_rate():
     speed = assumed_speed("A100", run, setup, 1)
     assert speed.tokens_per_second == pytest.approx(145_000, rel=0.01)
     assert "which is 132,015 to 254,926 tokens/s" in speed.known
-    assert usual_learning_rate(OptimArguments(), 124e6)[0] == pytest.approx(6.4e-4, rel=0.02)
+    assert usual_learning_rate(124e6) == pytest.approx(6.4e-4, rel=0.02)
 
 
 def test_plan_for_a_rented_device_uses_its_datasheet(store, tmp_path, capsys):

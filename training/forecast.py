@@ -27,7 +27,7 @@ from training.data import bytes_of, estimate_store, open_store, place_tokens
 from training.device import Setup, describe, kernel_of_sdpa, memory_of_others
 from training.distributed import start_accelerator
 from training.hardware import FILLS_A_GPU, MFU_OF_OTHERS, RENTALS, Rental, name_of, peak_flops, reported_mfu
-from training.optim import describe_rates, usual_learning_rate
+from training.optim import MUON_RATES, describe_rates, usual_learning_rate
 from training.plan import Plan
 from training.preflight import make_plan, setup_of
 from training.report.report import environment
@@ -268,7 +268,10 @@ def advice(forecast: Forecast) -> Iterator[str]:
             f"Attention uses PyTorch's math kernel, the slowest, which stores all scores: the head width is "
             f"{model.n_embd / model.n_head:g}, but the fast kernels need a multiple of 8 up to 256; change n_head or n_embd."
         )
-    rate, (usual, known) = config.optim.learning_rate, usual_learning_rate(config.optim, N)
+    rate, usual = config.optim.learning_rate, usual_learning_rate(N)
+    known = f"for models of {N / 1e6:,.1f}M parameters (Kaplan et al. 2020)"
+    if config.optim.optimizer == "muon":
+        usual, known = MUON_RATES["learning_rate"], "for Muon (Jordan et al. 2024)"
     if not usual / RATE_FACTOR <= rate <= usual * RATE_FACTOR:
         yield f"learning_rate is {rate:.1e}; about {usual:.1e} is usual {known}."
     warmup = config.optim.warmup_steps

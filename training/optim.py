@@ -254,9 +254,6 @@ def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def usual_learning_rate(arguments: OptimArguments, parameters: int) -> tuple[float, str]:
-    """Return the usual peak learning rate and its source. Adam's falls with the number of parameters: 6.4e-4 for 124M."""
-    if arguments.optimizer == "muon":
-        return MUON_RATES["learning_rate"], "for Muon (Jordan et al. 2024)"
-    text = f"for models of {parameters / 1e6:,.1f}M parameters (Kaplan et al. 2020)"  # appendix D.6
-    return 0.003239 - 0.0001395 * math.log(parameters), text
+def usual_learning_rate(parameters: int) -> float:
+    """Return the usual peak learning rate of Adam (Kaplan et al. 2020, appendix D.6): 6.4e-4 for 124M parameters."""
+    return 0.003239 - 0.0001395 * math.log(parameters)
