@@ -148,7 +148,7 @@ class GPT2ScratchConfig(PreTrainedConfig):
                 f"rope_parameters is {self.rope_parameters} but must be {{'rope_type': 'default', 'rope_theta': N}} with a finite "
                 f"N above 1, or None for learned positions"
             )
-        if self.n_head >= 1 and self.n_embd // self.n_head % 2:
+        if self.n_head >= 1 and self.n_embd % (2 * self.n_head) == self.n_head:
             problems.append(
                 f"rope_parameters rotates pairs of channels but a head has n_embd / n_head = {self.n_embd // self.n_head}, an odd "
                 f"number"
