@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     with job(setup, folder, trackers, config.stopping, config.flat()) as (accelerator, watchdog):
         # Decide: all problems are found here, before the first step.
         run = decide_run(config, setup, accelerator)
-        reason = train(config, run, watchdog) if not is_finished(run) else finish_again(run)
+        reason = train(config, run, watchdog) if not is_finished(run) else finish_again(run, config.optim)
     if reason is not None and EXIT_CODES[reason] != 0:
         sys.exit(EXIT_CODES[reason])
 

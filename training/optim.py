@@ -170,13 +170,17 @@ def schedule(step: int, max_steps: int, arguments: OptimArguments) -> float:
     kind = arguments.lr_scheduler_type
     if kind == "constant":
         return 1.0
-    start = warmup
-    if kind == "warmup_stable_decay":
-        start = max(warmup, round(max_steps * (1.0 - arguments.cooldown_fraction)))
+    start = max(warmup, cooldown_start(max_steps, arguments))
     progress = min(1.0, max(0, step - start) / max(1, max_steps - 1 - start))  # 0 .. 1
     if kind == "cosine":
         return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
     return 1.0 + (floor - 1.0) * progress
+
+
+def cooldown_start(max_steps: int, arguments: OptimArguments) -> int:
+    """Return the number of steps of `warmup_stable_decay` before the rates fall. Other schedules have no stable phase: 0."""
+    stable = arguments.lr_scheduler_type == "warmup_stable_decay"
+    return round(max_steps * (1.0 - arguments.cooldown_fraction)) if stable else 0
 
 
 def jump_at(step: int, before: Mapping[str, Any], max_steps: int, arguments: OptimArguments) -> list[str]:

@@ -18,6 +18,7 @@ from training.device import Setup, describe
 from training.distributed import on_main
 from training.launcher import launch_command
 from training.metrics import read_events
+from training.optim import OptimArguments, cooldown_start
 from training.plan import Plan
 from training.restart import restarted
 from training.resume import ResumePoint
@@ -103,13 +104,16 @@ def print_end(run: Run, step: int, reason: str | None) -> None:
     )
 
 
-def finish_again(run: Run) -> None:
+def finish_again(run: Run, optim: OptimArguments) -> None:
     """Complete the files of a finished run, in case it was killed at its very end, and print the next commands. Raise a
     `UserError` if its folder cannot be written."""
     on_main(run.accelerator, lambda: _complete(run))
+    folder, source = run.folder, str(run.folder.path)
+    if stable := folder.newest_step(until=cooldown_start(run.plan.max_steps, optim)):
+        source = f"{folder.checkpoints / checkpoints.folder_name(stable)} --output_dir NEW_FOLDER"
     printer(run.accelerator)(
-        f"{run.folder.path} is finished ({counted(run.start.step, 'step')}). To train again, add --overwrite_output_dir. To "
-        f"train longer, use --resume_from_checkpoint {run.folder.path} --max_steps N."
+        f"{folder.path} is finished ({counted(run.start.step, 'step')}). To train again, add --overwrite_output_dir. To "
+        f"train longer, use --resume_from_checkpoint {source} --max_steps N."
     )
 
 

@@ -15,6 +15,7 @@ runs/x/
     model/           the newest checkpoint's model, without training state; hub/: the published files
 """
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -124,9 +125,10 @@ class RunFolder:
         complete = checkpoints.complete_checkpoints(self.checkpoints)
         return f"{complete[-1]} is the last good checkpoint" if complete else "there is no checkpoint yet"
 
-    def newest_step(self) -> int:
-        """Return the step of the newest complete checkpoint, or 0 if there is none."""
-        return max(map(checkpoints.step_of, checkpoints.complete_checkpoints(self.checkpoints)), default=0)
+    def newest_step(self, until: float = math.inf) -> int:
+        """Return the step of the newest complete checkpoint, at most `until`, or 0 if there is none."""
+        steps = map(checkpoints.step_of, checkpoints.complete_checkpoints(self.checkpoints))
+        return max((step for step in steps if step <= until), default=0)
 
 
 def may_hold_run(folder: RunFolder) -> bool:
