@@ -27,7 +27,7 @@ on_gpu() { if $SMOKE; then echo "=== $1: skipped, requires a GPU"; else step "$@
 TRAIN="$PYTHON train_accelerate.py"
 
 if $SMOKE; then
-    TEXT="docs" VOCABULARY=300 STEPS=4 HALF=2
+    TEXT="docs/log.md" VOCABULARY=300 STEPS=4 HALF=2
     SHAPE="--n_layer 1 --n_head 2 --n_embd 16 --n_positions 16 --learning_rate 1e-2 --tokens_per_step 64 --torch_compile false"
     MICRO=4 FP16=
 else

@@ -49,6 +49,9 @@ TINY |= {
     "torch_compile": "false",
     "mixed_precision": "no",
 }
+# GPT-2 and AdamW in place of the quickstart's family and optimizer.
+TINY |= {"rope_theta": 0, "normalization": "layer_norm", "use_bias": "true", "activation_function": "gelu"}
+TINY |= {"tie_word_embeddings": "true", "initializer_range": 0.02, "optimizer": "adamw"}
 
 
 # Fields of the modern family's configuration.

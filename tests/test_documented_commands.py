@@ -90,7 +90,7 @@ INSTEAD = {
     "tests/test_evaluate.py": {
         EVALUATE: "ran with --checkpoint best",
         f"{EVALUATE} --compare": "takes long, and ran with --memorization",
-        f"{EVALUATE} --compare_with runs/quickstart/checkpoints/step_00001600": "the run here is shorter",
+        f"{EVALUATE} --compare_with runs/quickstart/checkpoints/step_00000280": "the run here is shorter",
         "python -m training.evaluate runs/x --compare_with openai-community/gpt2 --compare_documents 200": "needs the Hub",
         f"{EVALUATE} --memorization": "takes long, and ran with --compare",
     },
@@ -122,7 +122,7 @@ INSTEAD = {
         f"python -m benchmarks.{name}": "writes a page of docs/" for name in ("performance", "tokens_to_loss")
     },
     f"for rate in 1e-3; do {TRAIN} --learning_rate $rate --output_dir runs/rate-$rate --validation_fraction 0.01 {SMALL}; done": {
-        f"for rate in 1e-3 3e-3 1e-2; do {TRAIN} --learning_rate $rate --max_steps 300 --output_dir runs/rate-$rate; done": "takes long"
+        f"for rate in 1e-2 2e-2 4e-2; do {TRAIN} --learning_rate $rate --max_steps 70 --output_dir runs/rate-$rate; done": "takes long"
     },
     "tests/vllm/run.sh": {"vllm serve YOUR_NAME/x --trust-remote-code": "needs vLLM"},
     "mkdir -p drive": {"mkdir -p /content/drive/MyDrive/runs": "the path is Colab's"},

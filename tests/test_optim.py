@@ -136,8 +136,8 @@ def test_defaults_follow_the_optimizer_unless_a_flag_or_a_named_file_sets_them(t
 
     mine = "learning_rate: 0.005\nembedding_learning_rate: null\nn_embd: 192\ntokens_per_step: 2097152\n"
     (tmp_path / "mine.yaml").write_text(mine)
-    assert (read().learning_rate, read().lr_scheduler_type) == (3e-3, "cosine")  # of the quickstart
-    muon = read("--optimizer", "muon", "--normalization", "rms_norm", "--tie_word_embeddings", "false")  # width 192
+    adamw, muon = read("--optimizer", "adamw"), read()  # of the quickstart, width 192
+    assert (adamw.learning_rate, adamw.lr_scheduler_type, adamw.warmup_steps) == (6e-4, "cosine", 100)
     assert (muon.learning_rate, muon.embedding_learning_rate, muon.head_learning_rate) == (0.02, 0.6, 0.008)
     assert (muon.lr_scheduler_type, muon.weight_decay, muon.warmup_steps) == ("warmup_stable_decay", 0.05, 0)
     mine = read("--optimizer", "muon", "--config", str(tmp_path / "mine.yaml"), "--weight_decay", "0.1")
@@ -158,11 +158,11 @@ def test_muon_trains_saves_and_resumes_bit_for_bit_and_never_from_adamw(train, t
     }
     assert {name.split("/")[1] for name in saved if name.startswith("h.")} == {"momentum_buffer"}
     assert {name.split("/")[1] for name in saved if not name.startswith("h.")} == {"step", "exp_avg", "exp_avg_sq"}
-    branch = train(tmp_path / "branch", resume_from_checkpoint=checkpoint)
+    branch = train(tmp_path / "branch", resume_from_checkpoint=checkpoint, **muon)
     assert_equal(weights(branch), weights(whole))
     ours, theirs = (load_file(run / "checkpoints" / "step_00000006" / OPTIMIZER_FILE) for run in (branch, whole))
     assert_equal(ours, theirs)
     with pytest.raises(
         UserError, match="optimizer changed from muon to adamw, so its moments do not fit; start a new run"
     ):
-        train(tmp_path / "other", resume_from_checkpoint=checkpoint, optimizer="adamw")
+        train(tmp_path / "other", resume_from_checkpoint=checkpoint, **muon | {"optimizer": "adamw"})

@@ -130,13 +130,16 @@ DROPOUT = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
             {"tie_word_embeddings": "true", "activation_function": "gelu_new", "resid_pdrop": 0.1},
             "tied head, tanh GELU, dropout 0 (embeddings), 0 (attention), 0.1 (blocks)",
         ),
-        ({"activation_function": "relu"} | DROPOUT, "untied head, relu, dropout 0.1"),
+        (
+            {"activation_function": "relu2", "rope_theta": 100, "normalization": "rms_norm"} | DROPOUT,
+            "untied head, squared ReLU, rotary positions, RMSNorm, dropout 0.1",
+        ),
     ],
 )
 def test_plan_prints_the_model_variant(store, tmp_path, capsys, settings, variant):
     (tmp_path / "own.yaml").write_text("n_layer: 2\n")  # and none of the quickstart's settings
-    more = flags(config=tmp_path / "own.yaml", **settings)
-    shown = planned(store, tmp_path, capsys, *more, n_layer=None, plan_steps=0)
+    settings = {"n_layer": None, "tie_word_embeddings": None, "config": tmp_path / "own.yaml", **settings}
+    shown = planned(store, tmp_path, capsys, plan_steps=0, **settings)
     size = " parameters" if variant.startswith("tied") else " of them in matrix products"
     assert f"{size}\n         {variant}\n" in shown
 

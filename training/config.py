@@ -159,10 +159,9 @@ def _composed(
     parts: tuple, flags: set[str], in_file: set[str], named: Path | None, resumed: Path | None
 ) -> TrainConfig:
     config = TrainConfig(*parts, flags=flags)
-    given = flags | in_file if named or resumed else flags
     model, tokens = config.model, config.batch.tokens_per_step
     has_large_embedding = model.normalization == "rms_norm" and not model.tie_word_embeddings
-    optim = with_defaults(config.optim, given, tokens, model.n_embd, has_large_embedding)
+    optim = with_defaults(config.optim, flags | in_file, tokens, model.n_embd, has_large_embedding)
     config = replace(config, optim=optim)
     if config.data.data is None:
         raise UserError("No training data is named: set --data to a text file, a folder or a token store.")

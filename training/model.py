@@ -32,7 +32,7 @@ class ModelArguments:
         "rms_norm has no weights, also normalizes the embedding, queries and keys, and zeroes output projections at the start.",
     )
     rope_theta: float | None = setting(
-        None, "Base of rotary positions, such as 10000. Default: learned positions.", above=1
+        None, "Base of rotary positions, such as 10000. Default, and 0: learned positions.", minimum=0
     )
     use_bias: bool = setting(True, "Biases in linear layers and LayerNorms.")
     attention_scale: float | None = setting(
@@ -53,7 +53,7 @@ def model_config(
     special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     fields = asdict(arguments)
     theta = fields.pop("rope_theta")
-    rope = {"rope_type": "default", "rope_theta": theta} if theta is not None else None
+    rope = {"rope_type": "default", "rope_theta": theta} if theta else None
     try:
         return GPT2ScratchConfig(vocab_size=vocab_size, rope_parameters=rope, **fields, **special)
     except StrictDataclassError as error:
