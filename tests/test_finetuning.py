@@ -126,7 +126,7 @@ def test_the_published_card_describes_the_published_model(tuned, tmp_path, launc
     assert named == ["me/talks"] * 5
     for block in blocks[:2]:
         assert '[{"role": "user", "content": "Hello"}]' in block
-        script = block.replace('"me/talks"', repr(str(tmp_path / "model-hub")))
+        script = "import torch\ntorch.manual_seed(0)\n" + block.replace('"me/talks"', repr(str(tmp_path / "model-hub")))
         done = launch("-c", script, folder=tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"))
         assert 0 < len(done.stdout.strip()) < 40
         assert "User" not in done.stdout

@@ -49,16 +49,16 @@ def resumed_alone(store, folder: Path, resume_from: Path) -> Path:
 def runs(launch, store, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     trained(store, folder / "alone", **SETTINGS)
-    trained(store, folder / "alone_tied", **SETTINGS, **TIED)
-    trained(store, folder / "alone_muon", **SETTINGS, **MUON)
+    trained(store, folder / "alone_tied", **SETTINGS | TIED)
+    trained(store, folder / "alone_muon", **SETTINGS | MUON)
     pair = [
         run(store, folder / "ddp", DDP, profile=True),
         run(store, folder / "fsdp", FSDP),
         run(store, folder / "fsdp_tied", FSDP, **TIED),
         run(store, folder / "fsdp_muon", FSDP, **MUON),
-        run(store, folder / "fsdp_muon_resumed", FSDP, resume_from=folder / "fsdp_muon"),
+        run(store, folder / "fsdp_muon_resumed", FSDP, resume_from=folder / "fsdp_muon", **MUON),
         run(store, folder / "ddp_muon", DDP, **MUON),
-        run(store, folder / "ddp_muon_resumed", DDP, resume_from=folder / "ddp_muon"),
+        run(store, folder / "ddp_muon_resumed", DDP, resume_from=folder / "ddp_muon", **MUON),
         run(store, folder / "fsdp_bf16", FSDP, mixed_precision="bf16", gradient_checkpointing=True, max_steps=3),
         run(store, folder / "fsdp_offloaded", FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}),
         run(store, folder / "alone_to_fsdp", FSDP, resume_from=folder / "alone"),
