@@ -113,15 +113,19 @@ PEAKS_OF_MODERN = [
     (4, 256, 64, 256, 65, True, True, False, 0.71),
     (3, 768, 64, 512, 32_000, False, False, True, 9.11),
 ]
+PEAKS_IN_MUONS_STEP = [(12, 768, 1, 64, 65, True, False, False, 1.55), (12, 768, 1, 64, 65, False, False, False, 1.61)]
 
 
 @pytest.mark.parametrize(
-    ("fields", "counted"), [({}, peak) for peak in PEAKS] + [(MODERN, peak) for peak in PEAKS_OF_MODERN]
+    ("fields", "optimizer", "counted"),
+    [({}, "adamw", peak) for peak in PEAKS]
+    + [(MODERN, "adamw", peak) for peak in PEAKS_OF_MODERN]
+    + [(MODERN, "muon", peak) for peak in PEAKS_IN_MUONS_STEP],
 )
-def test_estimated_gpu_peak_is_within_ten_percent(fields, counted):
+def test_estimated_gpu_peak_is_within_ten_percent(fields, optimizer, counted):
     layers, width, rows, context, vocabulary, half, again, compiled, peak = counted
     shape = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": context, "vocab_size": vocabulary}
     config = GPT2ScratchConfig(**shape, **fields, tie_word_embeddings=False)
     setup = Setup("bf16" if half else "no", compiled, "sdpa", (), gradient_checkpointing=again)
-    memory = Memory(config, setup, on_gpu=True)
+    memory = Memory(config, setup, on_gpu=True, optimizer=optimizer)
     assert memory.total(rows) / 1e9 == pytest.approx(peak, rel=0.1)

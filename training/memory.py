@@ -21,6 +21,9 @@ KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
 KEPT_BY_QUERIES, KEPT_BY_EAGER_QK_NORM, KEPT_BY_EAGER_SQUARE, SQUARE_BACKWARD = (8, 4), (0, 8), (0, 16), 16
 # Bytes that eager attention keeps, per token, head and attended position.
 SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
+# Temporary bytes of Muon's step per weight of the MLPs, whose matrices are its largest stack, with products in (fp32, bf16):
+# X, the next X and A, or the updates and their stack. Counted for 12 layers of width 768 and 1,024 (tests/fake_cuda).
+MUON = (9, 8)
 # Additional temporary bytes, each as (fp32, half). On a GPU as counted by its allocator for 1, 3, 4 and 12 layers
 # (tests/fake_cuda); on a CPU a logit is computed once and held twice in fp32.
 LOSS_ON_CPU, LOSS_ON_GPU, LOSS_COMPILED = (12, 10), (21, 19), (8, 4)  # bytes per logit of a chunk
@@ -70,6 +73,10 @@ class Memory:
     def parts(self, micro_batch: int) -> dict[str, int]:
         passing = "loss or backward pass" if self.on_gpu else "logits"
         parts = self.fixed() | {"activations": self._activations(micro_batch), passing: self._passing(micro_batch)}
+        # The optimizer's step follows when all of these are free, and needs more only with small micro-batches.
+        freed = parts["activations"] + parts[passing] + parts.get("weights in half precision", 0)
+        if (more := self._muon_step() - freed) > 0:
+            parts["Muon's step"] = more
         return parts | ({"Python and PyTorch": self.program} if self.program else {})
 
     def total(self, micro_batch: int) -> int:
@@ -80,6 +87,11 @@ class Memory:
         left = USABLE * (free - sum(self.fixed().values()))
         sizes = range(1, LARGEST_MICRO_BATCH + 1)
         return max(1, bisect_right(sizes, left, key=lambda size: self._activations(size) + self._passing(size)))
+
+    def _muon_step(self) -> int:
+        """Return the temporary bytes of Muon's step: the update of all matrices of the MLPs, and the iterations on them."""
+        weights = self.model.n_layer * 2 * self.model.n_embd * (self.model.n_inner or 4 * self.model.n_embd)
+        return MUON[self.setup.mixed_precision == "bf16"] * weights if self.optimizer == "muon" else 0
 
     def _activations(self, micro_batch: int) -> int:
         layers, block = self.model.n_layer, self._block(micro_batch)

@@ -31,9 +31,11 @@ def orthogonalize(matrices: torch.Tensor, precision: torch.dtype) -> torch.Tenso
     """
     a, b, c = COEFFICIENTS
     X = matrices.div_(matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7).to(precision)  # (n, r, c)
+    del matrices  # frees the stack in fp32 if the products are in bf16
     for _ in range(ITERATIONS):
         A = X @ X.mT  # (n, r, r)
-        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+        A = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        X = torch.baddbmm(X, A, X, beta=a)
     return X
 
 
@@ -96,12 +98,7 @@ class Muon(torch.optim.Optimizer):
         """Update parameters, each with its group, whose matrices become one stack (n, r, c) with r <= c."""
         found_inf = getattr(self, "found_inf", None)
         kept = 1.0 if found_inf is None else 1.0 - found_inf  # factor of the update: 0 for a skipped step
-        wide = [
-            matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-            for (_, group), update in zip(members, self._momentum_updates(members, found_inf), strict=True)
-            for matrix in update.chunk(group["matrices"])
-        ]
-        orthogonal = iter(orthogonalize(torch.stack(wide), self.precision))
+        orthogonal = iter(orthogonalize(self._stack_of_updates(members, found_inf), self.precision))
         for parameter, group in members:
             rows, columns = parameter.shape[0] // group["matrices"], parameter.shape[1]
             matrices = [next(orthogonal) for _ in range(group["matrices"])]
@@ -109,6 +106,18 @@ class Muon(torch.optim.Optimizer):
             rate, shard = group["lr"] * max(1.0, rows / columns) ** 0.5, _local(parameter)
             shard.mul_(1.0 - group["lr"] * group["weight_decay"] * kept)
             shard.sub_(_local(shard_like(update, parameter)).to(shard.dtype) * (rate * kept))
+
+    def _stack_of_updates(
+        self, members: list[tuple[torch.Tensor, dict[str, Any]]], found_inf: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return Nesterov's updates of all matrices as one stack (n, r, c). Their separate copies are free on return."""
+        return torch.stack(
+            [
+                matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+                for (_, group), update in zip(members, self._momentum_updates(members, found_inf), strict=True)
+                for matrix in update.chunk(group["matrices"])
+            ]
+        )
 
     def _momentum_updates(
         self, members: list[tuple[torch.Tensor, dict[str, Any]]], found_inf: torch.Tensor | None
