@@ -111,8 +111,8 @@ class GPT2ScratchAttention(nn.Module):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         input_shape = hidden_states.shape[:-1]  # (B, T)
-        fused = self.c_attn(hidden_states).view(*input_shape, 3, -1, self.head_dim)  # (B, T, 3C) -> (B, T, 3, nh, hs)
-        query, key, value = fused.unbind(dim=-3)  # (B, T, nh, hs) each
+        fused, shape = self.c_attn(hidden_states), (*input_shape, -1, self.head_dim)  # (B, T, 3C)
+        query, key, value = (part.view(shape) for part in fused.chunk(3, dim=-1))  # (B, T, nh, hs) each
         if self.config.normalization == "rms_norm":  # QK-norm (Henry et al. 2020), without weights
             eps = self.config.layer_norm_epsilon
             query, key = (nn.functional.rms_norm(heads, (self.head_dim,), eps=eps) for heads in (query, key))
