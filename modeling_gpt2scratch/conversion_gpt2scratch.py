@@ -42,8 +42,9 @@ APERTUS_FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
     *("rope_parameters", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# xIELU (Huang and Schlag 2024, arXiv:2411.13010) with these values is softplus(alpha_p) * relu(x)^2.
-XIELU = {"alpha_p": 1.0, "alpha_n": -200.0, "beta": 0.0, "eps": -1e-6}
+# xIELU (Huang and Schlag 2024, arXiv:2411.13010) with these values is softplus(alpha_p) * relu(x)^2. vLLM stores alpha_p and, in
+# eager mode, its softplus in bf16: this value is exact, and its softplus is within 1.5e-6 of 0.90625, which is also exact.
+XIELU = {"alpha_p": 0.388671875, "alpha_n": -200.0, "beta": 0.0, "eps": -1e-6}
 # GPT-2's Conv1D stores its weight (in, out), nn.Linear (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
