@@ -37,6 +37,9 @@ from training.step import build_train_step
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
 EVALUATION_COST = 1 / 3  # fraction of the cost of training on a token: only the forward pass
+# Measured for the quickstart: seconds of samples, plots and a checkpoint after each validation; fraction of the time until the first
+# step in which the validation compiles.
+AFTER_VALIDATION, VALIDATION_GRAPH = 1.0, 0.4
 # Steps are measured for at least LEAST_SECONDS, after the first step, which compiles, and WARM steps that allocate memory.
 WARM, LEAST_SECONDS = 3, 3.0
 REPORTING = 50_000_000  # bytes of code that a run loads for sampling and plots
@@ -75,8 +78,12 @@ class Forecast:
         """Cost of all validations, as a number of training tokens. The last validation scores the whole split."""
         evaluation, whole = self.config.evaluation, self.store.metadata.val.tokens
         sample = min(whole, (evaluation.max_eval_samples or whole) * self.plan.batches.context)
-        times = times_due(self.plan, evaluation.eval_strategy, evaluation.eval_steps)
-        return EVALUATION_COST * ((times - 1) * sample + whole)
+        return EVALUATION_COST * ((self.validations - 1) * sample + whole)
+
+    @property
+    def validations(self) -> int:
+        evaluation = self.config.evaluation
+        return times_due(self.plan, evaluation.eval_strategy, evaluation.eval_steps)
 
     @property
     def evaluation_share(self) -> float:
@@ -87,7 +94,9 @@ class Forecast:
     def hours(self) -> float | None:
         if self.speed is None:
             return None
-        return self.hours_at(self.speed.tokens_per_second) + self.speed.first_step / 3600
+        compilation = self.speed.first_step * (1 + VALIDATION_GRAPH * self.setup.torch_compile)
+        seconds = compilation + AFTER_VALIDATION * self.validations
+        return self.hours_at(self.speed.tokens_per_second) + seconds / 3600
 
     def hours_at(self, tokens_per_second: float) -> float:
         return (self.tokens + self.evaluation_tokens) / tokens_per_second / 3600
