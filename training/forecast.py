@@ -37,8 +37,8 @@ from training.step import build_train_step
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
 EVALUATION_COST = 1 / 3  # fraction of the cost of training on a token: only the forward pass
-# Measured for the quickstart: seconds of samples, plots and a checkpoint after each validation; fraction of the time until the first
-# step in which the validation compiles.
+# Measured for the quickstart: seconds of samples, plots and a checkpoint after each validation, and the time to compile the validation
+# as a fraction of the time until the first step.
 AFTER_VALIDATION, VALIDATION_GRAPH = 1.0, 0.4
 # Steps are measured for at least LEAST_SECONDS, after the first step, which compiles, and WARM steps that allocate memory.
 WARM, LEAST_SECONDS = 3, 3.0

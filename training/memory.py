@@ -54,9 +54,8 @@ class Memory:
     @property
     def moments(self) -> int:
         """Bytes of the optimizer's moments."""
-        width = self.model.n_embd
-        matrices = 4 * width**2 + 2 * width * (self.model.n_inner or 4 * width)
-        return moment_bytes(self.optimizer, self.parameters, self.model.n_layer * matrices)
+        attention = self.model.n_layer * 4 * self.model.n_embd**2
+        return moment_bytes(self.optimizer, self.parameters, attention + self._mlp_weights)
 
     def fixed(self) -> dict[str, int]:
         """Return the components that do not depend on the micro-batch."""
@@ -90,8 +89,12 @@ class Memory:
 
     def _muon_step(self) -> int:
         """Return the temporary bytes of Muon's step: the update of all matrices of the MLPs, and the iterations on them."""
-        weights = self.model.n_layer * 2 * self.model.n_embd * (self.model.n_inner or 4 * self.model.n_embd)
-        return MUON[self.setup.mixed_precision == "bf16"] * weights if self.optimizer == "muon" else 0
+        per_weight = MUON[self.setup.mixed_precision == "bf16"]
+        return per_weight * self._mlp_weights if self.optimizer == "muon" else 0
+
+    @property
+    def _mlp_weights(self) -> int:
+        return self.model.n_layer * 2 * self.model.n_embd * (self.model.n_inner or 4 * self.model.n_embd)
 
     def _activations(self, micro_batch: int) -> int:
         layers, block = self.model.n_layer, self._block(micro_batch)
