@@ -17,18 +17,19 @@ import sys
 
 from command_line import run as run_command
 from training.batches import TrainBatches
-from training.config import TrainConfig, dump_config, read_config
+from training.config import TrainConfig, read_config
 from training.forecast import forecast_run, print_forecast, show_plan
 from training.guard.guard import RunGuard, job
-from training.guard.stopping import EXIT_CODES
 from training.guard.watchdog import Watchdog
 from training.log import RunLog
 from training.optim import schedule
+from training.pacer import Pacer
 from training.preflight import check, decide_run, setup_of
 from training.profile import Profiler
 from training.restart import restarting
 from training.run import Run, begin_run, finish_again, is_finished, print_end
 from training.saver import Saver
+from training.sizing import Sizing, resolve
 from training.step import build_train_step
 from training.validation import Validation
 
@@ -41,17 +42,19 @@ def main(arguments: list[str]) -> None:
     setup, folder, trackers = setup_of(config), config.run.folder, config.logging.report_to or None
     with job(setup, folder, trackers, config.stopping, config.flat()) as (accelerator, watchdog):
         # Decide: all problems are found here, before the first step.
-        run = decide_run(config, setup, accelerator)
-        reason = train(config, run, watchdog) if not is_finished(run) else finish_again(run, config.optim)
-    if reason is not None and EXIT_CODES[reason] != 0:
-        sys.exit(EXIT_CODES[reason])
+        config, sizing = resolve(config, accelerator, setup)
+        run = decide_run(config, setup_of(config), accelerator)
+        code = train(config, sizing, run, watchdog) if not is_finished(run) else finish_again(run, config.optim)
+    if code:
+        sys.exit(code)
 
 
-def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
-    """Train the model. Return why the run stopped early, or None."""
+def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchdog) -> int:
+    """Train the model. Return the exit code, which depends on why the run stopped."""
     accelerator, data, plan, start = run.accelerator, run.data, run.plan, run.start
-    forecast = forecast_run(config, run)
-    begin_run(run, config.run, dump_config(config), forecast.described())
+    forecast = forecast_run(config, run, sizing)
+    pacer = Pacer(run, config, sizing and sizing.deadline, forecast.validation_seconds)
+    begin_run(run, config.run, pacer.config_yaml(), forecast.described())
 
     # After any failure from here on, the guard leaves a consistent run folder.
     with RunGuard(run, config.health, config.stopping, watchdog) as guard:
@@ -97,8 +100,10 @@ def train(config: TrainConfig, run: Run, watchdog: Watchdog) -> str | None:
                         guard.save(done, saver)
                     if validates:
                         validation.validate(done, log, guard.stopper.agreed)
+                if logs:
+                    pacer.correct(done, log)
     print_end(run, guard.step, guard.reason)
-    return guard.reason
+    return guard.exit_code
 
 
 if __name__ == "__main__":

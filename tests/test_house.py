@@ -19,7 +19,7 @@ MAY_IMPORT = {
 OURS = {*PACKAGES, "command_line", "train_accelerate", "push_to_hub", "generate", "benchmarks", "tests"}
 # The rings of training/, from the inside out. A file imports inner rings, and files to its left in the same ring.
 RINGS = {
-    "ground": "launcher threads console restart hardware tensors muon optim status metrics compilation",
+    "ground": "launcher threads console restart hardware scaling budget tensors muon optim status metrics compilation",
     "data and step": "tokens data batches loss sharding embedding device model distributed step sampling scoring",
     "on disk": "checkpoint run_folder trackers backup saver loading",
     "decisions": "memory plan compatibility resume run",
@@ -27,11 +27,11 @@ RINGS = {
     " validation guard.lock guard.stopping"
     " guard.watchdog guard.faults guard.guard",
     "configuration": "config preflight",
-    "leaves": "compare.baselines compare.panel compare.memorization evaluate forecast",
+    "leaves": "compare.baselines compare.panel compare.memorization evaluate throughput sizing pacer forecast",
 }
 ORDER = [name for ring in RINGS.values() for name in ring.split()]
 FOR_COMMANDS = {name for ring in ("configuration", "leaves") for name in RINGS[ring].split()}
-ACCEPT_RUN = {"forecast", "guard.faults", "guard.guard", "log", "profile", "run", "validation"}
+ACCEPT_RUN = {"forecast", "guard.faults", "guard.guard", "log", "pacer", "profile", "run", "validation"}
 
 
 def imported(path) -> set[str]:

@@ -243,6 +243,12 @@ class Backup:
             self.say(text)
 
 
+def earlier_config(run: RunFolder, backup_dir: str | None) -> dict[str, Any]:
+    """Return the settings of the run in a folder or, if it has none, in its backup. Return nothing if neither has any."""
+    folders = [run, *([RunFolder(_backup_folder(backup_dir, run.path))] if backup_dir is not None else [])]
+    return next((read_yaml(folder.config) for folder in folders if folder.config.is_file() and folder.is_run()), {})
+
+
 def _backup_folder(backup_dir: str | Path, output_dir: str | Path) -> Path:
     return Path(backup_dir) / os.path.basename(os.path.abspath(output_dir))
 

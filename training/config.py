@@ -18,6 +18,7 @@ from tokenizer.recipe import Recipe
 from tokenizer.vocabulary import VocabularyArguments
 from training.backup import BackupArguments
 from training.batches import BatchArguments
+from training.budget import BudgetArguments
 from training.checkpoint import CheckpointArguments
 from training.compatibility import MAY_DIFFER, ChangeArguments, Settings
 from training.data import DataArguments, is_store, name_of
@@ -39,9 +40,13 @@ TEXT_SETTINGS = {part.name for kind in TEXT_PARTS for part in fields(kind)}
 # A checkpoint records the hashes of text and tokenizer, and its config.json, instead of these settings.
 DERIVED = TEXT_SETTINGS | {part.name for part in fields(ModelArguments)} - MAY_DIFFER
 MAIN = (  # flags that --help explains
-    *("config", "data", "output_dir", "resume_from_checkpoint", "plan"),
+    *("config", "data", "output_dir", "resume_from_checkpoint", "plan", "budget"),
     *("n_layer", "n_embd", "tokens_per_step", "max_steps", "learning_rate"),
 )
+# Settings that --budget and --depth choose, unless they are given.
+CHOSEN = {part.name for kind in (ModelArguments, OptimArguments, LengthArguments) for part in fields(kind)}
+LENGTHS = {part.name for part in fields(LengthArguments)}
+CHOSEN |= {"tokens_per_step", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit", "logging_steps"}
 QUICKSTART = Path(__file__).parent.parent / "presets" / "quickstart.yaml"
 
 
@@ -56,6 +61,7 @@ class TrainConfig:
     model: ModelArguments
     batch: BatchArguments
     length: LengthArguments
+    budget: BudgetArguments
     optim: OptimArguments
     device: DeviceArguments
     evaluation: EvaluationArguments
@@ -69,6 +75,7 @@ class TrainConfig:
     cost: CostArguments
     profile: ProfileArguments
     flags: set[str] = field(default_factory=set)  # names of the settings given on the command line
+    given: set[str] = field(default_factory=set)  # `flags`, and those in a file that the command names
 
     @property
     def seed(self) -> int:
@@ -100,10 +107,23 @@ class TrainConfig:
         asked = self.vocabulary.vocab_size
         return None if self.trains_bpe or asked == actual else asked
 
+    @property
+    def is_resolved(self) -> bool:
+        """True if the length of a run with a budget was decided before, by the run or by the user."""
+        return {"budget", "max_steps"} <= self.given - self.flags
+
+    def with_settings(self, settings: dict[str, Any]) -> "TrainConfig":
+        """Return the configuration with other values, by flag name."""
+        parts = {name: getattr(self, name) for name in PART_NAMES}
+        changed = {
+            name: replace(part, **{key: value for key, value in settings.items() if key in vars(part)})
+            for name, part in parts.items()
+        }
+        return replace(self, **changed)
+
     def flat(self) -> dict[str, Any]:
         """Return every setting of the run by flag name. Settings about text are included only if `data` is text."""
-        parts = [getattr(self, part.name) for part in fields(self) if part.name != "flags"]
-        settings = {name: value for part in parts for name, value in asdict(part).items()}
+        settings = {name: value for part in PART_NAMES for name, value in asdict(getattr(self, part)).items()}
         return settings if self.text else {name: settings[name] for name in settings if name not in TEXT_SETTINGS}
 
     @property
@@ -117,7 +137,7 @@ class TrainConfig:
         """Return the problems that can be found without access to the data or the device."""
         found = [
             problem
-            for part in (self.run, self.length, self.optim, self.settings, self.logging, self.cost)
+            for part in (self.run, self.length, self.budget, self.optim, self.settings, self.logging, self.cost)
             for problem in part.problems()
         ]
         found += self.backup.problems(self.run.output_dir)
@@ -129,7 +149,8 @@ class TrainConfig:
         return found
 
 
-PARTS = tuple(part.type for part in fields(TrainConfig) if part.name != "flags")
+PART_NAMES = tuple(part.name for part in fields(TrainConfig) if part.name not in ("flags", "given"))
+PARTS = tuple(part.type for part in fields(TrainConfig) if part.name in PART_NAMES)
 
 
 def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lambda config: None) -> TrainConfig:
@@ -158,7 +179,10 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
 def _composed(
     parts: tuple, flags: set[str], in_file: set[str], named: Path | None, resumed: Path | None
 ) -> TrainConfig:
-    config = TrainConfig(*parts, flags=flags)
+    given = flags | in_file if named or resumed else flags
+    if "budget" in in_file & flags:  # the file's length was the choice for another budget
+        given -= LENGTHS - flags
+    config = TrainConfig(*parts, flags=flags, given=given)
     model, tokens = config.model, config.batch.tokens_per_step
     has_large_embedding = model.normalization == "rms_norm" and not model.tie_word_embeddings
     optim = with_defaults(config.optim, flags | in_file, tokens, model.n_embd, has_large_embedding)
@@ -188,9 +212,12 @@ def _run_name(named: Path | None, config: TrainConfig) -> str:
     return name_of(config.data.data) if "data" in config.flags else QUICKSTART.stem
 
 
-def dump_config(config: TrainConfig) -> str:
-    """Return the YAML that `--config` reads back to the same run."""
+def dump_config(config: TrainConfig, only_changed: bool = False) -> str:
+    """Return the YAML that `--config` reads back to the same run, with all settings or only those that are not the default."""
     excluded = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
-    excluded |= {"plan", "plan_device", "plan_steps"}
-    content = {name: value for name, value in config.flat().items() if value is not None and name not in excluded}
+    excluded |= {"plan", "plan_device", "plan_steps", "family", "depth"}
+    defaults = config.settings.defaults if only_changed else {}
+    content = {
+        name: value for name, value in config.flat().items() if value != defaults.get(name) and name not in excluded
+    }
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)

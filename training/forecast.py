@@ -8,57 +8,37 @@ import math
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import torch
-from accelerate import Accelerator
 
 from tokenizer.store import TokenStore
-from training.batches import TrainBatches, WindowOrder
-from training.config import TrainConfig
+from training import scaling
+from training.config import TrainConfig, dump_config
 from training.console import printer
-from training.data import bytes_of, estimate_store, open_store, place_tokens
+from training.data import bytes_of, estimate_store, open_store
 from training.device import Setup, describe, kernel_of_sdpa, memory_of_others
 from training.distributed import start_accelerator
-from training.hardware import FILLS_A_GPU, MFU_OF_OTHERS, RENTALS, Rental, name_of, peak_flops, reported_mfu
+from training.hardware import FILLS_A_GPU, RENTALS, Rental, name_of
 from training.optim import MUON_RATES, describe_rates, usual_learning_rate
 from training.plan import Plan
 from training.preflight import make_plan, setup_of
 from training.report.report import environment
 from training.run import Run
-from training.speed import Speed, flops_per_token, model_size, product_parameters
-from training.step import build_train_step
+from training.sizing import Sizing, resolve
+from training.speed import model_size, product_parameters
+from training.throughput import AFTER_VALIDATION, SCORING, Throughput, assumed_speed, measure_speed
 
-TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022, "Chinchilla")
-EVALUATION_COST = 1 / 3  # fraction of the cost of training on a token: only the forward pass
-# Measured for the quickstart: seconds of samples, plots and a checkpoint after each validation, and the time to compile the validation
-# as a fraction of the time until the first step.
-AFTER_VALIDATION, VALIDATION_GRAPH = 1.0, 0.4
-# Steps are measured for at least LEAST_SECONDS, after the first step, which compiles, and WARM steps that allocate memory.
-WARM, LEAST_SECONDS = 3, 3.0
-REPORTING = 50_000_000  # bytes of code that a run loads for sampling and plots
+VALIDATION_GRAPH = 0.4  # time to compile the validation, as a fraction of the time until the first step (quickstart)
 # Thresholds of advice:
 FEW_TOKENS = 8192  # tokens per micro-batch; fewer leave a GPU idle between kernels
-MANY_EPOCHS = 4  # beyond this, repeated text helps less and less (Muennighoff et al. 2023)
 RATE_FACTOR = 6  # largest ratio to the usual learning rate, either way
 MUCH = 0.1  # fraction of the time spent on validation
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Estimated tokens per second of all processes together, with the source of the estimate."""
-
-    tokens_per_second: float
-    known: str  # the source: "measured over 10 steps ...", "assumed ..."
-    mfu: float | None = None
-    peak_bytes: float | None = None  # peak memory; None if no steps were measured
-    first_step: float = 0.0  # seconds until the first step is done
 
 
 @dataclass(frozen=True)
@@ -68,6 +48,7 @@ class Forecast:
     plan: Plan
     store: TokenStore
     speed: Throughput | None  # None if it can only be measured and was not
+    sizing: Sizing | None  # None if the command chose nothing
 
     @property
     def tokens(self) -> int:
@@ -78,7 +59,7 @@ class Forecast:
         """Cost of all validations, as a number of training tokens. The last validation scores the whole split."""
         evaluation, whole = self.config.evaluation, self.store.metadata.val.tokens
         sample = min(whole, (evaluation.max_eval_samples or whole) * self.plan.batches.context)
-        return EVALUATION_COST * ((self.validations - 1) * sample + whole)
+        return SCORING * ((self.validations - 1) * sample + whole)
 
     @property
     def validations(self) -> int:
@@ -95,8 +76,8 @@ class Forecast:
         if self.speed is None:
             return None
         compilation = self.speed.first_step * (1 + VALIDATION_GRAPH * self.setup.torch_compile)
-        seconds = compilation + AFTER_VALIDATION * self.validations
-        return self.hours_at(self.speed.tokens_per_second) + seconds / 3600
+        speed = self.speed.tokens_per_second
+        return (compilation + self.validation_seconds(speed) + self.tokens / speed) / 3600
 
     def hours_at(self, tokens_per_second: float) -> float:
         return (self.tokens + self.evaluation_tokens) / tokens_per_second / 3600
@@ -104,6 +85,10 @@ class Forecast:
     @property
     def store_bytes(self) -> int:
         return bytes_of(self.store, "train", "val")
+
+    def validation_seconds(self, tokens_per_second: float) -> float:
+        """Return the seconds of all validations, with their samples, plots and checkpoints."""
+        return AFTER_VALIDATION * self.validations + self.evaluation_tokens / tokens_per_second
 
     def described(self) -> dict[str, float | None]:
         """Return the estimates that events.jsonl records for comparison with the actual run."""
@@ -116,9 +101,11 @@ class Forecast:
         }
 
 
-def forecast_run(config: TrainConfig, run: Run) -> Forecast:
-    speed = assumed_speed(name_of(run.accelerator.device), run.plan, run.setup, run.accelerator.num_processes)
-    return Forecast(config, run.setup, run.plan, run.data.store, speed)
+def forecast_run(config: TrainConfig, run: Run, sizing: Sizing | None) -> Forecast:
+    speed = assumed_speed(
+        name_of(run.accelerator.device), run.plan.model, run.setup.mixed_precision, run.accelerator.num_processes
+    )
+    return Forecast(config, run.setup, run.plan, run.data.store, speed, sizing)
 
 
 def print_forecast(run: Run, forecast: Forecast) -> None:
@@ -146,74 +133,31 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     estimate = estimate_store(config.recipe, folder, say)
     sample = open_store(config.recipe, say) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole
+    config, sizing = resolve(config, accelerator, setup, [store, sample])
+    setup = setup_of(config)
     plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
     hardware, speed = describe(accelerator, setup, plan.model), None
     if config.cost.plan_device is not None:
         rental = RENTALS[config.cost.plan_device]
         hardware = f"{rental.name}, {setup.mixed_precision}, compiled (from its datasheet)"
-        speed = assumed_speed(rental.datasheet, plan, setup, accelerator.num_processes)
+        speed = assumed_speed(rental.datasheet, plan.model, setup.mixed_precision, accelerator.num_processes)
     elif config.cost.plan_steps > 0:
-        speed = measure_speed(config, plan, setup, accelerator, sample)
+        speed = measure_speed(config, plan, setup, accelerator, sample, config.cost.plan_steps)
     sampled = None
     if estimate is not None:
         n_tokens = plan.order.n_tokens
         about = round(n_tokens, 3 - len(str(n_tokens)))
         sampled = {"tokens": about, "read": estimate.read, "seconds": estimate.seconds}
-    forecast = Forecast(config, setup, plan, store, speed)
+    forecast = Forecast(config, setup, plan, store, speed, sizing)
     say(describe_forecast(forecast, hardware, sampled, rentals(forecast)))
-
-
-def measure_speed(
-    config: TrainConfig, plan: Plan, setup: Setup, accelerator: Accelerator, store: TokenStore
-) -> Throughput:
-    """Run a few training steps at a learning rate of 0 and measure them. Called by every process. No result is kept."""
-    tokens = place_tokens(store, "train", plan.placement.where, accelerator.device, config.batch.mask_documents)
-    order = WindowOrder(store.metadata.train.tokens, plan.batches.context, config.seed)
-    began = time.perf_counter()
-    batches = TrainBatches(tokens, order, plan.batches, accelerator.process_index)
-    train_step = build_train_step(plan.model, None, batches, config.optim, setup, accelerator)
-    speed = Speed(batches, plan.model, accelerator)
-
-    def do(first: int, number: int) -> None:
-        for step in range(first, first + number):
-            step_loss, _ = train_step(step, rate_factor=0.0)
-            speed.count(plan.tokens_per_step)
-        float(step_loss)  # waits for the device
-
-    do(0, 1)
-    first_step = time.perf_counter() - began
-    do(1, WARM)
-    speed.restart()
-    while speed.seconds < LEAST_SECONDS:
-        do(1 + WARM + speed.steps, config.cost.plan_steps)
-    measured = speed.measured()
-    known = f"measured over {speed.steps} steps; the first step was done after {first_step:.1f} s"
-    peak = 1e9 * measured["peak_memory_gb"]
-    if not plan.memory.on_gpu:  # these steps do not save, sample or plot
-        peak += plan.memory.fixed()["checkpoint copy"] + REPORTING
-    return Throughput(measured["tokens_per_second"], known, measured.get("mfu"), peak, first_step)
-
-
-def assumed_speed(device: str, plan: Plan, setup: Setup, devices: int) -> Throughput | None:
-    """Return the throughput assumed for a device from published results, or None if its peak is unknown or the model too small."""
-    peak = peak_flops(device, setup.mixed_precision)
-    if peak is None or product_parameters(plan.model) < FILLS_A_GPU:
-        return None
-    at_peak = peak * devices / flops_per_token(plan.model)
-    least, usual, most = reported_mfu(device) or MFU_OF_OTHERS
-    known = (
-        f"assumed: {usual:.0%} of its peak; others report {least:.0%} to {most:.0%}, which is "
-        f"{least * at_peak:,.0f} to {most * at_peak:,.0f} tokens/s"
-    )
-    return Throughput(usual * at_peak, known, usual)
 
 
 def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
     """Return the rentable devices that can hold the model, with the assumed tokens per second and hours on one device.
     The list is empty if the model is too small for reported figures."""
-    plan, half = forecast.plan, replace(forecast.setup, mixed_precision="bf16")
+    plan = forecast.plan
     fitting = [rental for rental in RENTALS.values() if plan.memory.total(1) < rental.gigabytes * 1e9]
-    speeds = [(rental, assumed_speed(rental.datasheet, plan, half, 1)) for rental in fitting]
+    speeds = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in fitting]
     found = [(rental, speed.tokens_per_second) for rental, speed in speeds if speed is not None]
     return [(rental, speed, forecast.hours_at(speed)) for rental, speed in found]
 
@@ -238,6 +182,7 @@ def describe_forecast(
         checkpoints = min(checkpoints, config.checkpoints_kept + 1)  # including the best checkpoint
     folder = Path(config.run.output_dir)
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    family = "modern" if config.optim.optimizer == "muon" else "gpt2"
     facts = {
         "model": plan.model,
         "size": model_size(plan.model, N),
@@ -245,7 +190,10 @@ def describe_forecast(
         "hardware": hardware,
         "sample": sample,
         "overridden": config.overridden_vocab_size(plan.model.vocab_size),
-        "best_tokens": TOKENS_PER_PARAMETER,
+        "best_ratio": scaling.RATIOS[family],
+        "ratio_source": scaling.RATIO_RULES[family].source,
+        "scaling": scaling,
+        "chosen": dump_config(config, only_changed=True),
         "checkpoints": checkpoints,
         "disk": (checkpoints + 1) * (4 * N + plan.memory.moments) + 4 * N,  # one more during a save, and model/
         "free": shutil.disk_usage(existing).free,
@@ -290,10 +238,10 @@ def advice(forecast: Forecast) -> Iterator[str]:
     if on_gpu and tokens < FEW_TOKENS and largest > batches.micro_batch:
         text = f"A micro-batch has {tokens:,} tokens, too few to fill a GPU; {largest:,} sequences would fit"
         yield f"{text}: raise tokens_per_step, or per_device_train_batch_size."
-    if (epochs := plan.epoch(plan.max_steps)) > MANY_EPOCHS:
-        text = f"beyond about {MANY_EPOCHS} epochs, more text helps more than more epochs."
+    if (epochs := plan.epoch(plan.max_steps)) > scaling.MOST_EPOCHS:
+        text = f"beyond about {scaling.MOST_EPOCHS} epochs, more text helps more than more epochs."
         yield f"The run trains for {epochs:.1f} epochs; {text}"
-    if N >= FILLS_A_GPU and forecast.tokens < N * TOKENS_PER_PARAMETER / 10:  # scaling laws exclude smaller models
+    if N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:  # scaling laws exclude smaller models
         text = "tokens per parameter are few: a smaller model would reach a lower loss in the same time."
         yield f"{forecast.tokens / N:.2g} {text}"
     if (share := forecast.evaluation_share) > MUCH:

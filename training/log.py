@@ -100,6 +100,11 @@ class RunLog:
             self.say(f"ADVICE: {advice.text}")
             record(self.folder.events, "advice", entry["step"], **advice._asdict())
 
+    def resize(self, max_steps: int) -> None:
+        """Show progress relative to another number of steps."""
+        if self.main:
+            self.screen.max_steps = max_steps
+
     def show_progress(self, task: str, share: float) -> None:
         if self.main:
             self.screen.show_progress(task, share)

@@ -32,8 +32,10 @@ class LengthArguments:
         return [f"{pairs} are given together; use only one of them for the length of a run."]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
+    """Plan of a run. Only `max_steps` may change during the run, see pacer.py."""
+
     model: GPT2ScratchConfig
     batches: BatchPlan
     order: WindowOrder

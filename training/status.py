@@ -81,9 +81,13 @@ def starts_in_force(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return starts
 
 
-def hours(events: list[dict[str, Any]], now: datetime) -> float:
+def hours(events: list[dict[str, Any]], now: datetime | None) -> float:
     """Return the run's hours until `now`, from its events.jsonl. The time between the last event before a stop or a kill and
-    the next start does not count."""
+    the next start does not count. None: until the last event."""
     moments = [(event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"])) for event in events]
-    spans = [later - before for (_, before), (starts, later) in pairwise([*moments, (False, now)]) if not starts]
+    spans = [
+        later - before
+        for (_, before), (starts, later) in pairwise([*moments, *([(False, now)] if now else [])])
+        if not starts
+    ]
     return sum(max(0.0, span.total_seconds()) for span in spans) / 3600  # max, in case the clock was set back

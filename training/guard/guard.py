@@ -15,7 +15,7 @@ from training.device import Setup
 from training.distributed import check_same_command, on_main, start_accelerator, stop_accelerator
 from training.guard.faults import translate
 from training.guard.lock import RunLock
-from training.guard.stopping import NOT_SAVED, Stopper, StoppingArguments
+from training.guard.stopping import EXIT_CODES, NOT_SAVED, Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog, is_of_the_group
 from training.health import Health, HealthArguments, Spike
 from training.loss import DivergenceError
@@ -73,6 +73,10 @@ class RunGuard:
                 self._fail(error)
         finally:
             self.stopper.__exit__(kind)  # last, because until here, Ctrl-C only requests a stop
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.reason is None else EXIT_CODES[self.reason]
 
     def steps(self, saver: Saver) -> Iterator[int]:
         """Yield the remaining steps, counted from 0. End early if all processes agree to stop. Save a checkpoint at the end."""

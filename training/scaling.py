@@ -1,0 +1,108 @@
+"""Published rules that derive model size, tokens, batch and rates from a compute budget. docs/budget.md compares them with runs.
+
+Symbols: N weights in matrix products (`speed.product_parameters`), D training tokens, U tokens of the text, B tokens per step.
+"""
+
+import math
+from typing import NamedTuple
+
+
+class Rule(NamedTuple):
+    """Source of a rule, and the range in which it was measured."""
+
+    rule: str
+    source: str
+    quantity: str  # N or D
+    lowest: float
+    highest: float
+
+
+RATIOS = {"gpt2": 20.0, "modern": 10.5}  # compute-optimal D / N
+RATIO_RULES = {
+    "gpt2": Rule("20 tokens per parameter", "Hoffmann et al. 2022, table 2", "N", 70e6, 16e9),
+    "modern": Rule("10.5 tokens per parameter", "nanochat, dev/LOG.md, 2026-01-27", "N", 110e6, 382e6),
+}
+BATCH_RULE = Rule(
+    "B = 2^19 (D / 1.16e9)^0.383", "Bergsma et al. 2025; nanochat, dev/LOG.md, 2026-02-05", "D", 1.16e9, 9.6e9
+)
+EPOCHS_RULE = Rule("value of repeated tokens", "Muennighoff et al. 2023, equations 5 and 6", "N", 7e6, 8.7e9)
+# (N, D / N) at this size, measured on the text of the quickstart (docs/budget.md).
+SMALL_RATIOS = {"gpt2": (2e6, 10.0), "modern": (2e6, 5.0)}
+MOST_EPOCHS = 4  # up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
+EXPONENT = 0.353  # of N and D in the loss (same source, equation 12)
+REPEATS, EXCESS = (
+    15.4,
+    5.3,
+)  # after which repeated tokens, and parameters beyond the best number for U, lose their value
+SMALLEST_BATCH, FEW_TOKENS = 4096, 4e6  # measured here: the best batch of runs with few tokens (docs/log.md)
+
+
+def best_ratio(family: str, parameters: float) -> float:
+    """Return the compute-optimal D / N. Below the published range, it falls to the ratio measured here for small models."""
+    published, (small, here) = RATIOS[family], SMALL_RATIOS[family]
+    lowest = RATIO_RULES[family].lowest
+    share = min(1.0, max(0.0, math.log(parameters / small) / math.log(lowest / small)))
+    return here * (published / here) ** share
+
+
+def best_context(width: int) -> int:
+    """Return the context length for a width: between the quickstart's 64 for 192 and GPT-2's 1,024 for 768, a power of two."""
+    return max(64, min(1024, 2 ** int(math.log2(width**2 / 576))))
+
+
+def effective_tokens(tokens: float, unique: float) -> float:
+    """Return how many new tokens are worth `tokens` from a text of `unique` tokens (Muennighoff et al. 2023, equation 5)."""
+    return _diminished(tokens, unique, REPEATS)
+
+
+def deficit(parameters: float, tokens: float, unique: float, ratio: float) -> float:
+    """Return the part of the loss that falls with N and D, up to a factor: (ratio N')^-a + D'^-a.
+
+    N' and D' are the effective N and D for the text. Without repetition, the minimum for a constant N D is at D = ratio N.
+    """
+    best_for_text = unique / ratio
+    size = _diminished(parameters, best_for_text, EXCESS)
+    return (ratio * size) ** -EXPONENT + effective_tokens(tokens, unique) ** -EXPONENT
+
+
+def _diminished(amount: float, base: float, scale: float) -> float:
+    if amount <= base:
+        return amount
+    return base * (1 + scale * (1 - math.exp(-(amount / base - 1) / scale)))
+
+
+def best_batch(tokens: float) -> int:
+    """Return tokens per step, a power of two. Below the range of `BATCH_RULE`, the exponent is the one that leads to the batch measured here
+    for `FEW_TOKENS`."""
+    rule, at_rule = BATCH_RULE, 2.0**19
+    exponent = 0.383
+    if tokens < rule.lowest:
+        exponent = math.log(at_rule / SMALLEST_BATCH) / math.log(rule.lowest / FEW_TOKENS)
+    exact = at_rule * (tokens / rule.lowest) ** exponent
+    return max(SMALLEST_BATCH, 2 ** round(math.log2(exact)))
+
+
+def adam_rate(width: int) -> float:
+    """Return AdamW's peak rate for all parameters: 1.8e-3 sqrt(768 / width). The rate for width 768 is that of modded-nanogpt's record
+    track_1_short/2024-06-06_AdamW; the factor is nanochat's."""
+    return 1.8e-3 * math.sqrt(768 / width)
+
+
+def weight_decay(rate: float, batch: float, tokens: float) -> float:
+    """Return the decay that keeps AdamW's timescale B / (rate decay D) constant (Wang and Aitchison 2024), at 0.308."""
+    return batch / (0.308 * rate * tokens)
+
+
+def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float, float] | None:
+    """Return the lowest and highest loss, in nats per token of web text with about 32,000 tokens in the vocabulary, or None for a model
+    outside of the range of the fits.
+
+    Two fits of the same runs: Hoffmann et al. 2022, equation 10, and Besiroglu et al. 2024. A modern model needs at least half as many
+    tokens as GPT-2 for a loss (docs/tokens_to_loss.md), so its lowest loss is that of twice the tokens.
+    """
+    if not RATIO_RULES["gpt2"].lowest <= parameters <= RATIO_RULES["gpt2"].highest:
+        return None
+    fits = ((1.69, 406.4, 0.34, 410.7, 0.28), (1.8172, 482.01, 0.3478, 2085.43, 0.3658))
+    amounts = (tokens, 2 * tokens) if family == "modern" else (tokens,)
+    losses = [e + a / parameters**alpha + b / D**beta for e, a, alpha, b, beta in fits for D in amounts]
+    return min(losses), max(losses)

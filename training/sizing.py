@@ -1,0 +1,351 @@
+"""Choice of model size, tokens, batch and rates for a budget (--budget) or a number of layers (--depth): see docs/budget.md."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from accelerate import Accelerator
+
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig
+from settings_file import read_yaml
+from tokenizer.store import TokenStore
+from training import scaling
+from training.backup import earlier_config
+from training.budget import Price, price_of
+from training.config import CHOSEN, LENGTHS, TrainConfig
+from training.console import printer
+from training.data import open_store
+from training.device import Setup
+from training.distributed import on_main
+from training.hardware import FILLS_A_GPU, MFU_OF_OTHERS, RENTALS, name_of, peak_flops, reported_mfu
+from training.metrics import read_events
+from training.model import ModelArguments, model_config
+from training.optim import with_defaults
+from training.preflight import make_plan
+from training.run_folder import RunFolder
+from training.speed import flops_per_token, product_parameters
+from training.status import hours
+from training.throughput import AFTER_VALIDATION, SCORING, measure_speed
+
+PRESETS = Path(__file__).parent.parent / "presets"
+OF_FAMILY = {"gpt2": PRESETS / "gpt2.yaml", "modern": PRESETS / "gpt2_modern.yaml"}
+ARCHITECTURE = {  # settings that a family takes from its preset
+    *(
+        "activation_function",
+        "normalization",
+        "rope_theta",
+        "use_bias",
+        "tie_word_embeddings",
+        "layer_norm_epsilon",
+        "optimizer",
+    ),
+}
+WIDTH = 64  # per layer, as in nanochat and in GPT-2 small
+DEEPEST = 100
+VALIDATIONS = 5  # of a run, each with a checkpoint; the oldest of the last four is from the end of the stable phase
+SCORED_TOKENS = 32_768  # of a validation before the last
+COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two cores for 2 and 3 layers
+# Seconds until the first step is done, without and with compilation, and to compile the validation: measured on two cores.
+FIRST_STEP, COMPILED_FIRST_STEP, VALIDATION_GRAPH = 3.0, 30.0, 12.0
+PROBE_SECONDS = 1.0
+MOST_PROBES = 3
+
+
+@dataclass(frozen=True)
+class Option:
+    """A model with its tokens."""
+
+    settings: dict[str, Any]  # by flag name: those that were chosen, and given ones of the same kind
+    model: GPT2ScratchConfig
+    tokens: float
+    unique: int  # tokens of the text
+    family: str
+    seconds: float | None = None  # estimated for the whole run
+
+    @property
+    def parameters(self) -> int:
+        """Weights in matrix products."""
+        return product_parameters(self.model)
+
+    @property
+    def epochs(self) -> float:
+        return self.tokens / self.unique
+
+    @property
+    def worth(self) -> float:
+        """Number of new tokens that are worth `tokens`."""
+        return scaling.effective_tokens(self.tokens, self.unique)
+
+    @property
+    def ratio(self) -> float:
+        """Compute-optimal tokens per parameter without repetition."""
+        return scaling.best_ratio(self.family, self.parameters)
+
+    @property
+    def deficit(self) -> float:
+        return scaling.deficit(self.parameters, self.tokens, self.unique, self.ratio)
+
+    @property
+    def loss(self) -> tuple[float, float] | None:
+        return scaling.expected_loss(self.family, self.parameters, self.tokens)
+
+    @property
+    def outside(self) -> list[scaling.Rule]:
+        """Rules outside of the range in which they were measured."""
+        rules = (scaling.RATIO_RULES[self.family], scaling.BATCH_RULE, scaling.EPOCHS_RULE)
+        values = {"N": self.parameters, "D": self.tokens}
+        return [rule for rule in rules if not rule.lowest <= values[rule.quantity] <= rule.highest]
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The choice for a run, with its alternatives."""
+
+    option: Option
+    others: dict[str, Option]  # for half and twice the budget
+    price: Price
+    total: float | None  # seconds from the start of the process to the end; None: no time limit
+    deadline: float | None  # the end, as a time of the monotonic clock
+    tokenized: float  # seconds of tokenization, which do not count
+    known: str  # source of the speed
+
+    @property
+    def rows(self) -> dict[str, Option]:
+        return {
+            name: option
+            for name, option in (
+                ("half", self.others.get("half")),
+                ("this", self.option),
+                ("twice", self.others.get("twice")),
+            )
+            if option
+        }
+
+
+def resolve(
+    config: TrainConfig, accelerator: Accelerator, setup: Setup, stores: list[TokenStore] | None = None
+) -> tuple[TrainConfig, Sizing | None]:
+    """Return the configuration with the settings that were not given, and how they were chosen, or None if nothing is left to choose.
+    Raise a `UserError` if the budget is too small, too large for the text, or in a unit without a known price.
+
+    `stores`: the token store, and the one to measure speed with; by default both are the store of the configuration, which is
+    created. Called by every process.
+    """
+    if not config.budget.chooses:
+        return config, None
+    earlier, values = {}, {}
+    if not config.run.overwrite_output_dir:
+        earlier = on_main(accelerator, lambda: earlier_config(config.run.folder, config.backup.backup_dir))
+    if config.budget.budget is not None and earlier.get("budget") == config.budget.budget:
+        values = {name: earlier[name] for name in CHOSEN & earlier.keys() - (config.given - LENGTHS)}
+        config = replace(config.with_settings(values), given=config.given | values.keys())  # the same command again
+    if config.is_resolved or "max_steps" in values:
+        return config, None
+    began = time.monotonic()
+    stores = stores or 2 * [open_store(config.recipe, printer(accelerator))]
+    sizing = Sizer(config, *stores, accelerator, setup).choose(time.monotonic() - began)
+    return config.with_settings(sizing.option.settings), sizing
+
+
+class Sizer:
+    """Search for the best option of a configuration on a device."""
+
+    def __init__(
+        self, config: TrainConfig, store: TokenStore, sample: TokenStore, accelerator: Accelerator, setup: Setup
+    ):
+        self.config, self.store, self.sample, self.accelerator, self.setup = config, store, sample, accelerator, setup
+        self.given = {name: value for name, value in config.flat().items() if name in CHOSEN & config.given}
+        is_whole = "n_layer" in config.given - config.flags  # the file has a model
+        default = "gpt2" if is_whole and config.optim.optimizer == "adamw" else "modern"
+        self.family = config.budget.family or default
+        content = {} if is_whole else read_yaml(OF_FAMILY[self.family])
+        self.architecture = {name: content[name] for name in ARCHITECTURE & content.keys()}
+        depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
+        self.depths = [depth] if depth else range(1, DEEPEST + 1)
+        self.unique, self.paces, self.known = store.metadata.train.tokens, {}, ""
+        self.price = price_of(
+            name_of(accelerator.device), config.cost.plan_device, config.cost.hourly_price, accelerator.num_processes
+        )
+
+    def choose(self, tokenized: float) -> Sizing:
+        """Return the choice. `tokenized`: seconds of tokenization, which do not count."""
+        amount, total, left, deadline = self.config.budget.amount, None, None, None
+        if amount is not None and amount.unit != "flops":
+            total = self.price.seconds(amount)
+            spent = on_main(self.accelerator, lambda: seconds_spent(self.config.run.folder) - tokenized)
+            left = total if self.config.cost.plan else total - spent
+            deadline = time.monotonic() + left
+            self._find_pace(left)
+        option = self._best(left, 1.0)
+        if option is None:
+            raise UserError(self._too_small(left))
+        if option.epochs > scaling.MOST_EPOCHS and not self._length():
+            raise UserError(self._too_large(option, left))
+        others = {} if amount is None else {name: self._best(left, by) for name, by in (("half", 0.5), ("twice", 2.0))}
+        others = {name: other for name, other in others.items() if other is not None}
+        return Sizing(option, others, self.price, total, deadline, tokenized, self.known)
+
+    def _best(self, left: float | None, factor: float) -> Option | None:
+        """Return the option with the lowest loss for `factor` times the budget, or None if no step fits."""
+        options = [option for depth in self.depths if (option := self._option(depth, left, factor)) is not None]
+        return min(options, key=lambda option: option.deficit, default=None)
+
+    def _option(self, depth: int, left: float | None, factor: float) -> Option | None:
+        shape = self._shape(depth)
+        model = model_config(ModelArguments(**shape), self.store.metadata.vocab_size)
+        amount, N = self.config.budget.amount, product_parameters(model)
+        if left is not None:
+            pace = self._pace(depth) / flops_per_token(model)
+            tokens = pace * (left * factor - self._overhead()) - SCORING * self._scored()
+        elif amount is not None:
+            tokens = factor * amount.number / flops_per_token(model)
+        else:
+            tokens = scaling.best_ratio(self.family, N) * N
+        tokens = min(tokens, self._length() or tokens)
+        unit = model.n_positions * self.accelerator.num_processes
+        batch = self.given.get("tokens_per_step") or max(1, scaling.best_batch(max(1, tokens)) // unit) * unit
+        if tokens < batch:
+            return None
+        steps = int(tokens / batch)
+        settings = shape | self._recipe(model, batch, steps) | self.given | {"max_steps": steps}
+        settings |= dict.fromkeys(LENGTHS - {"max_steps"})
+        seconds = None
+        if left is not None:
+            seconds = (steps * batch + SCORING * self._scored()) / pace + self._overhead()
+        return Option(settings, model, steps * batch, self.unique, self.family, seconds)
+
+    def _shape(self, depth: int) -> dict[str, Any]:
+        """Return the settings of a model with `depth` layers."""
+        width, is_modern = WIDTH * depth, self.family == "modern"
+        has_large_heads = is_modern and depth >= 12 and depth % 2 == 0  # of size 128, as in the presets
+        shape = self.architecture | {
+            "n_layer": depth,
+            "n_head": depth // 2 if has_large_heads else depth,
+            "n_embd": width,
+            "n_positions": scaling.best_context(width),
+            "initializer_range": round((0.577 if is_modern else 0.554) / math.sqrt(width), 4),
+        }
+        shape |= {"attention_scale": 0.12} if has_large_heads else {}
+        return vars(self._part("model", shape | self.given))
+
+    def _recipe(self, model: GPT2ScratchConfig, batch: int, steps: int) -> dict[str, Any]:
+        """Return batch, rates, schedule, and the steps between validations and checkpoints."""
+        every = max(1, steps // VALIDATIONS)
+        recipe = {
+            "tokens_per_step": batch,
+            "eval_steps": every,
+            "save_steps": every,
+            "save_total_limit": VALIDATIONS - 1,
+        }
+        recipe["max_eval_samples"] = max(1, SCORED_TOKENS // model.n_positions)
+        recipe["logging_steps"] = max(1, min(50, steps // 50))
+        recipe["lr_scheduler_type"] = "warmup_stable_decay"
+        if self.architecture.get("optimizer", self.config.optim.optimizer) == "adamw":
+            recipe |= {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
+            recipe["warmup_steps"] = round(0.05 * steps)
+        given = recipe | self.architecture | self.given
+        is_large = model.normalization == "rms_norm" and not model.tie_word_embeddings
+        optim = with_defaults(self._part("optim", given), set(given), batch, model.n_embd, is_large)
+        recipe |= vars(optim)
+        recipe["weight_decay"] = float(f"{scaling.weight_decay(optim.learning_rate, batch, steps * batch):.3g}")
+        return recipe
+
+    def _part(self, name: str, settings: dict[str, Any]) -> Any:
+        """Return a part of the configuration with its defaults, except for `settings`."""
+        kind = type(getattr(self.config, name))
+        return kind(**{key: value for key, value in settings.items() if key in kind.__dataclass_fields__})
+
+    def _length(self) -> float | None:
+        """Return the given number of training tokens, or None."""
+        if not self.config.given & LENGTHS:
+            return None
+        length = self.config.length
+        steps = (length.max_steps or 0) * self.config.batch.tokens_per_step
+        return length.max_train_tokens or steps or length.num_train_epochs * self.unique
+
+    def _scored(self) -> int:
+        """Return the tokens that all validations score."""
+        return (VALIDATIONS - 1) * min(SCORED_TOKENS, self.store.metadata.val.tokens) + self.store.metadata.val.tokens
+
+    def _overhead(self) -> float:
+        """Return the seconds of a run outside of its steps, except for the scoring of text."""
+        compilation = COMPILED_FIRST_STEP + VALIDATION_GRAPH if self.setup.torch_compile else FIRST_STEP
+        return compilation + VALIDATIONS * AFTER_VALIDATION
+
+    def _pace(self, depth: int) -> float:
+        """Return FLOP/s of all devices, as measured for the nearest number of layers."""
+        return self.paces[min(self.paces, key=lambda other: abs(other - depth))]
+
+    def _find_pace(self, left: float) -> None:
+        """Find FLOP/s: from published results for a model that fills a known GPU, otherwise from a few steps without compilation."""
+        plan_device, processes = self.config.cost.plan_device, self.accelerator.num_processes
+        device = RENTALS[plan_device].datasheet if plan_device else name_of(self.accelerator.device)
+        if (peak := peak_flops(device, self.setup.mixed_precision)) is not None:
+            _, usual, _ = reported_mfu(device) or MFU_OF_OTHERS
+            self.paces, self.known = (
+                {0: usual * peak * processes},
+                f"{usual:.0%} of the peak of {device}, as others report",
+            )
+            option = self._best(left, 1.0)
+            if option is not None and option.parameters >= FILLS_A_GPU:
+                return
+            if plan_device:
+                raise UserError(
+                    f"plan_device is {plan_device}, but the best model for the budget is smaller than {FILLS_A_GPU / 1e6:.0f}M parameters: "
+                    f"no speed is published for it; use a larger --budget, or plan without --plan_device on the device itself."
+                )
+        self.paces, depth = {}, min(2, self.depths[-1]) if len(self.depths) > 1 else self.depths[0]
+        while depth not in self.paces and len(self.paces) < MOST_PROBES:
+            pace = self._probe(depth)
+            self.paces[depth] = on_main(self.accelerator, partial(float, pace))
+            option = self._best(left, 1.0)
+            depth = option.model.n_layer if option is not None else depth
+        self.known = "measured over a few steps without compilation"
+
+    def _probe(self, depth: int) -> float:
+        """Measure FLOP/s of all devices for a model with `depth` layers."""
+        shape = self._shape(depth)
+        model = model_config(ModelArguments(**shape), self.store.metadata.vocab_size)
+        unit = model.n_positions * self.accelerator.num_processes
+        batch = self.given.get("tokens_per_step") or max(1, scaling.SMALLEST_BATCH // unit) * unit
+        settings = shape | self._recipe(model, batch, steps=1000)
+        config, eager = self.config.with_settings(settings), replace(self.setup, torch_compile=False)
+        plan = make_plan(config, self.sample, self.sample.load_tokenizer(), self.accelerator, eager)
+        speed = measure_speed(config, plan, eager, self.accelerator, self.sample, steps=2, seconds=PROBE_SECONDS)
+        gain = COMPILED_SPEED if self.setup.torch_compile else 1.0
+        return gain * speed.tokens_per_second * flops_per_token(model)
+
+    def _too_small(self, left: float | None) -> str:
+        if left is None:
+            return f"budget is {self.config.budget.amount}, less than one step of the smallest model; use a larger one."
+        return (
+            f"budget is {self.config.budget.amount}, of which {max(0.0, left):.0f} s are left, but compilation, {VALIDATIONS} validations with "
+            f"checkpoints, and a step of the smallest model take about {self._overhead() + 1:.0f} s; use a larger budget."
+        )
+
+    def _too_large(self, option: Option, left: float | None) -> str:
+        """Describe a budget that the text is too small for, with the largest one that it is not too small for."""
+        lowest, highest = 1e-9, 1.0  # factors of the budget
+        for _ in range(20):
+            middle = math.sqrt(lowest * highest)
+            best = self._best(left, middle)
+            fits = best is None or best.epochs <= scaling.MOST_EPOCHS
+            lowest, highest = (middle, highest) if fits else (lowest, middle)
+        amount = self.config.budget.amount
+        most = "a smaller depth" if amount is None else f"a budget of at most {lowest * amount.number:.2g}{amount.unit}"
+        return (
+            f"The text has {self.unique:,} tokens, too few for the {'depth' if amount is None else 'budget'}: the best model, with "
+            f"{option.parameters / 1e6:,.1f}M parameters in matrix products, would train {option.epochs:.1f} epochs, and more than "
+            f"{scaling.MOST_EPOCHS} help little; add text, or use {most}."
+        )
+
+
+def seconds_spent(folder: RunFolder) -> float:
+    """Return the seconds since the start of this process, and of the run's earlier processes."""
+    earlier = hours(read_events(folder.events), None)
+    return time.time() - psutil.Process().create_time() + 3600 * earlier
