@@ -131,6 +131,8 @@ class TrainConfig:
         """Every setting with its default and its effect on resuming."""
         defaults = {name: value for kind in PARTS for name, value in asdict(kind()).items()}
         stated = {part.name: part.metadata.get("resume") for kind in PARTS for part in fields(kind)}
+        if self.budget.budget is not None:  # the length is an estimate until the run corrects it
+            stated["max_steps"] = "free"
         return Settings(self.flat(), defaults, stated | dict.fromkeys(DERIVED, "derived"), self.changes.allowed)
 
     def problems(self) -> list[str]:
@@ -215,7 +217,7 @@ def _run_name(named: Path | None, config: TrainConfig) -> str:
 def dump_config(config: TrainConfig, only_changed: bool = False) -> str:
     """Return the YAML that `--config` reads back to the same run, with all settings or only those that are not the default."""
     excluded = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
-    excluded |= {"plan", "plan_device", "plan_steps", "family", "depth"}
+    excluded |= {"plan", "plan_device", "plan_steps"}
     defaults = config.settings.defaults if only_changed else {}
     content = {
         name: value for name, value in config.flat().items() if value != defaults.get(name) and name not in excluded

@@ -43,7 +43,8 @@ class Pacer:
         log.resize(plan.max_steps)
         if step < FINAL * plan.max_steps:
             return
-        self.deadline, self.config = None, self.config.with_settings({"max_steps": plan.max_steps})
+        self.deadline = None
+        self.config = self.config.with_settings({"max_steps": plan.max_steps, "max_train_tokens": None})
         self.run.start.state.settings["max_steps"] = plan.max_steps
         log.say(
             f"Budget:  {plan.max_steps:,} steps end the run on time, at the measured speed. This number is now final."

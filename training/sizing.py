@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from settings_file import read_yaml
 from tokenizer.store import TokenStore
 from training import scaling
 from training.backup import earlier_config
-from training.budget import Price, price_of
+from training.budget import price_of
 from training.config import CHOSEN, LENGTHS, TrainConfig
 from training.console import printer
 from training.data import open_store
@@ -27,24 +28,16 @@ from training.metrics import read_events
 from training.model import ModelArguments, model_config
 from training.optim import with_defaults
 from training.preflight import make_plan
-from training.run_folder import RunFolder
+from training.restart import restarted
 from training.speed import flops_per_token, product_parameters
 from training.status import hours
 from training.throughput import AFTER_VALIDATION, SCORING, measure_speed
 
 PRESETS = Path(__file__).parent.parent / "presets"
 OF_FAMILY = {"gpt2": PRESETS / "gpt2.yaml", "modern": PRESETS / "gpt2_modern.yaml"}
-ARCHITECTURE = {  # settings that a family takes from its preset
-    *(
-        "activation_function",
-        "normalization",
-        "rope_theta",
-        "use_bias",
-        "tie_word_embeddings",
-        "layer_norm_epsilon",
-        "optimizer",
-    ),
-}
+# Settings that a family takes from its preset.
+ARCHITECTURE = {"activation_function", "normalization", "rope_theta", "use_bias", "tie_word_embeddings"}
+ARCHITECTURE |= {"layer_norm_epsilon", "optimizer"}
 WIDTH = 64  # per layer, as in nanochat and in GPT-2 small
 DEEPEST = 100
 VALIDATIONS = 5  # of a run, each with a checkpoint; the oldest of the last four is from the end of the stable phase
@@ -107,24 +100,12 @@ class Sizing:
     """The choice for a run, with its alternatives."""
 
     option: Option
-    others: dict[str, Option]  # for half and twice the budget
-    price: Price
+    rows: dict[str, Option]  # for half the budget, the budget and twice the budget, if they are possible
+    verdict: str  # comparison of the budget with the need; empty without a time limit
     total: float | None  # seconds from the start of the process to the end; None: no time limit
     deadline: float | None  # the end, as a time of the monotonic clock
     tokenized: float  # seconds of tokenization, which do not count
     known: str  # source of the speed
-
-    @property
-    def rows(self) -> dict[str, Option]:
-        return {
-            name: option
-            for name, option in (
-                ("half", self.others.get("half")),
-                ("this", self.option),
-                ("twice", self.others.get("twice")),
-            )
-            if option
-        }
 
 
 def resolve(
@@ -139,16 +120,22 @@ def resolve(
     if not config.budget.chooses:
         return config, None
     earlier, values = {}, {}
-    if not config.run.overwrite_output_dir:
+    if not config.run.overwrite_output_dir or restarted():
         earlier = on_main(accelerator, lambda: earlier_config(config.run.folder, config.backup.backup_dir))
-    if config.budget.budget is not None and earlier.get("budget") == config.budget.budget:
+    repeats = config.budget.budget is not None and earlier.get("budget") == config.budget.budget
+    if repeats:
         values = {name: earlier[name] for name in CHOSEN & earlier.keys() - (config.given - LENGTHS)}
-        config = replace(config.with_settings(values), given=config.given | values.keys())  # the same command again
-    if config.is_resolved or "max_steps" in values:
+        config = replace(config.with_settings(values), given=config.given | values.keys())
+    if "max_steps" in values:
+        return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"})), None
+    if config.is_resolved:
         return config, None
     began = time.monotonic()
     stores = stores or 2 * [open_store(config.recipe, printer(accelerator))]
-    sizing = Sizer(config, *stores, accelerator, setup).choose(time.monotonic() - began)
+    tokenized = time.monotonic() - began
+    continues = repeats or config.run.resume_from_checkpoint is not None
+    spent = on_main(accelerator, lambda: seconds_spent(config, continues) - tokenized)
+    sizing = Sizer(config, *stores, accelerator, setup).choose(spent, tokenized)
     return config.with_settings(sizing.option.settings), sizing
 
 
@@ -172,12 +159,11 @@ class Sizer:
             name_of(accelerator.device), config.cost.plan_device, config.cost.hourly_price, accelerator.num_processes
         )
 
-    def choose(self, tokenized: float) -> Sizing:
-        """Return the choice. `tokenized`: seconds of tokenization, which do not count."""
+    def choose(self, spent: float, tokenized: float) -> Sizing:
+        """Return the choice. `spent`: seconds of the budget that have passed, which do not include those of tokenization."""
         amount, total, left, deadline = self.config.budget.amount, None, None, None
         if amount is not None and amount.unit != "flops":
             total = self.price.seconds(amount)
-            spent = on_main(self.accelerator, lambda: seconds_spent(self.config.run.folder) - tokenized)
             left = total if self.config.cost.plan else total - spent
             deadline = time.monotonic() + left
             self._find_pace(left)
@@ -186,9 +172,16 @@ class Sizer:
             raise UserError(self._too_small(left))
         if option.epochs > scaling.MOST_EPOCHS and not self._length():
             raise UserError(self._too_large(option, left))
-        others = {} if amount is None else {name: self._best(left, by) for name, by in (("half", 0.5), ("twice", 2.0))}
-        others = {name: other for name, other in others.items() if other is not None}
-        return Sizing(option, others, self.price, total, deadline, tokenized, self.known)
+        rows = {"this": option}
+        if amount is not None:
+            rows = {"half": self._best(left, 0.5), **rows, "twice": self._best(left, 2.0)}
+        rows = {name: row for name, row in rows.items() if row is not None}
+        verdict = (
+            ""
+            if total is None
+            else self.price.verdict(amount, self._seconds(option.model, self._length() or option.tokens))
+        )
+        return Sizing(option, rows, verdict, total, deadline, tokenized, self.known)
 
     def _best(self, left: float | None, factor: float) -> Option | None:
         """Return the option with the lowest loss for `factor` times the budget, or None if no step fits."""
@@ -200,8 +193,7 @@ class Sizer:
         model = model_config(ModelArguments(**shape), self.store.metadata.vocab_size)
         amount, N = self.config.budget.amount, product_parameters(model)
         if left is not None:
-            pace = self._pace(depth) / flops_per_token(model)
-            tokens = pace * (left * factor - self._overhead()) - SCORING * self._scored()
+            tokens = self._pace(model) * (left * factor - self._seconds(model, 0))
         elif amount is not None:
             tokens = factor * amount.number / flops_per_token(model)
         else:
@@ -213,10 +205,9 @@ class Sizer:
             return None
         steps = int(tokens / batch)
         settings = shape | self._recipe(model, batch, steps) | self.given | {"max_steps": steps}
-        settings |= dict.fromkeys(LENGTHS - {"max_steps"})
-        seconds = None
-        if left is not None:
-            seconds = (steps * batch + SCORING * self._scored()) / pace + self._overhead()
+        limit = self._length() if left is not None else None  # a resumed run needs it while its length is an estimate
+        settings |= {"num_train_epochs": None, "max_train_tokens": None if limit is None else int(limit)}
+        seconds = self._seconds(model, steps * batch) if left is not None else None
         return Option(settings, model, steps * batch, self.unique, self.family, seconds)
 
     def _shape(self, depth: int) -> dict[str, Any]:
@@ -245,7 +236,7 @@ class Sizer:
         recipe["max_eval_samples"] = max(1, SCORED_TOKENS // model.n_positions)
         recipe["logging_steps"] = max(1, min(50, steps // 50))
         recipe["lr_scheduler_type"] = "warmup_stable_decay"
-        if self.architecture.get("optimizer", self.config.optim.optimizer) == "adamw":
+        if self._part("optim", self.architecture | self.given).optimizer == "adamw":
             recipe |= {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
             recipe["warmup_steps"] = round(0.05 * steps)
         given = recipe | self.architecture | self.given
@@ -268,18 +259,17 @@ class Sizer:
         steps = (length.max_steps or 0) * self.config.batch.tokens_per_step
         return length.max_train_tokens or steps or length.num_train_epochs * self.unique
 
-    def _scored(self) -> int:
-        """Return the tokens that all validations score."""
-        return (VALIDATIONS - 1) * min(SCORED_TOKENS, self.store.metadata.val.tokens) + self.store.metadata.val.tokens
-
-    def _overhead(self) -> float:
-        """Return the seconds of a run outside of its steps, except for the scoring of text."""
+    def _seconds(self, model: GPT2ScratchConfig, tokens: float) -> float:
+        """Return the estimated seconds of a run that trains on `tokens`."""
         compilation = COMPILED_FIRST_STEP + VALIDATION_GRAPH if self.setup.torch_compile else FIRST_STEP
-        return compilation + VALIDATIONS * AFTER_VALIDATION
+        whole = self.store.metadata.val.tokens
+        scored = whole + (VALIDATIONS - 1) * min(SCORED_TOKENS, whole)
+        return compilation + VALIDATIONS * AFTER_VALIDATION + (tokens + SCORING * scored) / self._pace(model)
 
-    def _pace(self, depth: int) -> float:
-        """Return FLOP/s of all devices, as measured for the nearest number of layers."""
-        return self.paces[min(self.paces, key=lambda other: abs(other - depth))]
+    def _pace(self, model: GPT2ScratchConfig) -> float:
+        """Return tokens per second of all devices, by the FLOP/s measured for the nearest number of layers."""
+        nearest = min(self.paces, key=lambda depth: abs(depth - model.n_layer))
+        return self.paces[nearest] / flops_per_token(model)
 
     def _find_pace(self, left: float) -> None:
         """Find FLOP/s: from published results for a model that fills a known GPU, otherwise from a few steps without compilation."""
@@ -323,9 +313,10 @@ class Sizer:
     def _too_small(self, left: float | None) -> str:
         if left is None:
             return f"budget is {self.config.budget.amount}, less than one step of the smallest model; use a larger one."
+        model = model_config(ModelArguments(**self._shape(self.depths[0])), self.store.metadata.vocab_size)
         return (
-            f"budget is {self.config.budget.amount}, of which {max(0.0, left):.0f} s are left, but compilation, {VALIDATIONS} validations with "
-            f"checkpoints, and a step of the smallest model take about {self._overhead() + 1:.0f} s; use a larger budget."
+            f"budget is {self.config.budget.amount}, of which {max(0.0, left):.0f} s are left after startup, but the first step of the smallest model, "
+            f"{VALIDATIONS} validations and checkpoints take about {self._seconds(model, scaling.SMALLEST_BATCH):.0f} s; use a larger one."
         )
 
     def _too_large(self, option: Option, left: float | None) -> str:
@@ -345,7 +336,9 @@ class Sizer:
         )
 
 
-def seconds_spent(folder: RunFolder) -> float:
-    """Return the seconds since the start of this process, and of the run's earlier processes."""
-    earlier = hours(read_events(folder.events), None)
-    return time.time() - psutil.Process().create_time() + 3600 * earlier
+def seconds_spent(config: TrainConfig, continues: bool) -> float:
+    """Return the seconds since the start of this process and, if it continues a run, of the run's earlier processes."""
+    created = psutil.Process().create_time()
+    events = read_events(config.run.folder.events) if continues else []
+    earlier = [event for event in events if datetime.fromisoformat(event["time"]).timestamp() < created]
+    return time.time() - created + 3600 * hours(earlier)

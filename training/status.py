@@ -81,9 +81,9 @@ def starts_in_force(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return starts
 
 
-def hours(events: list[dict[str, Any]], now: datetime | None) -> float:
-    """Return the run's hours until `now`, from its events.jsonl. The time between the last event before a stop or a kill and
-    the next start does not count. None: until the last event."""
+def hours(events: list[dict[str, Any]], now: datetime | None = None) -> float:
+    """Return the run's hours until `now`, by default until its last event, from its events.jsonl. The time between the last event
+    before a stop or a kill and the next start does not count."""
     moments = [(event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"])) for event in events]
     spans = [
         later - before
