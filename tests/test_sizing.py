@@ -30,7 +30,9 @@ def test_rules_match_their_sources():
     assert scaling.best_ratio("gpt2", 70e6) == scaling.best_ratio("gpt2", 1e9) == 20
     assert scaling.best_ratio("modern", 110e6) == pytest.approx(10.5)
     assert scaling.adam_rate(192) == pytest.approx(3.6e-3)
-    assert scaling.weight_decay(0.02, 2**19, 1.704e9) == pytest.approx(0.05, rel=0.01)  # modded-nanogpt's record 36
+    assert scaling.weight_decay("muon", 0.02, 2**19, 1.704e9) == pytest.approx(
+        0.05, rel=0.01
+    )  # modded-nanogpt's record 36
     assert scaling.expected_loss("gpt2", 124e6, 2.5e9) == pytest.approx((3.3165, 3.3694), abs=1e-4)
     assert scaling.expected_loss("gpt2", 1e6, 2.5e9) is None
     losses = [scaling.deficit(N, 40e16 / N, 1e18, 10) for N in (1e8, 2e8, 4e8)]  # N D is constant

@@ -144,7 +144,7 @@ def make_plan(
     local, n_bytes = processes_of_this_machine(accelerator), bytes_of(store, *SPLITS)
     placement = problems.add_of(choose_placement, [config.data.data_placement, n_bytes, accelerator.device, local])
     reserved = placement.reserved if placement is not None else 0
-    available = _available(accelerator, config.cost.plan_device, reserved)
+    available = available_memory(accelerator, config.cost.plan_device, reserved)
     if model is not None:
         on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
         sharded_by = accelerator.num_processes if setup.shards(accelerator) else 1
@@ -165,7 +165,7 @@ def make_plan(
     return Plan(model, batches, order, steps, placement, memory, available, position)
 
 
-def _available(accelerator: Accelerator, plan_device: str | None, reserved: int) -> int:
+def available_memory(accelerator: Accelerator, plan_device: str | None, reserved: int) -> int:
     """Return the bytes that a process may use in addition to the `reserved` bytes of tokens."""
     if plan_device in RENTALS:
         return int(RENTALS[plan_device].gigabytes * 1e9)

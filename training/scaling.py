@@ -46,8 +46,8 @@ def best_ratio(family: str, parameters: float) -> float:
 
 
 def best_context(width: int) -> int:
-    """Return the context length for a width: between the quickstart's 64 for 192 and GPT-2's 1,024 for 768, a power of two."""
-    return max(64, min(1024, 2 ** int(math.log2(width**2 / 576))))
+    """Return the context length for a width: GPT-2's 1,024 for 768 and more, and 256, the best measured here, for small models."""
+    return max(256, min(1024, 2 ** int(math.log2(width**2 / 576))))
 
 
 def effective_tokens(tokens: float, unique: float) -> float:
@@ -88,9 +88,10 @@ def adam_rate(width: int) -> float:
     return 1.8e-3 * math.sqrt(768 / width)
 
 
-def weight_decay(rate: float, batch: float, tokens: float) -> float:
-    """Return the decay that keeps AdamW's timescale B / (rate decay D) constant (Wang and Aitchison 2024), at 0.308."""
-    return batch / (0.308 * rate * tokens)
+def weight_decay(optimizer: str, rate: float, batch: float, tokens: float) -> float:
+    """Return the decay that keeps the timescale B / (rate decay D) constant (Wang and Aitchison 2024), at that of modded-nanogpt's
+    records track_3_optimization, 36, for Muon, and track_1_short/2024-06-06_AdamW for AdamW."""
+    return batch / ({"muon": 0.308, "adamw": 0.583}[optimizer] * rate * tokens)
 
 
 def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float, float] | None:

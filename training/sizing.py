@@ -27,7 +27,7 @@ from training.hardware import FILLS_A_GPU, MFU_OF_OTHERS, RENTALS, name_of, peak
 from training.metrics import read_events
 from training.model import ModelArguments, model_config
 from training.optim import with_defaults
-from training.preflight import make_plan
+from training.preflight import available_memory, make_plan
 from training.restart import restarted
 from training.speed import flops_per_token, product_parameters
 from training.status import hours
@@ -46,6 +46,7 @@ COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two c
 # Seconds until the first step is done, without and with compilation, and to compile the validation: measured on two cores.
 FIRST_STEP, COMPILED_FIRST_STEP, VALIDATION_GRAPH = 3.0, 30.0, 12.0
 PROBE_SECONDS = 1.0
+BYTES_PER_PARAMETER = 18  # at most: weights, gradients and two moments in fp32, and weights in half precision
 MOST_PROBES = 3
 
 
@@ -154,6 +155,7 @@ class Sizer:
         self.architecture = {name: content[name] for name in ARCHITECTURE & content.keys()}
         depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
         self.depths = [depth] if depth else range(1, DEEPEST + 1)
+        self.memory = available_memory(accelerator, config.cost.plan_device, 0)
         self.unique, self.paces, self.known = store.metadata.train.tokens, {}, ""
         self.price = price_of(
             name_of(accelerator.device), config.cost.plan_device, config.cost.hourly_price, accelerator.num_processes
@@ -176,11 +178,9 @@ class Sizer:
         if amount is not None:
             rows = {"half": self._best(left, 0.5), **rows, "twice": self._best(left, 2.0)}
         rows = {name: row for name, row in rows.items() if row is not None}
-        verdict = (
-            ""
-            if total is None
-            else self.price.verdict(amount, self._seconds(option.model, self._length() or option.tokens))
-        )
+        verdict = ""
+        if total is not None:
+            verdict = self.price.verdict(amount, self._seconds(option.model, self._length() or option.tokens))
         return Sizing(option, rows, verdict, total, deadline, tokenized, self.known)
 
     def _best(self, left: float | None, factor: float) -> Option | None:
@@ -201,7 +201,9 @@ class Sizer:
         tokens = min(tokens, self._length() or tokens)
         unit = model.n_positions * self.accelerator.num_processes
         batch = self.given.get("tokens_per_step") or max(1, scaling.best_batch(max(1, tokens)) // unit) * unit
-        if tokens < batch:
+        shards = self.accelerator.num_processes if self.setup.shards(self.accelerator) else 1
+        stored = N + model.vocab_size * model.n_embd * (not model.tie_word_embeddings)
+        if tokens < batch or BYTES_PER_PARAMETER * stored > self.memory * shards:
             return None
         steps = int(tokens / batch)
         settings = shape | self._recipe(model, batch, steps) | self.given | {"max_steps": steps}
@@ -243,7 +245,8 @@ class Sizer:
         is_large = model.normalization == "rms_norm" and not model.tie_word_embeddings
         optim = with_defaults(self._part("optim", given), set(given), batch, model.n_embd, is_large)
         recipe |= vars(optim)
-        recipe["weight_decay"] = float(f"{scaling.weight_decay(optim.learning_rate, batch, steps * batch):.3g}")
+        decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
+        recipe["weight_decay"] = float(f"{decay:.3g}")
         return recipe
 
     def _part(self, name: str, settings: dict[str, Any]) -> Any:

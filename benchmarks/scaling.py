@@ -1,0 +1,285 @@
+"""Measure how size and tokens divide a compute budget best on a CPU, and compare the choice of --budget with a sweep around it.
+
+python -m benchmarks.scaling                    # writes benchmarks/results/scaling-*.jsonl, docs/budget.md
+python -m benchmarks.scaling --hours 0          # only write the page from the result file
+
+Each run is `train_accelerate.py --depth N --max_train_tokens D` on the quickstart's text, on one thread. Finished runs are kept: the same
+command resumes an interrupted plan.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import yaml
+from matplotlib.figure import Figure
+
+import command_line
+from atomic import write_atomic
+from benchmarks.performance import DOCS, measured_on, table
+from benchmarks.results import PACKAGES, REPOSITORY, RESULTS, about, device_kind
+from errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig
+from training import scaling
+from training.config import read_config
+from training.metrics import read_metrics
+from training.report.plots import BLUE, ORANGE, STYLE
+from training.speed import flops_per_token, product_parameters
+
+# FLOPs of the runs of a row, by family, with their numbers of layers.
+LADDER = {
+    "modern": {5e12: (1, 2, 3), 1.5e13: (1, 2, 3, 4), 6e13: (2, 3, 4, 5)},
+    "gpt2": {5e12: (1, 2, 3), 1.5e13: (1, 2, 3), 6e13: (2, 3, 4)},
+}
+CHECKED = (1.5e13, 6e13)  # budgets at which the choice is compared with its neighbors
+RATES = ("learning_rate", "embedding_learning_rate", "head_learning_rate")
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+Run = dict[str, Any]
+
+
+@dataclass
+class ScalingArguments:
+    hours: float = field(default=3.0, metadata={"help": "Start no run after this many hours."})
+    workers: int = field(default=2, metadata={"help": "Runs at once, on one thread each.", "minimum": 1})
+
+
+def model_of(run: Run, vocab_size: int) -> GPT2ScratchConfig:
+    width = 64 * run["depth"]
+    context = scaling.best_context(width)
+    return GPT2ScratchConfig(
+        n_layer=run["depth"], n_head=run["depth"], n_embd=width, n_positions=context, vocab_size=vocab_size
+    )
+
+
+def tokens_of(run: Run, vocab_size: int) -> int:
+    return int(run["flops"] / flops_per_token(model_of(run, vocab_size)))
+
+
+def ladder(family: str) -> list[Run]:
+    return [
+        {"family": family, "depth": depth, "flops": flops}
+        for flops, depths in LADDER[family].items()
+        for depth in depths
+    ]
+
+
+def neighbors(choice: Run) -> dict[str, Run]:
+    """Return the choice of --budget and the runs around it: other sizes, batches and rates."""
+    runs = {"the choice": {name: choice[name] for name in ("family", "depth", "flops")}}
+    base = runs["the choice"]
+    for depth in (base["depth"] - 1, base["depth"] + 1):
+        if depth in LADDER[base["family"]][base["flops"]]:
+            runs[f"{depth} layers"] = base | {"depth": depth}
+    for by in (0.5, 2):
+        runs[f"batch x {by:g}"] = base | {"tokens_per_step": int(by * choice["settings"]["tokens_per_step"])}
+        runs[f"rates x {by:g}"] = base | {name: by * choice["settings"][name] for name in RATES}
+    return runs
+
+
+def key(run: Run) -> str:
+    return json.dumps(run, sort_keys=True)
+
+
+def chosen(family: str, flops: float) -> Run:
+    """Return the run that --budget chooses, with its settings, from the plan."""
+    command = [sys.executable, "train_accelerate.py", "--budget", f"{flops:g}flops", "--family", family]
+    command += ["--plan", "--plan_steps", "0"]
+    output = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    settings = yaml.safe_load(output.split("--config:\n")[1])
+    return {"family": family, "depth": settings["n_layer"], "flops": flops, "settings": settings}
+
+
+def measure(run: Run, vocab_size: int) -> Run:
+    """Train one run in a process with one thread. Return its loss, settings and times."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        flags = {name: value for name, value in run.items() if name != "flops"}
+        flags |= {
+            "max_train_tokens": tokens_of(run, vocab_size),
+            "output_dir": folder,
+            "save_strategy": "no",
+            "sample_tokens": 0,
+        }
+        command = [sys.executable, "train_accelerate.py"]
+        command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+        start = time.perf_counter()
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise UserError(f"{' '.join(command)} failed: {done.stderr[-1500:]}")
+        entries = read_metrics(folder / "metrics.jsonl")
+        config = read_config(["--resume_from_checkpoint", str(folder)]).flat()
+    last = [entry for entry in entries if "eval_loss" in entry][-1]
+    chosen = ("n_positions", "tokens_per_step", "max_steps", "weight_decay", *RATES)
+    return {
+        "run": run,
+        "parameters": product_parameters(model_of(run, vocab_size)),
+        "tokens": config["max_steps"] * config["tokens_per_step"],
+        "settings": {name: config[name] for name in chosen},
+        "eval_loss": round(last["eval_loss"], 5),
+        "eval_bits_per_byte": round(last["eval_bits_per_byte"], 5),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def plan() -> dict[str, Run]:
+    """Return all runs by title."""
+    runs = {
+        f"{run['family']} {run['depth']} layers {run['flops']:g}": run for family in LADDER for run in ladder(family)
+    }
+    for flops in CHECKED:
+        runs |= {f"{name} at {flops:g}": run for name, run in neighbors(chosen("modern", flops)).items()}
+    return runs
+
+
+def optimum(rows: list[Run]) -> tuple[float, float]:
+    """Return parameters and loss at the minimum of a parabola through the losses by log N, for runs of equal FLOPs (approach 2 of Hoffmann
+    et al. 2022). With only two runs below their neighbors' losses, the parabola goes through the three lowest."""
+    nearest = sorted(rows, key=lambda row: row["eval_bits_per_byte"])[:3]
+    a, b, c = np.polyfit(
+        [math.log(row["parameters"]) for row in nearest], [row["eval_bits_per_byte"] for row in nearest], 2
+    )
+    return math.exp(-b / (2 * a)), c - b**2 / (4 * a)
+
+
+def law(family: str, found: dict[str, Run]) -> dict[str, Any]:
+    """Fit power laws of the FLOPs C to the optima: N = n C^a, bits per byte = k C^-g."""
+    budgets = sorted(LADDER[family])
+    optima = [optimum([found[key(run)] for run in ladder(family) if run["flops"] == flops]) for flops in budgets]
+    logs = np.log(budgets)
+    a, n = np.polyfit(logs, [math.log(size) for size, _ in optima], 1)
+    g, k = np.polyfit(logs, [math.log(bits) for _, bits in optima], 1)
+    return {"budgets": budgets, "optima": optima, "a": a, "n": math.exp(n), "g": -g, "k": math.exp(k)}
+
+
+def read(path: Path) -> tuple[Run | None, dict[str, Run]]:
+    """Return the head of the result file and its finished runs by their settings."""
+    if not path.is_file():
+        return None, {}
+    head, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return head, {key(row["run"]): row for row in rows}
+
+
+def main(arguments: list[str]) -> None:
+    (options,) = command_line.FlagParser((ScalingArguments,), __doc__.splitlines()[0]).parse(arguments)
+    path, began = RESULTS / f"scaling-python-standard-library-{device_kind()}.jsonl", time.monotonic()
+    head, found = read(path)
+    head = head or about("scaling", arguments) | {"data": "python-standard-library", "vocab_size": 2048}
+    now = about("scaling", arguments)
+    if changed := [
+        f"{name} {head[name]}, now {now[name]}" for name in ("device", *PACKAGES) if head[name] != now[name]
+    ]:
+        raise UserError(f"{path.name} was measured with {'; '.join(changed)}: use the same, or delete the file.")
+    missing = {key(run): run for run in plan().values() if key(run) not in found} if options.hours else {}
+    with ThreadPoolExecutor(options.workers) as pool:
+
+        def work(run: Run) -> None:
+            if time.monotonic() - began > 3600 * options.hours:
+                return
+            row = measure(run, head["vocab_size"])
+            found[key(run)] = row
+            write_atomic(path, "".join(json.dumps(line) + "\n" for line in [head, *found.values()]))
+            print(f"{key(run)}: {row['eval_bits_per_byte']:.4f} bits per byte, {row['seconds']:.0f} s", flush=True)
+
+        list(pool.map(work, missing.values()))  # raises the error of a failed run
+    write_page(path)
+
+
+def section(path: Path) -> str:
+    head, found = read(path)
+    parts = []
+    for family in LADDER:
+        rows = [
+            [
+                f"{run['flops']:g}",
+                str(run["depth"]),
+                f"{one['parameters']:,}",
+                f"{one['tokens']:,}",
+                f"{one['tokens'] / one['parameters']:.1f}",
+                f"{one['eval_loss']:.4f}",
+                f"{one['eval_bits_per_byte']:.4f}",
+            ]
+            for run in ladder(family)
+            if (one := found.get(key(run)))
+        ]
+        columns = ["FLOPs", "layers", "parameters in products", "tokens", "ratio", "loss", "bits per byte"]
+        fit = law(family, found)
+        best = "; ".join(
+            f"{size / 1e6:.2f}M parameters at {flops:g} FLOPs"
+            for flops, (size, _) in zip(fit["budgets"], fit["optima"], strict=True)
+        )
+        parts += [f"#### {family}", table(columns, rows)]
+        parts.append(
+            f"Minima of the parabolas: {best}. Fitted power laws of the FLOPs C: {fit['n']:.3g} C^{fit['a']:.3f} parameters, and "
+            f"{fit['k']:.3g} C^-{fit['g']:.4f} bits per byte."
+        )
+    for flops in CHECKED:
+        runs = {name: found[key(run)] for name, run in neighbors(choice_of(flops, found)).items() if key(run) in found}
+        ours, best = runs["the choice"], min(runs.values(), key=lambda row: row["eval_loss"])
+        rows = [
+            [
+                name,
+                f"{one['settings']['tokens_per_step']:,}",
+                f"{one['settings']['learning_rate']:g}",
+                f"{one['eval_loss']:.4f}",
+                f"{one['eval_loss'] / ours['eval_loss'] - 1:+.1%}",
+            ]
+            for name, one in runs.items()
+        ]
+        parts.append(f"#### The choice for {flops:g} FLOPs, and its neighbors")
+        parts.append(table(["", "tokens per step", "Muon's rate", "loss", "compared with the choice"], rows))
+        parts.append(f"The choice is {ours['eval_loss'] / best['eval_loss'] - 1:.1%} above the best of these runs.")
+    return "\n\n".join([f"![Bits per byte by size and by FLOPs]({path.stem}.png)", *parts, measured_on(head, path)])
+
+
+def choice_of(flops: float, found: dict[str, Run]) -> Run:
+    """Return the choice at a checked budget from the finished runs: the run whose neighbors were measured."""
+    varied = [row for row in found.values() if row["run"]["flops"] == flops and "tokens_per_step" in row["run"]]
+    base = {name: varied[0]["run"][name] for name in ("family", "depth", "flops")}
+    return base | {"settings": found[key(base)]["settings"]}
+
+
+def draw(path: Path) -> None:
+    """Plot bits per byte by parameters, one curve per budget, and the minima by FLOPs with the fitted power law."""
+    _, found = read(path)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.8))
+        by_size, by_flops = figure.subplots(1, 2, sharey=True)
+        for family, color in {"modern": BLUE, "gpt2": ORANGE}.items():
+            fit = law(family, found)
+            for flops, depths in LADDER[family].items():
+                rows = [found[key({"family": family, "depth": depth, "flops": flops})] for depth in depths]
+                by_size.plot(
+                    [row["parameters"] for row in rows], [row["eval_bits_per_byte"] for row in rows], "o-", color=color
+                )
+            by_flops.plot(
+                fit["budgets"], [bits for _, bits in fit["optima"]], "o", color=color, label=f"{family}: minima"
+            )
+            ends = np.array([fit["budgets"][0] / 2, fit["budgets"][-1] * 2])
+            by_flops.plot(ends, fit["k"] * ends ** -fit["g"], "--", color=color, label=f"{family}: fitted power law")
+        by_size.set(xscale="log", xlabel="parameters in matrix products", ylabel="bits per byte")
+        by_flops.set(xscale="log", xlabel="FLOPs")
+        by_flops.legend()
+        figure.savefig(DOCS / f"{path.stem}.png")
+
+
+def write_page(path: Path) -> None:
+    page = DOCS / "budget.md"
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{section(path)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    draw(path)
+    print("docs/budget.md is written.")
+
+
+if __name__ == "__main__":
+    command_line.run(main)
