@@ -77,7 +77,7 @@ def test_the_verdict_has_the_numbers_of_budget_and_need():
         ({"budget": "100flops"}, "budget is 100 FLOPs, less than one step of the smallest model"),
         (
             {"budget": "1e18flops"},
-            r"too few for the budget: .* epochs, .* add text, or use a budget of at most \S+flops",
+            r"too few for the budget: more than 4 epochs help little, .* or use a budget of at most \S+flops",
         ),
         ({"depth": 20}, "too few for the depth: .* or use a smaller depth"),
         (
@@ -181,7 +181,7 @@ def test_the_plan_for_the_a100_of_the_training_report(store):
 def test_the_plan_prints_a_choice_that_runs(store, tmp_path, capsys):
     arguments = {
         "data": store.folder,
-        "budget": "2e9flops",
+        "budget": "6e9flops",
         "plan_steps": 0,
         "torch_compile": "false",
         "output_dir": tmp_path / "run",

@@ -46,6 +46,7 @@ COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two c
 # Seconds until the first step is done, without and with compilation, and to compile the validation: measured on two cores.
 FIRST_STEP, COMPILED_FIRST_STEP, VALIDATION_GRAPH = 3.0, 30.0, 12.0
 PROBE_SECONDS = 1.0
+TOLERANCE = 1.02  # of `scaling.deficit`: numbers of layers are whole, so a budget can be slightly too large for one and not for the next
 BYTES_PER_PARAMETER = 18  # at most: weights, gradients and two moments in fp32, and weights in half precision
 MOST_PROBES = 3
 
@@ -157,47 +158,52 @@ class Sizer:
         self.depths = [depth] if depth else range(1, DEEPEST + 1)
         self.memory = available_memory(accelerator, config.cost.plan_device, 0)
         self.unique, self.paces, self.known = store.metadata.train.tokens, {}, ""
+        self.left: float | None = None  # seconds of the budget that are left; None: no time limit
         self.price = price_of(
             name_of(accelerator.device), config.cost.plan_device, config.cost.hourly_price, accelerator.num_processes
         )
 
     def choose(self, spent: float, tokenized: float) -> Sizing:
         """Return the choice. `spent`: seconds of the budget that have passed, which do not include those of tokenization."""
-        amount, total, left, deadline = self.config.budget.amount, None, None, None
+        amount, total, deadline = self.config.budget.amount, None, None
         if amount is not None and amount.unit != "flops":
             total = self.price.seconds(amount)
-            left = total if self.config.cost.plan else total - spent
-            deadline = time.monotonic() + left
-            self._find_pace(left)
-        option = self._best(left, 1.0)
+            self.left = total if self.config.cost.plan else total - spent
+            deadline = time.monotonic() + self.left
+            self._find_pace()
+        option = self._best(1.0)
         if option is None:
-            raise UserError(self._too_small(left))
-        if option.epochs > scaling.MOST_EPOCHS and not self._length():
-            raise UserError(self._too_large(option, left))
+            raise UserError(self._too_small())
+        self._check_text(option)
         rows = {"this": option}
         if amount is not None:
-            rows = {"half": self._best(left, 0.5), **rows, "twice": self._best(left, 2.0)}
+            rows = {"half": self._best(0.5), **rows, "twice": self._best(2.0)}
         rows = {name: row for name, row in rows.items() if row is not None}
         verdict = ""
         if total is not None:
             verdict = self.price.verdict(amount, self._seconds(option.model, self._length() or option.tokens))
         return Sizing(option, rows, verdict, total, deadline, tokenized, self.known)
 
-    def _best(self, left: float | None, factor: float) -> Option | None:
-        """Return the option with the lowest loss for `factor` times the budget, or None if no step fits."""
-        options = [option for depth in self.depths if (option := self._option(depth, left, factor)) is not None]
-        return min(options, key=lambda option: option.deficit, default=None)
+    def _options(self, factor: float) -> list[Option]:
+        """Return the options for `factor` times the budget that have a step and fit into memory."""
+        return [option for depth in self.depths if (option := self._option(depth, factor)) is not None]
 
-    def _option(self, depth: int, left: float | None, factor: float) -> Option | None:
+    def _best(self, factor: float) -> Option | None:
+        """Return the option with the lowest loss for `factor` times the budget, if possible with few epochs, or None."""
+        options = self._options(factor)
+        few = [option for option in options if option.epochs <= scaling.MOST_EPOCHS]
+        return min(few or options, key=lambda option: option.deficit, default=None)
+
+    def _option(self, depth: int, factor: float) -> Option | None:
         shape = self._shape(depth)
         model = model_config(ModelArguments(**shape), self.store.metadata.vocab_size)
         amount, N = self.config.budget.amount, product_parameters(model)
-        if left is not None:
-            tokens = self._pace(model) * (left * factor - self._seconds(model, 0))
+        if self.left is not None:
+            tokens = self._pace(model) * (self.left * factor - self._seconds(model, 0))
         elif amount is not None:
             tokens = factor * amount.number / flops_per_token(model)
         else:
-            tokens = scaling.best_ratio(self.family, N) * N
+            tokens = self._length() or scaling.best_ratio(self.family, N) * N
         tokens = min(tokens, self._length() or tokens)
         unit = model.n_positions * self.accelerator.num_processes
         batch = self.given.get("tokens_per_step") or max(1, scaling.best_batch(max(1, tokens)) // unit) * unit
@@ -207,9 +213,11 @@ class Sizer:
             return None
         steps = int(tokens / batch)
         settings = shape | self._recipe(model, batch, steps) | self.given | {"max_steps": steps}
-        limit = self._length() if left is not None else None  # a resumed run needs it while its length is an estimate
+        limit = (
+            self._length() if self.left is not None else None
+        )  # a resumed run needs it while its length is an estimate
         settings |= {"num_train_epochs": None, "max_train_tokens": None if limit is None else int(limit)}
-        seconds = self._seconds(model, steps * batch) if left is not None else None
+        seconds = self._seconds(model, steps * batch) if self.left is not None else None
         return Option(settings, model, steps * batch, self.unique, self.family, seconds)
 
     def _shape(self, depth: int) -> dict[str, Any]:
@@ -274,7 +282,7 @@ class Sizer:
         nearest = min(self.paces, key=lambda depth: abs(depth - model.n_layer))
         return self.paces[nearest] / flops_per_token(model)
 
-    def _find_pace(self, left: float) -> None:
+    def _find_pace(self) -> None:
         """Find FLOP/s: from published results for a model that fills a known GPU, otherwise from a few steps without compilation."""
         plan_device, processes = self.config.cost.plan_device, self.accelerator.num_processes
         device = RENTALS[plan_device].datasheet if plan_device else name_of(self.accelerator.device)
@@ -284,7 +292,7 @@ class Sizer:
                 {0: usual * peak * processes},
                 f"{usual:.0%} of the peak of {device}, as others report",
             )
-            option = self._best(left, 1.0)
+            option = self._best(1.0)
             if option is not None and option.parameters >= FILLS_A_GPU:
                 return
             if plan_device:
@@ -296,7 +304,7 @@ class Sizer:
         while depth not in self.paces and len(self.paces) < MOST_PROBES:
             pace = self._probe(depth)
             self.paces[depth] = on_main(self.accelerator, partial(float, pace))
-            option = self._best(left, 1.0)
+            option = self._best(1.0)
             depth = option.model.n_layer if option is not None else depth
         self.known = "measured over a few steps without compilation"
 
@@ -313,29 +321,33 @@ class Sizer:
         gain = COMPILED_SPEED if self.setup.torch_compile else 1.0
         return gain * speed.tokens_per_second * flops_per_token(model)
 
-    def _too_small(self, left: float | None) -> str:
-        if left is None:
+    def _too_small(self) -> str:
+        if self.left is None:
             return f"budget is {self.config.budget.amount}, less than one step of the smallest model; use a larger one."
         model = model_config(ModelArguments(**self._shape(self.depths[0])), self.store.metadata.vocab_size)
         return (
-            f"budget is {self.config.budget.amount}, of which {max(0.0, left):.0f} s are left after startup, but the first step of the smallest model, "
+            f"budget is {self.config.budget.amount}, of which {max(0.0, self.left):.0f} s are left after startup, but the first step of the smallest model, "
             f"{VALIDATIONS} validations and checkpoints take about {self._seconds(model, scaling.SMALLEST_BATCH):.0f} s; use a larger one."
         )
 
-    def _too_large(self, option: Option, left: float | None) -> str:
-        """Describe a budget that the text is too small for, with the largest one that it is not too small for."""
-        lowest, highest = 1e-9, 1.0  # factors of the budget
-        for _ in range(20):
-            middle = math.sqrt(lowest * highest)
-            best = self._best(left, middle)
-            fits = best is None or best.epochs <= scaling.MOST_EPOCHS
-            lowest, highest = (middle, highest) if fits else (lowest, middle)
-        amount = self.config.budget.amount
-        most = "a smaller depth" if amount is None else f"a budget of at most {lowest * amount.number:.2g}{amount.unit}"
-        return (
-            f"The text has {self.unique:,} tokens, too few for the {'depth' if amount is None else 'budget'}: the best model, with "
-            f"{option.parameters / 1e6:,.1f}M parameters in matrix products, would train {option.epochs:.1f} epochs, and more than "
-            f"{scaling.MOST_EPOCHS} help little; add text, or use {most}."
+    def _check_text(self, option: Option) -> None:
+        """Raise a `UserError` if a smaller budget, with at most `MOST_EPOCHS` epochs, would give a lower loss than the whole budget."""
+        if self._length():
+            return
+        limited = [replace(one, tokens=min(one.tokens, one.unique * scaling.MOST_EPOCHS)) for one in self._options(1.0)]
+        best = min(limited, key=lambda one: one.deficit)
+        if option.epochs <= scaling.MOST_EPOCHS and option.deficit < TOLERANCE * best.deficit:
+            return
+        amount, most = self.config.budget.amount, "a smaller depth"
+        if amount is not None:
+            needed = best.tokens * flops_per_token(best.model)
+            if self.left is not None:
+                needed = amount.number * self._seconds(best.model, best.tokens) / self.left
+            most = f"a budget of at most {needed:.2g}{amount.unit}"
+        raise UserError(
+            f"The text has {self.unique:,} tokens, too few for the {'depth' if amount is None else 'budget'}: more than "
+            f"{scaling.MOST_EPOCHS} epochs help little, and a model with {best.parameters / 1e6:,.1f}M parameters in matrix products needs no "
+            f"more than {best.tokens:,.0f} tokens; add text, or use {most}."
         )
 
 
