@@ -124,7 +124,7 @@ def test_gpt2_needs_more_tokens_and_has_no_field_of_the_quickstarts_family(store
     model, optim = found.config.model, found.config.optim
     assert (model.normalization, model.rope_theta, model.activation_function) == ("layer_norm", None, "gelu_new")
     assert (optim.optimizer, optim.lr_scheduler_type) == ("adamw", "warmup_stable_decay")
-    assert optim.learning_rate == pytest.approx(1.8e-3 * math.sqrt(768 / model.n_embd))
+    assert optim.learning_rate == pytest.approx(1.8e-3 * math.sqrt(768 / model.n_embd), rel=5e-3)
     assert optim.warmup_steps == round(0.05 * found.config.length.max_steps)
 
 

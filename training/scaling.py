@@ -34,6 +34,7 @@ REPEATS, EXCESS = (
     15.4,
     5.3,
 )  # after which repeated tokens, and parameters beyond the best number for U, lose their value
+LARGEST_DECAY = 0.5  # runs of few steps would have more; nothing above was tried
 SMALLEST_BATCH, FEW_TOKENS = 4096, 4e6  # measured here: the best batch of runs with few tokens (docs/log.md)
 
 
@@ -91,7 +92,7 @@ def adam_rate(width: int) -> float:
 def weight_decay(optimizer: str, rate: float, batch: float, tokens: float) -> float:
     """Return the decay that keeps the timescale B / (rate decay D) constant (Wang and Aitchison 2024), at that of modded-nanogpt's
     records track_3_optimization, 36, for Muon, and track_1_short/2024-06-06_AdamW for AdamW."""
-    return batch / ({"muon": 0.308, "adamw": 0.583}[optimizer] * rate * tokens)
+    return min(LARGEST_DECAY, batch / ({"muon": 0.308, "adamw": 0.583}[optimizer] * rate * tokens))
 
 
 def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float, float] | None:

@@ -213,11 +213,12 @@ class Sizer:
             return None
         steps = int(tokens / batch)
         settings = shape | self._recipe(model, batch, steps) | self.given | {"max_steps": steps}
-        limit = (
-            self._length() if self.left is not None else None
-        )  # a resumed run needs it while its length is an estimate
-        settings |= {"num_train_epochs": None, "max_train_tokens": None if limit is None else int(limit)}
-        seconds = self._seconds(model, steps * batch) if self.left is not None else None
+        settings |= {"num_train_epochs": None, "max_train_tokens": None}
+        seconds = None
+        if self.left is not None:
+            seconds = self._seconds(model, steps * batch)
+            if limit := self._length():  # a resumed run needs it while its length is an estimate
+                settings["max_train_tokens"] = int(limit)
         return Option(settings, model, steps * batch, self.unique, self.family, seconds)
 
     def _shape(self, depth: int) -> dict[str, Any]:
@@ -237,25 +238,20 @@ class Sizer:
     def _recipe(self, model: GPT2ScratchConfig, batch: int, steps: int) -> dict[str, Any]:
         """Return batch, rates, schedule, and the steps between validations and checkpoints."""
         every = max(1, steps // VALIDATIONS)
-        recipe = {
-            "tokens_per_step": batch,
-            "eval_steps": every,
-            "save_steps": every,
-            "save_total_limit": VALIDATIONS - 1,
-        }
-        recipe["max_eval_samples"] = max(1, SCORED_TOKENS // model.n_positions)
-        recipe["logging_steps"] = max(1, min(50, steps // 50))
-        recipe["lr_scheduler_type"] = "warmup_stable_decay"
+        recipe = {"tokens_per_step": batch, "eval_steps": every, "save_steps": every}
+        recipe |= {"save_total_limit": VALIDATIONS - 1, "max_eval_samples": max(1, SCORED_TOKENS // model.n_positions)}
+        recipe |= {"logging_steps": max(1, min(50, steps // 50)), "lr_scheduler_type": "warmup_stable_decay"}
+        rates: dict[str, Any] = {}
         if self._part("optim", self.architecture | self.given).optimizer == "adamw":
-            recipe |= {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
-            recipe["warmup_steps"] = round(0.05 * steps)
-        given = recipe | self.architecture | self.given
+            rates = {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
+            rates["warmup_steps"] = round(0.05 * steps)
+        given = recipe | rates | self.architecture | self.given
         is_large = model.normalization == "rms_norm" and not model.tie_word_embeddings
         optim = with_defaults(self._part("optim", given), set(given), batch, model.n_embd, is_large)
-        recipe |= vars(optim)
-        decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
-        recipe["weight_decay"] = float(f"{decay:.3g}")
-        return recipe
+        rates = vars(optim) | {
+            "weight_decay": scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
+        }
+        return recipe | {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in rates.items()}
 
     def _part(self, name: str, settings: dict[str, Any]) -> Any:
         """Return a part of the configuration with its defaults, except for `settings`."""
