@@ -215,6 +215,9 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, laun
     [paced] = [event for event in lines(run / "events.jsonl") if event["event"] == "paced"]
     assert read_yaml(run / "config.yaml")["max_steps"] == paced["max_steps"] == lines(run / "metrics.jsonl")[-1]["step"]
     assert paced["step"] <= 0.4 * paced["max_steps"]  # before the rates fall
+    resumed = ["--resume_from_checkpoint", str(run)]
+    assert all(read_config([*resumed, *more]).is_resolved for more in ([], ["--max_steps", "9999"]))
+    assert not read_config([*resumed, "--budget", "2h"]).is_resolved
     before = (run / "config.yaml").read_bytes()
     result = launch(*launcher, "train_accelerate.py", *arguments)
     assert f"{run} is finished" in result.stdout

@@ -109,8 +109,8 @@ class TrainConfig:
 
     @property
     def is_resolved(self) -> bool:
-        """True if the length of a run with a budget was decided before, by the run or by the user."""
-        return {"budget", "max_steps"} <= self.given - self.flags
+        """True if the budget is that of a file, and the run or the user decided the length afterwards."""
+        return "budget" in self.given - self.flags and bool({"max_steps"} & self.given or LENGTHS & self.flags)
 
     def with_settings(self, settings: dict[str, Any]) -> "TrainConfig":
         """Return the configuration with other values, by flag name."""

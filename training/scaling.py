@@ -46,6 +46,12 @@ def best_ratio(family: str, parameters: float) -> float:
     return here * (published / here) ** share
 
 
+def ratio_source(family: str, parameters: float) -> str:
+    """Return the source of `best_ratio`."""
+    rule = RATIO_RULES[family]
+    return rule.source if parameters >= rule.lowest else f"below {rule.lowest / 1e6:.0f}M parameters: docs/budget.md"
+
+
 def best_context(width: int) -> int:
     """Return the context length for a width: GPT-2's 1,024 for 768 and more, and 256, the best measured here, for small models."""
     return max(256, min(1024, 2 ** int(math.log2(width**2 / 576))))

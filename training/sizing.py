@@ -156,7 +156,7 @@ class Sizer:
         self.architecture = {name: content[name] for name in ARCHITECTURE & content.keys()}
         depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
         self.depths = [depth] if depth else range(1, DEEPEST + 1)
-        self.memory = available_memory(accelerator, config.cost.plan_device, 0)
+        self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
         self.unique, self.paces, self.known = store.metadata.train.tokens, {}, ""
         self.left: float | None = None  # seconds of the budget that are left; None: no time limit
         self.price = price_of(
