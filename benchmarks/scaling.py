@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 import command_line
 from atomic import write_atomic
 from benchmarks.performance import DOCS, measured_on, table
-from benchmarks.results import PACKAGES, REPOSITORY, RESULTS, about, device_kind
+from benchmarks.results import PACKAGES, REPOSITORY, RESULTS, about
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training import scaling
@@ -44,6 +44,7 @@ LADDER = {
 CHECKED = (1.5e13, 6e13)  # budgets at which the choice is compared with its neighbors
 RATES = ("learning_rate", "embedding_learning_rate", "head_learning_rate")
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+PATH = RESULTS / "scaling-python-standard-library-cpu.jsonl"
 Run = dict[str, Any]
 
 
@@ -172,14 +173,14 @@ def read(path: Path) -> tuple[Run | None, dict[str, Run]]:
 
 def main(arguments: list[str]) -> None:
     (options,) = command_line.FlagParser((ScalingArguments,), __doc__.splitlines()[0]).parse(arguments)
-    path, began = RESULTS / f"scaling-python-standard-library-{device_kind()}.jsonl", time.monotonic()
-    head, found = read(path)
+    began = time.monotonic()
+    head, found = read(PATH)
     head = head or about("scaling", arguments) | {"data": "python-standard-library", "vocab_size": 2048}
     now = about("scaling", arguments)
     if changed := [
         f"{name} {head[name]}, now {now[name]}" for name in ("device", *PACKAGES) if head[name] != now[name]
     ]:
-        raise UserError(f"{path.name} was measured with {'; '.join(changed)}: use the same, or delete the file.")
+        raise UserError(f"{PATH.name} was measured with {'; '.join(changed)}: use the same, or delete the file.")
     missing = {key(run): run for run in plan().values() if key(run) not in found} if options.hours else {}
     with ThreadPoolExecutor(options.workers) as pool:
 
@@ -188,11 +189,13 @@ def main(arguments: list[str]) -> None:
                 return
             row = measure(run, head["vocab_size"])
             found[key(run)] = row
-            write_atomic(path, "".join(json.dumps(line) + "\n" for line in [head, *found.values()]))
+            write_atomic(PATH, "".join(json.dumps(line) + "\n" for line in [head, *found.values()]))
             print(f"{key(run)}: {row['eval_bits_per_byte']:.4f} bits per byte, {row['seconds']:.0f} s", flush=True)
 
         list(pool.map(work, missing.values()))  # raises the error of a failed run
-    write_page(path)
+    (DOCS / "budget.md").write_text(page(), encoding="utf-8")
+    draw(PATH)
+    print("docs/budget.md is written.")
 
 
 def section(path: Path) -> str:
@@ -273,12 +276,10 @@ def draw(path: Path) -> None:
         figure.savefig(DOCS / f"{path.stem}.png")
 
 
-def write_page(path: Path) -> None:
-    page = DOCS / "budget.md"
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{section(path)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    draw(path)
-    print("docs/budget.md is written.")
+def page() -> str:
+    """Return docs/budget.md with the tables of the result file between its markers."""
+    before, rest = (DOCS / "budget.md").read_text(encoding="utf-8").split(BEGIN)
+    return f"{before}{BEGIN}\n{section(PATH)}\n{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":

@@ -8,16 +8,17 @@ import sys
 
 import pytest
 
-from benchmarks import performance, results, tokens_to_loss, train_step
+from benchmarks import performance, results, scaling, tokens_to_loss, train_step
 from benchmarks.contestants import Measurement, Rung, compete
 from benchmarks.ladder import LADDER, WITHOUT_ONE
 from benchmarks.workload import Workload, make_store
 from conftest import REPOSITORY, assert_user_error
 
 
-@pytest.mark.parametrize("pages", [performance, tokens_to_loss], ids=lambda pages: pages.__name__)
-def test_a_page_matches_its_results(pages):
-    name = pages.__name__.rpartition(".")[2]
+@pytest.mark.parametrize(
+    ("name", "pages"), [("performance", performance), ("tokens_to_loss", tokens_to_loss), ("budget", scaling)]
+)
+def test_a_page_matches_its_results(name, pages):
     assert (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8") == pages.page()
 
 

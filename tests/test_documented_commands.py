@@ -40,6 +40,7 @@ RUN = {
     f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt --profile": LONGER,
     f"{TRAIN} --config presets/shakespeare_char_modern.yaml --data tinyshakespeare.txt": SMALL,
     "cp presets/nano.yaml presets/mine.yaml": "",
+    f"{TRAIN} --budget 5m --plan": "--plan_steps 0",
     f"{TRAIN} --config presets/mine.yaml --data my.txt --plan": f"{SMALL} --plan_steps 1",
     f"{TRAIN} --config presets/mine.yaml --data my.txt": SMALL,
 }
@@ -74,6 +75,12 @@ INSTEAD = {
         f"{PUSH} runs/x --repo_id YOUR_NAME/x --dry_run": "ran for runs/my",
         f"{PUSH} runs/x --repo_id YOUR_NAME/x --license mit --language en": "needs the Hub",
         "hf auth login": "needs the Hub",
+    },
+    "tests/test_sizing.py": {
+        f"{TRAIN} --budget 5m": "takes five minutes",
+        f"{TRAIN} --data my.txt --budget 2h": "the text here is too small",
+        f"{TRAIN} --data data/my --budget 120units --plan --plan_device a100-40gb": "the text here is too small",
+        f"{TRAIN} --data data/my --depth 12 --plan": "the text here is too small",
     },
     "tests/test_finetuning.py": {
         "python -m examples.finetune_chat runs/x --data chats.jsonl": "needs TRL",
@@ -119,7 +126,8 @@ INSTEAD = {
         "python -m tokenizer.inspect data/books": "the store may have other settings"
     },
     "tests/test_benchmarks.py": {
-        f"python -m benchmarks.{name}": "writes a page of docs/" for name in ("performance", "tokens_to_loss")
+        f"python -m benchmarks.{name}": "writes a page of docs/"
+        for name in ("performance", "scaling", "tokens_to_loss")
     },
     f"for rate in 1e-3; do {TRAIN} --learning_rate $rate --output_dir runs/rate-$rate --validation_fraction 0.01 {SMALL}; done": {
         f"for rate in 1e-2 2e-2 4e-2; do {TRAIN} --learning_rate $rate --max_steps 70 --output_dir runs/rate-$rate; done": "takes long"
