@@ -31,22 +31,22 @@ def write_status(path: Path, state: State, step: int, reason: str = "") -> None:
 
 def mark_failed(path: Path, step: int, reason: str) -> None:
     """Set the status of a running run to `failed`. A run that has ended keeps its status."""
-    if _read(path).get("state") == "running":
+    if read_status(path).get("state") == "running":
         write_status(path, "failed", step, reason)
 
 
 def is_status(path: Path) -> bool:
     """Return whether a file is a status.json of this project, in any format version."""
-    status = _read(path)
+    status = read_status(path)
     return status.get("state") in get_args(State) and {"step", "reason", "time"} <= status.keys()
 
 
 def check_run_format(path: Path) -> None:
     """Raise a `UserError` if a newer version of this project wrote the run folder of this status.json."""
-    check_format(path.parent, _read(path).get("format_version"), FORMAT_VERSION)
+    check_format(path.parent, read_status(path).get("format_version"), FORMAT_VERSION)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_status(path: Path) -> dict[str, Any]:
     """Return the content of a status.json, or an empty dictionary if the file is missing or unreadable."""
     with suppress(OSError, *NONSENSE):
         return dict(json.loads(path.read_bytes()))

@@ -25,7 +25,7 @@ from training.metrics import best_evaluation, comparable_loss, read_events, read
 from training.run_folder import RunFolder
 from training.sampling import read_samples
 from training.speed import flops_per_token, product_parameters
-from training.status import hours, starts_in_force
+from training.status import hours, read_status, starts_in_force
 
 FORMAT_VERSION = 1
 MAX_ROWS = 16  # rows of the results table; metrics.jsonl has all validations
@@ -102,6 +102,18 @@ def gather(folder: RunFolder) -> dict[str, Any]:
         "hours": hours(events, datetime.now(UTC)),
         "hourly_price": settings.get("hourly_price"),
     }
+
+
+def summarize(folder: RunFolder) -> dict[str, Any]:
+    """Return the facts of a run, finished or in progress, for a comparison with other runs."""
+    entries, events, settings = read_metrics(folder.metrics), read_events(folder.events), read_yaml(folder.config)
+    data, state = (read_facts(folder) or {}).get("data", {}), read_status(folder.status).get("state", "running")
+    last = ([{}] + [entry for entry in entries if "eval_loss" in entry])[-1]
+    planned = [{"steps": 0}] + [event["planned"] for event in events if "planned" in event]
+    written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if entries and state == "running" else None
+    run = {"entries": entries, "last": last, "state": state, "hours": hours(events, written)}
+    run["settings"] = {"hourly_price": None, "max_steps": None} | settings
+    return run | {"planned": planned[-1]["steps"], "text": (str(data.get("val")), last.get("eval_tokens"))}
 
 
 def evenly(items: list[Any], most: int) -> list[Any]:

@@ -12,7 +12,9 @@ from training.metrics import comparable_loss, seconds_until
 # Legible on white and on black.
 GRAY, BLUE, ORANGE = "#808690", "#3d84c6", "#d9673f"
 COLORS = {"model": BLUE, "n-gram": "#c98a1b", "compressor": "#8a8f98"}
+RUNS = [BLUE, ORANGE, "#2f9e73", "#a868c8", "#b58a12", "#d0578f", "#2a9fb5", "#8b7355"]  # then dashed
 STYLE = {
+    "axes.prop_cycle": f"cycler('linestyle', ['-', '--', ':']) * cycler('color', {RUNS})",
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "grid.color"), GRAY),
     **dict.fromkeys(("xtick.color", "ytick.color", "legend.labelcolor"), GRAY),
     "axes.spines.top": False,
@@ -55,6 +57,27 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
         by_time.legend()
 
     return _save(path, (9, 3.6), draw)
+
+
+def plot_runs(runs: dict[str, list[dict[str, Any]]], path: Path, measure: str) -> bool:
+    """Plot a measure of the validations of runs, or their training loss before the first validation, by tokens and by time."""
+
+    def draw(figure: Any) -> None:
+        by_tokens, by_time = figure.subplots(1, 2, sharey=True)
+        for name, entries in runs.items():
+            until, logged = seconds_until(entries), {e["step"]: e["tokens"] for e in entries if "tokens" in e} or {0: 0}
+            scored, in_nats = [entry for entry in entries if measure in entry], measure == "eval_loss"
+            curve = {entry["step"]: comparable_loss(entry) if in_nats else entry[measure] for entry in scored}
+            style = {"label": name, "marker": "."} if curve else {"label": f"{name} (training loss)"}
+            curve = curve or {entry["step"]: entry["loss"] for entry in entries if "loss" in entry and in_nats}
+            by_tokens.plot(np.interp([*curve], [*logged], [*logged.values()]), curve.values(), **style)
+            by_time.plot([until[step] / 60 for step in curve], curve.values(), **style)
+        by_tokens.set(xlabel="tokens", ylabel=f"validation: {measure.removeprefix('eval_').replace('_', ' ')}")
+        by_time.set_xlabel("minutes of training")
+        _in_thousands(by_tokens.xaxis)
+        figure.legend(*by_tokens.get_legend_handles_labels(), loc="outside lower center")
+
+    return any(runs.values()) and _save(path, (9, 3.6 + 0.2 * len(runs)), draw)
 
 
 def plot_course(entries: list[dict[str, Any]], path: Path) -> bool:
@@ -111,7 +134,7 @@ def _save(path: Path, inches: tuple[float, float], draw: Callable[[Any], None]) 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=inches)
         draw(figure)
-        figure.savefig(path)
+        figure.savefig(path, format="png")
     return True
 
 

@@ -1,0 +1,61 @@
+"""Compare runs, finished or in progress: one table and one plot.
+
+python -m training.compare_runs runs/*
+"""
+
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+# isort: split
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from command_line import FlagParser, run
+from errors import Problems
+from limits import setting
+from training.report.facts import summarize
+from training.report.plots import plot_runs
+from training.report.report import Page, environment
+from training.run_folder import RunFolder, run_of
+
+NOT_COMPARED = {"hourly_price", "backup_dir", "report_to", "project", "sample_prompts"}  # without effect on the model
+
+
+@dataclass
+class CompareArguments:
+    runs: list[str] = setting([], "Run folders.", needed=("the runs", "python -m training.compare_runs runs/*"))
+    output: str = setting("comparison.png", "File of the plot, in PNG.")
+
+
+def main(arguments: list[str]) -> None:
+    (given,) = FlagParser((CompareArguments,), __doc__.splitlines()[0], positional="runs").parse(arguments)
+    problems = Problems()
+    folders = [found for path in given.runs if (found := problems.add_of(run_of, [Path(path)]))]
+    if not (folders and all(map(os.path.exists, given.runs))):
+        problems.refuse()
+    for sentence in problems.sentences:
+        print(f"Skipped: {sentence}", file=sys.stderr)
+    base = os.path.commonpath([folder.resolve().parent for folder in folders])
+    found = {os.path.relpath(folder.resolve(), base): summarize(RunFolder(folder)) for folder in folders}
+    runs = dict(sorted(found.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))
+    values: dict[str, set[str]] = {}
+    for name, value in (item for each in runs.values() for item in each["settings"].items()):
+        values.setdefault(name, set()).add(str(value))
+    differing = [name for name in values if len(values[name]) > 1 and name not in NOT_COMPARED]
+    if sys.stdout.isatty():  # narrow: the names of a sweep's runs contain the settings
+        differing = [name for name in differing if not all(f"{name}=" in run_name for run_name in runs)]
+    is_other_text = len({run["text"] for run in runs.values() if run["last"]}) > 1
+    table = environment().get_template("comparison.md.j2")
+    page = table.render(runs=runs, differing=differing, is_other_text=is_other_text)
+    Console().print(Page(page)) if sys.stdout.isatty() else print(page)
+    measure = "eval_bits_per_byte" if is_other_text else "eval_loss"
+    if plot_runs({name: run["entries"] for name, run in runs.items()}, Path(given.output), measure):
+        print(f"Plot: {given.output}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run(main)
