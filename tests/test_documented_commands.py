@@ -36,6 +36,7 @@ RUN = {
     f"{TRAIN} --config presets/gpt2_small_seed.yaml --data data/books": SMALL,
     f"{TRAIN} --resume_from_checkpoint runs/gpt2_small_seed": "--max_steps 6",
     "python -m training.evaluate runs/quickstart --checkpoint best": "",
+    "python -m training.compare_runs runs/*": "",
     f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb": "",
     f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt --profile": LONGER,
     f"{TRAIN} --config presets/shakespeare_char_modern.yaml --data tinyshakespeare.txt": SMALL,
@@ -129,8 +130,8 @@ INSTEAD = {
         f"python -m benchmarks.{name}": "writes a page of docs/"
         for name in ("performance", "scaling", "tokens_to_loss")
     },
-    f"for rate in 1e-3; do {TRAIN} --learning_rate $rate --output_dir runs/rate-$rate --validation_fraction 0.01 {SMALL}; done": {
-        f"for rate in 1e-2 2e-2 4e-2; do {TRAIN} --learning_rate $rate --max_steps 70 --output_dir runs/rate-$rate; done": "takes long"
+    f"python -m training.sweep --vary learning_rate=1e-3 --validation_fraction 0.01 {SMALL}": {
+        "python -m training.sweep --max_steps 70 --vary learning_rate=1e-2,2e-2,4e-2": "takes long"
     },
     "tests/vllm/run.sh": {"vllm serve YOUR_NAME/x --trust-remote-code": "needs vLLM"},
     "mkdir -p drive": {"mkdir -p /content/drive/MyDrive/runs": "the path is Colab's"},

@@ -1,0 +1,90 @@
+"""Sweeps and comparisons of runs, as real processes."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from conftest import REPOSITORY, TINY, assert_user_error, clean_environment, flags, lines, wait_until
+from errors import UserError
+from training import compare_runs, sweep
+
+SETTINGS = {name: value for name, value in TINY.items() if name != "learning_rate"}
+
+
+def command(store, base, **settings) -> list[str]:
+    return [*flags(data=store.folder, output_dir=base, **SETTINGS | settings), "--vary", "learning_rate=0.01,0.02"]
+
+
+def started(arguments) -> subprocess.Popen:
+    command = [sys.executable, "-m", "training.sweep", *arguments]
+    return subprocess.Popen(command, cwd=REPOSITORY, env=clean_environment(), stdout=subprocess.DEVNULL)
+
+
+def test_a_killed_sweep_continues_and_repeats_no_finished_run(store, tmp_path, launch, capsys):
+    first, second = (tmp_path / "sweep" / f"learning_rate={rate}" for rate in ("0.01", "0.02"))
+    arguments = command(store, tmp_path / "sweep", max_steps=600, save_steps=100, eval_steps=100)
+    process = started(arguments)
+    wait_until((second / "checkpoints" / "step_00000100").exists)
+    compare_runs.main([str(first), str(second), "--output", str(tmp_path / "comparison.png")])
+    assert re.search(
+        r"\| finished \| `0.01` \|.*\| running at step \d+ of 600 \| `0.02`", capsys.readouterr().out, re.DOTALL
+    )
+    process.kill()
+    process.wait()
+    before = (first / "status.json").read_bytes()
+    result = launch("-m", "training.sweep", *arguments)
+    assert (result.returncode, (tmp_path / "sweep" / "comparison.png").is_file()) == (0, True), result.stderr
+    assert (first / "status.json").read_bytes() == before
+    assert [event["event"] for event in lines(second / "events.jsonl")].count("resumed") == 1
+    assert result.stdout.count("| finished |") == 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_sweep_after_its_run_is_saved(store, tmp_path, number, code):
+    process = started(command(store, tmp_path, max_steps=100_000, save_steps=100_000, eval_steps=100_000))
+    run = tmp_path / "learning_rate=0.01"
+    wait_until(lambda: lines(run / "metrics.jsonl"))
+    process.send_signal(number)
+    assert process.wait(timeout=120) == code
+    assert lines(run / "events.jsonl")[-1]["event"] == "stopped"
+    assert not (tmp_path / "learning_rate=0.02").exists()
+
+
+def test_a_failed_run_does_not_end_the_sweep(store, run, tmp_path, launch):
+    shutil.copytree(run, tmp_path / "learning_rate=0.01")  # a finished run with other settings
+    result = launch("-m", "training.sweep", *command(store, tmp_path))
+    assert result.returncode == 1
+    assert re.search("contains another run .*error: 1 of 2 runs failed: .*=0.01", result.stderr, re.DOTALL)
+    assert result.stdout.count("| finished |") == 2
+
+
+def test_all_problems_are_reported_before_the_first_run(store, tmp_path):
+    arguments = command(store, tmp_path / "sweep", n_head=3, n_embd=16)
+    for added, sentence in {
+        "learning_rat=1": "Unknown flag --learning_rat. Did you mean --learning_rate?",
+        "weight_decay=0,x": "--weight_decay/--weight-decay: invalid float value: 'x'",
+        "adam_beta2=0.9,": "--adam_beta2/--adam-beta2: invalid float value: ''",
+        "warmup_steps=1,3": "--warmup_steps is given twice",
+        "output_dir=a,b": "--output_dir is given twice",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(sentence)) as raised:
+            sweep.main([*arguments, added])
+        assert "n_embd 16 is not divisible by n_head 3." in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_has_differing_settings_and_skips_entries_that_are_not_runs(run, train, tmp_path, capsys):
+    other = train(tmp_path / "other", max_steps=3, max_eval_samples=2, hourly_price=3600, tokens_per_step=128)
+    (other / "config.yaml").write_text((other / "config.yaml").read_text() + "setting_of_another_version: 1\n")
+    notes = tmp_path / "notes.txt"
+    notes.touch()
+    compare_runs.main([str(run), str(notes), str(other), "--output", str(tmp_path / "x.png")])
+    shown = capsys.readouterr()
+    assert "| cost | state | tokens_per_step | max_eval_samples |" in shown.out
+    assert f"Skipped: {notes} is neither" in shown.err
+    assert_user_error("(?s)notes.txt is .*none is neither", compare_runs.main, [str(notes), "none"])
+    assert_user_error("none is neither", compare_runs.main, [str(run), "none"])

@@ -1,0 +1,86 @@
+"""Train all combinations of some settings, one run after the other. All other flags are those of train_accelerate.py.
+
+python -m training.sweep --data my.txt --vary learning_rate=3e-4,6e-4,1.2e-3 weight_decay=0,0.1
+"""
+
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+# isort: split
+import ctypes
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from command_line import HELP, FlagParser, run
+from errors import Problems, UserError
+from limits import setting
+from settings_file import read_yaml
+from training import compare_runs
+from training.config import read_config
+from training.preflight import check
+from training.status import read_status
+
+PR_SET_PDEATHSIG = 1  # constant of Linux's prctl
+SCRIPT = Path(__file__).parent.parent / "train_accelerate.py"
+
+
+@dataclass
+class SweepArguments:
+    vary: list[str] = setting([], "NAME=VALUE,VALUE ...", needed=("settings", "--vary learning_rate=3e-4,6e-4"))
+    output_dir: str | None = setting(None, "Folder of the run folders. Default: runs/NAME-sweep.")
+
+
+def main(arguments: list[str]) -> None:
+    flags, group = [], (own := [])
+    for argument in arguments:
+        if argument.startswith("-"):
+            group = own if argument in HELP or FlagParser.named_flags([argument]) & {"vary", "output_dir"} else flags
+        group.append(argument)
+    (given,) = FlagParser((SweepArguments,), __doc__.splitlines()[0]).parse(own)
+    varied = [(item.split("=")[0], item.partition("=")[2].split(",")) for item in given.vary]
+    commands, configs, problems = {}, [], Problems()
+    for pairs in product(*([(name, value) for value in values] for name, values in varied)):
+        command = [*flags, *(part for name, value in pairs for part in (f"--{name}", value))]
+        commands[",".join(map("=".join, pairs)).replace("/", "_")] = command
+    first = problems.add_of(read_config, [next(iter(commands.values()))])
+    base = Path(given.output_dir or f"{first and first.run.output_dir}-sweep")
+    for name, command in commands.items():
+        command += ["--output_dir", str(base / name)]
+        configs.append(problems.add_of(read_config, [command, check]))
+    problems.refuse()
+    failed = []
+    for command, config in zip(commands.values(), configs, strict=True):
+        folder = config.run.folder
+        is_finished = read_status(folder.status).get("state") == "finished" and not config.run.overwrite_output_dir
+        if is_finished and not config.settings.differences(read_yaml(folder.config)):
+            print(f"{folder.path} is finished.")
+        elif train(command):
+            failed.append(str(folder.path))
+    if folders := [str(base / name) for name in commands if (base / name).exists()]:  # none with --plan
+        compare_runs.main(["--runs", *folders, "--output", str(base / "comparison.png")])
+    if failed:
+        raise UserError(f"{len(failed)} of {len(commands)} runs failed: {', '.join(failed)}.")
+
+
+def train(arguments: list[str]) -> int:
+    """Run train_accelerate.py and return its exit code. SIGINT and SIGTERM also end this process, after the run has been saved."""
+    received, tie = [], None
+    if sys.platform == "linux":  # if this process is killed, the run is saved and ends
+        tie = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    with subprocess.Popen([sys.executable, str(SCRIPT), *arguments], preexec_fn=tie) as process:  # noqa: PLW1509
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: received.append(number) or process.send_signal(number))
+        process.wait()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if received:
+        sys.exit(128 + received[0])
+    return process.returncode
+
+
+if __name__ == "__main__":
+    run(main)
