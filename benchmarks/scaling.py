@@ -194,7 +194,8 @@ def main(arguments: list[str]) -> None:
 
         list(pool.map(work, missing.values()))  # raises the error of a failed run
     (DOCS / "budget.md").write_text(page(), encoding="utf-8")
-    draw(PATH)
+    if is_finished():
+        draw(PATH)
     print("docs/budget.md is written.")
 
 
@@ -279,7 +280,17 @@ def draw(path: Path) -> None:
 def page() -> str:
     """Return docs/budget.md with the tables of the result file between its markers."""
     before, rest = (DOCS / "budget.md").read_text(encoding="utf-8").split(BEGIN)
-    return f"{before}{BEGIN}\n{section(PATH)}\n{END}{rest.split(END)[1]}"
+    body = section(PATH) if is_finished() else "The plan is not finished."
+    return f"{before}{BEGIN}\n{body}\n{END}{rest.split(END)[1]}"
+
+
+def is_finished() -> bool:
+    _, found = read(PATH)
+    is_measured = all(key(run) in found for family in LADDER for run in ladder(family))
+    return is_measured and all(
+        any("tokens_per_step" in row["run"] and row["run"]["flops"] == flops for row in found.values())
+        for flops in CHECKED
+    )
 
 
 if __name__ == "__main__":

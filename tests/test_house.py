@@ -27,7 +27,7 @@ RINGS = {
     " validation guard.lock guard.stopping"
     " guard.watchdog guard.faults guard.guard",
     "configuration": "config preflight",
-    "leaves": "compare.baselines compare.panel compare.memorization evaluate throughput sizing pacer forecast",
+    "leaves": "compare.baselines compare.panel compare.memorization evaluate compare_runs sweep throughput sizing pacer forecast",
 }
 ORDER = [name for ring in RINGS.values() for name in ring.split()]
 FOR_COMMANDS = {name for ring in ("configuration", "leaves") for name in RINGS[ring].split()}
