@@ -34,7 +34,7 @@ from training.status import hours
 from training.throughput import AFTER_VALIDATION, SCORING, measure_speed
 
 PRESETS = Path(__file__).parent.parent / "presets"
-OF_FAMILY = {"gpt2": PRESETS / "gpt2.yaml", "modern": PRESETS / "gpt2_modern.yaml"}
+PRESET_OF = {"gpt2": PRESETS / "gpt2.yaml", "modern": PRESETS / "gpt2_modern.yaml"}
 # Settings that a family takes from its preset.
 ARCHITECTURE = {"activation_function", "normalization", "rope_theta", "use_bias", "tie_word_embeddings"}
 ARCHITECTURE |= {"layer_norm_epsilon", "optimizer"}
@@ -46,7 +46,7 @@ COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two c
 # Seconds until the first step is done, without and with compilation, and to compile the validation: measured on two cores.
 FIRST_STEP, COMPILED_FIRST_STEP, VALIDATION_GRAPH = 3.0, 30.0, 12.0
 PROBE_SECONDS = 1.0
-TOLERANCE = 1.02  # of `scaling.deficit`: numbers of layers are whole, so a budget can be slightly too large for one and not for the next
+TOLERANCE = 1.1  # of `scaling.deficit`: a budget may be too small for another layer and slightly too large without it
 BYTES_PER_PARAMETER = 18  # at most: weights, gradients and two moments in fp32, and weights in half precision
 MOST_PROBES = 3
 
@@ -152,7 +152,7 @@ class Sizer:
         is_whole = "n_layer" in config.given - config.flags  # the file has a model
         default = "gpt2" if is_whole and config.optim.optimizer == "adamw" else "modern"
         self.family = config.budget.family or default
-        content = {} if is_whole else read_yaml(OF_FAMILY[self.family])
+        content = {} if is_whole else read_yaml(PRESET_OF[self.family])
         self.architecture = {name: content[name] for name in ARCHITECTURE & content.keys()}
         depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
         self.depths = [depth] if depth else range(1, DEEPEST + 1)
@@ -181,7 +181,8 @@ class Sizer:
         rows = {name: row for name, row in rows.items() if row is not None}
         verdict = ""
         if total is not None:
-            verdict = self.price.verdict(amount, self._seconds(option.model, self._length() or option.tokens))
+            needed = self._length(option.settings["tokens_per_step"]) or option.tokens
+            verdict = self.price.verdict(amount, self._seconds(option.model, needed))
         return Sizing(option, rows, verdict, total, deadline, tokenized, self.known)
 
     def _options(self, factor: float) -> list[Option]:
@@ -203,10 +204,12 @@ class Sizer:
         elif amount is not None:
             tokens = factor * amount.number / flops_per_token(model)
         else:
-            tokens = self._length() or scaling.best_ratio(self.family, N) * N
-        tokens = min(tokens, self._length() or tokens)
+            tokens = self._length(0) or scaling.best_ratio(self.family, N) * N
+        tokens = max(1, min(tokens, self._length(0) or tokens))
         unit = model.n_positions * self.accelerator.num_processes
-        batch = self.given.get("tokens_per_step") or max(1, scaling.best_batch(max(1, tokens)) // unit) * unit
+        batch = self.given.get("tokens_per_step") or max(1, scaling.best_batch(tokens) // unit) * unit
+        limit = self._length(batch)
+        tokens = min(tokens, limit or tokens)
         shards = self.accelerator.num_processes if self.setup.shards(self.accelerator) else 1
         stored = N + model.vocab_size * model.n_embd * (not model.tie_word_embeddings)
         if tokens < batch or BYTES_PER_PARAMETER * stored > self.memory * shards:
@@ -217,8 +220,7 @@ class Sizer:
         seconds = None
         if self.left is not None:
             seconds = self._seconds(model, steps * batch)
-            if limit := self._length():  # a resumed run needs it while its length is an estimate
-                settings["max_train_tokens"] = int(limit)
+            settings["max_train_tokens"] = limit and int(limit)  # for a resumed run, while its length is an estimate
         return Option(settings, model, steps * batch, self.unique, self.family, seconds)
 
     def _shape(self, depth: int) -> dict[str, Any]:
@@ -258,13 +260,10 @@ class Sizer:
         kind = type(getattr(self.config, name))
         return kind(**{key: value for key, value in settings.items() if key in kind.__dataclass_fields__})
 
-    def _length(self) -> float | None:
-        """Return the given number of training tokens, or None."""
-        if not self.config.given & LENGTHS:
-            return None
-        length = self.config.length
-        steps = (length.max_steps or 0) * self.config.batch.tokens_per_step
-        return length.max_train_tokens or steps or length.num_train_epochs * self.unique
+    def _length(self, batch: int) -> float | None:
+        """Return the given number of training tokens, or None. `batch`: tokens per step."""
+        epochs, steps = self.given.get("num_train_epochs"), self.given.get("max_steps")
+        return self.given.get("max_train_tokens") or (epochs and epochs * self.unique) or (steps and steps * batch)
 
     def _seconds(self, model: GPT2ScratchConfig, tokens: float) -> float:
         """Return the estimated seconds of a run that trains on `tokens`."""
@@ -284,10 +283,8 @@ class Sizer:
         device = RENTALS[plan_device].datasheet if plan_device else name_of(self.accelerator.device)
         if (peak := peak_flops(device, self.setup.mixed_precision)) is not None:
             _, usual, _ = reported_mfu(device) or MFU_OF_OTHERS
-            self.paces, self.known = (
-                {0: usual * peak * processes},
-                f"{usual:.0%} of the peak of {device}, as others report",
-            )
+            self.paces = {0: usual * peak * processes}
+            self.known = f"{usual:.0%} of the peak of {device}, as others report"
             option = self._best(1.0)
             if option is not None and option.parameters >= FILLS_A_GPU:
                 return
@@ -328,7 +325,7 @@ class Sizer:
 
     def _check_text(self, option: Option) -> None:
         """Raise a `UserError` if a smaller budget, with at most `MOST_EPOCHS` epochs, would give a lower loss than the whole budget."""
-        if self._length():
+        if self.given.keys() & LENGTHS:
             return
         limited = [replace(one, tokens=min(one.tokens, one.unique * scaling.MOST_EPOCHS)) for one in self._options(1.0)]
         best = min(limited, key=lambda one: one.deficit)
