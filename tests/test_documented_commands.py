@@ -141,6 +141,11 @@ INSTEAD = {
     f"{TRAIN} --resume_from_checkpoint runs/shakespeare_char_modern/checkpoints/step_00000002 --max_steps 8 --output_dir runs/shakespeare_longer": {
         f"{TRAIN} --resume_from_checkpoint runs/shakespeare_char_modern/checkpoints/step_00000400 --max_steps 2000 --output_dir runs/shakespeare_longer": "takes long"
     },
+    "mkdir -p drive/runs": {"mkdir -p /mnt/bucket/runs": "the path is a mounted bucket"},
+    f"{TRAIN} --config presets/gpt2.yaml --data data/my --backup_dir drive/runs --output_dir runs/rented {SMALL}": {
+        f"{TRAIN} --config presets/gpt2.yaml --data data/my --backup_dir /mnt/bucket/runs --max_hours 11.5": "the path is a mounted bucket"
+    },
+    "tests/test_stopping.py": {"sbatch launch/slurm.sh --config presets/gpt2.yaml --data data/my": "needs Slurm"},
     f"{TRAIN} --resume_from_checkpoint runs/gpt2 --max_steps 6": {
         f"{TRAIN} --resume_from_checkpoint runs/gpt2": "too large"
     },

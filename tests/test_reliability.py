@@ -50,6 +50,7 @@ from training.compatibility import Settings, compare
 from training.run_folder import RunFolder
 from training.saver import refuse_full_disk
 
+ACCELERATE = ("-m", "accelerate.commands.launch", "--quiet")
 DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
 LONG = {**TINY, **DROPOUT, "max_steps": 150, "save_steps": 1, "save_total_limit": 1, "eval_steps": 40}
 
@@ -154,7 +155,7 @@ def test_work_interrupted_by_a_kill_is_completed(finished, run, train):
 
 
 def test_killing_the_launcher_ends_a_process_that_is_starting(start, tmp_path):
-    launcher = start(tmp_path / "run", launch=("-m", "accelerate.commands.launch", "--quiet"), max_steps=10**6)
+    launcher = start(tmp_path / "run", launch=ACCELERATE, max_steps=10**6)
     wait_until(lambda: psutil.Process(launcher.pid).children())
     [process] = psutil.Process(launcher.pid).children()
     time.sleep(0.3)
@@ -193,8 +194,7 @@ def test_a_branch_does_not_change_its_run_and_the_same_command_resumes_it(run, t
 
 
 def test_python_and_accelerate_launch_give_the_same_run(start, tmp_path):
-    launcher = ("-m", "accelerate.commands.launch", "--quiet")
-    runs = {"python": (), "accelerate launch --quiet": launcher}
+    runs = {"python": (), "accelerate launch --quiet": ACCELERATE}
     for name, launch in runs.items():
         process = start(tmp_path / name / "run", launch=launch, threads=None, **DROPOUT, max_steps=4)
         output, errors = process.communicate(timeout=120)
@@ -207,8 +207,8 @@ def test_python_and_accelerate_launch_give_the_same_run(start, tmp_path):
 
 
 def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(launch, tmp_path):
-    launcher = ("-m", "accelerate.commands.launch", "--quiet", "--cpu", "--num_processes", "2")
-    result = launch(*launcher, "train_accelerate.py", "--output_dir", tmp_path / "run")
+    alone = ("--cpu", "--num_processes", "2")
+    result = launch(*ACCELERATE, *alone, "train_accelerate.py", "--output_dir", tmp_path / "run")
     assert result.stderr.splitlines()[-1].startswith(
         "error: accelerate launch was asked for several processes but started one"
     )
@@ -222,7 +222,7 @@ def test_resume_command_names_the_launch_file(launch):
         (None, "--num_processes 2"),
     ):
         how = ("--config_file", file) if file else ("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
-        command = ("-m", "accelerate.commands.launch", "--quiet", *how, "--no_python", sys.executable, "-c", code)
+        command = (*ACCELERATE, *how, "--no_python", sys.executable, "-c", code)
         result = launch(*command, ACCELERATE_USE_CPU="true")
         assert result.stdout == f"accelerate launch --quiet {options} train_accelerate.py\n", result.stderr
 
@@ -642,13 +642,22 @@ def test_a_finished_run_updates_its_backup(run, train, tmp_path):
     assert status(tmp_path / "drive" / "run")["state"] == "finished"
 
 
-def test_a_lost_run_is_restored_from_its_backup(finished, train, tmp_path, capsys):
-    (tmp_path / "drive").mkdir()
-    run = train(tmp_path / "run", backup_dir=tmp_path / "drive")
-    shutil.rmtree(run)
-    shutil.rmtree(tmp_path / "drive" / "run" / "checkpoints" / "step_00000006")
-    train(run, backup_dir=tmp_path / "drive")
-    assert "resuming from step_00000003" in capsys.readouterr().out
-    assert_same_run(finished, run)
-    names = sorted(path.name for path in (tmp_path / "drive" / "run" / "checkpoints").iterdir())
-    assert names == ["step_00000003", "step_00000006"]
+def test_a_preempted_run_continues_on_an_empty_machine(train, start, tmp_path):
+    """The launcher and its processes are killed at once, and only the backup is left, as with a spot instance and a bucket."""
+    settings = LONG | {"max_steps": 60, "eval_steps": 20}
+    straight, run, drive = train(tmp_path / "straight", **settings), tmp_path / "machine" / "run", tmp_path / "drive"
+    drive.mkdir()
+    command = partial(start, run, launch=ACCELERATE, backup_dir=drive, **settings)
+    steps = [0]
+    for _ in range(2):
+        launcher, backup = command(), RunFolder(drive / "run")
+        wait_until(lambda: backup.newest_step() > steps[-1] or launcher.poll() is not None)  # noqa: B023
+        for process in (psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)):
+            process.kill()
+        launcher.wait()
+        steps.append(backup.newest_step())
+        shutil.rmtree(run.parent)
+    assert 0 < steps[1] < steps[2] < 60
+    output, errors = command().communicate(timeout=1200)
+    assert f"step_{steps[2]:08} is restored from {drive / 'run'}" in output, errors
+    assert_same_run(straight, run)

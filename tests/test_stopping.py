@@ -211,6 +211,30 @@ def test_max_hours_saves_stops_and_counts_from_the_process_start(job):
         assert stopper._hours_end == pytest.approx(time.monotonic() + 3600, abs=60)
 
 
+@pytest.mark.parametrize(("number", "after"), [(signal.SIGUSR1, ["requeue 7"]), (signal.SIGTERM, [])])
+def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_path, number, after):
+    """With programs that stand in for Slurm's and for the launcher, which ends some time after SIGTERM."""
+    slurm = REPOSITORY / "launch" / "slurm.sh"
+    assert subprocess.run(["bash", "-n", slurm], check=False).returncode == 0
+    launcher = 'trap "sleep 1; echo saved; exit 1" TERM; echo "$*" > started; while true; do sleep 0.1; done'
+    for name, body in (("accelerate", launcher), ("scontrol", 'echo "$*"'), (".venv/bin/activate", "")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_JOB_ID": "7",
+    }
+    options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(["bash", slurm, "--data", "my text"], **options) as job:
+        wait_until((tmp_path / "started").is_file, 60)
+        job.send_signal(number)
+        assert job.communicate(timeout=60)[0].splitlines() == ["saved", *after]
+    assert job.returncode == 1
+    assert (tmp_path / "started").read_text().endswith("--num_processes 4 train_accelerate.py --data my text\n")
+
+
 def test_ending_a_forked_child_does_not_request_a_stop():
     before = signal.getsignal(signal.SIGINT)
     with Stopper(StoppingArguments()) as stopper:
