@@ -270,23 +270,6 @@ def backed_up(make, tmp_path) -> RunFolder:
     return run
 
 
-def test_lost_run_is_restored(make, backed_up, tmp_path):
-    copies, said = make(backed_up)
-    settings = []
-    restored = copies.restore(-1, settings.append)
-    assert settings == [{"learning_rate": 0.01}]
-    assert restored == backed_up.checkpoints / "step_00000002"
-    assert damage(restored) is None
-    assert names(backed_up) == ["step_00000002"]
-    assert (backed_up.metrics).read_text() == (tmp_path / "lost" / "metrics.jsonl").read_text()
-    assert said == [f"Backup:  step_00000002 is restored from {copies.there.path}"]
-    copies.begin(2, may_replace=False)
-    write_checkpoint(backed_up.checkpoints, 3)
-    copies.submit()
-    copies.finish()
-    assert names(copies.there) == ["step_00000001", "step_00000002", "step_00000003"]
-
-
 def test_newer_local_files_are_kept_unless_damaged(make, backed_up, tmp_path):
     (tmp_path / "lost").rename(backed_up.path)
     copies, _ = make(backed_up)

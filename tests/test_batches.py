@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from conftest import assert_user_error
-from training.batches import BLOCK, BatchArguments, BatchPlan, TrainBatches, WindowOrder, permute, plan_batches
+from training.batches import BatchArguments, BatchPlan, TrainBatches, WindowOrder, permute, plan_batches
 from training.tokens import Documents, Tokens
 
 CPU = torch.device("cpu")
@@ -57,14 +57,6 @@ def test_windows_stay_inside_the_text(n_tokens):
     starts = order.starts(0, 200)
     assert starts.min() >= 0
     assert starts.max() + 8 < n_tokens
-
-
-@pytest.mark.parametrize("n_tokens", [40, 1000, 30_000])
-def test_block_of_many_epochs_equals_single_samples(n_tokens):
-    starts = WindowOrder(n_tokens, 16, seed=5).starts(0, BLOCK)
-    order = WindowOrder(n_tokens, 16, seed=5)
-    alone = [int(order._compute(np.array([g], dtype=np.uint64))[0]) for g in range(0, BLOCK, 97)]
-    assert starts[::97].tolist() == alone
 
 
 @pytest.mark.parametrize(("micro_batch", "accumulation", "processes"), [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)])

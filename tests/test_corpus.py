@@ -16,8 +16,7 @@ from conftest import assert_user_error
 from errors import UserError
 from tokenizer import corpus as corpus_module
 from tokenizer import documents as documents_module
-from tokenizer import schema
-from tokenizer.corpus import STANDARD_LIBRARY, Corpus, CorpusArguments, Unit
+from tokenizer.corpus import STANDARD_LIBRARY, Corpus, CorpusArguments
 from tokenizer.documents import Counts, Reader
 
 GOOD = "good words " * 100
@@ -274,14 +273,6 @@ def test_parquet_files_are_divided_by_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1)
     assert ranges(corpus(tmp_path)) == [[("a.parquet", i, i + 1)] for i in range(5)]
     assert documents(tmp_path) == texts
-
-
-def test_units_belong_to_one_input_and_keep_weights_in_json(tmp_path):
-    write(tmp_path / "a.txt", GOOD)
-    write_records(tmp_path / "b.jsonl", [{"prose": "one"}])
-    units = corpus(tmp_path / "a.txt", tmp_path / "b.jsonl", weights=[1, 0.5]).units()
-    assert [unit.copies for unit in units] == [1, 0.5]
-    assert schema.build(json.loads(json.dumps([unit.to_json() for unit in units])), list[Unit]) == units
 
 
 def test_identity_and_fingerprint_detect_changes(tmp_path):

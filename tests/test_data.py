@@ -14,7 +14,7 @@ from conftest import assert_equal, metrics, weights
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training import evaluate
-from training.data import bytes_of, choose_placement, processes_of_this_machine
+from training.data import choose_placement, processes_of_this_machine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GB = 10**9
@@ -60,10 +60,6 @@ def test_too_little_memory_is_refused_with_both_sizes(free):
         choose_placement("ram", 3 * GB, GPU, 3)
     with pytest.raises(UserError, match=r"is device, but the tokens need 9\.0 GB of RAM for 1 process and"):
         choose_placement("device", 9 * GB, CPU, 1)
-
-
-def test_bytes_of_splits_are_the_sizes_of_their_files(store):
-    assert bytes_of(store, "train", "val") == sum((store.folder / f"{s}.bin").stat().st_size for s in ("train", "val"))
 
 
 def test_only_processes_of_this_machine_are_counted(monkeypatch):

@@ -4,7 +4,6 @@ import codecs
 import gzip
 import itertools
 import json
-import os
 import random
 import re
 import time
@@ -82,17 +81,6 @@ def test_lines_and_paragraphs_can_be_documents(tmp_path, sample_by, text, expect
     assert texts == expected
     assert (counts.documents, counts.blank) == (len(expected), blank)
     assert documents(write_records(tmp_path / "a.jsonl", [{"text": text}]), sample_by=sample_by) == [text]
-
-
-def test_counts_of_parts_add_up_and_keep_the_first_place():
-    counts = Counts()
-    for part in ([("blank", 2, "a"), ("bad_bytes", 1, "a")], [("bad_bytes", 3, "b"), ("empty_records", 1, "b")]):
-        later = Counts(documents=1, bytes=10)
-        for name, number, path in part:
-            later.note(name, number, path, line=number)
-        counts.add(later)
-    first = {"blank": ["a", {"line": 2}], "bad_bytes": ["a", {"line": 1}], "empty_records": ["b", {"line": 1}]}
-    assert counts == Counts(2, 20, 2, 0, 4, 1, 0, first)
 
 
 @pytest.mark.parametrize(
@@ -379,17 +367,3 @@ def test_shortened_files_are_refused_and_grown_files_read_to_the_end(tmp_path):
     with (tmp_path / "a.text").open("a") as file:
         file.write(" and more")
     assert joined(list(Reader().pieces(unit.ranges[0]))) == "text and more"
-
-
-def test_reading_closes_all_files(tmp_path):
-    for kind in ("jsonl", "json", "csv", "parquet"):
-        write_records(tmp_path / f"a.{kind}", [{"text": "one"}] * 9)
-    write(tmp_path / "a.txt", "text")
-    write(tmp_path / "a.txt.gz", gzip.compress(b"text"))
-    before = len(os.listdir("/dev/fd"))
-    for unit in Corpus([str(tmp_path)], CorpusArguments()).units():
-        for part in unit.ranges:
-            found = Reader().pieces(part)
-            next(found)
-            found.close()
-    assert len(os.listdir("/dev/fd")) == before

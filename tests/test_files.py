@@ -93,18 +93,6 @@ def test_uncompressed_zst_named_file_is_not_a_tar(tmp_path):
     assert refusal(path) == f"{path} contains no text: 1 binary file."
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "is_compressed", "is_packed"),
-    [
-        *(("a.txt", ".txt", False, False), ("a", "", False, False), ("b.gz/a.csv", ".csv", False, False)),
-        *(("a.gz", "", True, True), ("A.Jsonl.ZST", ".jsonl", True, True), ("a.jsonl.bz2.gz", ".bz2", True, True)),
-        ("a.Parquet", ".parquet", False, True),
-    ],
-)
-def test_file_kind_follows_the_name(name, kind, is_compressed, is_packed):
-    assert (files.suffix(name), files.is_compressed(name), files.is_packed(name)) == (kind, is_compressed, is_packed)
-
-
 @pytest.mark.parametrize("kept", [0.5, 0.99, -1, 20, 5, 1, 0])
 def test_truncated_archives_are_refused(tmp_path, suffix, kept):
     archive = COMPRESS[suffix](TEXT.encode())

@@ -21,7 +21,6 @@ import push_to_hub
 from conftest import assert_user_error, prose, tokenized, trained
 from errors import UserError
 from examples import finetune_chat, finetune_text
-from examples.tuning import default_rate
 from tokenizer.vocabulary import character_tokenizer
 
 ANSWERS = {"Who is he?": "He is not at it.", "Are they on it?": "They are.", "Was it his?": "It was not his."}
@@ -133,11 +132,6 @@ def test_the_published_card_describes_the_published_model(tuned, tmp_path, launc
     (model / "README.md").write_text("---\ntags: [\n---\n")
     with pytest.raises(UserError, match=r"The metadata of .*README\.md is not YAML: "):
         push_to_hub.main([str(model), "--repo_id", "me/talks", "--dry_run"])
-
-
-@pytest.mark.parametrize(("width", "with_lora", "all_weights"), [(192, 3.1e-3, 3.1e-4), (768, 1.1e-3, 1.1e-4)])
-def test_the_default_learning_rate_depends_on_the_width(width, with_lora, all_weights):
-    assert (default_rate(width, lora=True), default_rate(width, lora=False)) == (with_lora, all_weights)
 
 
 def test_a_tuned_model_answers_and_stops_at_the_end_of_the_turn(tuned, tmp_path, launch):

@@ -248,16 +248,6 @@ NO_NETWORK = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}
 RUN = REPOSITORY / "tests" / "formats" / "run_v2"
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """Environment with a Hub cache that contains the model me/cached."""
-    snapshot = tmp_path / "hub" / "models--me--cached" / "snapshots" / ("0" * 40)
-    shutil.copytree(RUN / "checkpoints" / "step_00000004", snapshot)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
-    return {**NO_NETWORK, "HF_HOME": str(tmp_path)}
-
-
 RUN_EACH = """
 import shlex, sys
 from errors import UserError

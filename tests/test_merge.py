@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from conftest import assert_user_error, prose
-from errors import UserError
 from tokenizer import corpus, encode, merge
 from tokenizer.byte_range import place_to_cut
 from tokenizer.cleaning import CleaningArguments
@@ -357,18 +356,6 @@ def test_merge_killed_at_any_step_resumes_to_the_same_bytes(tmp_path, monkeypatc
         pass
     assert next(steps) > 24
     assert merged(builder, builder.work) == expected
-
-
-@pytest.mark.parametrize("changed", [{"tails": None}, {"cut": None}, {"end": {"first": [0, 0]}}])
-def test_merge_record_of_an_older_version_is_refused(tmp_path, changed):
-    builder = parts_of(tmp_path, "a tail that is cut off")
-    merged(builder, builder.work)
-    record = builder.work / "merged.json"
-    content = json.loads(record.read_text()) | changed
-    del content["sha256"]
-    record.write_text(json.dumps({key: value for key, value in content.items() if key != "tails" or value is not None}))
-    with pytest.raises(UserError, match=r"merged\.json is damaged or was written by an older version \(.*\); delete"):
-        merger_of(builder, builder.work)
 
 
 @pytest.mark.parametrize("name", ["train", "val", "rows", "json"])

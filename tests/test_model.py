@@ -269,18 +269,6 @@ def test_padding_does_not_change_logits_without_position_ids(tiny, attention):
     torch.testing.assert_close(right[:, :7], model(short).logits, rtol=0, atol=1e-5)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_left_padding_does_not_change_logits_through_a_cache(tiny, kind):
-    model, ids = tiny(), tokens(1, 7)
-    padded, mask = (rows[:1] for rows in left_padded(ids, tokens(1, 12)))
-    cache = new_cache(kind, model)
-    steps = [(0, 9), (9, 10), (10, 11), (11, 12)]
-    logits = [model(padded[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits for a, b in steps]
-    logits = torch.cat(logits, dim=1)
-    torch.testing.assert_close(logits[:, 5:], model(ids).logits, rtol=0, atol=1e-5)
-
-
 def packed(*lengths):
     """Return a row of packed documents, its position ids, and the single documents."""
     documents = [tokens(1, length, seed=length + place) for place, length in enumerate(lengths)]

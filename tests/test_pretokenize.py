@@ -1,7 +1,6 @@
 """Command `python -m tokenizer.pretokenize`: output, safe repetition, and error messages."""
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -143,14 +142,6 @@ def test_several_inputs_become_one_store(tmp_path, text, capsys):
     assert metadata.sources == [str(text), str(records)]
     found = [LINES, *(f"record {i}" for i in range(40))]
     assert metadata.val.documents == sum(share(document.encode(), 7) < 0.1 for document in found)
-
-
-def test_unknown_characters_are_refused(tmp_path, text):
-    pretokenize("--input", text, "--output", tmp_path / "store", "--tokenizer_type", "character")
-    (tmp_path / "other.txt").write_text(LINES + "Ω", encoding="utf-8")
-    arguments = ("--input", tmp_path / "other.txt", "--output", tmp_path / "other")
-    assert "The character 'Ω' (U+03A9)" in refused(*arguments, "--tokenizer", tmp_path / "store" / "tokenizer")
-    assert not os.path.lexists(tmp_path / "other")
 
 
 def test_lossy_tokenizer_is_refused(tmp_path, text):

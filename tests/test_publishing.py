@@ -28,13 +28,12 @@ from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from publishing.card import FolderArguments, model_card
 from publishing.hub_folder import CODE, OUR_CODE, RELEASED_CODE
-from publishing.source import find_source, in_short
+from publishing.source import find_source
 from publishing.upload import WRITTEN, Repository, published_files, upload
 from tokenizer import schema
 from tokenizer.vocabulary import VocabularyArguments, build
 from training import evaluate
 from training.checkpoint import WEIGHTS
-from training.report.facts import evenly
 from training.report.report import sections_of
 from training.sampling import fenced, read_samples, write_samples
 
@@ -438,11 +437,6 @@ def test_generated_text_cannot_end_its_code_block_in_the_report(tmp_path):
     assert fenced(texts[0]).startswith("`````text\n")
 
 
-def test_evenly_spreads_rows():
-    assert evenly(list(range(5)), 8) == [0, 1, 2, 3, 4]
-    assert evenly(list(range(101)), 5) == [0, 25, 50, 75, 100]
-
-
 # ---- the Hub
 
 
@@ -643,8 +637,3 @@ def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hu
     assert "## How\n\nWith LoRA." in card.text
     assert (tmp_path / "merged-hub" / WEIGHTS).is_file()
     assert_refused(folder, "a model without a run, so it has no checkpoints for --revisions", "--revisions")
-
-
-def test_token_counts_are_abbreviated():
-    numbers = (384, 10_239, 1_740_800, 33_554_432, 2 * 10**9, 3 * 10**11)
-    assert list(map(in_short, numbers)) == ["384", "10K", "1741K", "34M", "2000M", "300B"]

@@ -644,7 +644,7 @@ def test_a_finished_run_updates_its_backup(run, train, tmp_path):
 
 def test_a_preempted_run_continues_on_an_empty_machine(train, start, tmp_path):
     """The launcher and its processes are killed at once, and only the backup is left, as with a spot instance and a bucket."""
-    settings = LONG | {"max_steps": 60, "eval_steps": 20}
+    settings = LONG | {"max_steps": 60, "save_steps": 4, "eval_steps": 20}
     straight, run, drive = train(tmp_path / "straight", **settings), tmp_path / "machine" / "run", tmp_path / "drive"
     drive.mkdir()
     command = partial(start, run, launch=ACCELERATE, backup_dir=drive, **settings)

@@ -1,16 +1,13 @@
 """What is measured of a run's speed, by a clock that the test sets."""
 
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.device import Setup, describe
 from training.metrics import read_events
 from training.report.facts import begin_report
@@ -19,7 +16,6 @@ from training.run_folder import RunFolder
 from training.sampling import write_samples
 from training.speed import Speed, in_words, peak_memory
 from training.status import hours, record
-from training.tokens import Tokens
 
 
 @pytest.fixture
@@ -65,16 +61,6 @@ def test_pauses_and_earlier_time_do_not_count(clock, monkeypatch):
     it.batches.seconds += 0.5
     assert (it.measured()["tokens_per_second"], it.measured()["seconds_per_step"]) == (500.0, 2.0)
     assert it.measured()["data_share"] == 0.25
-
-
-def test_time_for_making_batches_is_measured(monkeypatch):
-    ticks = count()
-    monkeypatch.setattr("training.batches.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    tokens = Tokens(torch.from_numpy(np.zeros(3000, dtype=np.int16)), torch.device("cpu"))
-    batches = TrainBatches(tokens, WindowOrder(3000, 16, seed=1), BatchPlan(16, 4, 2, 1), 0)
-    for micro_step in range(3):
-        batches(0, micro_step)
-    assert batches.seconds == 3.0
 
 
 @pytest.mark.parametrize(

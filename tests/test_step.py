@@ -54,18 +54,6 @@ def test_accumulation_equals_the_large_batch(micro_batch, accumulation):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5, msg=name)
 
 
-def test_dropout_is_a_function_of_the_step():
-    config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"resid_pdrop": 0.5})
-
-    def loss_of(step: int) -> float:
-        ready = train_step(4, 1, config, n_tokens=17)  # a single window, which every step reads
-        torch.rand(7)  # earlier draws have no effect
-        return ready(step, 0.0)[0].item()
-
-    assert loss_of(2) == loss_of(2)
-    assert loss_of(2) != loss_of(3)
-
-
 @pytest.mark.parametrize(
     ("poison", "optimizer"), [(float("nan"), "adamw"), (float("inf"), "adamw"), (float("inf"), "muon")]
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.long_words import TEXTS
@@ -314,19 +314,6 @@ def test_damaged_tokenizer_files_are_refused(bpe, tmp_path, content, made_here):
     vocabulary.save(bpe, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": ')
     assert_user_error("No tokenizer can be loaded from", vocabulary.load, tmp_path)
-
-
-def test_tokenizer_with_leading_spaces_loses_no_text(tmp_path):
-    pieces = Tokenizer(models.Unigram())
-    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
-    pieces.train_from_iterator([prose(0)], trainer)
-    vocabulary.save(PreTrainedTokenizerFast(tokenizer_object=pieces, unk_token="<unk>"), tmp_path / "theirs")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text(prose(1))
-    store = store_of(tmp_path / "texts", vocab_size=None, tokenizer=str(tmp_path / "theirs"))
-    ids = np.concatenate([store.in_memory("train"), store.in_memory("val")])
-    assert store.load_tokenizer().decode(ids) == prose(1)
 
 
 def test_added_tokens_encode_their_text_and_control_tokens_do_not():

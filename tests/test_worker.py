@@ -282,16 +282,6 @@ def test_changed_settings_and_files_are_named_and_undoing_them_resumes(begun):
     assert TokenStore("store").metadata.train.documents + TokenStore("store").metadata.val.documents >= 3
 
 
-def test_file_deleted_during_the_work_is_named(planned, texts):
-    unit = next(i for i, unit in enumerate(planned.plan.units) if unit.ranges[0].path.endswith("long.txt"))
-    moved = (texts / "long.txt").rename(texts / "gone.txt")
-    try:
-        with pytest.raises(UserError, match=r"long\.txt cannot be read: No such file or directory; fix it"):
-            UnitProcessor(planned.work).process(unit)
-    finally:
-        moved.rename(texts / "long.txt")
-
-
 @pytest.mark.parametrize("change", [lambda text: text + "more", lambda text: ""])
 def test_file_changed_while_it_is_read_is_named(begun, monkeypatch, change):
     file, do = Path("texts/b.txt"), Workers.do
