@@ -72,14 +72,6 @@ def check_a_tensor_is_divided_and_whole_again(accelerator: Accelerator) -> None:
         assert shard_like(count, parameter) is count
 
 
-def check_parameters_stay_divided_after_a_validation(accelerator: Accelerator) -> None:
-    model, loss = sharded(accelerator)
-    before = list(model.parameters())
-    with torch.no_grad():
-        loss(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64), 4)
-    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-
-
 def check_gradients_are_divided_once_a_step(accelerator: Accelerator) -> None:
     _, loss = sharded(accelerator)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

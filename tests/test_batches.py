@@ -1,3 +1,4 @@
+import random
 import sys
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 import torch
 
 from conftest import assert_user_error
-from training.batches import BatchArguments, BatchPlan, TrainBatches, WindowOrder, permute, plan_batches
+from training.batches import BatchArguments, BatchPlan, DataPosition, TrainBatches, WindowOrder, permute, plan_batches
 from training.tokens import Documents, Tokens
 
 CPU = torch.device("cpu")
@@ -100,3 +101,30 @@ def test_batch_needs_no_python_code_per_row(masked):
         return len(calls)
 
     assert calls_of(4) == calls_of(64) > 0
+
+
+def walked(position: DataPosition, step: int, sequences: int) -> int:
+    """Return the sample by definition: step by step, skipping every range that a step would reach."""
+    sample = position.sample
+    for now in range(position.step, step + 1):
+        while reached := [end for first, end in position.passed_over if sample < end and sample + sequences > first]:
+            sample = min(reached)
+        if now < step:
+            sample += sequences
+    return sample
+
+
+def test_position_equals_its_definition():
+    for seed in range(3000):
+        chance = random.Random(seed)
+        ranges, at = [], 0
+        for _ in range(chance.randint(0, 4)):
+            first = at + chance.randint(0, 30)
+            at = first + chance.randint(1, 30)
+            ranges.append((first, at))
+        position = DataPosition(chance.randint(0, 3), chance.randint(0, 50), passed_over=tuple(ranges))
+        sequences, step = chance.randint(1, 12), position.step + chance.randint(0, 20)
+        expected = walked(position, step, sequences)
+        assert position.first_sample(step, sequences) == expected
+        halfway = position.after(chance.randint(position.step, step), sequences, 1)
+        assert halfway.first_sample(step, sequences) == expected

@@ -63,16 +63,6 @@ def test_repeats_match_a_dictionary(memory, block):
     assert not repeated("no", lambda column: iter(()), 3, memory).any()
 
 
-def test_small_keys_are_distinguished_and_only_the_first_of_a_chain_stays():
-    keys = np.random.default_rng(0).integers(0, 50, 3000, np.uint64)
-    marked = repeats_of(keys, memory=1000)
-    assert np.flatnonzero(~marked).tolist() == sorted(np.unique(keys, return_index=True)[1].tolist())
-    assert repeats_of(keys[:0]).tolist() == []
-    a, b, c = 1 << 62, 2 << 62, 3 << 62
-    first, second = np.array([[a, 1], [a, b], [2, b], [c, 3], [4, 5], [c, 5]], np.uint64).T
-    assert (repeats_of(first) | repeats_of(second)).tolist() == [False, True, True, False, False, True]
-
-
 @pytest.mark.parametrize("identical", [False, True])
 def test_repeat_search_stays_within_its_memory(identical):
     keys = np.random.default_rng(0).integers(0, 1 << 64, 300_000, dtype=np.uint64)

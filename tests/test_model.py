@@ -542,30 +542,6 @@ def test_causal_attention_without_padding_uses_no_mask(tiny, more):
     assert [(call["attn_mask"], call["is_causal"]) for call in calls.seen] == [(None, True)] * 2
 
 
-def captured_graph(model, **inputs):
-    """Return the single graph that a training step compiles to."""
-    graphs = []
-
-    def capture(graph_module, example_inputs):
-        graphs.append(graph_module.graph)
-        return graph_module.forward
-
-    torch.compile(model, backend=capture, fullgraph=True)(**inputs)
-    (graph,) = graphs
-    return graph
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_the_compiled_causal_path_has_no_mask(tiny):
-    ids = tokens(2, 24)
-    captured_graph(tiny().train(), input_ids=ids, labels=ids)  # also a single graph with the default cache
-    graph = captured_graph(tiny().train(), input_ids=ids, labels=ids, use_cache=False)
-    calls = [node for node in graph.nodes if node.target is F.scaled_dot_product_attention]
-    assert [(node.kwargs["attn_mask"], node.kwargs["is_causal"]) for node in calls] == [(None, True)] * 2
-    values = [node.meta.get("example_value") for node in graph.nodes]
-    assert not [value for value in values if isinstance(value, torch.Tensor) and value.shape[-2:] == (24, 24)]
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_a_compiled_training_step_gives_the_same_gradients(tiny, checkpointing):

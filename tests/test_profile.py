@@ -141,14 +141,6 @@ def test_a_resumed_run_is_profiled_from_its_start(train, tmp_path, capsys):
     assert not (run / "profile").exists()
 
 
-def test_profile_of_eager_attention_ends_at_a_checkpoint(train, tmp_path):
-    run = train(tmp_path / "run", "--profile", attn_implementation="eager", save_steps=1, eval_strategy="no")
-    summary = summary_of(run)
-    assert (summary["first_step"], summary["last_step"]) == (4, 4)
-    assert_adds_up(summary)
-    assert {"aten::bmm", "aten::_softmax", "aten::_softmax_backward_data"} <= set(summary["attention"])
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_kernels_are_named(train, tmp_path):
     summary = summary_of(train(tmp_path / "run", "--profile", torch_compile="true", n_layer=1, eval_strategy="no"))

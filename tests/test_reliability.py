@@ -12,14 +12,11 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from inspect import get_annotations
 from pathlib import Path
 
 import psutil
 import pytest
-from huggingface_hub.dataclasses import strict
 from safetensors.torch import load_file, save_file
 
 import generate
@@ -40,13 +37,11 @@ from conftest import (
     weights,
 )
 from errors import UserError
-from modeling_gpt2scratch import GPT2ScratchConfig
 from publishing.card import FolderArguments, model_card
 from publishing.source import find_source
 from publishing.upload import Repository
 from removal import mark
-from training.checkpoint import _seal, complete_checkpoints, damage, load_state
-from training.compatibility import Settings, compare
+from training.checkpoint import _seal, complete_checkpoints, damage
 from training.run_folder import RunFolder
 from training.saver import refuse_full_disk
 
@@ -559,23 +554,6 @@ def test_all_changed_settings_are_refused_in_one_message(run, train, tmp_path):
         train(None, "--resume_from_checkpoint", str(run), "--allow_change", "n_embd,nonsense")
     with pytest.raises(UserError, match=r"n_embd changed from \d+ to 32, so its weights do not fit; start a new run"):
         train(None, "--resume_from_checkpoint", str(run), "--allow_change", "n_embd", n_embd=32)
-
-
-def test_a_new_model_field_is_compared_even_without_a_shape_change(run):
-    @strict
-    class NewConfig(GPT2ScratchConfig):
-        residual_scale: float = 1.0
-
-    checkpoint = run / "checkpoints" / "step_00000006"
-    state, fields = load_state(checkpoint), json.loads((checkpoint / "config.json").read_text())
-    fields = {name: fields[name] for name in get_annotations(GPT2ScratchConfig) if name in fields}
-    settings = Settings({}, {}, {}, set())
-    assert compare(checkpoint, state, NewConfig(**fields), state.settings, settings) == []
-    changed = NewConfig(**fields, residual_scale=0.5)
-    with pytest.raises(UserError, match=r"residual_scale changed from 1\.0 to 0\.5; .* intended, add --allow_change"):
-        compare(checkpoint, state, changed, state.settings, settings)
-    allowed = replace(settings, allowed={"residual_scale"})
-    assert compare(checkpoint, state, changed, state.settings, allowed) == ["residual_scale changed from 1.0 to 0.5"]
 
 
 def test_settings_in_allow_change_may_change(run, train, capsys):

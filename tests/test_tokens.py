@@ -69,23 +69,14 @@ def test_a_file_with_an_unknown_id_is_refused(tmp_path):
             tokens.batch(np.array([0, 690]), 64)
 
 
-class Advice:
+class Advice(bytes):
     """Replacement of a memory map that records `madvise` calls."""
 
-    def __init__(self, size: int):
-        self.length = size
-        self.ranges = []
-
-    def __len__(self) -> int:
-        return self.length
-
-    def size(self) -> int:
-        return self.length
+    size = bytes.__len__
 
     def madvise(self, option: int, start: int, size: int) -> None:
-        assert option == mmap.MADV_WILLNEED
-        assert start % mmap.PAGESIZE == 0
-        assert 0 < size <= self.length - start
+        assert (option, start % mmap.PAGESIZE) == (mmap.MADV_WILLNEED, 0)
+        assert 0 < size <= len(self) - start
         self.ranges.append((start, start + size))
 
     def covers(self, first_byte: int, end: int) -> bool:
@@ -100,6 +91,7 @@ def test_a_batch_announces_itself_and_the_next(tmp_path, rank):
     batches = TrainBatches(tokens, WindowOrder(100_000, 64, seed=1), plan, rank)
     for step, micro_step, next_step, next_micro_step in ((0, 0, 0, 1), (0, 1, 1, 0)):
         tokens.file._map = advice = Advice(200_000)
+        advice.ranges = []
         batches(step, micro_step)
         assert len(advice.ranges) == 8
         for start in (*batches._starts(step, micro_step), *batches._starts(next_step, next_micro_step)):

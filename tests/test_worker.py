@@ -1,4 +1,4 @@
-"""Worker processes that are killed at any time: the resulting store is the same to the byte."""
+"""Worker processes that are killed at any time, and shards on several machines: the resulting store is the same to the byte."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ import conftest
 from conftest import REPOSITORY, is_running, prose, wait_until
 from errors import UserError
 from tokenizer import corpus
-from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
 from tokenizer.recipe import Recipe
@@ -30,9 +28,10 @@ from tokenizer.worker import UnitProcessor, Workers
 
 # The command with units of 30 kB instead of 16 MiB, so that a small text has many units.
 UNIT_BYTES = 30_000
+SMALL_UNITS = f"from tokenizer import corpus; corpus.UNIT_BYTES = {UNIT_BYTES}"
 PROGRAM = (
-    f"import sys; from tokenizer import corpus; corpus.UNIT_BYTES = {UNIT_BYTES}; from command_line import run; "
-    "from tokenizer.pretokenize import main; sys.stdout.reconfigure(line_buffering=True); run(main)"
+    f"import sys; {SMALL_UNITS}; from command_line import run; from tokenizer.pretokenize import main; "
+    "sys.stdout.reconfigure(line_buffering=True); run(main)"
 )
 FLAGS = ("--output", "store", "--vocab_size", "400", "--sample_bytes", "100000", "--dedup", "exact")
 
@@ -130,33 +129,21 @@ def test_unit_order_does_not_change_the_store(planned, expected, tmp_path):
     assert contents(tmp_path / "store") == expected
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_same_command_resumes_after_kills_at_any_time(texts, expected, tmp_path, seed):
-    random_number = random.Random(seed).random
-    for _ in range(4):
-        with start(command(texts, "--num_proc", 2), tmp_path) as process:
-            if process.stdout.readline():  # the process has started its work
-                time.sleep(0.6 * random_number())
-            workers = workers_of(process)
-            process.kill()
-        wait_until(lambda workers=workers: not any(is_running(worker.pid) for worker in workers))
-    finish(command(texts, "--num_proc", 2 + seed), tmp_path)  # any number of processes builds the same store
-    assert contents(tmp_path / "store") == expected
-    assert sorted(os.listdir(tmp_path)) == [".store.lock", "store"]
-
-
 @pytest.mark.parametrize(
     "file", ["store/tokenizer/tokenizer.json", "plan.json", "parts/000001.json", "store/train.bin", "merged.json"]
 )
 def test_same_command_resumes_after_a_kill_at_any_file(texts, expected, tmp_path, file):
     with start(command(texts, "--num_proc", 2), tmp_path) as process:
         wait_until((tmp_path / ".store.unfinished" / file).exists)
+        workers = workers_of(process)
         process.kill()
+    wait_until(lambda: not any(is_running(worker.pid) for worker in workers))
     done = len(list(tmp_path.glob(".store.unfinished/parts/*.json")))
-    said = finish(command(texts, "--num_proc", 2), tmp_path)
+    said = finish(command(texts, "--num_proc", 3), tmp_path)  # any number of processes builds the same store
     if "merge" in file:
         assert f"Resuming store: {done} of {done} units of work are done." in said
     assert contents(tmp_path / "store") == expected
+    assert sorted(os.listdir(tmp_path)) == [".store.lock", "store"]
 
 
 def test_killed_worker_is_reported_in_one_sentence(tmp_path):
@@ -260,9 +247,6 @@ def test_unwritable_output_is_refused_before_the_work(begun):
 def test_changed_settings_and_files_are_named_and_undoing_them_resumes(begun):
     of = {"inputs": ["texts"], "vocabulary": recipe_of(begun).vocabulary, "dedup": DedupArguments("exact")}
     assert refused(Recipe(**of, seed=2)) == "seed was 1337 and is 2"
-    assert refused(Recipe(**of | {"dedup": DedupArguments("no")})) == "dedup was 'exact' and is 'no'"
-    cleaning = CleaningArguments(["normalize", "strict"])
-    assert refused(Recipe(**of, cleaning=cleaning)) == "cleaning was ['normalize'] and is ['normalize', 'strict']"
     several = Recipe(**of, corpus=CorpusArguments(strict=True, sample_by="line", text_column="x"), weights=[2.0])
     assert refused(several).endswith("; strict was False and is True; and 1 more")
     recipe, file = recipe_of(Path("texts")), Path("texts/b.txt")
@@ -305,3 +289,55 @@ def test_files_added_to_the_output_during_the_work_are_kept(planned, tmp_path):
     shutil.rmtree(tmp_path / "store")
     planned.finish(merge_only=False)
     assert TokenStore.is_store(tmp_path / "store")
+
+
+def test_concurrent_shards_and_a_merge_build_the_same_store_even_after_a_kill(texts, expected, tmp_path):
+    """As on several machines, which share only a folder."""
+
+    def shard(number: int) -> subprocess.Popen:
+        return start(command(texts, "--num_proc", 1, "--shard", f"{number}/3"), tmp_path)
+
+    with shard(0) as killed:
+        wait_until(lambda: list(tmp_path.glob(".store.unfinished/parts/*.json")) or killed.poll() is not None)
+        killed.kill()
+    shards = [shard(i) for i in range(3)]
+    said = [process.communicate(timeout=600) for process in shards]
+    assert [wrong for _, wrong in said] == [""] * 3
+    assert [out.splitlines()[-1].startswith(f"Shard {i}/3 is done: ") for i, (out, _) in enumerate(said)] == [True] * 3
+    assert not (tmp_path / "store").exists()
+    finish(command(texts, "--merge"), tmp_path)
+    assert contents(tmp_path / "store") == expected
+
+
+def test_merge_requires_all_shards_and_the_plain_command_completes_them(texts, expected, tmp_path):
+    finish(command(texts, "--shard", "1/3"), tmp_path)
+    with start(command(texts, "--merge"), tmp_path) as process:
+        sentence = failed(process)
+    assert "units of store are not done; run the missing shards, or run the command without --merge" in sentence
+    assert not (tmp_path / "store").exists()
+    finish(command(texts), tmp_path)
+    assert contents(tmp_path / "store") == expected
+
+
+PIPELINE = f"""
+import sys
+from datatrove.executor import LocalPipelineExecutor
+from tokenizer.cluster import Pretokenize
+
+def small_units(data, rank, world_size):
+    {SMALL_UNITS}
+
+if __name__ == "__main__":
+    flags = ["--input", sys.argv[1], *{FLAGS}]
+    steps = [small_units, Pretokenize(flags)]
+    shards = LocalPipelineExecutor(steps, tasks=3, workers=2, logging_dir="logs/shards")
+    LocalPipelineExecutor([Pretokenize([*flags, "--merge"])], logging_dir="logs/merge", depends=shards).run()
+"""
+
+
+def test_datatrove_executors_build_the_same_store(texts, expected, tmp_path, launch):
+    pytest.importorskip("datatrove")
+    (tmp_path / "pipeline.py").write_text(PIPELINE)
+    done = launch("pipeline.py", texts, folder=tmp_path, PYTHONPATH=str(REPOSITORY))
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "store") == expected
