@@ -355,8 +355,7 @@ def test_intermediate_check_uses_the_total_size(tmp_path):
     [unit] = source.units()
     (tmp_path / "a.txt").unlink()
     sentence = r"a\.txt cannot be read: No such file or directory; fix it or exclude it\.$"
-    with pytest.raises(UserError, match=sentence):
-        list(Reader().pieces(unit.ranges[0]))
+    assert_user_error(sentence, list, Reader().pieces(unit.ranges[0]))
     assert_user_error(sentence, source.fingerprint)
 
 

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from errors import UserError
+from conftest import assert_user_error
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.device import DeviceArguments, Setup, decide, has_kernels, kernel_of_sdpa
 from training.loss import NextTokenLoss
@@ -131,8 +131,7 @@ def test_compilation_needs_python_headers(monkeypatch, tmp_path):
     setup = decide(DeviceArguments(), 64)
     assert not setup.torch_compile
     assert any("Python's headers (Python.h)" in note and "python3-dev" in note for note in setup.notes)
-    with pytest.raises(UserError, match=r"it cannot work here: Python.s headers"):
-        decide(DeviceArguments(torch_compile="true"), 64)
+    assert_user_error(r"it cannot work here: Python.s headers", decide, DeviceArguments(torch_compile="true"), 64)
     assert not decide(DeviceArguments(torch_compile="false"), 64).notes
 
 

@@ -79,8 +79,7 @@ def test_format_1_store_is_used_unchanged_and_unsupported_uses_are_refused(old, 
     assert contents(old / "store_v1") == before
     sentence = r"build it again with another --output\. It was created by: python -m tokenizer"
     for export_as in (unpack.pack, export.to_parquet):
-        with pytest.raises(UserError, match=sentence):
-            export_as(TokenStore(old / "store_v1"))
+        assert_user_error(sentence, export_as, TokenStore(old / "store_v1"))
 
 
 def test_unfinished_work_of_an_older_version_is_completed(old, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.activations import ACT2FN
 
-from conftest import MODERN, prose
+from conftest import MODERN, assert_user_error, prose
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import to_native
@@ -295,8 +295,7 @@ SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\d"), "isolated"),
 )
 def test_a_model_that_llama_cpp_would_compute_or_tokenize_differently_is_refused(make, fields, sentence, tmp_path):
     model_folder(tmp_path / "model", make(), **fields)
-    with pytest.raises(UserError, match=sentence):
-        write_gguf(tmp_path / "model", tmp_path / "model.gguf", "f16", "Tiny")
+    assert_user_error(sentence, write_gguf, tmp_path / "model", tmp_path / "model.gguf", "f16", "Tiny")
     assert not (tmp_path / "model.gguf").exists()
 
 
@@ -313,6 +312,5 @@ def test_an_unusable_model_or_file_is_refused(tmp_path):
         write_gguf(tmp_path / "native", tmp_path / "model.gguf", "f16", "Tiny")
     with pytest.raises(UserError, match=r"folder\.gguf.* cannot be read or written \(Is a directory\)"):
         write_gguf(tmp_path / "model", tmp_path / "folder.gguf", "f16", "Tiny")
-    with pytest.raises(UserError, match="Name a model and a file"):
-        main([str(tmp_path)])
+    assert_user_error("Name a model and a file", main, [str(tmp_path)])
     assert {path.name for path in tmp_path.iterdir()} == {"model", "native", "characters", "folder.gguf"}

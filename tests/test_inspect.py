@@ -46,15 +46,6 @@ def test_inspect_shows_the_content(store, original, capsys):
     assert shown.endswith("All hashes and indexes are correct, and every token id is in the vocabulary.\n")
 
 
-def test_inspect_decodes_any_document(store, original, capsys):
-    texts = set()
-    for split, count in (("train", original.metadata.train.documents), ("val", original.metadata.val.documents)):
-        for number in range(count):
-            inspect.main([str(store), "--split", split, "--document", str(number)])
-            texts.add(capsys.readouterr().out)
-    assert texts == {f"{i}: {prose(i, 80)} naïve 雪 <|endoftext|> and more\n" for i in range(300)}
-
-
 def test_changed_byte_in_any_file_is_found(store, original):
     names = ["train.bin", "val.bin", "train.bin.index", "val.bin.index"]
     for number, name in enumerate(names, start=1):

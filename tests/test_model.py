@@ -399,16 +399,13 @@ def test_generation_matches_transformers_and_stops_at_the_context_length_with_on
     assert warned == [STOPS]
 
 
-def test_embeddings_max_length_and_a_static_cache_stop_at_the_context_length(tiny, warned):
+def test_embeddings_and_max_length_stop_at_the_context_length(tiny, warned):
     model, ids = tiny(), tokens(1, 10).clamp(min=1)  # 0 is the padding token
     expected = greedy(model, ids, new=22)
     embedded = greedy(model, None, new=256, inputs_embeds=model.transformer.wte(ids))
     assert torch.equal(embedded, expected[:, 10:])
     assert torch.equal(model.generate(ids, max_length=100, do_sample=False, pad_token_id=0), expected)
-    static = greedy(model, ids, new=256, cache_implementation="static", return_dict_in_generate=True)
-    assert torch.equal(static.sequences, expected)
-    assert static.past_key_values.get_max_length() == 31  # the last token is not read
-    assert warned == [STOPS] * 3
+    assert warned == [STOPS] * 2
 
 
 def test_a_prompt_that_fills_the_context_gets_one_token(tiny, warned):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import ApertusForCausalLM, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
-from conftest import MODERN, prose
+from conftest import MODERN, assert_user_error, prose
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from publishing.hub_folder import write_native
@@ -81,7 +81,6 @@ def test_the_native_folder_has_the_files_that_other_programs_need(tmp_path):
     assert described["tokenizer_class"] == "PreTrainedTokenizerFast"  # 4.57 does not know TokenizersBackend
     assert described["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
     assert "extra_special_tokens" not in described  # Transformers 4.57 fails on a list here
-    with pytest.raises(UserError, match="is not empty; use a new folder"):
-        write_native(tmp_path / "model", tmp_path / "native")
+    assert_user_error("is not empty; use a new folder", write_native, tmp_path / "model", tmp_path / "native")
     with pytest.raises(UserError, match="neither a local folder nor a model on the Hub"):
         write_native(tmp_path / "nothing", tmp_path / "other")

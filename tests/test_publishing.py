@@ -301,8 +301,7 @@ def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_pa
     ],
 )
 def test_wrong_arguments_are_refused(run, arguments, expected):
-    with pytest.raises(UserError, match=expected):
-        push_to_hub.main([argument.replace("RUN", str(run)) for argument in arguments])
+    assert_user_error(expected, push_to_hub.main, [argument.replace("RUN", str(run)) for argument in arguments])
 
 
 # ---- the card
@@ -620,8 +619,7 @@ def test_a_refusal_of_the_hub_is_one_sentence(folder, hub, tmp_path):
         (folder, "our/tiny", r"our/tiny exists on the Hub but is not a model; use another name\.$"),
         (wrong, "me/tiny", r"does not accept the metadata of .*README\.md: \"license\" must be one of[^\n]*$"),
     ):
-        with pytest.raises(UserError, match=expected):
-            upload(source, Repository(repo_id))
+        assert_user_error(expected, upload, source, Repository(repo_id))
         assert not hub.large
     assert not {"models/us/tiny", "models/our/tiny"} & {*hub.repositories}
 

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from conftest import REPOSITORY, TINY, assert_equal, assert_user_error, flags, metrics, trained, weights
-from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.device import DeviceArguments, decide
 from training.sharding import Sharding
@@ -173,8 +172,7 @@ def test_more_requested_than_running_processes_are_refused(train, tmp_path, monk
 
 def test_fsdp1_is_refused_and_unused_settings_are_reported(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match="fsdp_version is 1; set it to 2"):
-        decide(DeviceArguments(), 16)
+    assert_user_error("fsdp_version is 1; set it to 2", decide, DeviceArguments(), 16)
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")

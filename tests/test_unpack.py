@@ -53,8 +53,7 @@ def test_unpacked_store_equals_the_original_and_changed_stores_are_not_packed(st
     packed.unlink()
     path = tmp_path / "my.store" / "train.bin"
     path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
-    with pytest.raises(UserError, match=r"train\.bin was changed or damaged"):
-        unpack.pack(TokenStore(tmp_path / "my.store"))
+    assert_user_error(r"train\.bin was changed or damaged", unpack.pack, TokenStore(tmp_path / "my.store"))
     assert {path.name for path in tmp_path.iterdir()} == {"my.store", "elsewhere"}
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import conftest
-from conftest import REPOSITORY, is_running, prose, wait_until
+from conftest import REPOSITORY, assert_user_error, is_running, prose, wait_until
 from errors import UserError
 from tokenizer import corpus
 from tokenizer.corpus import CorpusArguments
@@ -276,8 +276,7 @@ def test_file_changed_while_it_is_read_is_named(begun, monkeypatch, change):
 
     monkeypatch.setattr(Workers, "do", changed_meanwhile)
     sentence = r"^texts/b\.txt was changed while it was read: it had [\d,]+ bytes and now has [\d,]+\. "
-    with pytest.raises(UserError, match=sentence):
-        pretokenize(recipe_of(Path("texts")), Path("store"), lambda text: None)
+    assert_user_error(sentence, pretokenize, recipe_of(Path("texts")), Path("store"), lambda text: None)
     assert not Path("store").exists()
 
 
