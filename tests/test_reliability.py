@@ -630,9 +630,11 @@ def test_a_preempted_run_continues_on_an_empty_machine(train, start, tmp_path):
     for _ in range(2):
         launcher, backup = command(), RunFolder(drive / "run")
         wait_until(lambda: backup.newest_step() > steps[-1] or launcher.poll() is not None)  # noqa: B023
-        for process in (psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)):
+        processes = psutil.Process(launcher.pid).children(recursive=True)
+        for process in (launcher, *processes):
             process.kill()
         launcher.wait()
+        psutil.wait_procs(processes)
         steps.append(backup.newest_step())
         shutil.rmtree(run.parent)
     assert 0 < steps[1] < steps[2] < 60
