@@ -243,10 +243,10 @@ class Backup:
             self.say(text)
 
 
-def earlier_config(run: RunFolder, backup_dir: str | None) -> dict[str, Any]:
-    """Return the settings of the run in a folder or, if it has none, in its backup. Return nothing if neither has any."""
+def earlier_run(run: RunFolder, backup_dir: str | None) -> RunFolder | None:
+    """Return the folder of a run if the run has begun, otherwise the folder of its backup, or None if neither has settings."""
     folders = [run, *([RunFolder(_backup_folder(backup_dir, run.path))] if backup_dir is not None else [])]
-    return next((read_yaml(folder.config) for folder in folders if folder.config.is_file() and folder.is_run()), {})
+    return next((folder for folder in folders if folder.config.is_file() and folder.is_run()), None)
 
 
 def _backup_folder(backup_dir: str | Path, output_dir: str | Path) -> Path:

@@ -41,7 +41,7 @@ TEXT_SETTINGS = {part.name for kind in TEXT_PARTS for part in fields(kind)}
 DERIVED = TEXT_SETTINGS | {part.name for part in fields(ModelArguments)} - MAY_DIFFER
 MAIN = (  # flags that --help explains
     *("config", "data", "output_dir", "resume_from_checkpoint", "plan", "budget"),
-    *("n_layer", "n_embd", "tokens_per_step", "max_steps", "learning_rate"),
+    *("tokens_per_step", "max_steps", "learning_rate"),
 )
 # Settings that --budget and --depth choose, unless they are given.
 CHOSEN = {part.name for kind in (ModelArguments, OptimArguments, LengthArguments) for part in fields(kind)}

@@ -16,7 +16,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from settings_file import read_yaml
 from tokenizer.store import TokenStore
 from training import scaling
-from training.backup import earlier_config
+from training.backup import earlier_run
 from training.budget import price_of
 from training.config import CHOSEN, LENGTHS, TrainConfig
 from training.console import printer
@@ -121,9 +121,7 @@ def resolve(
     """
     if not config.budget.chooses:
         return config, None
-    earlier, values = {}, {}
-    if not config.run.overwrite_output_dir or restarted():
-        earlier = on_main(accelerator, lambda: earlier_config(config.run.folder, config.backup.backup_dir))
+    (earlier, events), values = on_main(accelerator, lambda: _earlier(config)), {}
     repeats = config.budget.budget is not None and earlier.get("budget") == config.budget.budget
     if repeats:
         values = {name: earlier[name] for name in CHOSEN & earlier.keys() - (config.given - LENGTHS)}
@@ -136,7 +134,7 @@ def resolve(
     stores = stores or 2 * [open_store(config.recipe, printer(accelerator))]
     tokenized = time.monotonic() - began
     continues = repeats or config.run.resume_from_checkpoint is not None
-    spent = on_main(accelerator, lambda: seconds_spent(config, continues) - tokenized)
+    spent = on_main(accelerator, lambda: seconds_spent(events if continues else []) - tokenized)
     sizing = Sizer(config, *stores, accelerator, setup).choose(spent, tokenized)
     return config.with_settings(sizing.option.settings), sizing
 
@@ -344,9 +342,16 @@ class Sizer:
         )
 
 
-def seconds_spent(config: TrainConfig, continues: bool) -> float:
-    """Return the seconds since the start of this process and, if it continues a run, of the run's earlier processes."""
+def _earlier(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the settings and events of the run that this command continues, from its folder or its backup."""
+    if config.run.overwrite_output_dir and not restarted():
+        return {}, []
+    folder = earlier_run(config.run.folder, config.backup.backup_dir)
+    return ({}, []) if folder is None else (read_yaml(folder.config), read_events(folder.events))
+
+
+def seconds_spent(events: list[dict[str, Any]]) -> float:
+    """Return the seconds since the start of this process, and of the earlier processes with these events."""
     created = psutil.Process().create_time()
-    events = read_events(config.run.folder.events) if continues else []
     earlier = [event for event in events if datetime.fromisoformat(event["time"]).timestamp() < created]
     return time.time() - created + 3600 * hours(earlier)
