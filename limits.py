@@ -35,6 +35,11 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def free(default: Any, help: str, **limits: Any) -> Any:
+    """Return a `setting` that may differ from the resumed checkpoint's, without a report."""
+    return setting(default, help, resume="free", **limits)
+
+
 def problem(name: str, value: Any, metadata: Mapping[str, Any]) -> str | None:
     """Return an error sentence for an invalid value (for a list, its first invalid item), or None."""
     if isinstance(value, list):

@@ -18,7 +18,7 @@ from typing import Any
 
 from atomic import copy_file, unfinished_path
 from errors import UserError
-from limits import setting
+from limits import free
 from removal import discard, mark
 from settings_file import read_yaml
 from training import checkpoint as checkpoints
@@ -32,11 +32,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between attempts
 
 @dataclass
 class BackupArguments:
-    backup_dir: str | None = setting(
+    backup_dir: str | None = free(
         None,
         "An existing folder on another drive. Checkpoints are copied to it during training; if the run's own folder is "
         "lost, the run resumes from it.",
-        resume="free",
     )
 
     def problems(self, output_dir: str | Path) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from errors import UserError
-from limits import setting
+from limits import free, setting
 from training.tokens import Batch, Tokens
 
 BLOCK = 4096  # samples whose positions are computed together, to amortize the cost of the vector operations
@@ -31,8 +31,8 @@ class BatchArguments:
         maximum=10**9,
         resume="refused",
     )
-    per_device_train_batch_size: str = setting(
-        "auto", "Sequences per micro-batch and process: a number, or auto to choose by free memory.", resume="free"
+    per_device_train_batch_size: str = free(
+        "auto", "Sequences per micro-batch and process: a number, or auto to choose by free memory."
     )
     mask_documents: bool = setting(
         False,

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from atomic import copy_file, file_sha256, fsync, fsync_path, unfinished_path
 from errors import NONSENSE, UserError, check_format
-from limits import setting
+from limits import free
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from removal import discard
 from tokenizer import schema, vocabulary
@@ -45,15 +45,14 @@ FILES = (*MODEL_FILES, OPTIMIZER, STATE, MANIFEST)
 
 @dataclass
 class CheckpointArguments:
-    save_strategy: Literal["no", "steps", "epoch"] = setting(
-        "steps", "When to save: every save_steps, after each epoch, or only at the end of the run.", resume="free"
+    save_strategy: Literal["no", "steps", "epoch"] = free(
+        "steps", "When to save: every save_steps, after each epoch, or only at the end of the run."
     )
-    save_steps: int = setting(500, "Steps between checkpoints.", minimum=1, resume="free")
-    save_total_limit: int | None = setting(
+    save_steps: int = free(500, "Steps between checkpoints.", minimum=1)
+    save_total_limit: int | None = free(
         None,
         "Number of newest checkpoints to keep, in addition to the best by validation loss. Default: all.",
         minimum=1,
-        resume="free",
     )
 
 

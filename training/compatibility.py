@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from errors import UserError
-from limits import setting
+from limits import free
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.checkpoint import TrainState
 from training.data import find_cached
@@ -22,10 +22,8 @@ TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # allowed together
 
 @dataclass
 class ChangeArguments:
-    allow_change: list[str] = setting(
-        [],
-        "Settings that may differ from those of the resumed checkpoint, by the names in the error message.",
-        resume="free",
+    allow_change: list[str] = free(
+        [], "Settings that may differ from those of the resumed checkpoint, by the names in the error message."
     )
 
     @property

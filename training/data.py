@@ -16,7 +16,7 @@ from accelerate.utils import get_int_from_env
 from transformers import PreTrainedTokenizerBase
 
 from errors import UserError
-from limits import setting
+from limits import free, setting
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore, read_metadata
 from training.tokens import Documents, MemoryMap, Tokens
@@ -36,11 +36,10 @@ class DataArguments:
     data: str | None = setting(
         None, "Training data: a token store, or text (file, folder, glob, Hub dataset id).", resume="derived"
     )
-    data_placement: Literal["auto", "device", "ram", "mmap"] = setting(
+    data_placement: Literal["auto", "device", "ram", "mmap"] = free(
         "auto",
         "Where to keep the tokens: on the GPU, in RAM, or memory-mapped. auto: on the GPU if they use at most a "
         "twentieth of its free memory, otherwise in RAM if they use less than half of the free RAM.",
-        resume="free",
     )
 
 

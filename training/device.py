@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
 from errors import Problems, UserError
-from limits import setting
+from limits import free, setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.compilation import decide_compilation
 from training.hardware import name_of, peak_flops
@@ -33,29 +33,23 @@ class DeviceArguments:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = setting(
         "auto", "Precision of matrix products; weights stay fp32. auto: best for the device.", resume="refused"
     )
-    torch_compile: str = setting(
-        "auto", "Compile model and loss: true, false, or auto (if a C++ compiler is found).", resume="free"
-    )
-    torch_compile_mode: str | None = setting(
-        None, "Mode of torch.compile, such as max-autotune-no-cudagraphs.", resume="free"
-    )
-    attn_implementation: str = setting(
+    torch_compile: str = free("auto", "Compile model and loss: true, false, or auto (if a C++ compiler is found).")
+    torch_compile_mode: str | None = free(None, "Mode of torch.compile, such as max-autotune-no-cudagraphs.")
+    attn_implementation: str = free(
         "auto",
         "sdpa, eager, flash_attention_2 or flex_attention (see Transformers). auto: sdpa, which picks the device's "
         "fastest kernel; eager on a CPU that computes in bf16, up to a context of 512.",
-        resume="free",
     )
     bf16_residual: bool = setting(
         False, "Also keep the residual stream in bf16: less memory traffic, slightly higher loss per step."
     )
-    gradient_checkpointing: bool = setting(
-        False, "Recompute activations in the backward pass: uses less memory, about a third slower.", resume="free"
+    gradient_checkpointing: bool = free(
+        False, "Recompute activations in the backward pass: uses less memory, about a third slower."
     )
-    full_determinism: bool = setting(
+    full_determinism: bool = free(
         False,
         "Use only deterministic kernels, so that GPU runs are bit-identical when repeated; slower. CPU runs are "
         "bit-identical without it.",
-        resume="free",
     )
 
 

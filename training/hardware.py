@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from limits import setting
+from limits import free
 
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PRICES_OF, DOLLARS_PER_COLAB_UNIT = _DATA["prices_of"], _DATA["dollars_per_colab_unit"]
@@ -39,19 +39,16 @@ RENTALS = {
 
 @dataclass
 class CostArguments:
-    hourly_price: float | None = setting(
-        None, "Price of all devices together in dollars per hour, for plan, report and model card.", resume="free"
+    hourly_price: float | None = free(
+        None, "Price of all devices together in dollars per hour, for plan, report and model card."
     )
-    plan: bool = setting(
-        False, "Estimate memory, time, cost and disk use, and report problems, without training.", resume="free"
-    )
-    plan_device: str | None = setting(
+    plan: bool = free(False, "Estimate memory, time, cost and disk use, and report problems, without training.")
+    plan_device: str | None = free(
         None,
         f"With --plan: estimate for this device, from its datasheet, instead of this machine: {', '.join(RENTALS)}.",
-        resume="free",
     )
-    plan_steps: int = setting(
-        10, "With --plan: number of steps to run for measurement; 0 measures nothing.", maximum=10_000, resume="free"
+    plan_steps: int = free(
+        10, "With --plan: number of steps to run for measurement; 0 measures nothing.", maximum=10_000
     )
 
     def problems(self) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 
-from limits import setting
+from limits import free
 from training.checkpoint import TrainState
 from training.loss import DivergenceError
 
@@ -23,17 +23,16 @@ ENOUGH = WINDOW // 2  # minimum number of previous losses
 
 @dataclass
 class HealthArguments:
-    max_nonfinite_steps: int = setting(
-        20, "Stop after this many consecutive steps with a non-finite loss or gradient.", minimum=1, resume="free"
+    max_nonfinite_steps: int = free(
+        20, "Stop after this many consecutive steps with a non-finite loss or gradient.", minimum=1
     )
-    spike_z_score: float = setting(
-        6.0, "A loss this many standard deviations above the mean of the last 128 is a spike.", above=0, resume="free"
+    spike_z_score: float = free(
+        6.0, "A loss this many standard deviations above the mean of the last 128 is a spike.", above=0
     )
-    on_spike: Literal["log", "rollback"] = setting(
+    on_spike: Literal["log", "rollback"] = free(
         "log",
         "Action on a loss spike: log it, or roll back to the checkpoint before it and skip its batches (keeps at least "
         "two checkpoints).",
-        resume="free",
     )
 
 

@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import profile, schedule
 
-from limits import setting
+from limits import free
 from training.log import RunLog
 from training.run import Run
 
@@ -45,8 +45,8 @@ ORDER = ("data", "matmul", "attention", "elementwise", "loss", "optimizer", "cop
 
 @dataclass
 class ProfileArguments:
-    profile: bool = setting(
-        False, f"Profile {STEPS} steps, from the run's fourth step on: time per operation, and a trace.", resume="free"
+    profile: bool = free(
+        False, f"Profile {STEPS} steps, from the run's fourth step on: time per operation, and a trace."
     )
 
 

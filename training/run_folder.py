@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import UserError
-from limits import setting
+from limits import free, setting
 from removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark
 from training import checkpoint as checkpoints
 from training.metrics import best_evaluation, forget_after, read_events, read_metrics
@@ -52,12 +52,10 @@ HUB_FILES = (  # the published files; push_to_hub.py deletes them with their fol
 
 @dataclass
 class RunArguments:
-    output_dir: str | None = setting(
-        None, "Run folder. Default: runs/NAME, with the name of the config file or the data.", resume="free"
-    )
-    overwrite_output_dir: bool = setting(False, "Delete the run in the folder and start a new one.", resume="free")
-    resume_from_checkpoint: str | None = setting(
-        None, "Resume from a run folder (its newest checkpoint) or from a checkpoint.", resume="free"
+    output_dir: str | None = free(None, "Run folder. Default: runs/NAME, with the name of the config file or the data.")
+    overwrite_output_dir: bool = free(False, "Delete the run in the folder and start a new one.")
+    resume_from_checkpoint: str | None = free(
+        None, "Resume from a run folder (its newest checkpoint) or from a checkpoint."
     )
     seed: int = setting(1337, "Seed of the initial weights, data order and dropout.", below=2**63, resume="refused")
 

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from atomic import write_atomic
 from errors import UserError
-from limits import setting
+from limits import free
 from modeling_gpt2scratch import loading
 from tokenizer.store import TokenStore
 
@@ -22,17 +22,12 @@ OPENING_TOKENS = 16  # first tokens of a validation document, used as a prompt i
 
 @dataclass
 class SamplingArguments:
-    sample_prompts: list[str] = setting(
-        [],
-        "Prompts to continue at each validation. Default: openings of held-out documents.",
-        free_text=True,
-        resume="free",
+    sample_prompts: list[str] = free(
+        [], "Prompts to continue at each validation. Default: openings of held-out documents.", free_text=True
     )
-    sample_tokens: int = setting(64, "New tokens per prompt; 0 for no samples.", maximum=100_000, resume="free")
-    sample_temperature: float = setting(
-        0.8, "Temperature of the samples; 0 picks the most likely token.", maximum=1000, resume="free"
-    )
-    sample_top_k: int = setting(50, "Sample from this many most likely tokens; 0 for all.", resume="free")
+    sample_tokens: int = free(64, "New tokens per prompt; 0 for no samples.", maximum=100_000)
+    sample_temperature: float = free(0.8, "Temperature of the samples; 0 picks the most likely token.", maximum=1000)
+    sample_top_k: int = free(50, "Sample from this many most likely tokens; 0 for all.")
 
 
 def generation_config(temperature: float, top_k: int = 0, top_p: float = 1.0, **others) -> GenerationConfig:

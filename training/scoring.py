@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from errors import counted
-from limits import setting
+from limits import free
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from progress import track
 from tokenizer import encode
@@ -28,14 +28,12 @@ BLOCKS = 50  # units of a text with fewer documents
 
 @dataclass
 class EvaluationArguments:
-    eval_strategy: Literal["no", "steps", "epoch"] = setting(
-        "steps",
-        "When to validate and sample: every eval_steps, after each epoch, or (no) only after the last step.",
-        resume="free",
+    eval_strategy: Literal["no", "steps", "epoch"] = free(
+        "steps", "When to validate and sample: every eval_steps, after each epoch, or (no) only after the last step."
     )
-    eval_steps: int = setting(500, "Steps between validations.", minimum=1, resume="free")
-    max_eval_samples: int | None = setting(
-        None, "Score only this many windows of one context, evenly spaced. Default: all.", minimum=1, resume="free"
+    eval_steps: int = free(500, "Steps between validations.", minimum=1)
+    max_eval_samples: int | None = free(
+        None, "Score only this many windows of one context, evenly spaced. Default: all.", minimum=1
     )
 
 

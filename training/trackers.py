@@ -10,7 +10,7 @@ from accelerate.tracking import TensorBoardTracker, get_available_trackers
 from accelerate.utils import LoggerType
 
 from atomic import write_atomic
-from limits import setting
+from limits import free
 from training.run_folder import RunFolder
 
 STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names it
@@ -18,15 +18,9 @@ STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names 
 
 @dataclass
 class LoggingArguments:
-    logging_steps: int = setting(
-        10, "Steps between log lines; each line waits for the device once.", minimum=1, resume="free"
-    )
-    report_to: list[str] = setting(
-        [], "Trackers supported by Accelerate: tensorboard, wandb, ... or all.", resume="free"
-    )
-    project: str = setting(
-        "gpt2scratch", "Project name in the trackers; runs are named after their folders.", resume="free"
-    )
+    logging_steps: int = free(10, "Steps between log lines; each line waits for the device once.", minimum=1)
+    report_to: list[str] = free([], "Trackers supported by Accelerate: tensorboard, wandb, ... or all.")
+    project: str = free("gpt2scratch", "Project name in the trackers; runs are named after their folders.")
 
     def problems(self) -> list[str]:
         """Return problems that Accelerate would ignore silently or turn into a traceback."""

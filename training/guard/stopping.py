@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import distributed
 
-from limits import setting
+from limits import free
 from training.distributed import waits_for_main
 from training.launcher import PARENT, die_with_launcher, is_launched
 from training.restart import show_cursor
@@ -37,19 +37,11 @@ TICK = 0.5  # seconds between checks of the launcher and the clock
 
 @dataclass
 class StoppingArguments:
-    max_hours: float | None = setting(
-        None,
-        "Save and stop after this many hours, counted from the start of the process.",
-        above=0,
-        maximum=10**6,
-        resume="free",
+    max_hours: float | None = free(
+        None, "Save and stop after this many hours, counted from the start of the process.", above=0, maximum=10**6
     )
-    ddp_timeout: int = setting(
-        600,
-        "Seconds that processes wait for a hung process before the job ends.",
-        minimum=1,
-        maximum=604_800,
-        resume="free",
+    ddp_timeout: int = free(
+        600, "Seconds that processes wait for a hung process before the job ends.", minimum=1, maximum=604_800
     )
 
 
