@@ -24,9 +24,9 @@ def test_linear_and_constant_schedules_and_a_minimum_above_the_peak():
     constant = OptimArguments(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2, lr_scheduler_type="constant")
     assert [schedule(step, 5, constant) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
     assert schedule(0, 1, OptimArguments(learning_rate=1.0, warmup_steps=0)) == 1.0  # a run of one step
-    assert OptimArguments("adamw", 1e-3, min_learning_rate=1e-3).problems() == []
+    assert list(OptimArguments("adamw", 1e-3, min_learning_rate=1e-3).problems()) == []
     expected = "min_learning_rate is 0.002; it must be between 0 and learning_rate, 0.001."
-    assert OptimArguments("adamw", 1e-3, min_learning_rate=2e-3).problems() == [expected]
+    assert list(OptimArguments("adamw", 1e-3, min_learning_rate=2e-3).problems()) == [expected]
 
 
 def test_warmup_stable_decay_is_constant_and_then_linear():

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from errors import UserError, counted
+from errors import Problems, UserError, counted
 from limits import setting
 from tokenizer import chat, files
 from tokenizer.byte_range import ByteRange
@@ -243,8 +243,7 @@ class Corpus:
             units += [Unit(copies, group) for group in _grouped(ranges)]
         if not problems and not units:  # every file is a table
             problems = tables
-        if problems:
-            raise UserError("\n".join(problems[:20]))
+        Problems(problems[:20]).refuse()
         self.check(self.skipped, is_all=False)
         return units
 

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from command_line import FlagParser, run
-from errors import UserError
+from errors import Problems, UserError
 from limits import setting
 from tokenizer import megatron, report
 from tokenizer.store import SPLITS, TokenStore
@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> None:
         return
     show(store)
     store.check_hashes()
-    if found := [problem for split in SPLITS for problem in problems(store, split)]:
-        raise UserError("\n".join(f"{problem} Delete the store and build it again." for problem in found))
+    found = (problem for split in SPLITS for problem in problems(store, split))
+    Problems(f"{problem} Delete the store and build it again." for problem in found).refuse()
     print("All hashes and indexes are correct, and every token id is in the vocabulary.")
 
 

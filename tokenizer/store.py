@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from atomic import file_sha256, write_atomic
-from errors import UserError, check_format, disk_errors
+from errors import Problems, UserError, check_format, disk_errors
 from tokenizer import schema
 from tokenizer.cleaning import RuleStats
 
@@ -122,8 +122,7 @@ class TokenStore:
                         problems.append(
                             f"{path} is {found:,} bytes long, not {size:,}: it is truncated or was changed."
                         )
-        if problems:
-            raise UserError("\n".join(f"{problem} Delete it and build it again." for problem in problems))
+        Problems(f"{problem} Delete it and build it again." for problem in problems).refuse()
 
     @staticmethod
     def is_store(folder: str | Path) -> bool:
@@ -197,8 +196,7 @@ class TokenStore:
                     f"{path} was changed or damaged: its SHA-256 is {found}, but metadata.json states {stated}. Restore the "
                     f"original, or delete {self.folder} and build it again."
                 )
-        if problems:
-            raise UserError("\n".join(problems))
+        Problems(problems).refuse()
 
 
 def dtype_of(vocab_size: int) -> Literal["uint16", "uint32"]:

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
 from atomic import write_atomic
-from errors import UserError, counted, disk_errors, require_room
+from errors import Problems, UserError, counted, disk_errors, require_room
 from progress import Progress
 from removal import MARK, discard, is_marked, mark, renew
 from tokenizer import cleaning, encode, megatron, report, schema, vocabulary
@@ -58,8 +58,7 @@ def pretokenize(
     discarded.
     Raise a `UserError` if text or settings are bad or differ from those of the unfinished work, `folder` is in use or is
     not a store, or the disk is too small. Finished work is kept."""
-    if problems := recipe.problems():
-        raise UserError("\n".join(problems))
+    Problems(recipe.problems()).refuse()
     folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
     if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write to other names
         raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")

@@ -14,7 +14,7 @@ from typing import Literal
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from errors import UserError, counted
+from errors import Problems, UserError, counted
 from limits import setting
 from tokenizer import hub
 from tokenizer.bpe import byte_level_alphabet
@@ -68,8 +68,7 @@ def build(
     elif arguments.tokenizer_type == "character":
         tokenizer = character_tokenizer(texts())
     else:
-        if found := problems(arguments, chat_tokens):
-            raise UserError("\n".join(found))
+        Problems(problems(arguments, chat_tokens)).refuse()
         size = arguments.vocab_size or DEFAULT_VOCAB_SIZE
         special = [*arguments.special_tokens, *chat_tokens]
         return train_bpe(texts(), size, arguments.pad_token, special, say)  # the caller reports a smaller size

@@ -9,7 +9,7 @@ after it is written: reading it back would take a slow drive as long as writing.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,20 +38,18 @@ class BackupArguments:
         "lost, the run resumes from it.",
     )
 
-    def problems(self, output_dir: str | Path) -> list[str]:
+    def problems(self, output_dir: str | Path) -> Iterator[str]:
         if self.backup_dir is None:
-            return []
+            return
         run, there = Path(output_dir).resolve(), _backup_folder(self.backup_dir, output_dir).resolve()
         if run == there or run in there.parents:
-            return [
-                f"backup_dir {self.backup_dir} puts the backup into the run's own folder; name a folder on another drive."
-            ]
-        if there.parent.exists() and not there.parent.is_dir():
-            return [f"backup_dir is {self.backup_dir}, which is a file; name a folder on another drive."]
-        with suppress(OSError):  # an unreadable drive is reported when the run looks for its backup
-            if not may_hold_run(RunFolder(there)):
-                return [f"{there} exists and is not a backup of a run; choose another --backup_dir or --output_dir."]
-        return []
+            yield f"backup_dir {self.backup_dir} puts the backup into the run's own folder; name a folder on another drive."
+        elif there.parent.exists() and not there.parent.is_dir():
+            yield f"backup_dir is {self.backup_dir}, which is a file; name a folder on another drive."
+        else:
+            with suppress(OSError):  # an unreadable drive is reported when the run looks for its backup
+                if not may_hold_run(RunFolder(there)):
+                    yield f"{there} exists and is not a backup of a run; choose another --backup_dir or --output_dir."
 
 
 class Backup:

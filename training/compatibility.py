@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from errors import UserError
+from errors import Problems, UserError
 from limits import free
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.checkpoint import TrainState
@@ -98,8 +98,7 @@ def compare(
             refused.append(f"{sentence}; if this is intended, add --allow_change {name}")
     if str(saved.dtype) not in ("None", "float32", "torch.float32"):
         refused.append(f"its weights are {saved.dtype}, but training needs float32")
-    if refused:
-        raise UserError("\n".join(f"{checkpoint} cannot be resumed: {difference}." for difference in refused))
+    Problems(f"{checkpoint} cannot be resumed: {difference}." for difference in refused).refuse()
     return [sentence for name, sentence in different.items() if settings.resume.get(name) != "free"]
 
 

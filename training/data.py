@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import get_int_from_env
 from transformers import PreTrainedTokenizerBase
 
-from errors import UserError
+from errors import Problems, UserError
 from limits import free, setting
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore, read_metadata
@@ -65,8 +65,8 @@ class RunData:
 def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
     """Open the recipe's token store, which for text is built first and cached by content and settings. A token store must be
     the recipe's only input. Raise a `UserError` if the input does not exist, or the text or the store is invalid."""
-    if not is_store(recipe.inputs[0]) and (problems := recipe.problems()):
-        raise UserError("\n".join(problems))
+    if not is_store(recipe.inputs[0]):
+        Problems(recipe.problems()).refuse()
     folder = _folder_of(recipe)
     if is_store(str(folder)):
         return TokenStore(folder)

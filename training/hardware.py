@@ -1,6 +1,7 @@
 """Devices: peak FLOP/s for model FLOPs utilization (MFU), power, and rental prices. hardware.yaml holds the figures."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,12 +52,11 @@ class CostArguments:
         10, "With --plan: number of steps to run for measurement; 0 measures nothing.", maximum=10_000
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterator[str]:
         if self.plan_device is not None and self.plan_device not in RENTALS:
-            return [f"plan_device is {self.plan_device!r}; it must be one of {', '.join(RENTALS)}."]
-        if self.plan_device is not None and not self.plan:
-            return [f"plan_device is {self.plan_device}, which only applies with --plan; add --plan or leave it out."]
-        return []
+            yield f"plan_device is {self.plan_device!r}; it must be one of {', '.join(RENTALS)}."
+        elif self.plan_device is not None and not self.plan:
+            yield f"plan_device is {self.plan_device}, which only applies with --plan; add --plan or leave it out."
 
 
 def model_of(name: str) -> str:

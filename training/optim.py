@@ -50,12 +50,10 @@ class OptimArguments:
     adam_epsilon: float = setting(1e-8, "Added to Adam's denominator; with muon 1e-10.", minimum=1e-20, maximum=1)
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables clipping.")
 
-    def problems(self) -> list[str]:
-        if self.min_learning_rate <= self.learning_rate:
-            return []
-        return [
-            f"min_learning_rate is {self.min_learning_rate}; it must be between 0 and learning_rate, {self.learning_rate}."
-        ]
+    def problems(self) -> Iterator[str]:
+        lowest, peak = self.min_learning_rate, self.learning_rate
+        if lowest > peak:
+            yield f"min_learning_rate is {lowest}; it must be between 0 and learning_rate, {peak}."
 
 
 # Settings of modded-nanogpt's plain recipe for Muon (track_3_optimization, record 36, for 12 layers of width 768).

@@ -1,6 +1,7 @@
 """Plan of a run: model, batches, length, memory, and start position in the data."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import psutil
@@ -24,12 +25,10 @@ class LengthArguments:
     )
     max_train_tokens: int | None = setting(None, "Length of the run in tokens.", minimum=1, resume="derived")
 
-    def problems(self) -> list[str]:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if len(given) <= 1:
-            return []
-        pairs = " and ".join(f"{name} {value}" for name, value in given.items())
-        return [f"{pairs} are given together; use only one of them for the length of a run."]
+    def problems(self) -> Iterator[str]:
+        given = [f"{name} {value}" for name, value in vars(self).items() if value is not None]
+        if len(given) > 1:
+            yield f"{' and '.join(given)} are given together; use only one of them for the length of a run."
 
 
 @dataclass
@@ -75,31 +74,29 @@ def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> in
     return math.ceil((arguments.num_train_epochs or 1) * windows / batches.sequences)
 
 
-def host_memory_problems(memory: Memory, processes: int) -> list[str]:
-    """Return a problem if the model cannot fit the machine's whole memory. The system would kill the process without a message."""
+def host_memory_problems(memory: Memory, processes: int) -> Iterator[str]:
+    """Yield a problem if the model cannot fit the machine's whole memory. The system would kill the process without a message."""
     needed = sum(memory.fixed().values()) * processes
     there = psutil.virtual_memory().total + psutil.swap_memory().total
-    if needed <= there:
-        return []
-    return [
-        f"A model of {memory.parameters:,} parameters needs {needed / 1e9:,.0f} GB with its gradients and moments, but this machine "
-        f"has {there / 1e9:,.0f} GB; lower n_layer or n_embd, or use a GPU or a larger machine."
-    ]
+    if needed > there:
+        yield (
+            f"A model of {memory.parameters:,} parameters needs {needed / 1e9:,.0f} GB with its gradients and moments, but this machine "
+            f"has {there / 1e9:,.0f} GB; lower n_layer or n_embd, or use a GPU or a larger machine."
+        )
 
 
-def cuda_graph_problems(setup: Setup, batches: BatchPlan) -> list[str]:
-    """Return a problem if CUDA graphs, which reuse the memory of gradients, would corrupt accumulation or DDP's buckets."""
+def cuda_graph_problems(setup: Setup, batches: BatchPlan) -> Iterator[str]:
+    """Yield a problem if CUDA graphs, which reuse the memory of gradients, would corrupt accumulation or DDP's buckets."""
     mode = setup.torch_compile_mode
     if not setup.torch_compile or mode is None or not torch._inductor.list_mode_options(mode).get("triton.cudagraphs"):
-        return []
+        return
     instead = "max-autotune-no-cudagraphs" if "max" in mode else "no torch_compile_mode"
     if batches.processes > 1:
-        return [
+        yield (
             f"torch_compile_mode {mode} uses CUDA graphs, which do not work with {batches.processes} processes; use {instead}."
-        ]
-    if batches.accumulation > 1:
-        return [
+        )
+    elif batches.accumulation > 1:
+        yield (
             f"torch_compile_mode {mode} uses CUDA graphs, which overwrite the gradients accumulated over {batches.accumulation} "
             f"micro-batches; use {instead}, or --tokens_per_step {batches.micro_batch * batches.context}, a single micro-batch."
-        ]
-    return []
+        )

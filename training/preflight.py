@@ -1,6 +1,7 @@
 """Checks and decisions before the first step: settings, device, data, plan and starting point. All problems come in one error."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ def setup_of(config: TrainConfig) -> Setup:
     if config.cost.plan_device is None:
         return decide(config.device, config.model.n_positions, config.batch.mask_documents)
     if config.cost.plan_device not in RENTALS:
-        raise UserError("\n".join(config.cost.problems()))
+        Problems(config.cost.problems()).refuse()
     asked = config.device.mixed_precision
     rental = RENTALS[config.cost.plan_device]
     best = "fp16" if rental.datasheet in ("T4", "V100") else "bf16"
@@ -86,14 +87,10 @@ def check(config: TrainConfig) -> None:
     problems.refuse()
 
 
-def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> list[str]:
+def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> Iterator[str]:
     vocab_size = store.metadata.vocab_size
-    if "vocab_size" not in config.flags or config.overridden_vocab_size(vocab_size) is None:
-        return []
-    return [
-        f"vocab_size is {config.vocabulary.vocab_size}, but the vocabulary of {store.folder} has {vocab_size} tokens; "
-        f"remove --vocab_size."
-    ]
+    if "vocab_size" in config.flags and (asked := config.overridden_vocab_size(vocab_size)) is not None:
+        yield f"vocab_size is {asked}, but the vocabulary of {store.folder} has {vocab_size} tokens; remove --vocab_size."
 
 
 def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> Run:

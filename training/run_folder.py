@@ -16,7 +16,7 @@ runs/x/
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +63,9 @@ class RunArguments:
     def folder(self) -> "RunFolder":
         return RunFolder(self.output_dir)
 
-    def problems(self) -> list[str]:
-        if may_hold_run(self.folder):
-            return []
-        return [f"{self.output_dir} exists and is not a run folder; use another --output_dir."]
+    def problems(self) -> Iterator[str]:
+        if not may_hold_run(self.folder):
+            yield f"{self.output_dir} exists and is not a run folder; use another --output_dir."
 
 
 class RunFolder:
