@@ -8,7 +8,6 @@ python generate.py runs/x --prompt "Once" --num_return_sequences 32 --dtype bflo
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 import sys
 from dataclasses import dataclass
 from functools import partial

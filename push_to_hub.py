@@ -8,7 +8,6 @@ python push_to_hub.py runs/x --repo_id user/name --format both --gguf f16 q8_0  
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path

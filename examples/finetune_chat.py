@@ -6,7 +6,6 @@ python -m examples.finetune_chat runs/x --data chats.jsonl --lora_rank 0    # al
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 import warnings
 
 from datasets import Dataset

@@ -6,7 +6,6 @@ python -m examples.finetune_text runs/x --data recipes.txt --lora_rank 0    # al
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 from pathlib import Path
 
 from datasets import Dataset

@@ -7,7 +7,6 @@ python -m publishing.demo user/a user/b --space user/demo          # as a Space 
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 import json
 import shutil
 from configparser import ConfigParser

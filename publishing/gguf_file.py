@@ -6,7 +6,6 @@ python -m publishing.gguf_file runs/x/checkpoints/step_00001000 model-q8_0.gguf 
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 import copy
 import json
 from collections.abc import Iterator

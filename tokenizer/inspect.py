@@ -6,7 +6,6 @@ python -m tokenizer.inspect data/my --split val --document 3
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -10,7 +10,6 @@ After an interruption, the same command resumes. The store is the same to the by
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 import re
 from dataclasses import dataclass
 from pathlib import Path

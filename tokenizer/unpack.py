@@ -11,7 +11,6 @@ length.
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 import re
 import tarfile
 from collections.abc import Iterator

@@ -9,7 +9,6 @@ python -m training.evaluate runs/x --memorization                   # share of i
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 import json
 import math
 import sys

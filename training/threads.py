@@ -2,7 +2,6 @@
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 import os
 
 import psutil
