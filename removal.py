@@ -9,8 +9,7 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from errors import UserError
 
@@ -90,9 +89,8 @@ def _empty(hidden: Path, known: Iterable[str], path: Path) -> Path | None:
 
 def is_known(name: str, known: Iterable[str]) -> bool:
     """Return whether a relative path matches a pattern in `known` or in `LITTER`."""
-    for pattern in (*LITTER, *known):
-        anywhere = pattern.removeprefix("**/")
-        path = name if anywhere == pattern else name.rsplit("/", 1)[-1]
-        if fnmatchcase(path, anywhere) and path.count("/") == anywhere.count("/"):
-            return True
-    return False
+    path = PurePosixPath("/", name)
+    patterns = (
+        pattern.removeprefix("**/") if pattern.startswith("**/") else f"/{pattern}" for pattern in (*LITTER, *known)
+    )
+    return any(map(path.match, patterns))

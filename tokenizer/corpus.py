@@ -50,8 +50,8 @@ LEFT_OUT = {
     "bad_bytes": ("byte that is not UTF-8", "bytes that are not UTF-8"),
     "empty_records": ("record without text", "records without text"),
     "cut_words": ("text run cut without a word boundary", "text runs cut without a word boundary"),
+    "links": ("link that was not followed", "links that were not followed"),
 }
-LINK = ("link that was not followed", "links that were not followed")
 
 
 @dataclass
@@ -195,8 +195,8 @@ class Corpus:
             )
 
     def left_out_words(self, counts: Counts) -> str:
-        numbers = [(getattr(counts, name), *words) for name, words in LEFT_OUT.items()] + [(self.links, *LINK)]
-        return ", ".join(counted(number, *words) for number, *words in numbers if number)
+        numbers = vars(counts) | {"links": self.links}
+        return ", ".join(counted(numbers[name], *words) for name, words in LEFT_OUT.items() if numbers[name])
 
     def fingerprint(self) -> str:
         """Read all text and return a hash of its content, order and kind."""

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from atomic import write_atomic
 from errors import counted
 from tokenizer import encode
-from tokenizer.corpus import LEFT_OUT, LINK
+from tokenizer.corpus import LEFT_OUT
 from tokenizer.store import Metadata, TokenStore
 
 COUNTED_TOKENS = 1 << 22  # size of the evenly spread sample that gives the most frequent tokens
@@ -67,7 +67,7 @@ def tokenizer_kind(metadata: Metadata) -> str:
 def left_out(metadata: Metadata, with_places: bool = False) -> list[str]:
     """Return a list of left-out or changed text, one item per line. `with_places` adds the place of the first occurrence."""
     counts, lines = metadata.counts, []
-    for name, words in (LEFT_OUT | {"links": LINK}).items():
+    for name, words in LEFT_OUT.items():
         if counts.get(name):
             line = counted(counts[name], *words)
             if with_places and name in counts["first"]:

@@ -25,6 +25,7 @@ from atomic import copy_file, file_sha256, fsync, fsync_path, unfinished_path
 from errors import NONSENSE, UserError, check_format
 from limits import free
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, OLD_TOKENIZER, SHARDS, TOKENIZER
 from removal import discard
 from tokenizer import schema, vocabulary
 from training.batches import DataPosition
@@ -33,12 +34,10 @@ from training.tensors import OPTIMIZER, STATE_FOLDER, WEIGHTS
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 STATE = f"{STATE_FOLDER}/state.json"
-NEEDED = (WEIGHTS, OPTIMIZER, STATE, "config.json")
+NEEDED = (WEIGHTS, OPTIMIZER, STATE, CONFIG)
 MODEL_FILES = (  # names that are deleted with a model; other files are never deleted
-    *("config.json", "generation_config.json", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py"),
-    *(WEIGHTS, "model-*-of-*.safetensors", "model.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+    *(CONFIG, GENERATION, "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", WEIGHTS, SHARDS, INDEX),
+    *(*TOKENIZER, *OLD_TOKENIZER, "additional_chat_templates/*.jinja"),
 )
 FILES = (*MODEL_FILES, OPTIMIZER, STATE, MANIFEST)
 
@@ -93,16 +92,14 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 class Snapshot:
     """Copy of all tensors of one step, in the memory of the main process."""
 
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # the name of a moment has a slash
 
     @property
     def n_bytes(self) -> int:
-        return sum(tensor.nbytes for tensors in (self.weights, self.moments) for tensor in tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def is_finite(self) -> bool:
-        tensors = [*self.weights.values(), *self.moments.values()]
-        return all(torch.linalg.vector_norm(tensor, float("inf")).isfinite() for tensor in tensors)
+        return all(torch.linalg.vector_norm(tensor, float("inf")).isfinite() for tensor in self.tensors.values())
 
 
 def write(
@@ -118,11 +115,13 @@ def write(
     error, see `as_os_error`.
     """
     final = folder / folder_name(state.position.step)  # exists if the run reached this step before a rollback
+    moments = {name: tensor for name, tensor in snapshot.tensors.items() if "/" in name}
+    weights = {name: tensor for name, tensor in snapshot.tensors.items() if name not in moments}
     with unfinished_path(final, known=FILES) as unfinished:
         (unfinished / STATE_FOLDER).mkdir()
-        shell.save_pretrained(unfinished, state_dict=dict(snapshot.weights), max_shard_size=snapshot.n_bytes + 1)
+        shell.save_pretrained(unfinished, state_dict=weights, max_shard_size=snapshot.n_bytes + 1)
         vocabulary.save(tokenizer, unfinished, context=shell.config.n_positions)
-        save_file(snapshot.moments, unfinished / OPTIMIZER)
+        save_file(moments, unfinished / OPTIMIZER)
         (unfinished / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
         _seal(unfinished, state.position.step)
     return final

@@ -3,6 +3,7 @@
 import json
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,7 +22,7 @@ from training.trackers import log_to_trackers, open_trackers
 LINES_OF_ETA = 100  # last log lines whose mean speed gives the ETA
 
 
-class RunLog:
+class RunLog(AbstractContextManager):
     """Log of a run, used by every process and written by the main process."""
 
     def __init__(self, run: Run, batches: TrainBatches, evaluation_share: float, hourly_price: float | None):
@@ -42,9 +43,6 @@ class RunLog:
             self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", reported and reported[1])
             losses = [loss for _, loss in self.advisor.losses]
             self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled, hourly_price)
-
-    def __enter__(self) -> "RunLog":
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.main:

@@ -74,8 +74,10 @@ class Memory:
         parts = self.fixed() | {"activations": self._activations(micro_batch), passing: self._passing(micro_batch)}
         # The optimizer's step follows when all of these are free, and needs more only with small micro-batches.
         freed = parts["activations"] + parts[passing] + parts.get("weights in half precision", 0)
-        if (more := self._muon_step() - freed) > 0:
-            parts["Muon's step"] = more
+        # Of Muon's step: the update of all matrices of the MLPs, and the iterations on them.
+        muon = MUON[self.setup.mixed_precision == "bf16"] * self._mlp_weights if self.optimizer == "muon" else 0
+        if muon > freed:
+            parts["Muon's step"] = muon - freed
         return parts | ({"Python and PyTorch": self.program} if self.program else {})
 
     def total(self, micro_batch: int) -> int:
@@ -86,11 +88,6 @@ class Memory:
         left = USABLE * (free - sum(self.fixed().values()))
         sizes = range(1, LARGEST_MICRO_BATCH + 1)
         return max(1, bisect_right(sizes, left, key=lambda size: self._activations(size) + self._passing(size)))
-
-    def _muon_step(self) -> int:
-        """Return the temporary bytes of Muon's step: the update of all matrices of the MLPs, and the iterations on them."""
-        per_weight = MUON[self.setup.mixed_precision == "bf16"]
-        return per_weight * self._mlp_weights if self.optimizer == "muon" else 0
 
     @property
     def _mlp_weights(self) -> int:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -73,7 +74,7 @@ class BackgroundTask(threading.Thread):
             raise self.failure
 
 
-class Saver:
+class Saver(AbstractContextManager):
     """Checkpoint saver, used by every process because all of them gather a sharded model. The main process writes.
 
     `failed` shows a failed save immediately; the next `wait` raises it. On exit, a save in progress is completed.
@@ -104,16 +105,16 @@ class Saver:
         self.save_total_limit, self.backup = save_total_limit, backup
         self.saved_step: int | None = None
         self.snapshot = Snapshot()  # the same memory for every save
-        room = self._tensors()  # not in the thread: during a step, a sharded model has other parameters
-        self.task = BackgroundTask(partial(self._make_room, room), THREAD, niceness=19)  # training on a CPU comes first
-        n_bytes = 4 * sum(shape.numel() for _, _, shape in room)
+        # Not in the thread: during a step, a sharded model has other parameters.
+        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        shapes |= moment_shapes(self.model, self.optimizer)
+        # Niceness 19: training on a CPU comes first.
+        self.task = BackgroundTask(partial(self._make_room, shapes), THREAD, niceness=19)
+        n_bytes = 4 * sum(shape.numel() for shape in shapes.values())
         on_main(self.accelerator, lambda: refuse_full_disk(folder.checkpoints, n_bytes))
         self.shell = _shell_of(self.model)
         if self.accelerator.is_main_process:
             self.task.start()
-
-    def __enter__(self) -> "Saver":
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.task.is_alive():
@@ -144,22 +145,13 @@ class Saver:
         self.task.wait()
         self.verification.check()
 
-    def _tensors(self) -> list[tuple[dict[str, torch.Tensor], str, torch.Size]]:
-        """Return place in the snapshot, name and full shape of every tensor that is saved."""
-        weights, moments = self.snapshot.weights, self.snapshot.moments
-        shapes = moment_shapes(self.model, self.optimizer)
-        return [
-            *((weights, name, parameter.shape) for name, parameter in self.model.named_parameters()),
-            *((moments, name, shape) for name, shape in shapes.items()),
-        ]
-
-    def _make_room(self, room: list[tuple[dict[str, torch.Tensor], str, torch.Size]]) -> None:
+    def _make_room(self, shapes: dict[str, torch.Size]) -> None:
         """Allocate the memory of the snapshot and touch it, so that the first save does not wait for the system.
 
         It is one block, page-locked for a GPU: `pin_memory` would round each tensor up to a power of two, 1.5 to 1.7 times as much.
         """
         try:
-            block = torch.empty(sum(shape.numel() for _, _, shape in room), dtype=torch.float32)
+            block = torch.empty(sum(shape.numel() for shape in shapes.values()), dtype=torch.float32)
             if self.accelerator.device.type == "cuda":
                 cuda = torch.cuda.cudart()
                 torch.cuda.check_error(cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
@@ -170,19 +162,18 @@ class Saver:
                 "12 bytes per parameter; free some, or use a machine with more."
             ) from error
         buffer, start = block.zero_().numpy(), 0
-        for kept, name, shape in room:  # not views of one storage: save_pretrained would treat them as tied, and copy
+        # Not views of one storage: save_pretrained would treat them as tied, and copy.
+        for name, shape in shapes.items():
             flat = torch.frombuffer(buffer, dtype=torch.float32, count=shape.numel(), offset=4 * start)
-            kept[name] = flat.view(shape)
+            self.snapshot.tensors[name] = flat.view(shape)
             start += shape.numel()
 
     def _copy_off_the_device(self) -> None:
-        weights, moments = self.snapshot.weights, self.snapshot.moments
-        tensors = [(weights, name, weight) for name, weight in self.model.named_parameters()]  # tied weights once
-        tensors += [(moments, name, moment) for name, moment in named_moments(self.model, self.optimizer)]
-        for kept, name, tensor in tensors:
+        weights, moments = self.model.named_parameters(), named_moments(self.model, self.optimizer)  # tied weights once
+        for name, tensor in (*weights, *moments):
             full = whole(tensor.detach())
             if self.accelerator.is_main_process:
-                kept[name].copy_(full, non_blocking=True)
+                self.snapshot.tensors[name].copy_(full, non_blocking=True)
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize()
 

@@ -129,10 +129,6 @@ def _compile(loss: NextTokenLoss, settings: dict[str, Any]) -> None:
     loss.linear_cross_entropy = torch.compile(loss.linear_cross_entropy, **settings)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
-
-
 @contextmanager
 def generating(model: GPT2ScratchForCausalLM) -> Iterator[None]:
     """Context in which all processes generate from a sharded model together, with the same prompts and seed.
@@ -140,10 +136,9 @@ def generating(model: GPT2ScratchForCausalLM) -> Iterator[None]:
     All of them use the logits of rank 0: if two devices rounded differently, one would end its text while the other waits for
     it. Generation is not compiled, because every length would be a separate graph.
     """
-    if not is_sharded(model):
+    if not isinstance(model, FSDPModule):
         yield
         return
-
     group = model.lm_head.weight.device_mesh.get_group()
 
     def share(_model: nn.Module, _arguments: tuple, outputs) -> None:

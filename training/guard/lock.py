@@ -11,16 +11,12 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from inspect import signature
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from errors import UserError, disk_errors
 
-# filelock's own fallback is off (possible since version 4): it uses the same file, and an empty file left by a normal lock would
-# then lock forever.
-NO_FALLBACK = {"fallback_to_soft": False} if "fallback_to_soft" in signature(BaseFileLock.__init__).parameters else {}
 NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 # Seconds for a holder that is about to end: after losing its launcher, it still saves. filelock takes over a soft lock with
 # invalid content after seeing it unchanged for 2 s.
@@ -91,11 +87,12 @@ def _take(path: Path, patience: float) -> BaseFileLock:
     On disks without flock, the lock is a file that names its process. filelock removes it if that process of this host has ended.
     """
     try:
-        lock = FileLock(path, timeout=patience, thread_local=False, **NO_FALLBACK)
+        # filelock's own fallback uses the same file: an empty file left by a normal lock would then lock forever.
+        lock = FileLock(path, timeout=patience, thread_local=False, fallback_to_soft=False)
         lock.acquire(poll_interval=0.25)
         return lock
-    except (NotImplementedError, OSError) as error:  # filelock 3 raises NotImplementedError
-        if isinstance(error, OSError) and error.errno not in NO_FLOCK:  # Timeout is also an OSError
+    except OSError as error:  # Timeout is also an OSError
+        if error.errno not in NO_FLOCK:
             raise
     soft = path.with_name(f"{path.name}.soft")
     lock = SoftFileLock(soft, timeout=patience, thread_local=False)
