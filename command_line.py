@@ -35,18 +35,14 @@ class FlagParser(HfArgumentParser):
     """Transformers' parser over dataclasses, with whole flag names only and errors that are one sentence."""
 
     def __init__(
-        self,
-        dataclass_types: Iterable[type],
-        description: str,
-        positional: str | None = None,
-        main: tuple[str, ...] = (),
+        self, kinds: Iterable[type], description: str, positional: str | None = None, main: tuple[str, ...] = ()
     ):
         """Add a flag for each field of the dataclasses.
 
         `positional` names the field that a first argument without a flag sets. `main` lists the flags that `--help` explains
         when there are too many to explain all of them.
         """
-        super().__init__(dataclass_types, allow_abbrev=False, add_help=False, description=description)
+        super().__init__(kinds, allow_abbrev=False, add_help=False, description=description)
         self.positional = positional
         self.main = main
         self.limits = {field.name: field.metadata for kind in self.dataclass_types for field in fields(kind)}

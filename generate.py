@@ -39,12 +39,8 @@ class GenerateArguments:
     num_return_sequences: int = setting(1, "Number of continuations; several are generated as a batch.", minimum=1)
     temperature: float = setting(0.8, "Sampling temperature; 0 always picks the most likely token.", maximum=1000)
     top_k: int = setting(50, "Sample from this many most likely tokens; 0 for all.")
-    top_p: float = setting(
-        1.0, "Sample from the most likely tokens that together have this probability.", above=0, maximum=1
-    )
-    repetition_penalty: float = setting(
-        1.0, "Values above 1 make repeated tokens less likely.", minimum=0.01, maximum=100
-    )
+    top_p: float = setting(1.0, "Sample from the most likely tokens with this total probability.", above=0, maximum=1)
+    repetition_penalty: float = setting(1.0, "Above 1, repeated tokens are less likely.", minimum=0.01, maximum=100)
     seed: int | None = setting(None, "Random seed; the same seed gives the same text.", below=2**63)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Precision; auto: as saved. bfloat16 reads half the bytes, but its rounding can change the text."
@@ -73,9 +69,7 @@ def main(arguments: list[str]) -> None:
     ids = encode_prompt(tokenizer, options.prompt)
     with torch.no_grad():
         if not model(torch.tensor([ids[-1:]], device=model.device)).logits.isfinite().all():
-            raise UserError(
-                f"{source} computes logits that are not finite: its weights or its config.json are damaged."
-            )
+            raise UserError(f"{source} computes logits that are not finite: its weights or config.json are damaged.")
     n_prompt, context = len(ids), model.config.max_position_embeddings
     if n_prompt >= context:
         print(f"The prompt has {n_prompt} tokens; only the last {context - 1} are used.", file=sys.stderr)

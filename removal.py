@@ -89,8 +89,5 @@ def _empty(hidden: Path, known: Iterable[str], path: Path) -> Path | None:
 
 def is_known(name: str, known: Iterable[str]) -> bool:
     """Return whether a relative path matches a pattern in `known` or in `LITTER`."""
-    path = PurePosixPath("/", name)
-    patterns = (
-        pattern.removeprefix("**/") if pattern.startswith("**/") else f"/{pattern}" for pattern in (*LITTER, *known)
-    )
-    return any(map(path.match, patterns))
+    path = PurePosixPath("/", name)  # a pattern without a slash at its beginning matches the end of a path
+    return any(path.match(f"/{pattern}".removeprefix("/**/")) for pattern in (*LITTER, *known))

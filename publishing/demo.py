@@ -48,9 +48,7 @@ class DemoArguments:
         "One to four run folders, checkpoints, model folders or Hub ids; the flag name may be omitted.",
         needed=("one or more models", "python -m publishing.demo runs/x"),
     )
-    port: int | None = setting(
-        None, "Port of the page; default: the first free port from 7860.", minimum=1, maximum=65_535
-    )
+    port: int | None = setting(None, "Port of the page. Default: first free port from 7860.", minimum=1, maximum=65_535)
     share: bool = setting(False, "Make the page public for a week through Gradio.")
     space: str | None = setting(None, "Publish the page as this Space (user/name); the models must be on the Hub.")
     private: bool = setting(False, "Create a new Space as private.")
@@ -67,9 +65,7 @@ class DemoArguments:
             unused, reason = ("port", "share"), "applies only to the local page; leave it out with --space."
             for name in self.models:
                 if Path(name).exists() or name.count("/") != 1 or name.startswith("runs/"):
-                    found.add(
-                        f"{name} is not a model on the Hub; publish it with push_to_hub.py and use its user/name."
-                    )
+                    found.add(f"{name} is not a model on the Hub; push it with push_to_hub.py and use its user/name.")
         for name in unused:
             if getattr(self, name):
                 found.add(f"--{name} {reason}")

@@ -80,9 +80,7 @@ def find_source(path: Path, wanted: str | None) -> Source:
     """
     if (path / "config.json").is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
         if wanted is not None:
-            raise UserError(
-                f"{path} is a model without a run, so it has no checkpoint {wanted}; leave --checkpoint out."
-            )
+            raise UserError(f"{path} is a model without a run and has no checkpoint {wanted}; leave --checkpoint out.")
         return Source(path)
     run = RunFolder(run_of(path))
     if not complete_checkpoints(run.checkpoints):

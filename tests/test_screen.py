@@ -33,7 +33,7 @@ def test_log_line_perplexity_and_clock_formats():
 def test_the_best_validation_is_chosen_by_comparable_loss(capsys):
     early = {"step": 400, "eval_loss": 3.3, "eval_perplexity": 27.1126, "eval_bits_per_byte": 1.5}
     last = early | {"step": 800, "eval_loss": 3.4, "eval_sampled_loss": 3.25}
-    screen = Screen(800, 0, [], compiles=True)
+    screen = Screen(800, 0, [], compiles=True, hourly_price=None)
     for entry, best in ((early, early), (last, last), (early | {"step": 600, "eval_loss": 3.35}, early)):
         screen.validated(entry, best)
     assert capsys.readouterr().out.splitlines() == [
@@ -96,7 +96,7 @@ def test_terminal_lines_are_updated_in_place(store, tmp_path):
     assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l")  # the cursor is shown again
 
 
-IS_LIVE = "from training.screen import Screen; it = Screen(100, 0, []); print(it.live is not None)"
+IS_LIVE = "from training.screen import Screen; it = Screen(100, 0, [], False, None); print(it.live is not None)"
 
 
 def test_files_and_dumb_terminals_get_plain_lines(launch):

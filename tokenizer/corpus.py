@@ -261,9 +261,7 @@ class Corpus:
         elif kind in ("text", "jsonl") and not files.is_compressed(name):
             bounds = [*range(0, size or 1, UNIT_BYTES), None]
             parts = [(min(UNIT_BYTES, size), start, stop) for start, stop in itertools.pairwise(bounds)]
-        return [
-            (n_bytes, ByteRange(name, kind, start, stop, column, not file.is_named)) for n_bytes, start, stop in parts
-        ]
+        return [(n, ByteRange(name, kind, start, stop, column, not file.is_named)) for n, start, stop in parts]
 
     def _column(self, label: str, records: Iterable[dict[str, Any] | None]) -> str | None:
         """Return the text column, or None if there are no records."""
@@ -303,10 +301,9 @@ class Corpus:
             elif os.path.islink(match):
                 self.skipped.note_unreadable(match, 0, UserError("it is a broken link"))
         if not found:
-            left_out = (
-                "has no files except hidden files, links (only a glob follows them) and files that --exclude matches"
-            )
-            what = left_out if named else "matches no local file or folder and is not a Hub dataset"
+            what = "matches no local file or folder and is not a Hub dataset"
+            if named:
+                what = "has no files except hidden files, links (only a glob follows them) and files that --exclude matches"
             raise UserError(f"{entry} {what}; check the path.")
         return found
 

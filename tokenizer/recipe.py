@@ -33,8 +33,7 @@ class Recipe:
         found = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary)
         if self.weights and len(self.weights) != len(self.inputs):
             found.append(
-                f"There are {len(self.weights)} weights for {len(self.inputs)} inputs: give one weight per input, in the same "
-                f"order."
+                f"There are {len(self.weights)} weights for {len(self.inputs)} inputs: give one per input, in the same order."
             )
         return found
 

@@ -68,9 +68,7 @@ def _json(part: ByteRange) -> Records:
     with files.opened(part.path) as file:
         content = file.read(LONGEST_RECORD)
     if len(content) == LONGEST_RECORD:
-        raise ValueError(
-            f"it is a list of more than {LONGEST_RECORD >> 20} MiB; convert it to jsonl, one record per line"
-        )
+        raise ValueError(f"it is a list of over {LONGEST_RECORD >> 20} MiB; convert it to jsonl, one record per line")
     listed = json.loads(content.decode("utf-8-sig", errors="surrogateescape"))
     for i, record in enumerate(listed):
         record = {part.column or TEXT_COLUMNS[0]: record} if isinstance(record, str) else record

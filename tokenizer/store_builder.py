@@ -8,7 +8,6 @@ import operator
 import os
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -233,9 +232,7 @@ class StoreBuilder:
         existing = self.recipe.existing_tokenizer
         source = ChatTemplate.read(name) if name is not None else getattr(existing, "chat_template", None)
         if source is None:
-            raise UserError(
-                "The text consists of chats, but no chat template is known; give --chat_template chatml or a file."
-            )
+            raise UserError("The text has chats, but no chat template is known; give --chat_template chatml or a file.")
         if existing is not None:
             special = [str(token) for token in existing.added_tokens_decoder.values() if token.special]
             return source, special, existing.special_tokens_map
@@ -277,16 +274,15 @@ class StoreBuilder:
         counts = replace(self.plan.skipped)
         for part in parts.values():
             counts.add(part.counts)
-        one_at_a_time, started, bytes_before = threading.Lock(), time.monotonic(), counts.bytes
+        started, bytes_before = time.monotonic(), counts.bytes
         with Progress("Encoding", len(missing), self.say is print and len(missing) > 1, self.say) as progress:
 
             def on_part(part: Part) -> None:
-                with one_at_a_time:
-                    parts[part.unit] = part
-                    counts.add(part.counts)
-                    self.corpus.check(counts, is_all=False)
-                    megabytes = (counts.bytes - bytes_before) / 1e6
-                    progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - started):.1f} MB/s")
+                parts[part.unit] = part
+                counts.add(part.counts)
+                self.corpus.check(counts, is_all=False)
+                megabytes = (counts.bytes - bytes_before) / 1e6
+                progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - started):.1f} MB/s")
 
             if len(missing) > 1:  # a single unit is not worth a process of its own
                 self.workers.start(min(self.processes, len(missing)))

@@ -289,10 +289,7 @@ class Workers(AbstractContextManager):
         self.processes: list[subprocess.Popen] = []
         self.idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
 
-    def __exit__(self, *_) -> None:
-        self.end()
-
-    def end(self) -> None:
+    def end(self, *_: object) -> None:
         self.idle = SimpleQueue()
         while self.processes:
             process = self.processes.pop()
@@ -300,6 +297,8 @@ class Workers(AbstractContextManager):
                 process.stdin.close()
             process.wait()
             process.stdout.close()
+
+    __exit__ = end
 
     def start(self, count: int) -> None:
         """Start processes until there are `count`."""

@@ -25,11 +25,7 @@ SHIFTS = tuple(np.uint64(n) for n in (30, 27, 31))
 @dataclass
 class BatchArguments:
     tokens_per_step: int = setting(
-        32768,
-        "Global batch in tokens, over all processes and micro-batches.",
-        minimum=1,
-        maximum=10**9,
-        resume="refused",
+        32768, "Global batch in tokens, over all processes.", minimum=1, maximum=10**9, resume="refused"
     )
     per_device_train_batch_size: str = free(
         "auto", "Sequences per micro-batch and process: a number, or auto to choose by free memory."

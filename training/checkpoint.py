@@ -49,9 +49,7 @@ class CheckpointArguments:
     )
     save_steps: int = free(500, "Steps between checkpoints.", minimum=1)
     save_total_limit: int | None = free(
-        None,
-        "Number of newest checkpoints to keep, in addition to the best by validation loss. Default: all.",
-        minimum=1,
+        None, "Newest checkpoints to keep, in addition to the best by validation loss. Default: all.", minimum=1
     )
 
 

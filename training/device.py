@@ -112,9 +112,7 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
         )
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation != "1":
-        notes.append(
-            f"The launcher's gradient_accumulation_steps {accumulation} is ignored: tokens_per_step determines it."
-        )
+        notes.append(f"The launcher's gradient_accumulation_steps {accumulation} is ignored: tokens_per_step sets it.")
     sharding = found.add_of(sharding_asked, [notes])
     found.refuse()
     kept = ("torch_compile_mode", "full_determinism", "gradient_checkpointing", "bf16_residual")

@@ -136,12 +136,8 @@ def stop_accelerator(accelerator: Accelerator) -> None:
     Gloo's thread needs the interpreter lock to free the tensors of the last collective. If the main thread destroys the group
     at that moment, it holds the lock and waits for the thread: a deadlock. The short sleep lets the thread finish.
     """
-
-    def close_trackers() -> None:  # so that slow trackers finish sending before the launcher kills remaining processes
-        for tracker in accelerator.trackers:
-            tracker.finish()
-
-    on_main(accelerator, close_trackers)
+    # All processes wait, so that slow trackers finish sending before the launcher kills remaining processes.
+    on_main(accelerator, lambda: [tracker.finish() for tracker in accelerator.trackers])
     accelerator.trackers = []
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:

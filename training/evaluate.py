@@ -67,9 +67,7 @@ class EvaluateArguments:
     compare_with: list[str] = setting(
         [], "Like compare, also with these runs, checkpoints, model folders or Hub ids of causal models."
     )
-    compare_documents: int | None = setting(
-        None, "Compare on only this many evenly spaced documents. Default: all.", minimum=1
-    )
+    compare_documents: int | None = setting(None, "Evenly spaced documents to compare on. Default: all.", minimum=1)
     memorization: bool = setting(False, "Measure how much generated text occurs verbatim in the training text.")
     memorization_texts: int = setting(
         64, "Texts to generate for memorization, of up to 256 tokens each.", minimum=2, maximum=100_000

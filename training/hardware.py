@@ -48,9 +48,7 @@ class CostArguments:
         None,
         f"With --plan: estimate for this device, from its datasheet, instead of this machine: {', '.join(RENTALS)}.",
     )
-    plan_steps: int = free(
-        10, "With --plan: number of steps to run for measurement; 0 measures nothing.", maximum=10_000
-    )
+    plan_steps: int = free(10, "With --plan: steps to run for measurement; 0 measures nothing.", maximum=10_000)
 
     def problems(self) -> Iterator[str]:
         if self.plan_device is not None and self.plan_device not in RENTALS:

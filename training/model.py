@@ -66,13 +66,11 @@ def build_model(
     """Build the model in fp32, with initial weights from `seed` or with the weights of a safetensors file. Raise a `UserError` if
     these do not fit."""
     torch.manual_seed(seed)
+    with torch.device("cpu" if weights is None else "meta"):  # skips an initialization that would be overwritten
+        model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=setup.attn_implementation)
     if weights is not None:
-        with torch.device("meta"):  # to skip an initialization that would be overwritten
-            model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=setup.attn_implementation)
         model.to_empty(device="cpu").tie_weights()
         load_weights(weights, model)
-    else:
-        model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=setup.attn_implementation)
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )

@@ -12,6 +12,7 @@ from training.tensors import shard_like
 # Steepest slope at zero that still converges into [0.7, 1.2] (Jordan et al. 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+Members = list[tuple[torch.Tensor, dict[str, Any]]]  # parameters, each with its group
 MOMENTUM_WARMUP, FIRST_MOMENTUM, MOMENTUM = 300, 0.85, 0.95  # steps, and the momentum before and after them
 
 
@@ -94,7 +95,7 @@ class Muon(torch.optim.Optimizer):
         for members in by_shape.values():
             self._update_together(members)
 
-    def _update_together(self, members: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+    def _update_together(self, members: Members) -> None:
         """Update parameters, each with its group, whose matrices become one stack (n, r, c) with r <= c."""
         found_inf = getattr(self, "found_inf", None)
         kept = 1.0 if found_inf is None else 1.0 - found_inf  # factor of the update: 0 for a skipped step
@@ -107,9 +108,7 @@ class Muon(torch.optim.Optimizer):
             shard.mul_(1.0 - group["lr"] * group["weight_decay"] * kept)
             shard.sub_(_local(shard_like(update, parameter)).to(shard.dtype) * (rate * kept))
 
-    def _stack_of_updates(
-        self, members: list[tuple[torch.Tensor, dict[str, Any]]], found_inf: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _stack_of_updates(self, members: Members, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Return Nesterov's updates of all matrices as one stack (n, r, c). Their separate copies are free on return."""
         return torch.stack(
             [
@@ -119,9 +118,7 @@ class Muon(torch.optim.Optimizer):
             ]
         )
 
-    def _momentum_updates(
-        self, members: list[tuple[torch.Tensor, dict[str, Any]]], found_inf: torch.Tensor | None
-    ) -> list[torch.Tensor]:
+    def _momentum_updates(self, members: Members, found_inf: torch.Tensor | None) -> list[torch.Tensor]:
         """Update the momentum and return Nesterov's update of each parameter, whole. A skipped step does not change the momentum."""
         momentum = members[0][1]["momentum"]  # the same in all groups
         buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter, _ in members]

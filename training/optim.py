@@ -39,9 +39,7 @@ class OptimArguments:
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = setting(
         "cosine", "Decay of the rates. warmup_stable_decay, the default with muon: constant, then linear."
     )
-    cooldown_fraction: float = setting(
-        0.6, "Fraction of all steps in which warmup_stable_decay decays.", minimum=0, maximum=1
-    )
+    cooldown_fraction: float = setting(0.6, "Share of steps in which warmup_stable_decay decays.", minimum=0, maximum=1)
     weight_decay: float = setting(
         0.1, "Decoupled weight decay of matrices; with muon 0.05, of the blocks only.", minimum=0, maximum=1000
     )

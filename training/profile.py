@@ -45,9 +45,7 @@ ORDER = ("data", "matmul", "attention", "elementwise", "loss", "optimizer", "cop
 
 @dataclass
 class ProfileArguments:
-    profile: bool = free(
-        False, f"Profile {STEPS} steps, from the run's fourth step on: time per operation, and a trace."
-    )
+    profile: bool = free(False, f"Profile {STEPS} steps, from the run's fourth on: time per operation, and a trace.")
 
 
 class Profiler:

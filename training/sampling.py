@@ -124,19 +124,17 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
         raise UserError(str(error)) from error
 
 
-def with_prompts(
-    arguments: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
-) -> SamplingArguments:
+def with_prompts(given: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> SamplingArguments:
     """Return the arguments with the given prompts, or with the openings of the first three validation documents.
     The tokenizer must be able to encode given prompts."""
-    if arguments.sample_prompts:
-        for prompt in arguments.sample_prompts:
+    if given.sample_prompts:
+        for prompt in given.sample_prompts:
             encode_prompt(tokenizer, prompt)
-        return arguments
+        return given
     tokens, offsets = store.memory_map("val"), store.offsets("val")
     openings = [tokens[start : start + OPENING_TOKENS] for start in offsets[:-1][:3]]
     prompts = [tokenizer.decode(opening.tolist(), skip_special_tokens=True) for opening in openings]
-    return replace(arguments, sample_prompts=prompts)
+    return replace(given, sample_prompts=prompts)
 
 
 def sample(

@@ -56,12 +56,7 @@ class Screen:
     """Terminal or line output of a run, used by the main process only."""
 
     def __init__(
-        self,
-        max_steps: int,
-        first_step: int,
-        losses: list[float],
-        compiles: bool = False,
-        hourly_price: float | None = None,
+        self, max_steps: int, first_step: int, losses: list[float], compiles: bool, hourly_price: float | None
     ):
         """`losses` are the training losses of earlier log lines."""
         self.max_steps, self.steps = max_steps, first_step

@@ -40,9 +40,8 @@ def memorization(
     written = write(model, np.stack(opening), eos, seed, accelerator)
     of_texts = [spans(text, eos, span) for text in (*written, *held_out)]
     counts = np.array([len(found) for found in of_texts]).reshape(2, texts)
-    for what, number in zip(
-        ("the texts that the model wrote", "the validation split"), counts.sum(axis=1), strict=True
-    ):
+    sources = ("the texts that the model wrote", "the validation split")
+    for what, number in zip(sources, counts.sum(axis=1), strict=True):
         if not number:
             raise UserError(f"No document in {what} has at least {span} tokens; use a smaller --memorization_span.")
     looked_up = np.concatenate(of_texts)

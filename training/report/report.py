@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +31,8 @@ from training.sampling import fenced
 
 TEMPLATES = Path(__file__).parent / "templates"
 CELL = 60  # maximum characters of a text in a table
+# Part of a page: a block of code, up to its closing fence or the end of the page, or a heading.
+CODE_OR_HEADING = re.compile(r"^(`{3,})(?s:.*?)(?:^[^\S\n]*\1\s*?$|\Z)|^## (?P<heading>.*)$", re.MULTILINE)
 EVALUATION_FORMAT = 1  # of evaluation.json; a file without a version has format 1
 
 
@@ -82,20 +85,12 @@ def sections_of(page: str) -> dict[str, str]:
 
     For pages that people wrote. Headings inside code blocks are text, because a model may write anything.
     """
-    sections: dict[str, list[list[str]]] = {"": [[]]}
-    heading, fence = "", None
-    for line in page.split("\n"):
-        mark = re.match(r"`{3,}", line)
-        if fence is None and line.startswith("## "):
-            heading = line.removeprefix("## ").strip()
-            sections.setdefault(heading, []).append([])
-            continue
-        if mark and fence is None:
-            fence = mark[0]
-        elif fence is not None and line.strip() == fence:
-            fence = None
-        sections[heading][-1].append(line)
-    return {heading: "\n\n".join("\n".join(part).strip() for part in parts) for heading, parts in sections.items()}
+    headings = [found for found in CODE_OR_HEADING.finditer(page) if found["heading"] is not None]
+    sections = {"": [page[: headings[0].start() if headings else None]]}
+    for found, following in pairwise([*headings, None]):
+        text = page[found.end() : following and following.start()]
+        sections.setdefault(found["heading"].strip(), []).append(text)
+    return {heading: "\n\n".join(part.strip() for part in parts) for heading, parts in sections.items()}
 
 
 class Page(Markdown):
