@@ -58,9 +58,7 @@ def file_sha256(path: Path) -> str:
 
 def copy_file(source: Path, target: Path) -> str:
     """Copy a file, force the copy to disk, and return the SHA-256 of the source.
-
-    Raise an OSError also if the copy is too short, which some drives do not report.
-    """
+    Raise an OSError also if the copy is too short, which some drives do not report."""
     digest, size = hashlib.sha256(), 0
     with source.open("rb") as reader, target.open("wb") as writer:
         while piece := reader.read(PIECE_BYTES):
@@ -75,9 +73,7 @@ def copy_file(source: Path, target: Path) -> str:
 @contextmanager
 def unfinished_path(path: Path, suffix: str = ".unfinished", known: Iterable[str] = ()) -> Iterator[Path]:
     """Yield a temporary name next to `path` for unfinished work. It is renamed to `path` on success and deleted on failure.
-
-    `known`: for a folder, patterns of the names of its files (see `discard`); the folder is created.
-    """
+    `known`: for a folder, patterns of the names of its files (see `discard`); the folder is created."""
     unfinished = path.with_name(f".{path.name}{suffix}")
     discard(unfinished, known)
     try:

@@ -38,10 +38,8 @@ class FlagParser(HfArgumentParser):
         self, kinds: Iterable[type], description: str, positional: str | None = None, main: tuple[str, ...] = ()
     ):
         """Add a flag for each field of the dataclasses.
-
         `positional` names the field that a first argument without a flag sets. `main` lists the flags that `--help` explains
-        when there are too many to explain all of them.
-        """
+        when there are too many to explain all of them."""
         super().__init__(kinds, allow_abbrev=False, add_help=False, description=description)
         self.positional = positional
         self.main = main
@@ -60,11 +58,9 @@ class FlagParser(HfArgumentParser):
         self, arguments: list[str], default_config: Path | None = None, check: Callable[..., None] | None = None
     ) -> tuple:
         """Return the filled dataclasses. Afterwards, `in_file` has the names of the settings with a value in the file that was read.
-
         `default_config` is read if no `--config` is given. `check` receives the dataclasses and raises a `UserError` for wrong
         values. All problems are raised together, one per line, including unknown flags and keys, values of the wrong type, and a
-        missing or unreadable file.
-        """
+        missing or unreadable file."""
         if self.positional and arguments and not arguments[0].startswith("-"):
             arguments = [f"--{self.positional}", *arguments]
         named = self.value_of("config", arguments)
@@ -177,9 +173,7 @@ class FlagParser(HfArgumentParser):
 
     def describe(self, everything: bool, from_file: dict[str, Any], path: Path | None) -> str:
         """Return the text of `--help_all`, or of `--help`: the main flags and the names of all groups.
-
-        Each flag is shown with its default in the code and, if that differs, its value in the file at `path`.
-        """
+        Each flag is shown with its default in the code and, if that differs, its value in the file at `path`."""
         width = min(shutil.get_terminal_size().columns, 120)
 
         def entry(name: str) -> str:
@@ -253,10 +247,8 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
 
 def _report(error: UserError) -> int:
     """Print the problem and return the exit code.
-
     Usually all processes of a job find the same problem and rank 0 reports it. A problem of one machine alone is reported by
-    the first process of that machine.
-    """
+    the first process of that machine."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_reported):
         for sentence in str(error).splitlines():

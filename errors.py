@@ -12,9 +12,7 @@ NONSENSE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, 
 
 class UserError(Exception):
     """Problem that the user can fix. The text names the problem, the values involved, and the remedy.
-
-    Several problems are raised together, one per line.
-    """
+    Several problems are raised together, one per line."""
 
     is_reported = False  # true if another process has printed it
 
@@ -49,9 +47,7 @@ class Problems:
 @contextmanager
 def disk_errors(path: object, remedy: str = "correct that and try again") -> Iterator[None]:
     """Turn disk errors (no permission, no space, no such file) into a `UserError` that ends with `remedy`.
-
-    The error names `path` if the exception does not name a file.
-    """
+    The error names `path` if the exception does not name a file."""
     try:
         yield
     except BrokenPipeError:  # the program that reads stdout has ended

@@ -23,12 +23,10 @@ NAME_BYTES, PATH_BYTES = 255, 4095  # longest name in a path, and longest path, 
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
     """Return a dataclass field with its `--help` text and its limits (see `KEYS`): `setting(1, "Batches.", minimum=1)`.
-
     `resume` decides what happens if the value differs from the resumed checkpoint's. By default the change is reported.
     "free": it is not reported. "refused": it requires --allow_change. "fixed": it cannot change. "derived": the checkpoint
     records a value computed from the setting instead, such as `max_steps` or the hash of the data. Most settings of the model
-    and all of the text are derived, see `training/config.py`.
-    """
+    and all of the text are derived, see `training/config.py`."""
     metadata = {"help": help, **limits}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)

@@ -51,11 +51,9 @@ def renew(folder: Path, kind: str, known: Iterable[str]) -> None:
 
 def discard(path: Path, known: Iterable[str], replacement: Path | None = None) -> Path | None:
     """Delete a file, a link (not its target), or the files in a folder whose relative paths match a pattern in `known`.
-
     `*` does not match a slash; `**/` before a name matches any folder. A folder is first renamed away, and `replacement`, if
     given, renamed to its place; then its files are deleted. A folder with remaining files is renamed to `NAME.kept`; its path
-    is returned.
-    """
+    is returned."""
     hidden = path.with_name(f".{path.name.lstrip('.')}.removed")
     kept = _empty(hidden, known, path)  # a killed process may have left files
     if path.is_dir() and not path.is_symlink():

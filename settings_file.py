@@ -20,10 +20,8 @@ NULL = "tag:yaml.org,2002:null"
 
 def read_yaml(path: Path, as_text: bool = False) -> dict[str, Any]:
     """Return the settings in a file. Raise a `UserError` if it cannot be read or does not contain settings.
-
     `as_text` leaves values as they are written, for the flag parser: `007` is a name, `no` a precision. Otherwise decimal
-    numbers, true and false are converted, as in files that this project writes. A nested value becomes an empty dictionary.
-    """
+    numbers, true and false are converted, as in files that this project writes. A nested value becomes an empty dictionary."""
     try:
         if not path.is_file():
             siblings = sorted(str(path.parent / other.name) for other in path.parent.glob("*.yaml"))

@@ -132,9 +132,7 @@ def publish(options: DemoArguments) -> None:
 
 def assemble_space(models: list[str], destination: Path, title: str) -> Path:
     """Write a Space for `models` (Hub ids) to `destination`, replacing an earlier one, and return the folder.
-
-    It contains the page and everything that it needs to run without this repository.
-    """
+    It contains the page and everything that it needs to run without this repository."""
     renew(destination, "space", FILES)
     for name, source in PAGE.items():
         shutil.copy(Path(__file__).with_name(source), destination / name)

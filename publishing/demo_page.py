@@ -93,10 +93,8 @@ def load(source: str, name: str, facts: list[str]) -> DemoModel:
 @torch.no_grad()
 def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> Iterator[int]:
     """Yield new tokens after `ids` until the model ends its text. When the context is full, its second half becomes the prompt.
-
     At temperature 0 these are the tokens of generate.py. Transformers' `generate` uses one random generator for all threads;
-    here each text has its own, so that a seed gives the same text while others are generated.
-    """
+    here each text has its own, so that a seed gives the same text while others are generated."""
     context, ends = model.config.max_position_embeddings, loading.end_tokens(model)
     generator = torch.Generator(model.device).manual_seed(settings.seed)
     process = settings.processors()
@@ -142,9 +140,7 @@ def side_by_side(
     models: list[DemoModel], prompt: str, settings: Settings, stop: threading.Event
 ) -> Iterator[list[Continuation]]:
     """Yield all continuations repeatedly until all are done or `stop` is set.
-
-    The models take turns, one token each, because threads were not faster.
-    """
+    The models take turns, one token each, because threads were not faster."""
     continuations = [Continuation() for _ in models]
     writing = [write(shown, prompt, settings, into) for shown, into in zip(models, continuations, strict=True)]
     seen, done = time.monotonic(), object()

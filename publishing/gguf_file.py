@@ -99,10 +99,8 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
 @torch.no_grad()
 def difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float]:
     """Return the differences between GGUF file and model: the largest of a logit, and the loss in nats per token.
-
     `ids`: (B, T) int64. Computed in float32 with the file's weights and llama.cpp's activation. The rounding inside llama.cpp is
-    not included.
-    """
+    not included."""
     ours = load_own_model(model, torch.float32)
     if native_kind(ours.config) == "apertus":
         theirs = to_apertus(ours)
@@ -135,11 +133,9 @@ def _tensors(model: GPT2ScratchForCausalLM | ApertusForCausalLM) -> dict[str, to
 
 def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return embedding and head with one more token that is never generated: its logit is always SILENT_LOGIT.
-
     llama.cpp ends a text at token 11 if the file names no end token, so a character model would stop at its twelfth character.
     The input of the head is weight * z + bias of the last LayerNorm, where z sums to 0. Its product with a row of 1 / weight
-    depends on the bias alone, which is zero in an untrained model.
-    """
+    depends on the bias alone, which is zero in an untrained model."""
     weight, bias = tensors["output_norm.weight"], tensors["output_norm.bias"]
     constant = (bias / weight).sum()
     if not constant.abs() > 1e-2:

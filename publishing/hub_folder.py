@@ -59,9 +59,7 @@ def assemble(
 
 def check_code(source: Source) -> None:
     """Raise a `UserError` for Python files that are not from a version of this project, or code named by the tokenizer.
-
-    Such code would run on every machine that loads the published model.
-    """
+    Such code would run on every machine that loads the published model."""
     known = set(RELEASED_CODE.read_text(encoding="utf-8").split())
     for path in source.files(CODE):
         if file_sha256(path) not in {*known, file_sha256(OUR_CODE / path.name)}:
@@ -84,9 +82,7 @@ def check_native(source: Source) -> None:
 
 def write_native(model: Path, destination: Path) -> None:
     """Write the native twin: the model as a class of Transformers, for programs that do not run remote code.
-
-    Raise a `UserError` if `model` is damaged or no class of Transformers computes it, or if `destination` contains files.
-    """
+    Raise a `UserError` if `model` is damaged or no class of Transformers computes it, or if `destination` contains files."""
     with model_errors():
         convert(str(model), destination, to="native")
     # Transformers 4.57 and 5 both read this. Version 5 writes a class and a field that 4.57 does not know.

@@ -35,9 +35,7 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
 
 def restrict(secrets: list[str]) -> None:
     """Refuse network access, other programs, and reading the token, as far as a process can restrict itself.
-
-    This stops careless code. Malicious code can bypass it by calling the C library.
-    """
+    This stops careless code. Malicious code can bypass it by calling the C library."""
 
     def guard(event: str, arguments: tuple) -> None:
         if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto", "socket.sendmsg"):

@@ -34,9 +34,7 @@ class Source:
 
     def files(self, allowed: tuple[str, ...]) -> list[Path]:
         """Return the model's files that match a pattern. Files that a checkpoint's manifest does not list are left out.
-
-        Raise a `UserError` for a link that leads out of the folder.
-        """
+        Raise a `UserError` for a link that leads out of the folder."""
         names = [path.name for path in self.model.iterdir() if path.is_file()]
         if self.run is not None:
             names = [name for name in checkpoints.listed_files(self.model) if "/" not in name]
@@ -75,9 +73,7 @@ class Source:
 
 def find_source(path: Path, wanted: str | None) -> Source:
     """Return the model at `path`. `wanted` selects the checkpoint of a run: `last`, `best` or a step (None means `last`).
-
-    Raise a `UserError` if it does not exist or is damaged.
-    """
+    Raise a `UserError` if it does not exist or is damaged."""
     if (path / "config.json").is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
         if wanted is not None:
             raise UserError(f"{path} is a model without a run and has no checkpoint {wanted}; leave --checkpoint out.")

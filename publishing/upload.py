@@ -95,10 +95,8 @@ def published_files(folder: Path) -> dict[str, Path]:
 
 def upload(folder: Path, repository: Repository) -> CommitInfo:
     """Upload the folder as one commit. Create the repository and the branch if they do not exist.
-
     In a model repository, files of this project that the folder lacks are deleted; all other files and an edited README.md
-    stay. If the Hub refuses or cannot be reached, a `UserError` is raised and the repository is unchanged.
-    """
+    stay. If the Hub refuses or cannot be reached, a `UserError` is raised and the repository is unchanged."""
     hub, repo_id, is_model = HfApi(), repository.id, repository.type == "model"
     there = {"repo_id": repo_id, "repo_type": repository.type}
     on_branch = there | {"revision": repository.branch}

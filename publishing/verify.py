@@ -93,9 +93,7 @@ def expect(source: Source) -> Expected:
 
 def verify(published: Published, expected: Expected) -> None:
     """Load and run the published model in a fresh process and print the result.
-
-    Raise a `UserError` if it does not load, has missing or unexpected weights, or computes different results.
-    """
+    Raise a `UserError` if it does not load, has missing or unexpected weights, or computes different results."""
     answer, logits = _run_isolated(published, expected)
     difference = cached = math.inf
     if logits.shape[-1] == expected.logits.shape[-1]:

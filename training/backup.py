@@ -128,10 +128,8 @@ class Backup:
 
     def begin(self, first_step: int, may_replace: bool) -> None:
         """Start the backup of a run from `first_step`. With `may_replace`, the user allowed deleting later steps.
-
         Otherwise, unless `restore` has seen them, later steps are kept, and nothing is copied until they are deleted: the drive
-        may have been disconnected when the run started, and hold days of work.
-        """
+        may have been disconnected when the run started, and hold days of work."""
         self.first_step = first_step
         self.may_replace |= may_replace
 

@@ -40,10 +40,8 @@ class BatchArguments:
 @dataclass(frozen=True)
 class DataPosition:
     """Position in the data after `step` steps.
-
     Samples are counted over all processes. A step trains on the next `sequences` samples and skips the ranges that a
-    rollback excluded, so that any number of processes and any micro-batch size give the same samples in the same order.
-    """
+    rollback excluded, so that any number of processes and any micro-batch size give the same samples in the same order."""
 
     step: int = 0
     sample: int = 0  # first sample of the next step
@@ -52,9 +50,7 @@ class DataPosition:
 
     def first_sample(self, step: int, sequences: int) -> int:
         """Return the first sample of step `step`, at or after this position, at `sequences` samples per step.
-
-        A step that would reach into an excluded range starts after it.
-        """
+        A step that would reach into an excluded range starts after it."""
         now, sample = self.step, self.sample
         for first, end in sorted(self.passed_over):
             whole = max(0, first - sample) // sequences  # steps that fit before the range
@@ -154,11 +150,9 @@ class WindowOrder:
 
 def permute(places: np.ndarray, n: int, keys: np.ndarray, nth: np.ndarray) -> np.ndarray:
     """Apply pseudo-random permutations of 0 .. n-1, one per key, in O(k) time and memory.
-
     Each of `places`, (k,) uint64, is mapped by the permutation of `keys[nth]`. A balanced Feistel network (Luby and
     Rackoff 1988) permutes the smallest square power of two that is at least n; results of n or more are permuted again
-    until they are below n (cycle walking: Black and Rogaway 2002).
-    """
+    until they are below n (cycle walking: Black and Rogaway 2002)."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
     round_keys = _mixed(keys, np.arange(ROUNDS, dtype=np.uint64)[:, None])  # (ROUNDS, keys)

@@ -108,10 +108,8 @@ def write(
     state: TrainState,
 ) -> Path:
     """Write `folder/step_N`. Nothing of that name exists until the final rename. Older checkpoints are not changed.
-
     `shell`: a model of the same configuration; its weights are not used. On a full disk, safetensors raises its own kind of
-    error, see `as_os_error`.
-    """
+    error, see `as_os_error`."""
     final = folder / folder_name(state.position.step)  # exists if the run reached this step before a rollback
     moments = {name: tensor for name, tensor in snapshot.tensors.items() if "/" in name}
     weights = {name: tensor for name, tensor in snapshot.tensors.items() if name not in moments}

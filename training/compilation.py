@@ -44,9 +44,7 @@ def decide_compilation(asked: str, mode: str | None, notes: list[str]) -> bool:
 
 def _missing_to_compile() -> str:
     """Return the missing requirements of Inductor with their remedy, or an empty string if nothing is missing.
-
-    Inductor compiles C++ for CPUs, and Triton compiles C for GPUs. Both need Python's headers.
-    """
+    Inductor compiles C++ for CPUs, and Triton compiles C for GPUs. Both need Python's headers."""
 
     def found(variable: str, *names: str) -> bool:
         return any(shutil.which(name) for name in (os.environ.get(variable, ""), *names))

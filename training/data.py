@@ -137,10 +137,8 @@ def is_store(data: str) -> bool:
 
 def choose_placement(asked: str, n_bytes: int, device: torch.device, local_processes: int) -> Placement:
     """Decide where to keep `n_bytes` of tokens. Raise a `UserError` if the requested memory is too small.
-
     Every process of this machine holds its own copy, except of a memory map. Only NVIDIA and AMD GPUs have separate memory: on
-    other devices, the device's memory is RAM.
-    """
+    other devices, the device's memory is RAM."""
     if device.type == "cuda" and asked in ("auto", "device"):
         free, _ = torch.cuda.mem_get_info(device)
         if asked == "device" and n_bytes > free:

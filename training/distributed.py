@@ -132,10 +132,8 @@ def check_same_command(accelerator: Accelerator, settings: dict[str, Any]) -> No
 
 def stop_accelerator(accelerator: Accelerator) -> None:
     """Close the trackers and the process group.
-
     Gloo's thread needs the interpreter lock to free the tensors of the last collective. If the main thread destroys the group
-    at that moment, it holds the lock and waits for the thread: a deadlock. The short sleep lets the thread finish.
-    """
+    at that moment, it holds the lock and waits for the thread: a deadlock. The short sleep lets the thread finish."""
     # All processes wait, so that slow trackers finish sending before the launcher kills remaining processes.
     on_main(accelerator, lambda: [tracker.finish() for tracker in accelerator.trackers])
     accelerator.trackers = []

@@ -15,9 +15,7 @@ from modeling_gpt2scratch.modeling_gpt2scratch import GPT2ScratchModel, GPT2Scra
 @torch.library.custom_op("gpt2scratch::embedding_gradient", mutates_args=())
 def embedding_gradient(grad_output: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the gradient (rows, C) of an embedding table, from the looked-up `ids` (B, T) and `grad_output` (B, T, C).
-
-    This is a custom operator so that the compiler calls it unchanged instead of decomposing it into atomic additions.
-    """
+    This is a custom operator so that the compiler calls it unchanged instead of decomposing it into atomic additions."""
     return torch.ops.aten.embedding_dense_backward(grad_output, ids, rows, -1, False)
 
 

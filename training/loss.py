@@ -34,10 +34,8 @@ class NextTokenLoss(nn.Module):
         self, inputs: torch.Tensor, targets: torch.Tensor, divisor: int, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`. -100 is ignored.
-
         If `positions` (B, T) restart within a row, attention restarts too. In eager mode, Transformers then checks whether any
-        do, which waits for the device.
-        """
+        do, which waits for the device."""
         outputs = self.model.transformer(input_ids=inputs, position_ids=positions, use_cache=False)
         hidden_states = outputs.last_hidden_state.flatten(0, 1)  # (B * T, C)
         return self.linear_cross_entropy(hidden_states, self.model.lm_head.weight, targets.flatten()) / divisor
@@ -45,9 +43,7 @@ class NextTokenLoss(nn.Module):
 
 def linear_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed cross-entropy of `targets` (N,) under the logits of `hidden_states` (N, C) @ `weight` (V, C).T.
-
-    Matrix products use autocast's precision, everything else fp32.
-    """
+    Matrix products use autocast's precision, everything else fp32."""
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(hidden_states, weight, targets)
     states, matrix = _operands(hidden_states, weight)
@@ -135,8 +131,6 @@ def _nats(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 def _nats_of_one_kernel(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the value of `_nats`, computed as a sum over all columns, which Inductor fuses into the kernel that reads the logits.
-
-    A gather would be fused across chunks instead, which keeps the logits of all chunks: 2.1 GB for 64 x 512 x 32,000.
-    """
+    A gather would be fused across chunks instead, which keeps the logits of all chunks: 2.1 GB for 64 x 512 x 32,000."""
     is_target = torch.arange(log_probabilities.shape[1], device=targets.device) == targets[:, None]
     return -torch.where(is_target, log_probabilities, 0.0).sum()

@@ -70,11 +70,9 @@ def with_defaults(
     arguments: OptimArguments, given: set[str], tokens_per_step: int, width: int, has_large_embedding: bool
 ) -> OptimArguments:
     """Return the arguments with Muon's defaults for the settings that are not `given`. AdamW's arguments are returned as they are.
-
     Muon's rate does not depend on the width. Adam's rates are those of width 768 times sqrt(768 / width). All rates are multiplied
     by `batch_factor`. An embedding that is a head too, or is not normalized, has small values and therefore the head's rate:
-    `has_large_embedding` is false.
-    """
+    `has_large_embedding` is false."""
     if arguments.optimizer != "muon":
         return arguments
     scale = batch_factor(tokens_per_step)
@@ -89,9 +87,7 @@ def with_defaults(
 
 def batch_factor(tokens_per_step: int) -> float:
     """Return the factor of Muon's default rates: sqrt(B / 2^19) for a larger global batch B, as in nanochat, otherwise 1.
-
-    For smaller batches the rule does not hold: see docs/log.md for the measurement.
-    """
+    For smaller batches the rule does not hold: see docs/log.md for the measurement."""
     return max(1.0, math.sqrt(tokens_per_step / 2**19))
 
 
@@ -134,9 +130,7 @@ def build_optimizer(
 
 def parameter_groups(model: nn.Module, arguments: OptimArguments) -> list[dict[str, Any]]:
     """Return the optimizer's groups. `initial_lr` of a group is its peak learning rate, and `rule` the key in `MOMENTS`.
-
-    Weight decay applies to matrices; with Muon, only to those of the blocks. A tied head belongs to the embedding.
-    """
+    Weight decay applies to matrices; with Muon, only to those of the blocks. A tied head belongs to the embedding."""
     uses_muon = arguments.optimizer == "muon"
     peaks = {"wte": arguments.embedding_learning_rate, "wpe": arguments.embedding_learning_rate}
     peaks |= {"lm_head": arguments.head_learning_rate}

@@ -115,10 +115,8 @@ def classify(name: str) -> str:
 
 def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]]:
     """Return microseconds by (category, name) within a span of `wall` microseconds.
-
     With a device: the times of its kernels, and `idle` without any kernel. On a CPU: the self times of the operators, and `host`
-    for the rest (Python). The `OVERLAPPING` categories get at most the time that the others leave.
-    """
+    for the rest (Python). The `OVERLAPPING` categories get at most the time that the others leave."""
     on_device = any(event.device_type != DeviceType.CPU for event in events)
     spent: Counter[tuple[str, str]] = Counter()
     for event in events:

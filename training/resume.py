@@ -36,9 +36,7 @@ class ResumePoint:
 
 def resume_position(state: TrainState | None, data: str, passed_over: Iterable[Sequence[int]]) -> DataPosition:
     """Return the position in the data to start from. If the data changed, start at the beginning of the new data.
-
-    `passed_over`: ranges of samples that a restart skips, in addition to those of the checkpoint.
-    """
+    `passed_over`: ranges of samples that a restart skips, in addition to those of the checkpoint."""
     position = state.position if state is not None else START
     if state is not None and state.settings.get("data") != data:
         position = replace(position, sample=0, passed_over=())

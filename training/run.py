@@ -47,9 +47,7 @@ def is_finished(run: Run) -> bool:
 
 def begin_run(run: Run, arguments: RunArguments, config: str, planned: dict[str, float | None]) -> None:
     """Prepare the run folder and record the start: `config` (YAML), the estimate (`planned`) and the hardware.
-
-    Called by every process; the main process writes after all have read the folder.
-    """
+    Called by every process; the main process writes after all have read the folder."""
     run.accelerator.wait_for_everyone()
     hardware = describe(run.accelerator, run.setup, run.plan.model)
     on_main(run.accelerator, lambda: _write_beginning(run, arguments, config, planned, hardware))

@@ -76,9 +76,7 @@ class BackgroundTask(threading.Thread):
 
 class Saver(AbstractContextManager):
     """Checkpoint saver, used by every process because all of them gather a sharded model. The main process writes.
-
-    `failed` shows a failed save immediately; the next `wait` raises it. On exit, a save in progress is completed.
-    """
+    `failed` shows a failed save immediately; the next `wait` raises it. On exit, a save in progress is completed."""
 
     def __init__(
         self,

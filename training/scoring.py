@@ -58,10 +58,8 @@ def evaluate(
     stop: Callable[[float], object] = lambda share: None,
 ) -> dict[str, float] | None:
     """Score `tokens` in windows that overlap by one token, so that each token except the first is a target once.
-
     `loss` is the prepared `NextTokenLoss`. All processes take part and get the same metrics. `stop` is called before each
-    batch with the fraction done; if it returns true (in all processes at once), scoring ends and returns None.
-    """
+    batch with the fraction done; if it returns true (in all processes at once), scoring ends and returns None."""
     loss.eval()
     starts = eval_starts(len(tokens), plan.context, plan.micro_batch, accelerator, max_eval_samples)
     sums = torch.zeros(2, dtype=torch.float64, device=float64_device(accelerator.device))  # sums of nats and of targets
@@ -124,10 +122,8 @@ def ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, floa
 
 def units(starts: np.ndarray) -> tuple[np.ndarray, str]:
     """Return the boundaries of the units of the standard error, (units + 1,) int64, and a description of the units.
-
     `starts`: the starts of the documents, and the end. Units are documents, because tokens within a document are correlated. If
-    there are too few documents to estimate their variance, units are blocks of equal length.
-    """
+    there are too few documents to estimate their variance, units are blocks of equal length."""
     documents, end = len(starts) - 1, int(starts[-1])
     if documents >= ENOUGH_DOCUMENTS:
         return starts, counted(documents, "document")

@@ -28,10 +28,8 @@ MANY = 10_000  # losses; above this number, the curve is drawn from a subset
 
 def parts_of(entry: dict[str, Any], seconds: float, left: float | None, hourly_price: float | None) -> dict[str, str]:
     """Return the parts of a log line by name. An unknown part is an empty string.
-
     `entry`: from metrics.jsonl. `seconds`: the run's time so far, including validation and pauses of the speed clock.
-    `left`: estimated seconds until the end, None if unknown.
-    """
+    `left`: estimated seconds until the end, None if unknown."""
     skipped, norm, dollars = entry.get("skipped_steps"), entry.get("grad_norm"), ""
     note = f"  ({counted(skipped, 'step')} skipped: not finite)" if skipped else ""
     if hourly_price is not None:

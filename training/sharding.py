@@ -121,9 +121,7 @@ def _mesh(accelerator: Accelerator, sharding: Sharding) -> DeviceMesh:
 
 def _compile(loss: NextTokenLoss, settings: dict[str, Any]) -> None:
     """Compile each block and the loss as separate graphs, because gathering breaks the graph of a model between its blocks.
-
-    Call this after `fully_shard`, which replaces the class of a block, and with it the `forward` that is compiled here.
-    """
+    Call this after `fully_shard`, which replaces the class of a block, and with it the `forward` that is compiled here."""
     for block in loss.model.transformer.h:
         block.forward = torch.compile(block.forward, **settings)
     loss.linear_cross_entropy = torch.compile(loss.linear_cross_entropy, **settings)
@@ -132,10 +130,8 @@ def _compile(loss: NextTokenLoss, settings: dict[str, Any]) -> None:
 @contextmanager
 def generating(model: GPT2ScratchForCausalLM) -> Iterator[None]:
     """Context in which all processes generate from a sharded model together, with the same prompts and seed.
-
     All of them use the logits of rank 0: if two devices rounded differently, one would end its text while the other waits for
-    it. Generation is not compiled, because every length would be a separate graph.
-    """
+    it. Generation is not compiled, because every length would be a separate graph."""
     if not isinstance(model, FSDPModule):
         yield
         return

@@ -95,10 +95,8 @@ def flops_per_token(config: GPT2ScratchConfig, causal: bool = True) -> int:
 
 def product_parameters(config: GPT2ScratchConfig) -> int:
     """Return the number of weights in matrix products, L (4 C^2 + 2 C n_inner) + V C, where V C is the head, tied or not.
-
     They determine the cost of a token. An untied embedding is stored but only looked up: GPT-2 with 124M parameters and its
-    modern variant with 162M both have 123.5M weights in products.
-    """
+    modern variant with 162M both have 123.5M weights in products."""
     L, C, V = config.n_layer, config.n_embd, config.vocab_size
     return L * (4 * C**2 + 2 * C * (config.n_inner or 4 * C)) + V * C
 

@@ -68,10 +68,8 @@ def now() -> str:
 
 def starts_in_force(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the starts that led to the current state of the run, each after `step` steps, oldest first.
-
     A resume discards everything after its checkpoint, including later starts. `earlier` holds the starts of the run whose
-    checkpoint this run branched off from.
-    """
+    checkpoint this run branched off from."""
     starts: list[dict[str, Any]] = []
     for event in events:
         if event["event"] in ("begun", "resumed"):

@@ -94,10 +94,8 @@ def build_train_step(
 
 def _prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) -> nn.Module:
     """Compile `loss` and wrap it for the run's processes, as one process, DDP, or FSDP2 if the launcher requests it.
-
     It is compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot be
-    one graph (huggingface/accelerate#3991). The autocast that Accelerate adds to `forward` is part of the graph either way.
-    """
+    one graph (huggingface/accelerate#3991). The autocast that Accelerate adds to `forward` is part of the graph either way."""
     if setup.torch_compile:
         remove_incomplete_libraries()
     if setup.shards(accelerator):

@@ -24,9 +24,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of `full`, placed and divided like `parameter`. Every process must pass the same `full`.
-
-    If the parameter is plain or `full` is a scalar (AdamW's step count), `full` is returned as is.
-    """
+    If the parameter is plain or `full` is a scalar (AdamW's step count), `full` is returned as is."""
     if not isinstance(parameter, DTensor) or full.dim() == 0:
         return full
     return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None).to(parameter.device)

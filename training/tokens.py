@@ -31,12 +31,10 @@ class Batch(NamedTuple):
 @dataclass(frozen=True)
 class Documents:
     """Document boundaries, for attention within documents.
-
     The end-of-text token of a document is the first token of the next segment, as in generation, where a prompt starts with it.
     So a document's first token is predicted from end-of-text alone, and end-of-text from the document that it ends. Without
     end-of-text tokens, a segment starts with the document's first token. This token is then predicted from the previous document:
-    the loss is divided by a fixed number of targets, so no target is left out.
-    """
+    the loss is divided by a fixed number of targets, so no target is left out."""
 
     offsets: np.ndarray  # (documents + 1,) int64: the start of each document, and the end of the last
     has_eos: bool

@@ -37,10 +37,8 @@ def open_trackers(
     accelerator: Accelerator, folder: RunFolder, project: str, settings: dict[str, Any], first_step: int
 ) -> None:
     """Open the trackers of `report_to` and send every setting that has a value. Called by the main process.
-
     The run's id is saved in its folder, so that a resumed run continues the same run in each tracker. TensorBoard's event files
-    are also in that folder; a resumed run discards entries after its checkpoint.
-    """
+    are also in that folder; a resumed run discards entries after its checkpoint."""
     if not accelerator.log_with:
         return
     is_known = folder.tracker_id.is_file()

@@ -90,10 +90,8 @@ def spans(tokens: np.ndarray, eos: int | None, span: int) -> np.ndarray:
 
 def find(tokens: np.ndarray, wanted: np.ndarray, accelerator: Accelerator) -> np.ndarray:
     """Return the first position in `tokens` of each span in `wanted` (n, span), as (n,) int64, or -1 if a span does not occur.
-
     One pass over `tokens`, in bounded memory: rolling hashes (Karp and Rabin 1987) are matched with a bit filter, then with a
-    sorted table. Of the remaining spans, the first of each hash and block is compared by its tokens.
-    """
+    sorted table. Of the remaining spans, the first of each hash and block is compared by its tokens."""
     span = wanted.shape[1]
     hashes = np.unique(hash_spans(wanted.ravel(), span)[::span])
     passes = np.zeros(1 << FILTER_BITS, dtype=bool)

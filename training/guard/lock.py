@@ -25,9 +25,7 @@ PATIENCE = 30.0
 
 class RunLock:
     """Lock that the main process of a run holds for as long as it uses the folder.
-
-    A process that replaces itself (`os.execv`) loses the lock and acquires it again.
-    """
+    A process that replaces itself (`os.execv`) loses the lock and acquires it again."""
 
     def __init__(self, folder: str | Path, say: Callable[[str], None] = print, patience: float = PATIENCE):
         """`patience` is the number of seconds to wait for the holder to end."""

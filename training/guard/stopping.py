@@ -47,10 +47,8 @@ class StoppingArguments:
 
 class Stopper:
     """Context that turns signals into stop requests. The training loop checks for a request at each step boundary.
-
     A thread receives the signals. They therefore work even if the main thread hangs in a collective or waits for the device, where
-    Python runs no handlers.
-    """
+    Python runs no handlers."""
 
     def __init__(self, arguments: StoppingArguments, processes: int = 1, grace: float = GRACE):
         """`grace` is the time to exit in seconds. A process that writes a checkpoint, or waits for another to write one, gets more."""
@@ -106,10 +104,8 @@ class Stopper:
 
     def agreed(self, now: bool = False) -> str | None:
         """Return the reason to stop, or None. All processes call this at each step boundary and get the same result.
-
         With several processes, the result is from the previous boundary, because the answers travel during the step. `now` waits
-        for the current answers, for use at the end of a phase such as a validation.
-        """
+        for the current answers, for use at the end of a phase such as a validation."""
         self._longest_step = max(self._longest_step, time.monotonic() - self._boundary)
         self._boundary = time.monotonic()
         if self._group is None:

@@ -100,9 +100,7 @@ def find_fault(judge: int, pulses: list[Pulse], trouble: float, patience: float,
 
 class Watchdog:
     """Context in which the processes of a job are watched. A single process is not watched.
-
-    An error of the process group ends the process on exit, as soon as the process that caused it is known.
-    """
+    An error of the process group ends the process on exit, as soon as the process that caused it is known."""
 
     def __init__(
         self,

@@ -82,9 +82,7 @@ def facts_of(folder: RunFolder) -> dict[str, Any] | None:
 
 def sections_of(page: str) -> dict[str, str]:
     """Return the sections of a Markdown page by heading ("" above the first heading). Sections of the same name are joined.
-
-    For pages that people wrote. Headings inside code blocks are text, because a model may write anything.
-    """
+    For pages that people wrote. Headings inside code blocks are text, because a model may write anything."""
     headings = [found for found in CODE_OR_HEADING.finditer(page) if found["heading"] is not None]
     sections = {"": [page[: headings[0].start() if headings else None]]}
     for found, following in pairwise([*headings, None]):
