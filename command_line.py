@@ -178,7 +178,8 @@ class FlagParser(HfArgumentParser):
 
         def entry(name: str) -> str:
             action = next(action for action in self._actions if action.dest == name)
-            notes = [] if action.default in (None, "", []) else [f"default: {_shown(action.default)}"]
+            notes = ["the flag name may be omitted"] if name == self.positional else []
+            notes += [] if action.default in (None, "", []) else [f"default: {_shown(action.default)}"]
             if name in from_file and from_file[name] != action.default:
                 notes.append(f"{path.stem}: {_shown(from_file[name])}")
             text = f"{action.help} ({'; '.join(notes)})" if notes else action.help

@@ -30,9 +30,7 @@ AT_ONCE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per 
 @dataclass
 class GenerateArguments:
     model: str | None = setting(
-        None,
-        "The model to load; the flag name may be omitted.",
-        needed=("a model", 'python generate.py runs/x --prompt "Once"'),
+        None, "The model to load.", needed=("a model", 'python generate.py runs/x --prompt "Once"')
     )
     prompt: str = setting("", "Text to continue; empty starts a new text.", free_text=True)
     max_new_tokens: int = setting(100, "Number of tokens to generate; may exceed the context length.", minimum=1)

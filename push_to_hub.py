@@ -34,9 +34,7 @@ EXAMPLE = "python push_to_hub.py runs/x --repo_id user/name"
 
 @dataclass
 class PushArguments:
-    run: str | None = setting(
-        None, "A run, a checkpoint or a model folder; the flag name may be omitted.", needed=("a run", EXAMPLE)
-    )
+    run: str | None = setting(None, "A run, a checkpoint or a model folder.", needed=("a run", EXAMPLE))
     repo_id: str | None = setting(None, "The repository on the Hub, as user/name.", needed=("a repository", EXAMPLE))
     checkpoint: str | None = setting(
         None, "Checkpoint of the run: last (the default), best (lowest validation loss of those kept) or a step."

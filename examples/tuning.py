@@ -39,7 +39,7 @@ REPLAY = 0.5  # measured in benchmarks/results/finetuning-cpu.json
 class Tuning:
     model: str | None = setting(
         None,
-        "A run, a checkpoint, a model folder or a Hub id; the flag name may be omitted.",
+        "A run, a checkpoint, a model folder or a Hub id.",
         needed=("a model", EXAMPLE),
     )
     data: str | None = setting(None, "File with the new text or chats.", needed=("a file", EXAMPLE))

@@ -154,9 +154,6 @@ def _metadata(
     )
 
 
-# ---- evaluation results ----------------------------------------------------------------------------------------------
-
-
 def validation_results(source: Source) -> list[EvalResult]:
     """Return the run's validation of the checkpoint for the Hub's `model-index`."""
     record = source.validation or {}

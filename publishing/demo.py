@@ -45,7 +45,7 @@ NEEDED = ("torch", "transformers", "accelerate", "safetensors")
 class DemoArguments:
     models: list[str] = setting(
         [],
-        "One to four run folders, checkpoints, model folders or Hub ids; the flag name may be omitted.",
+        "One to four runs, checkpoints, model folders or Hub ids.",
         needed=("one or more models", "python -m publishing.demo runs/x"),
     )
     port: int | None = setting(None, "Port of the page. Default: first free port from 7860.", minimum=1, maximum=65_535)

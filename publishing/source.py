@@ -8,7 +8,6 @@ from pathlib import Path
 from errors import UserError
 from modeling_gpt2scratch.loading import own_file
 from training import checkpoint as checkpoints
-from training.checkpoint import complete_checkpoints, step_of
 from training.config import TrainConfig, read_config
 from training.loading import model_errors
 from training.metrics import read_metrics
@@ -79,7 +78,7 @@ def find_source(path: Path, wanted: str | None) -> Source:
             raise UserError(f"{path} is a model without a run and has no checkpoint {wanted}; leave --checkpoint out.")
         return Source(path)
     run = RunFolder(run_of(path))
-    if not complete_checkpoints(run.checkpoints):
+    if not checkpoints.complete_checkpoints(run.checkpoints):
         raise UserError(f"{run.path} cannot be published: it has no checkpoint yet; train until one is saved.")
     is_chosen = is_checkpoint(path) and wanted is None
     return _whole(run, path if is_chosen else find_checkpoint(path, wanted or "last"))
@@ -87,7 +86,7 @@ def find_source(path: Path, wanted: str | None) -> Source:
 
 def all_sources(run: RunFolder) -> list[Source]:
     """Return every kept checkpoint, oldest first. Raise a `UserError` if one of them is damaged."""
-    return [_whole(run, checkpoint) for checkpoint in complete_checkpoints(run.checkpoints)]
+    return [_whole(run, checkpoint) for checkpoint in checkpoints.complete_checkpoints(run.checkpoints)]
 
 
 def in_short(number: int) -> str:
@@ -101,4 +100,4 @@ def in_short(number: int) -> str:
 def _whole(run: RunFolder, checkpoint: Path) -> Source:
     if (problem := checkpoints.damage(checkpoint)) is not None:
         raise UserError(f"{checkpoint} is damaged: {problem}. Publish another one with --checkpoint STEP.")
-    return Source(checkpoint, run, step_of(checkpoint))
+    return Source(checkpoint, run, checkpoints.step_of(checkpoint))

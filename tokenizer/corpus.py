@@ -24,7 +24,6 @@ from limits import setting
 from tokenizer import chat, files
 from tokenizer.byte_range import ByteRange
 from tokenizer.documents import Counts
-from tokenizer.files import UnreadableError
 from tokenizer.hub import HubDataset
 from tokenizer.records import CHAT_COLUMNS, TEXT_COLUMNS, parsed, records, text_column
 
@@ -207,7 +206,7 @@ class Corpus:
                     while block := content.read(files.BLOCK_BYTES):
                         digest.update(block)
                     kind = kind_of(file.path)
-            except UnreadableError:
+            except files.UnreadableError:
                 if file.is_named:
                     raise
                 kind = "unreadable"
@@ -232,7 +231,7 @@ class Corpus:
                 except NoTextColumnError as error:
                     (problems if file.is_named else tables).append(str(error))
                     self.skipped.note("tables", 1, file.path)
-                except UnreadableError as error:
+                except files.UnreadableError as error:
                     if file.is_named:
                         problems.append(str(error))
                     self.skipped.note_unreadable(file.path, file.size, error)

@@ -14,7 +14,6 @@ from errors import UserError
 from tokenizer import files
 from tokenizer.byte_range import ByteRange, bounds, last_cut
 from tokenizer.chat import ChatTemplate
-from tokenizer.files import UnreadableError
 from tokenizer.records import records
 
 PIECE_BYTES = 1 << 20
@@ -88,7 +87,7 @@ class Reader:
                     self.counts.blank += 1
                     held = []
             yield from self._counted(held)  # the next part continues it
-        except UnreadableError as error:
+        except files.UnreadableError as error:
             if not part.may_skip:
                 raise
             self.counts.note_unreadable(part.path, part.n_bytes, error)

@@ -21,11 +21,7 @@ from tokenizer.store import SPLITS, TokenStore
 
 @dataclass
 class InspectArguments:
-    store: str | None = setting(
-        None,
-        "Folder of the store; can be given without the flag.",
-        needed=("a store", "python -m tokenizer.inspect data/my"),
-    )
+    store: str | None = setting(None, "Folder of the store.", needed=("a store", "python -m tokenizer.inspect data/my"))
     split: Literal["train", "val"] = setting("train", "Split of the document to decode.")
     document: int | None = setting(None, "Number of a document to decode, from 0.")
 

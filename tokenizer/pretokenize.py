@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from command_line import FlagParser, run
-from errors import UserError
+from errors import Problems
 from limits import setting
 from tokenizer import export, unpack
 from tokenizer.cleaning import CleaningArguments
@@ -81,13 +81,10 @@ class PretokenizeArguments:
 
 def check(options: PretokenizeArguments, *parts) -> None:
     """Raise a `UserError` with all problems that can be found before the text is read, one per line."""
-    problems = options.problems() + options.recipe(*parts).problems()
-    if problems:  # only if this check fails: otherwise `pretokenize` finds the text
-        try:
-            Corpus(options.input, parts[0])
-        except UserError as error:
-            problems.append(str(error))
-        raise UserError("\n".join(problems))
+    problems = Problems(options.problems() + options.recipe(*parts).problems())
+    if problems.sentences:  # only if this check fails: otherwise `pretokenize` finds the text
+        problems.add_of(Corpus, [options.input, parts[0]])
+    problems.refuse()
 
 
 def main(arguments: list[str]) -> None:

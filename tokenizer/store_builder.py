@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from progress import Progress
 from removal import MARK, discard, is_marked, mark, renew
 from tokenizer import cleaning, encode, megatron, report, schema, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
-from tokenizer.cleaning import Cleaner, RuleStats
 from tokenizer.corpus import TOLERATED_SHARE, UNIT_BYTES, Corpus, TextFile, Unit
 from tokenizer.dedup import MinHasher
 from tokenizer.documents import Counts
@@ -103,23 +102,21 @@ def _refuse_busy_shards(folder: Path) -> None:
             pass
 
 
+@dataclass
 class StoreBuilder:
     """Builder of a store from a recipe. Unfinished work is in `.NAME.unfinished` next to the store."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: Path,
-        say: Callable[[str], None],
-        workers: Workers,
-        processes: int,
-        is_cache: bool = False,
-    ):
-        self.recipe, self.folder, self.say = recipe, folder, say
-        self.workers, self.processes, self.is_cache = workers, processes, is_cache
-        self.work = folder.with_name(f".{folder.name}.unfinished")
+    recipe: Recipe
+    folder: Path
+    say: Callable[[str], None]
+    workers: Workers
+    processes: int
+    is_cache: bool = False
+
+    def __post_init__(self):
+        self.work = self.folder.with_name(f".{self.folder.name}.unfinished")
         self.store = self.work / "store"
-        self.corpus = Corpus(recipe.inputs, recipe.corpus, recipe.weights, left_out=folder)
+        self.corpus = Corpus(self.recipe.inputs, self.recipe.corpus, self.recipe.weights, left_out=self.folder)
         self.inputs = self.corpus.identity()
 
     @cached_property
@@ -338,7 +335,7 @@ class StoreBuilder:
                     f"and run the command on a copy that does not change."
                 )
 
-    def _describe(self, counts: Counts, outcomes: dict[str, RuleStats], merger: Merger) -> None:
+    def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
         write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
         megatron.write_indexes(self.store, self.plan.settings.dtype)
         splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
@@ -372,7 +369,7 @@ class Sample:
         self.counts = Counts()
 
     def texts(self) -> Iterator[str]:
-        cleaner = Cleaner(self.settings.cleaning)
+        cleaner = cleaning.Cleaner(self.settings.cleaning)
         for unit in self.units:
             reader = self.settings.reader()
             for piece in itertools.chain.from_iterable(map(reader.pieces, unit.ranges)):

@@ -150,9 +150,7 @@ def _begins_with(archive: Path, metadata: bytes) -> bool:
 @dataclass
 class UnpackArguments:
     archive: str | None = setting(
-        None,
-        "Packed store; can be given without the flag.",
-        needed=("a packed store", "python -m tokenizer.unpack data/my.tar.zst"),
+        None, "Packed store.", needed=("a packed store", "python -m tokenizer.unpack data/my.tar.zst")
     )
     output: str | None = setting(None, "Folder to unpack to; by default the archive's name without .tar.zst.")
 

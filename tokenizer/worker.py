@@ -274,9 +274,6 @@ WORKER_ENVIRONMENT = {
 }
 
 
-# ---- workers ------------------------------------------------------------------------------------------------------------
-
-
 def done_parts(folder: Path, units: list[int]) -> list[Part]:
     return list(filter(None, (Part.read(folder, number) for number in units)))
 

@@ -54,9 +54,7 @@ def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
 @dataclass
 class EvaluateArguments:
     model: str | None = setting(
-        None,
-        "A run folder or a model folder; the flag name can be left out.",
-        needed=("a model", "python -m training.evaluate runs/x"),
+        None, "A run folder or a model folder.", needed=("a model", "python -m training.evaluate runs/x")
     )
     checkpoint: str | None = setting(
         None, "Checkpoint of a run: last, best (by validation loss) or a step. Default: the run's model/."

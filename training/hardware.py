@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from limits import free
+from tokenizer import schema
 
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PRICES_OF, DOLLARS_PER_COLAB_UNIT = _DATA["prices_of"], _DATA["dollars_per_colab_unit"]
@@ -32,10 +33,7 @@ class Rental:
     too_old: tuple[int, int] | None = None  # compute capability without kernels in PyTorch's current builds
 
 
-RENTALS = {
-    key: Rental(**{name: tuple(value) if isinstance(value, list) else value for name, value in rental.items()})
-    for key, rental in _DATA["rentals"].items()
-}
+RENTALS = {key: schema.build(rental, Rental) for key, rental in _DATA["rentals"].items()}
 
 
 @dataclass

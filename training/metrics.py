@@ -105,8 +105,7 @@ def has_evaluation(path: Path, step: int) -> bool:
 
 def best_step(path: Path) -> int | None:
     """Return the step with the lowest comparable validation loss, or None without a validation."""
-    best = best_evaluation(read_metrics(path))
-    return best["step"] if best is not None else None
+    return (best_evaluation(read_metrics(path)) or {}).get("step")
 
 
 def best_evaluation(entries: list[dict[str, Any]]) -> dict[str, Any] | None:

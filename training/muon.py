@@ -110,13 +110,9 @@ class Muon(torch.optim.Optimizer):
 
     def _stack_of_updates(self, members: Members, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Return Nesterov's updates of all matrices as one stack (n, r, c). Their separate copies are free on return."""
-        return torch.stack(
-            [
-                matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-                for (_, group), update in zip(members, self._momentum_updates(members, found_inf), strict=True)
-                for matrix in update.chunk(group["matrices"])
-            ]
-        )
+        updates = zip(members, self._momentum_updates(members, found_inf), strict=True)
+        matrices = [matrix for (_, group), update in updates for matrix in update.chunk(group["matrices"])]
+        return torch.stack([matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT for matrix in matrices])
 
     def _momentum_updates(self, members: Members, found_inf: torch.Tensor | None) -> list[torch.Tensor]:
         """Update the momentum and return Nesterov's update of each parameter, whole. A skipped step does not change the momentum."""

@@ -23,7 +23,6 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.store import TokenStore
 from training import checkpoint
 from training.backup import Backup
-from training.checkpoint import Snapshot, TrainState
 from training.distributed import on_main
 from training.loss import DivergenceError
 from training.metrics import best_step
@@ -102,7 +101,7 @@ class Saver(AbstractContextManager):
         self.optimizer = train_step.optimizer.optimizer
         self.save_total_limit, self.backup = save_total_limit, backup
         self.saved_step: int | None = None
-        self.snapshot = Snapshot()  # the same memory for every save
+        self.snapshot = checkpoint.Snapshot()  # the same memory for every save
         # Not in the thread: during a step, a sharded model has other parameters.
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         shapes |= moment_shapes(self.model, self.optimizer)
@@ -110,7 +109,9 @@ class Saver(AbstractContextManager):
         self.task = BackgroundTask(partial(self._make_room, shapes), THREAD, niceness=19)
         n_bytes = 4 * sum(shape.numel() for shape in shapes.values())
         on_main(self.accelerator, lambda: refuse_full_disk(folder.checkpoints, n_bytes))
-        self.shell = _shell_of(self.model)
+        with torch.device("meta"):  # a model without memory, to write config and code while the real model trains
+            self.shell = GPT2ScratchForCausalLM._from_config(deepcopy(self.model.config))  # saving changes the config
+        self.shell.generation_config = deepcopy(self.model.generation_config)
         if self.accelerator.is_main_process:
             self.task.start()
 
@@ -118,7 +119,7 @@ class Saver(AbstractContextManager):
         if self.task.is_alive():
             self.task.join()
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: checkpoint.TrainState) -> None:
         """Start a save and record the seconds that training waited for it. Raise the exception of the previous save, if any."""
         begin = time.perf_counter()
         on_main(self.accelerator, self.wait)
@@ -175,7 +176,7 @@ class Saver(AbstractContextManager):
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def _write(self, state: TrainState) -> None:
+    def _write(self, state: checkpoint.TrainState) -> None:
         step, begin = state.position.step, time.perf_counter()
         if not self.snapshot.is_finite():
             raise DivergenceError(f"Weights or moments are not finite after step {step:,}, so this step is not saved")
@@ -199,14 +200,6 @@ class Saver(AbstractContextManager):
             self.backup.submit()
         record(self.folder.events, "saved", step, seconds=seconds)
         write_status(self.folder.status, "running", step)
-
-
-def _shell_of(model: GPT2ScratchForCausalLM) -> GPT2ScratchForCausalLM:
-    """Return a model of the same configuration without memory, to write config and code while the real model trains."""
-    with torch.device("meta"):
-        shell = GPT2ScratchForCausalLM._from_config(deepcopy(model.config))  # saving changes the configuration
-    shell.generation_config = deepcopy(model.generation_config)
-    return shell
 
 
 def refuse_full_disk(folder: Path, n_bytes: int) -> None:

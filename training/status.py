@@ -83,9 +83,6 @@ def hours(events: list[dict[str, Any]], now: datetime | None = None) -> float:
     """Return the run's hours until `now`, by default until its last event, from its events.jsonl. The time between the last event
     before a stop or a kill and the next start does not count."""
     moments = [(event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"])) for event in events]
-    spans = [
-        later - before
-        for (_, before), (starts, later) in pairwise([*moments, *([(False, now)] if now else [])])
-        if not starts
-    ]
+    moments += [(False, now)] if now else []
+    spans = [later - before for (_, before), (starts, later) in pairwise(moments) if not starts]
     return sum(max(0.0, span.total_seconds()) for span in spans) / 3600  # max, in case the clock was set back

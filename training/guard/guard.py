@@ -9,7 +9,6 @@ from accelerate import Accelerator
 from errors import UserError
 from removal import discard
 from training import checkpoint as checkpoints
-from training.checkpoint import TrainState
 from training.console import printer
 from training.device import Setup
 from training.distributed import check_same_command, on_main, start_accelerator, stop_accelerator
@@ -116,7 +115,7 @@ class RunGuard:
             raise DivergenceError(f"The loss is not finite at the last step, {step:,}")
         if not self.health.is_lost:  # if the weights recover, the next checkpoint has them
             losses, settings = tuple(self.health.losses), self.run.start.state.settings
-            saver.save(TrainState(self.run.plan.after(step), settings, losses, self.health.unlogged))
+            saver.save(checkpoints.TrainState(self.run.plan.after(step), settings, losses, self.health.unlogged))
 
     def _fail(self, error: Exception) -> None:
         accelerator = self.run.accelerator
