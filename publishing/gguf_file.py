@@ -155,8 +155,7 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
         gap = (ACT2FN[name](x) - ACT2FN[LLAMA_CPP_GELU](x)).abs().max().item()
     if gap > ACTIVATION_TOLERANCE and native_kind(model.config) == "gpt2":
         yield (
-            f"its activation_function {name} differs by up to {gap:.2f} from the tanh GELU that llama.cpp computes; publish it "
-            f"without GGUF."
+            f"its activation_function {name} differs by up to {gap:.2f} from the tanh GELU of llama.cpp; publish it without GGUF."
         )
     rust, found = tokenizer.backend_tokenizer, []
     if not encode.is_character(tokenizer.backend_tokenizer):
@@ -174,8 +173,7 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
     ]
     if found:
         yield (
-            f"llama.cpp supports GPT-2's byte-level BPE, but the tokenizer has {', '.join(found)}; publish the model without "
-            f"GGUF."
+            f"llama.cpp supports GPT-2's byte-level BPE, but the tokenizer has {', '.join(found)}; publish without GGUF."
         )
     if not model.config.use_bias and tokenizer.eos_token_id is None and vocabulary.END_OF_TEXT not in rust.get_vocab():
         yield (

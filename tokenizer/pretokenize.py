@@ -52,9 +52,7 @@ class PretokenizeArguments:
         None, "Process only shard i of n, given as i/n with i from 0 to n - 1; run once with --merge afterwards."
     )
     merge: bool = setting(False, "Merge the shards. All of them must be finished.")
-    export: Literal["parquet"] | None = setting(
-        None, "Also write the store as a Hub dataset, with a dataset card, to OUTPUT-parquet."
-    )
+    export: Literal["parquet"] | None = setting(None, "Also write a Hub dataset, with a card, to OUTPUT-parquet.")
     compress: bool = setting(
         False, "Also pack the store into OUTPUT.tar.zst, which `python -m tokenizer.unpack` unpacks and verifies."
     )

@@ -32,9 +32,7 @@ class EvaluationArguments:
         "steps", "When to validate and sample: every eval_steps, after each epoch, or (no) only after the last step."
     )
     eval_steps: int = free(500, "Steps between validations.", minimum=1)
-    max_eval_samples: int | None = free(
-        None, "Score only this many windows of one context, evenly spaced. Default: all.", minimum=1
-    )
+    max_eval_samples: int | None = free(None, "Evenly spaced windows of one context to score. Default: all.", minimum=1)
 
 
 def eval_metrics(loss: float, tokens: int, split: Split) -> dict[str, float]:
