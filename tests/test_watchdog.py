@@ -13,7 +13,6 @@ JOB = """
 import os, sys, time
 from datetime import timedelta
 from pathlib import Path
-
 from threading import Thread
 
 from torch import distributed, ones
@@ -21,10 +20,11 @@ from torch import distributed, ones
 from training.distributed import MEETING
 from training.restart import Restart, restarted
 from training.guard.stopping import Stopper, StoppingArguments
-from training.guard.watchdog import Watchdog
+from training.guard import watchdog as module
 from training.saver import THREAD
 
 folder, mode, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+module.PATIENCE, module.INTERVAL = 3, 0.5
 rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 log = (folder / f"rank{rank}.log").open("a", buffering=1)
 log.write(f"pid {os.getpid()}\\n")
@@ -37,7 +37,7 @@ def finish_saving():
     log.write("saved\\n")
 
 with (
-    Watchdog(rank, processes, seconds, patience=3, interval=0.5) as watchdog,
+    module.Watchdog(rank, processes, seconds) as watchdog,
     Stopper(StoppingArguments(), processes),  # because the launcher sends SIGTERM after a death
 ):
     if not restarted():
@@ -94,12 +94,12 @@ def test_a_stopped_or_dead_process_is_reported_and_ends_the_job(job, number, wha
 
 
 def test_a_hung_main_thread_is_reported_after_the_timeout(job):
-    two = job("hang", "2")
+    two = job("hang", "3")
     assert two.wait_for_end(0, 16)[-1] == "saved"
     assert two.wait_for_end(1)[-1] == "saved"
     assert len(errors(two)) == 1
     assert re.fullmatch(
-        rf"error: rank 1 \(.+, pid {two.pid(1)}\) kept the others waiting for 2 s \(ddp_timeout\): "
+        rf"error: rank 1 \(.+, pid {two.pid(1)}\) kept the others waiting for 3 s \(ddp_timeout\): "
         rf"rank 1 is at step N, rank 0 is at step N\. {REMEDY}",
         errors(two)[0],
     )

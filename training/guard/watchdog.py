@@ -27,7 +27,8 @@ from training.run_folder import RunFolder
 from training.saver import wait_for_writing
 from training.status import mark_failed
 
-PATIENCE = 60.0  # seconds of silence
+PATIENCE = 60.0  # seconds of silence after which a process counts as lost, or ddp_timeout if less
+INTERVAL = 1.0  # seconds between two pulses
 FAREWELL = 5.0  # seconds until the cause of an error must be known
 MUTE = 3.0  # seconds of silence after a connection failed
 HEARD = 3.0  # seconds for all processes to confirm that they end
@@ -102,20 +103,9 @@ class Watchdog:
     """Context in which the processes of a job are watched. A single process is not watched.
     An error of the process group ends the process on exit, as soon as the process that caused it is known."""
 
-    def __init__(
-        self,
-        rank: int,
-        processes: int,
-        ddp_timeout: float = 600,
-        folder: RunFolder | None = None,
-        patience: float | None = None,
-        interval: float = 1.0,
-    ):
-        """The status in `folder` records why the processes ended. `patience` is the seconds of silence after which a process counts
-        as lost (default: 60, or `ddp_timeout` if less). `interval` is the seconds between two pulses."""
-        self.rank, self.processes, self.folder = rank, processes, folder
-        self.ddp_timeout, self.interval = ddp_timeout, interval
-        self.patience = min(PATIENCE, ddp_timeout) if patience is None else patience
+    def __init__(self, rank: int, processes: int, ddp_timeout: float, folder: RunFolder | None = None):
+        """The status in `folder` records why the processes ended."""
+        self.rank, self.processes, self.ddp_timeout, self.folder = rank, processes, ddp_timeout, folder
         self.phase = "start"  # phase of the main thread, such as `step 12`; follows `at` in messages
         self._pulse = Pulse(rank, socket.gethostname(), _machine(), os.getpid())
         self._last_words: dict[str, Any] = {}  # final fields of the pulse, set by the main thread
@@ -169,7 +159,7 @@ class Watchdog:
                 if (order := self._wish or self._judge()) is not None:
                     self._store.compare_set("order", "", json.dumps(order))  # only the first order counts
                     continue
-                self._over.wait(self.interval)
+                self._over.wait(INTERVAL)
             self._beat()
 
     def _beat(self) -> None:
@@ -184,11 +174,11 @@ class Watchdog:
             pulse = Pulse(**json.loads(content))
             before = self._table.get(pulse.rank)
             # Counted in beats of this process, so that a suspended machine does not count as silent.
-            silence = before.silence + self.interval if before is not None and before.beat == pulse.beat else 0.0
+            silence = before.silence + INTERVAL if before is not None and before.beat == pulse.beat else 0.0
             self._table[pulse.rank] = replace(pulse, silence=silence, state=states.get(pulse.rank, ""))
         pulses = [self._table[rank] for rank in sorted(self._table)]
-        self._trouble += self.interval * any(pulse.error or pulse.failure for pulse in pulses)
-        fault = find_fault(self.rank, pulses, self._trouble, self.patience, self.ddp_timeout)
+        self._trouble += INTERVAL * any(pulse.error or pulse.failure for pulse in pulses)
+        fault = find_fault(self.rank, pulses, self._trouble, min(PATIENCE, self.ddp_timeout), self.ddp_timeout)
         if fault is None:
             return None
         for pulse in pulses:
