@@ -9,9 +9,8 @@ from limits import setting
 from training.hardware import DOLLARS_PER_COLAB_UNIT, PRICES_OF, RENTALS, model_of
 
 SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
-WRITTEN = re.compile(
-    rf"(\d{{1,15}}(?:\.\d{{1,9}})?(?:e\+?\d{{1,2}})?)\s*({'|'.join(SECONDS)}|usd|units|flops)", re.ASCII
-)
+NUMBER = r"(\d{1,15}(?:\.\d{1,9})?(?:e\+?\d{1,2})?)"
+WRITTEN = re.compile(rf"{NUMBER}\s*({'|'.join(SECONDS)}|usd|units|flops)", re.ASCII)
 FORMS = "such as 90m, 3h, 5usd, 120units (of Colab) or 2e18flops"
 
 
@@ -29,19 +28,13 @@ class BudgetArguments:
     """Settings that replace a choice of model, tokens, batch and rates by hand (sizing.py)."""
 
     budget: str | None = setting(
-        None,
-        f"Choose model size, tokens, batch and rates for this budget, {FORMS}, and end the run at it.",
-        resume="derived",
+        None, f"Choose model, tokens, batch and rates for this budget, {FORMS}, and end at it.", resume="derived"
     )
     family: Literal["gpt2", "modern"] | None = setting(
         None, "With --budget or --depth: architecture and optimizer. Default: modern.", resume="derived"
     )
     depth: int | None = setting(
-        None,
-        "Make the same choice for this number of layers, of width 64 each; without --budget, for the best number of tokens.",
-        minimum=1,
-        maximum=100,
-        resume="derived",
+        None, "The same for this number of layers, of width 64 each.", minimum=1, maximum=100, resume="derived"
     )
 
     @property

@@ -5,7 +5,6 @@ python -m training.compare_runs runs/*
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 import math
 import os
 import sys

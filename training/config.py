@@ -115,11 +115,8 @@ class TrainConfig:
     def with_settings(self, settings: dict[str, Any]) -> "TrainConfig":
         """Return the configuration with other values, by flag name."""
         parts = {name: getattr(self, name) for name in PART_NAMES}
-        changed = {
-            name: replace(part, **{key: value for key, value in settings.items() if key in vars(part)})
-            for name, part in parts.items()
-        }
-        return replace(self, **changed)
+        values = {name: {key: settings[key] for key in vars(part) if key in settings} for name, part in parts.items()}
+        return replace(self, **{name: replace(part, **values[name]) for name, part in parts.items()})
 
     def flat(self) -> dict[str, Any]:
         """Return every setting of the run by flag name. Settings about text are included only if `data` is text."""

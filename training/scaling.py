@@ -22,18 +22,14 @@ RATIO_RULES = {
     "gpt2": Rule("20 tokens per parameter", "Hoffmann et al. 2022, table 2", "N", 70e6, 16e9),
     "modern": Rule("10.5 tokens per parameter", "nanochat, dev/LOG.md, 2026-01-27", "N", 110e6, 382e6),
 }
-BATCH_RULE = Rule(
-    "B = 2^19 (D / 1.16e9)^0.383", "Bergsma et al. 2025; nanochat, dev/LOG.md, 2026-02-05", "D", 1.16e9, 9.6e9
-)
+BATCH_SOURCE = "Bergsma et al. 2025; nanochat, dev/LOG.md, 2026-02-05"
+BATCH_RULE = Rule("B = 2^19 (D / 1.16e9)^0.383", BATCH_SOURCE, "D", 1.16e9, 9.6e9)
 EPOCHS_RULE = Rule("value of repeated tokens", "Muennighoff et al. 2023, equations 5 and 6", "N", 7e6, 8.7e9)
 # (N, D / N) at this size, measured on the text of the quickstart (docs/budget.md).
 SMALL_RATIOS = {"gpt2": (2e6, 10.0), "modern": (2e6, 5.0)}
 MOST_EPOCHS = 4  # up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
 EXPONENT = 0.353  # of N and D in the loss (same source, equation 12)
-REPEATS, EXCESS = (
-    15.4,
-    5.3,
-)  # after which repeated tokens, and parameters beyond the best number for U, lose their value
+REPEATS, EXCESS = 15.4, 5.3  # decay of the value of repeated tokens, and of parameters beyond the best number for U
 LARGEST_DECAY = 0.5  # runs of few steps would have more; nothing above was tried
 SMALLEST_BATCH, FEW_TOKENS = 4096, 4e6  # measured here: the best batch of runs with few tokens (docs/log.md)
 

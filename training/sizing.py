@@ -57,37 +57,20 @@ class Option:
 
     settings: dict[str, Any]  # by flag name: those that were chosen, and given ones of the same kind
     model: GPT2ScratchConfig
+    parameters: int  # weights in matrix products
     tokens: float
     unique: int  # tokens of the text
     family: str
-    seconds: float | None = None  # estimated for the whole run
-
-    @property
-    def parameters(self) -> int:
-        """Weights in matrix products."""
-        return product_parameters(self.model)
+    seconds: float | None  # estimated for the whole run
 
     @property
     def epochs(self) -> float:
         return self.tokens / self.unique
 
     @property
-    def worth(self) -> float:
-        """Number of new tokens that are worth `tokens`."""
-        return scaling.effective_tokens(self.tokens, self.unique)
-
-    @property
-    def ratio(self) -> float:
-        """Compute-optimal tokens per parameter without repetition."""
-        return scaling.best_ratio(self.family, self.parameters)
-
-    @property
     def deficit(self) -> float:
-        return scaling.deficit(self.parameters, self.tokens, self.unique, self.ratio)
-
-    @property
-    def loss(self) -> tuple[float, float] | None:
-        return scaling.expected_loss(self.family, self.parameters, self.tokens)
+        ratio = scaling.best_ratio(self.family, self.parameters)
+        return scaling.deficit(self.parameters, self.tokens, self.unique, ratio)
 
     @property
     def outside(self) -> list[scaling.Rule]:
@@ -157,9 +140,8 @@ class Sizer:
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
         self.unique, self.paces, self.known = store.metadata.train.tokens, {}, ""
         self.left: float | None = None  # seconds of the budget that are left; None: no time limit
-        self.price = price_of(
-            name_of(accelerator.device), config.cost.plan_device, config.cost.hourly_price, accelerator.num_processes
-        )
+        cost, name = config.cost, name_of(accelerator.device)
+        self.price = price_of(name, cost.plan_device, cost.hourly_price, accelerator.num_processes)
 
     def choose(self, spent: float, tokenized: float) -> Sizing:
         """Return the choice. `spent`: seconds of the budget that have passed, which do not include those of tokenization."""
@@ -219,7 +201,7 @@ class Sizer:
         if self.left is not None:
             seconds = self._seconds(model, steps * batch)
             settings["max_train_tokens"] = limit and int(limit)  # for a resumed run, while its length is an estimate
-        return Option(settings, model, steps * batch, self.unique, self.family, seconds)
+        return Option(settings, model, N, steps * batch, self.unique, self.family, seconds)
 
     def _shape(self, depth: int) -> dict[str, Any]:
         """Return the settings of a model with `depth` layers."""

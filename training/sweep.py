@@ -5,7 +5,6 @@ python -m training.sweep --data my.txt --vary learning_rate=3e-4,6e-4,1.2e-3 wei
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-# isort: split
 import ctypes
 import signal
 import subprocess
