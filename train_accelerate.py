@@ -24,7 +24,7 @@ from training.guard.watchdog import Watchdog
 from training.log import RunLog
 from training.optim import schedule
 from training.pacer import Pacer
-from training.preflight import check, decide_run, setup_of
+from training.preflight import check, decide_run, setup_of, with_attention
 from training.profile import Profiler
 from training.restart import restarting
 from training.run import Run, begin_run, finish_again, is_finished, print_end
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
     with job(setup, folder, trackers, config.stopping, config.flat()) as (accelerator, watchdog):
         # Decide: all problems are found here, before the first step.
         config, sizing = resolve(config, accelerator, setup)
-        run = decide_run(config, setup_of(config), accelerator)
+        run = decide_run(config, with_attention(setup, config), accelerator)
         code = train(config, sizing, run, watchdog) if not is_finished(run) else finish_again(run, config.optim)
     if code:
         sys.exit(code)

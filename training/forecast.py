@@ -27,7 +27,7 @@ from training.distributed import start_accelerator
 from training.hardware import FILLS_A_GPU, RENTALS, Rental, name_of
 from training.optim import MUON_RATES, describe_rates, usual_learning_rate
 from training.plan import Plan
-from training.preflight import make_plan, setup_of
+from training.preflight import make_plan, setup_of, with_attention
 from training.report.report import environment
 from training.run import Run
 from training.sizing import Sizing, resolve
@@ -134,7 +134,7 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     sample = open_store(config.recipe, say) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole
     config, sizing = resolve(config, accelerator, setup, [store, sample])
-    setup = setup_of(config)
+    setup = with_attention(setup, config)
     plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
     hardware, speed = describe(accelerator, setup, plan.model), None
     if config.cost.plan_device is not None:

@@ -57,6 +57,11 @@ def setup_of(config: TrainConfig) -> Setup:
     return Setup(precision, device.torch_compile != "false", "sdpa", notes, **more)
 
 
+def with_attention(setup: Setup, config: TrainConfig) -> Setup:
+    """Return the setup with the attention for the context of a chosen model. The launcher's sharding can be read only once."""
+    return replace(setup, attn_implementation=setup_of(config).attn_implementation)
+
+
 def check(config: TrainConfig) -> None:
     """Raise a `UserError` with all problems that can be found before text is tokenized, one per line."""
     problems = Problems(config.recipe.problems() if config.text else [])
