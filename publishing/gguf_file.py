@@ -44,15 +44,9 @@ SILENT_LOGIT = -1000.0
 
 def write_gguf(model: Path, destination: Path, kind: str, name: str, license: str | None = None) -> None:
     """Write the model in folder `model` as GPT-2 or Apertus in GGUF v3, atomically.
-
-    Args:
-        kind: type of matrices: `f16` or `q8_0`. Vectors and position embeddings stay float32. Matrices whose row length is not a
-            multiple of 32 are stored as f16.
-        name, license: shown to users by programs that run the file.
-
-    Raises:
-        UserError: llama.cpp cannot compute this model or read its tokenizer, or the file cannot be written.
-    """
+    `kind`: type of matrices, `f16` or `q8_0`. Vectors and position embeddings stay float32. Matrices whose row length is not a
+    multiple of 32 are stored as f16. Programs that run the file show `name` and `license`.
+    Raise a `UserError` if llama.cpp cannot compute this model or read its tokenizer, or the file cannot be written."""
     if gguf is None:
         raise UserError("Writing GGUF needs the package gguf: run pip install -e '.[gguf]'.")
     loaded, tokenizer = load_own_model(model, torch.float32), vocabulary.load(model)

@@ -8,6 +8,7 @@ shares a key with an earlier one. So the result depends only on the documents an
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -120,18 +121,13 @@ def _letters() -> np.ndarray:
 
 def repeated(kind: str, read: Callable[[int], Iterator[np.ndarray]], documents: int, memory: int) -> np.ndarray:
     """Return a mask of repeated documents, (documents,) bool: an earlier document has the same digest or shares a band.
-
     A document is dropped if any earlier document is near it, even if that document is itself dropped. In a chain in which
     each document resembles only the previous one, only the first stays. If two different documents come first and a third
     resembles both, the first two stay; a search for clusters would keep one.
-
-    Args:
-        read: returns a column of keys in document order, in blocks (any number,) uint64, every time it is called.
-        memory: working memory in bytes, see `repeated_keys`.
-    """
+    `read` returns a column of keys in document order, in blocks (any number,) uint64. `memory`: see `repeated_keys`."""
     marked = np.zeros(documents, bool)
     for column in range(KEYS[kind]):
-        repeats = repeated_keys(lambda column=column: read(column), documents, memory)
+        repeats = repeated_keys(partial(read, column), documents, memory)
         if 0 < column < DIGEST_KEYS:
             marked &= repeats  # a repeated digest repeats both halves
         else:

@@ -9,6 +9,7 @@ a separate word.
 """
 
 import itertools
+import string
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,19 +19,14 @@ from tokenizers import pre_tokenizers
 END = b"\xff"
 BLOCK_BYTES = 1 << 20
 LETTER, NUMBER, OTHER, SPACE, ENDS, UNKNOWN = range(6)  # LETTER, NUMBER and OTHER are visible characters
-
-
-def _byte_classes() -> bytes:
-    classes = bytearray([OTHER] * 256)
-    for kind, members in ((LETTER, b"abcdefghijklmnopqrstuvwxyz"), (NUMBER, b"0123456789"), (SPACE, b"\t\n\v\f\r ")):
-        for byte in members + members.upper():
-            classes[byte] = kind
-    classes[0xC2:0xF5] = bytes([UNKNOWN]) * (0xF5 - 0xC2)  # lead bytes, whose class depends on the code point
-    classes[0xFF] = ENDS
-    return bytes(classes)
-
-
-BYTE_CLASSES = _byte_classes()
+CLASS_OF_BYTE = {
+    **dict.fromkeys(string.ascii_letters.encode(), LETTER),
+    **dict.fromkeys(string.digits.encode(), NUMBER),
+    **dict.fromkeys(string.whitespace.encode(), SPACE),
+    **dict.fromkeys(range(0xC2, 0xF5), UNKNOWN),  # lead bytes, whose class depends on the code point
+    0xFF: ENDS,
+}
+BYTE_CLASSES = bytes(CLASS_OF_BYTE.get(byte, OTHER) for byte in range(256))
 
 
 def blocks(texts: Iterable[bytes], n_bytes: int) -> Iterator[list[bytes]]:
