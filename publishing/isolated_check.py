@@ -65,8 +65,7 @@ def main(request: dict) -> None:
         last = model(probe[:, -1:], past_key_values=beginning).logits[0]  # (1, V), with cached keys and values
         logits = torch.cat([model(probe).logits[0], last])  # (T + 1, V)
     context = model.config.max_position_embeddings
-    prompt = files["inputs"][:1, : context // 2] if files else probe[:, :1]
-    prompt = prompt[:, :16]
+    prompt = files["inputs"][:1, : min(16, context // 2)] if files else probe[:, :1]
     text = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=min(NEW_TOKENS, context // 2), do_sample=False
     )

@@ -82,10 +82,6 @@ class Unit:
     copies: float  # number of times that its documents are used for training
     ranges: tuple[ByteRange, ...]
 
-    def to_json(self) -> list:
-        """Return the values as a list, which is shorter than a JSON object."""
-        return [self.copies, [list(vars(part).values()) for part in self.ranges]]
-
 
 @dataclass(frozen=True, slots=True)
 class TextFile:

@@ -3,7 +3,6 @@
 Imports nothing large, so that worker processes start fast.
 """
 
-import hashlib
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,15 +46,6 @@ def encoder(rust: Tokenizer, dtype: np.dtype) -> Encoder:
         with suppress(ValueError):  # the tokens of a word depend on more than merges
             return WordEncoder(rust, dtype)
     return RustEncoder(rust, dtype)
-
-
-def sha256(rust: Tokenizer) -> str:
-    return hashlib.sha256(rust.to_str().encode()).hexdigest()
-
-
-def kind(rust: Tokenizer) -> str:
-    """Return the kind of a tokenizer: `character`, or the type of its model, such as `bpe`, `unigram` or `wordpiece`."""
-    return "character" if is_character(rust) else type(rust.model).__name__.lower()
 
 
 def is_character(rust: Tokenizer) -> bool:

@@ -1,12 +1,13 @@
 """Recipe of a token store: all settings that determine its tokens."""
 
+import hashlib
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tokenizer import cleaning, encode, vocabulary
+from tokenizer import cleaning, vocabulary
 from tokenizer.chat import ChatTemplate
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
@@ -50,7 +51,8 @@ class Recipe:
             del settings["exclude"]
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
         if self.existing_tokenizer is not None:
-            settings["tokenizer_json"] = encode.sha256(self.existing_tokenizer.backend_tokenizer)
+            content = self.existing_tokenizer.backend_tokenizer.to_str()
+            settings["tokenizer_json"] = hashlib.sha256(content.encode()).hexdigest()
         if (name := self.corpus.chat_template) is not None:
             settings["chat_template_source"] = ChatTemplate.read(name)
         return settings

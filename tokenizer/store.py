@@ -64,7 +64,7 @@ class Metadata:
 
     dtype: Literal["uint16", "uint32"]
     vocab_size: int
-    tokenizer_type: str
+    tokenizer_type: str  # character, or the type of the model, such as bpe, unigram or wordpiece
     tokenizer_sha256: str
     eos_token_id: int | None
     train: Split

@@ -51,7 +51,6 @@ def pretokenize(
     is_cache: bool = False,
 ) -> TokenStore | None:
     """Build the store of `recipe` in `folder`, resume building it, or open it if it exists. Return None after a shard.
-
     A cache belongs to this project: a process waits while another one builds it, and unfinished work for another text is
     discarded.
     Raise a `UserError` if text or settings are bad or differ from those of the unfinished work, `folder` is in use or is
@@ -347,7 +346,7 @@ class StoreBuilder:
             tokenizer_sha256=file_sha256(self.store / "tokenizer" / "tokenizer.json"),
             dtype=self.plan.settings.dtype,
             vocab_size=self.rust.get_vocab_size(),
-            tokenizer_type=encode.kind(self.rust),
+            tokenizer_type="character" if encode.is_character(self.rust) else type(self.rust.model).__name__.lower(),
             eos_token_id=self.plan.settings.eos,
             sources=self.recipe.inputs,
             hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],

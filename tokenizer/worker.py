@@ -88,7 +88,8 @@ class Plan:
             raise UserError(f"{path} is damaged ({error}); delete {folder} to start over.") from error
 
     def write(self, folder: Path) -> None:
-        units = [unit.to_json() for unit in self.units]
+        # `schema.build` also accepts lists of the values, which are shorter than objects.
+        units = [[unit.copies, [list(vars(part).values()) for part in unit.ranges]] for unit in self.units]
         write_atomic(folder / "plan.json", schema.sealed(asdict(self) | {"units": units}))
 
 
