@@ -91,9 +91,7 @@ def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
 
 def native_kind(config: GPT2ScratchConfig, to: str = "native") -> str:
     """Return the `model_type` of the native twin: `to`, or for "native" the class of Transformers that computes the same.
-
-    Raise a `ModelError` that names the fields and values that the class does not support.
-    """
+    Raise a `ModelError` that names the fields and values that the class does not support."""
     best = {"layer_norm": "gpt2", "rms_norm": "apertus"}[config.normalization]
     kind = best if to == "native" else to
     supported = {
@@ -114,9 +112,7 @@ def native_kind(config: GPT2ScratchConfig, to: str = "native") -> str:
 
 def to_native(model: GPT2ScratchForCausalLM, to: str = "native") -> GPT2LMHeadModel | ApertusForCausalLM:
     """Return the native twin: a model of Transformers' own class with the same logits, which needs no remote code.
-
-    Raise a `ModelError` if `to` (a `model_type`, or "native" for either) cannot compute it.
-    """
+    Raise a `ModelError` if `to` (a `model_type`, or "native" for either) cannot compute it."""
     return {"gpt2": to_gpt2, "apertus": to_apertus}[native_kind(model.config, to)](model)
 
 
@@ -135,10 +131,8 @@ def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
 @torch.no_grad()
 def to_apertus(model: GPT2ScratchForCausalLM) -> ApertusForCausalLM:
     """Return the native twin of a model of the modern family, in float32 and untied.
-
     Apertus has no normalization after the embedding, so the twin stores the normalized embedding. Rounding it to bf16 would change
-    the logits. The query norm carries the attention scale, and the MLP's output projection the inverse scale of xIELU.
-    """
+    the logits. The query norm carries the attention scale, and the MLP's output projection the inverse scale of xIELU."""
     native_kind(model.config, "apertus")
     ours, decoder = model.config, model.transformer
     C, hs = ours.n_embd, ours.n_embd // ours.n_head
@@ -183,9 +177,7 @@ def with_biases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
     """Return the model of a seed checkpoint (`pytorch_model.bin` and `config.json`).
-
-    Raise a `ModelError` if a file is missing or the weights do not match config.json.
-    """
+    Raise a `ModelError` if a file is missing or the weights do not match config.json."""
     seed = loading.read_json(folder, CONFIG)
     if missing := set(SEED_FIELDS.values()) - seed.keys():
         raise ModelError(f"{CONFIG} lacks {', '.join(sorted(missing))}")
@@ -249,9 +241,7 @@ def _seed_parameter_name(name: str) -> str:
 
 def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> str:
     """Convert `source` (a folder or a Hub id) and write the model and its tokenizer to `destination`. Return its `model_type`.
-
-    Raise a `ModelError` if the source is not recognized or cannot be loaded or converted, or `destination` is not empty.
-    """
+    Raise a `ModelError` if the source is not recognized or cannot be loaded or converted, or `destination` is not empty."""
     destination = Path(destination)
     if destination.exists() and not destination.is_dir():
         raise ModelError(f"{destination} is a file; use a new folder.")

@@ -44,9 +44,7 @@ class ModelError(ValueError):
 
 def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """Load a model from a folder or a Hub id, in evaluation mode.
-
-    Raise a `ModelError` if it is damaged, incomplete, of an unknown architecture, or has links out of its folder.
-    """
+    Raise a `ModelError` if it is damaged, incomplete, of an unknown architecture, or has links out of its folder."""
     with one_sentence(source):
         folder = fetch(source, CONFIG, GENERATION, ADAPTER)
         described = read_model_config(folder)
@@ -138,9 +136,7 @@ def load_with_tokenizer(
 
 def arrange_weights(model: PreTrainedModel) -> None:
     """Store matrices column by column, like GPT-2's `Conv1D`. Shapes and values do not change.
-
-    MKL then multiplies a single fp32 row by them up to twice as fast (AMD EPYC). In bf16 this would be slower.
-    """
+    MKL then multiplies a single fp32 row by them up to twice as fast (AMD EPYC). In bf16 this would be slower."""
     if model.device.type == "cpu" and model.dtype == torch.float32:
         for module in model.modules():
             if isinstance(module, nn.Linear):
@@ -156,9 +152,7 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Return the ids of `prompt`, or the beginning-of-text token if it is empty.
-
-    Raise a `ModelError` if there is no such token or if the tokenizer cannot encode a character.
-    """
+    Raise a `ModelError` if there is no such token or if the tokenizer cannot encode a character."""
     try:
         prompt.encode()
         ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
@@ -178,14 +172,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return ids
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
 def fetch(source: str | Path, *patterns: str) -> Path:
     """Return the folder `source`, or the cache folder of a Hub id with the matching files, downloaded if needed.
-
-    Raise a `ModelError` if the model does not exist or cannot be reached.
-    """
+    Raise a `ModelError` if the model does not exist or cannot be reached."""
     if Path(source).exists():
         return Path(source)
     try:
@@ -271,9 +260,6 @@ def _stored_types(folder: Path) -> dict[str, str]:
         with safe_open(path, framework="pt") as file:
             types |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  not a mapping
     return types
-
-
-# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check_special_tokens(model: PreTrainedModel) -> None:

@@ -79,9 +79,6 @@ class Continuation:
     state: str = "writing"  # later: complete, ended (by the model), stopped or refused
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
-
-
 def load(source: str, name: str, facts: list[str]) -> DemoModel:
     """Load `source`, a model folder or a Hub id. Raise a `ModelError` if it cannot be loaded."""
     model, tokenizer = loading.load_with_tokenizer(source)
@@ -153,9 +150,6 @@ def side_by_side(
         if into.state == "writing":
             into.state = "stopped"
     yield continuations
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def cards(models: list[DemoModel], prompt: str, continuations: list[Continuation], seed: int | None) -> str:

@@ -31,9 +31,7 @@ def assemble(
     source: Source, repository: Repository, options: FolderArguments, destination: Path, ids: torch.Tensor
 ) -> None:
     """Write the model, its card and the formats in `options` to `destination`. The card compares GGUF and model on `ids` (B, T).
-
-    Raise a `UserError` if the model lacks a file or cannot have the format, or `destination` was not written by this command.
-    """
+    Raise a `UserError` if the model lacks a file or cannot have the format, or `destination` was not written by this command."""
     if missing := [name for name in (CONFIG, TOKENIZER[0]) if not (source.model / name).is_file()]:
         raise UserError(f"{source.model} cannot be published: it lacks {', '.join(missing)}.")
     source.check_pages()

@@ -50,7 +50,6 @@ def last_cut(text: str, start: int) -> int:
 
 def bounds(part: ByteRange, sample_by: str) -> tuple[int, int | None, bool]:
     """Return the actual first byte and end of a part, and whether it begins between words.
-
     Each nominal bound moves to the next place to cut, which is the same for the parts on both sides of it.
     Raise a `ValueError` if the file became shorter."""
     by = "line" if part.kind == "jsonl" else sample_by

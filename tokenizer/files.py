@@ -42,9 +42,6 @@ def readable(path: str) -> Iterator[None]:
         raise kind(f"{path} cannot be read: {reason}; fix it or exclude it.") from error
 
 
-# ---- compressed files -------------------------------------------------------------------------------------------------
-
-
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
     return iter(partial(file.read, INFLATED_BLOCK), b"")
 
@@ -139,9 +136,6 @@ class _BlockStream(io.RawIOBase):
     def close(self) -> None:
         self.blocks.close()
         super().close()
-
-
-# ---- text or binary ---------------------------------------------------------------------------------------------------
 
 
 def head(path: str) -> bytes:

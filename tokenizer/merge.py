@@ -31,7 +31,6 @@ BYTES_BETWEEN_RECORDS = 64 << 20
 DEDUP_BYTES = 128 << 20
 DROPPED, TRAIN, VAL, HEAD = range(4)  # destinations of a row; HEAD goes to train, the rest of its document to val
 TARGETS = {"train": (TRAIN, HEAD), "val": (VAL,)}
-MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -127,15 +126,13 @@ class Merger:
                 keys[:1] ^= so_far
                 so_far[:] = 0
             if len(rows) and not rows["ends"][-1]:
-                so_far = (so_far ^ rows["keys"][-1:, column]) * MIX
+                so_far = (so_far ^ rows["keys"][-1:, column]) * np.uint64(dedup.GOLDEN)
             yield keys
 
     def _chosen(self, unit: int, rows: np.ndarray, nth: int) -> np.ndarray:
         """Return a mask of the rows that are used the nth time, (rows,) bool."""
         document = self.first_document[unit] + np.cumsum(rows["ends"]) - rows["ends"]
         return (rows["copies"] > nth) & ~self.repeats[document]
-
-    # ---- tails ----------------------------------------------------------------------------------------------------------
 
     def _survey(self) -> tuple[int, int, bool, list[tuple[int, int, int]]]:
         """Return documents and bytes without copies, whether the hashes give text to both splits, and long documents.
@@ -222,8 +219,6 @@ class Merger:
             np.array([bool(text) and not 0x80 <= text[0] < 0xC0 for text in texts]),
             np.array([text.endswith(b"\n") for text in texts]),
         )
-
-    # ---- writing --------------------------------------------------------------------------------------------------------
 
     def merge(self) -> None:
         """Write both splits. Raise an `OSError` for a full disk."""

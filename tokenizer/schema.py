@@ -42,7 +42,6 @@ def _refuse(constant: str) -> NoReturn:
 
 def build(value: Any, kind: Any, name: str = "it") -> Any:
     """Return a JSON value as a `kind`: a type, a `typing` construct, or a dataclass (from an object or a list of fields).
-
     An integer is at least 0, unless `kind` is `Signed`.
     Raise a `ValueError` if the value has another type; the message names both."""
     origin, parts = get_origin(kind), get_args(kind)
