@@ -15,16 +15,17 @@ end). It has no report.md and no inputs.json, and its metadata contain neither s
 
 import hashlib
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from atomic import file_sha256
+from atomic import file_sha256, write_atomic
 from errors import Problems, UserError, check_format, disk_errors
 from tokenizer import schema
 from tokenizer.cleaning import RuleStats
@@ -64,7 +65,7 @@ class Metadata:
 
     dtype: Literal["uint16", "uint32"]
     vocab_size: int
-    tokenizer_type: str  # character, or the type of the model, such as bpe, unigram or wordpiece
+    tokenizer_type: str
     tokenizer_sha256: str
     eos_token_id: int | None
     train: Split
@@ -281,3 +282,13 @@ def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
     content.pop("fingerprint", None)
     empty = {"settings": {"cleaning": [], "dedup": "no"}, "counts": {}, "cleaning": {}, "repeated_documents": 0}
     return content | splits | empty
+
+
+def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) -> None:
+    """Write the metadata of a store whose files and tokenizer exist. `splits`: (tokens, documents, bytes) per split."""
+    described = {
+        split: Split(*numbers, file_sha256(folder / tokens_file(split)), file_sha256(folder / index_file(split)))
+        for split, numbers in splits.items()
+    }
+    metadata = Metadata(**described, tokenizer_sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"), **about)
+    write_atomic(folder / "metadata.json", json.dumps(asdict(metadata), indent=2, ensure_ascii=False) + "\n")

@@ -20,7 +20,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from atomic import file_sha256, write_atomic
+from atomic import write_atomic
 from errors import Problems, UserError, counted, disk_errors, require_room
 from progress import Progress
 from removal import MARK, discard, is_marked, mark, renew
@@ -31,7 +31,7 @@ from tokenizer.dedup import MinHasher
 from tokenizer.documents import Counts
 from tokenizer.merge import Merger
 from tokenizer.recipe import Recipe
-from tokenizer.store import RESUMES, STORE_FILES, Metadata, Split, TokenStore, dtype_of, index_file, tokens_file
+from tokenizer.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish
 from tokenizer.vocabulary import VocabularyArguments
 from tokenizer.worker import Part, Plan, Settings, Workers, done_parts
 
@@ -337,13 +337,10 @@ class StoreBuilder:
     def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
         write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
         megatron.write_indexes(self.store, self.plan.settings.dtype)
-        splits = {}
-        for split, size in merger.progress.splits.items():
-            hashes = (file_sha256(self.store / name) for name in (tokens_file(split), index_file(split)))
-            splits[split] = Split(size.tokens, size.documents, size.bytes, *hashes)
-        metadata = Metadata(
-            **splits,
-            tokenizer_sha256=file_sha256(self.store / "tokenizer" / "tokenizer.json"),
+        splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
+        finish(
+            self.store,
+            splits,
             dtype=self.plan.settings.dtype,
             vocab_size=self.rust.get_vocab_size(),
             tokenizer_type="character" if encode.is_character(self.rust) else type(self.rust.model).__name__.lower(),
@@ -356,7 +353,6 @@ class StoreBuilder:
             repeated_documents=merger.repeated,
             command=shlex.join(["python", *sys.orig_argv[1:]]),
         )
-        write_atomic(self.store / "metadata.json", json.dumps(asdict(metadata), indent=2, ensure_ascii=False) + "\n")
         report.write(TokenStore(self.store), self.rust)
 
 
