@@ -27,6 +27,8 @@ BATCH_RULE = Rule("B = 2^19 (D / 1.16e9)^0.383", BATCH_SOURCE, "D", 1.16e9, 9.6e
 EPOCHS_RULE = Rule("value of repeated tokens", "Muennighoff et al. 2023, equations 5 and 6", "N", 7e6, 8.7e9)
 # (N, D / N) at this size, measured on the text of the quickstart (docs/budget.md).
 SMALL_RATIOS = {"gpt2": (2e6, 10.0), "modern": (2e6, 5.0)}
+# (k, g) of bits per byte = k C^-g for the best size at C FLOPs, fitted to runs on the text of the quickstart, and the range of C.
+MEASURED, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)}, (5e12, 6e13)
 MOST_EPOCHS = 4  # up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
 EXPONENT = 0.353  # of N and D in the loss (same source, equation 12)
 REPEATS, EXCESS = 15.4, 5.3  # decay of the value of repeated tokens, and of parameters beyond the best number for U
@@ -110,3 +112,11 @@ def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float,
     amounts = (tokens, 2 * tokens) if family == "modern" else (tokens,)
     losses = [e + a / parameters**alpha + b / D**beta for e, a, alpha, b, beta in fits for D in amounts]
     return min(losses), max(losses)
+
+
+def measured_bits_per_byte(family: str, flops: float) -> tuple[float, float] | None:
+    """Return the lowest and highest bits per byte on the text of the quickstart, 5% below and above the law of `MEASURED`, or None outside
+    of its range."""
+    (k, g), (lowest, highest) = MEASURED[family], MEASURED_FLOPS
+    bits = k * flops**-g
+    return (0.95 * bits, 1.05 * bits) if lowest <= flops <= highest else None

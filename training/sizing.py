@@ -68,6 +68,10 @@ class Option:
         return self.tokens / self.unique
 
     @property
+    def flops(self) -> float:
+        return self.tokens * flops_per_token(self.model)
+
+    @property
     def deficit(self) -> float:
         ratio = scaling.best_ratio(self.family, self.parameters)
         return scaling.deficit(self.parameters, self.tokens, self.unique, ratio)
