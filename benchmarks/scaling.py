@@ -10,6 +10,7 @@ command resumes an interrupted plan.
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import matplotlib
 import numpy as np
 import yaml
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 import command_line
 from atomic import write_atomic
@@ -41,7 +43,8 @@ LADDER = {
     "modern": {5e12: (1, 2, 3), 1.5e13: (1, 2, 3, 4), 6e13: (2, 3, 4, 5)},
     "gpt2": {5e12: (1, 2, 3), 1.5e13: (1, 2, 3), 6e13: (2, 3, 4)},
 }
-CHECKED = (1.5e13, 6e13)  # budgets at which the choice is compared with its neighbors
+# Budgets at which the choice is compared with its neighbors, with the seeds of these runs; the first is the default.
+CHECKED = {1.5e13: (1337, 1, 2), 6e13: (1337, 1)}
 RATES = ("learning_rate", "embedding_learning_rate", "head_learning_rate")
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 PATH = RESULTS / "scaling-python-standard-library-cpu.jsonl"
@@ -74,17 +77,18 @@ def ladder(family: str) -> list[Run]:
     ]
 
 
-def neighbors(choice: Run) -> dict[str, Run]:
-    """Return the choice of --budget and the runs around it: other sizes, batches and rates."""
+def neighbors(choice: Run) -> dict[str, list[Run]]:
+    """Return the choice of --budget and its neighbors, with other sizes, batches and rates: one run per seed."""
     runs = {"the choice": {name: choice[name] for name in ("family", "depth", "flops")}}
     base = runs["the choice"]
     for depth in (base["depth"] - 1, base["depth"] + 1):
         if depth in LADDER[base["family"]][base["flops"]]:
-            runs[f"{depth} layers"] = base | {"depth": depth}
+            runs[f"{depth} layer{'s' * (depth > 1)}"] = base | {"depth": depth}
     for by in (0.5, 2):
         runs[f"batch x {by:g}"] = base | {"tokens_per_step": int(by * choice["settings"]["tokens_per_step"])}
         runs[f"rates x {by:g}"] = base | {name: by * choice["settings"][name] for name in RATES}
-    return runs
+    others = CHECKED[base["flops"]][1:]
+    return {name: [run, *(run | {"seed": seed} for seed in others)] for name, run in runs.items()}
 
 
 def key(run: Run) -> str:
@@ -139,18 +143,21 @@ def plan() -> dict[str, Run]:
         f"{run['family']} {run['depth']} layers {run['flops']:g}": run for family in LADDER for run in ladder(family)
     }
     for flops in CHECKED:
-        runs |= {f"{name} at {flops:g}": run for name, run in neighbors(chosen("modern", flops)).items()}
+        for name, of_seeds in neighbors(chosen("modern", flops)).items():
+            runs |= {f"{name} at {flops:g}, run {i}": run for i, run in enumerate(of_seeds)}
     return runs
 
 
-def optimum(rows: list[Run]) -> tuple[float, float]:
-    """Return parameters and loss at the minimum of a parabola through the losses by log N, for runs of equal FLOPs (approach 2 of Hoffmann
-    et al. 2022). With only two runs below their neighbors' losses, the parabola goes through the three lowest."""
+def optimum(rows: list[Run]) -> tuple[float, float, float]:
+    """Return parameters, tokens and bits per byte at the minimum of a parabola in log N through the three lowest losses of runs with equal FLOPs (approach
+    2 of Hoffmann et al. 2022)."""
     nearest = sorted(rows, key=lambda row: row["eval_bits_per_byte"])[:3]
     a, b, c = np.polyfit(
         [math.log(row["parameters"]) for row in nearest], [row["eval_bits_per_byte"] for row in nearest], 2
     )
-    return math.exp(-b / (2 * a)), c - b**2 / (4 * a)
+    best = -b / (2 * a)
+    by_size = sorted((math.log(row["parameters"]), math.log(row["tokens"])) for row in rows)
+    return math.exp(best), math.exp(np.interp(best, *zip(*by_size, strict=True))), c - b**2 / (4 * a)
 
 
 def law(family: str, found: dict[str, Run]) -> dict[str, Any]:
@@ -158,8 +165,8 @@ def law(family: str, found: dict[str, Run]) -> dict[str, Any]:
     budgets = sorted(LADDER[family])
     optima = [optimum([found[key(run)] for run in ladder(family) if run["flops"] == flops]) for flops in budgets]
     logs = np.log(budgets)
-    a, n = np.polyfit(logs, [math.log(size) for size, _ in optima], 1)
-    g, k = np.polyfit(logs, [math.log(bits) for _, bits in optima], 1)
+    a, n = np.polyfit(logs, [math.log(size) for size, _, _ in optima], 1)
+    g, k = np.polyfit(logs, [math.log(bits) for *_, bits in optima], 1)
     return {"budgets": budgets, "optima": optima, "a": a, "n": math.exp(n), "g": -g, "k": math.exp(k)}
 
 
@@ -219,8 +226,8 @@ def section(path: Path) -> str:
         columns = ["FLOPs", "layers", "parameters in products", "tokens", "ratio", "loss", "bits per byte"]
         fit = law(family, found)
         best = "; ".join(
-            f"{size / 1e6:.2f}M parameters at {flops:g} FLOPs"
-            for flops, (size, _) in zip(fit["budgets"], fit["optima"], strict=True)
+            f"{size / 1e6:.2f}M parameters and {tokens / size:.1f} tokens per parameter at {flops:g} FLOPs"
+            for flops, (size, tokens, _) in zip(fit["budgets"], fit["optima"], strict=True)
         )
         parts += [f"#### {family}", table(columns, rows)]
         parts.append(
@@ -228,27 +235,35 @@ def section(path: Path) -> str:
             f"{fit['k']:.3g} C^-{fit['g']:.4f} bits per byte."
         )
     for flops in CHECKED:
-        runs = {name: found[key(run)] for name, run in neighbors(choice_of(flops, found)).items() if key(run) in found}
-        ours, best = runs["the choice"], min(runs.values(), key=lambda row: row["eval_loss"])
+        runs = {
+            name: [found[key(run)] for run in of_seeds] for name, of_seeds in neighbors(choice_of(flops, found)).items()
+        }
+        losses = {name: [one["eval_loss"] for one in of_seeds] for name, of_seeds in runs.items()}
+        means = {name: statistics.mean(of_seeds) for name, of_seeds in losses.items()}
         rows = [
             [
                 name,
-                f"{one['settings']['tokens_per_step']:,}",
-                f"{one['settings']['learning_rate']:g}",
-                f"{one['eval_loss']:.4f}",
-                f"{one['eval_loss'] / ours['eval_loss'] - 1:+.1%}",
+                f"{of_seeds[0]['settings']['tokens_per_step']:,}",
+                f"{of_seeds[0]['settings']['learning_rate']:g}",
+                ", ".join(f"{loss:.3f}" for loss in losses[name]),
+                f"{means[name]:.3f}",
+                f"{means[name] / means['the choice'] - 1:+.1%}",
             ]
-            for name, one in runs.items()
+            for name, of_seeds in runs.items()
         ]
-        parts.append(f"#### The choice for {flops:g} FLOPs, and its neighbors")
-        parts.append(table(["", "tokens per step", "Muon's rate", "loss", "compared with the choice"], rows))
-        parts.append(f"The choice is {ours['eval_loss'] / best['eval_loss'] - 1:.1%} above the best of these runs.")
+        columns = ["", "tokens per step", "Muon's rate", "losses by seed", "mean", "compared with the choice"]
+        parts += [f"#### The choice for {flops:g} FLOPs, and its neighbors", table(columns, rows)]
+        parts.append(
+            f"The choice is {means['the choice'] / min(means.values()) - 1:.1%} above the best of these means."
+        )
     return "\n\n".join([f"![Bits per byte by size and by FLOPs]({path.stem}.png)", *parts, measured_on(head, path)])
 
 
-def choice_of(flops: float, found: dict[str, Run]) -> Run:
-    """Return the choice at a checked budget from the finished runs: the run whose neighbors were measured."""
+def choice_of(flops: float, found: dict[str, Run]) -> Run | None:
+    """Return the choice at a checked budget from the finished runs: the run whose neighbors were measured. None: no neighbor was."""
     varied = [row for row in found.values() if row["run"]["flops"] == flops and "tokens_per_step" in row["run"]]
+    if not varied:
+        return None
     base = {name: varied[0]["run"][name] for name in ("family", "depth", "flops")}
     return base | {"settings": found[key(base)]["settings"]}
 
@@ -263,15 +278,17 @@ def draw(path: Path) -> None:
             fit = law(family, found)
             for flops, depths in LADDER[family].items():
                 rows = [found[key({"family": family, "depth": depth, "flops": flops})] for depth in depths]
-                by_size.plot(
-                    [row["parameters"] for row in rows], [row["eval_bits_per_byte"] for row in rows], "o-", color=color
-                )
+                sizes, bits = ([row[name] for row in rows] for name in ("parameters", "eval_bits_per_byte"))
+                by_size.plot(sizes, bits, "o-", color=color)
+                by_size.annotate(f"   {flops:g}", (sizes[-1], bits[-1]), color=color, va="center", fontsize="small")
             by_flops.plot(
-                fit["budgets"], [bits for _, bits in fit["optima"]], "o", color=color, label=f"{family}: minima"
+                fit["budgets"], [bits for *_, bits in fit["optima"]], "o", color=color, label=f"{family}: minima"
             )
-            ends = np.array([fit["budgets"][0] / 2, fit["budgets"][-1] * 2])
-            by_flops.plot(ends, fit["k"] * ends ** -fit["g"], "--", color=color, label=f"{family}: fitted power law")
-        by_size.set(xscale="log", xlabel="parameters in matrix products", ylabel="bits per byte")
+            flops = np.geomspace(fit["budgets"][0] / 2, fit["budgets"][-1] * 2)
+            by_flops.plot(flops, fit["k"] * flops ** -fit["g"], "--", color=color, label=f"{family}: fitted power law")
+        by_size.set(xscale="log", xlabel="parameters in matrix products", ylabel="bits per byte", xlim=(1.3e5, 1.5e7))
+        by_size.xaxis.set_minor_formatter(NullFormatter())
+        by_size.set_title("by size, with FLOPs", fontsize="medium")
         by_flops.set(xscale="log", xlabel="FLOPs")
         by_flops.legend()
         figure.savefig(DOCS / f"{path.stem}.png")
@@ -286,11 +303,12 @@ def page() -> str:
 
 def is_finished() -> bool:
     _, found = read(PATH)
-    is_measured = all(key(run) in found for family in LADDER for run in ladder(family))
-    return is_measured and all(
-        any("tokens_per_step" in row["run"] and row["run"]["flops"] == flops for row in found.values())
-        for flops in CHECKED
-    )
+    runs = [run for family in LADDER for run in ladder(family)]
+    for flops in CHECKED:
+        if (choice := choice_of(flops, found)) is None:
+            return False
+        runs += [run for of_seeds in neighbors(choice).values() for run in of_seeds]
+    return all(key(run) in found for run in runs)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 import train_accelerate
+from benchmarks import scaling as benchmark
 from conftest import assert_user_error, flags, lines, reset_accelerate
 from settings_file import read_yaml
 from tokenizer.store import TokenStore
@@ -239,3 +241,26 @@ def test_the_length_follows_from_the_measured_speed():
     assert pacer(100, 1000.0)._corrected(20, log) == pytest.approx(20 + 2 * (990 - 8), abs=1)
     assert pacer(100, -5.0)._corrected(20, log) == 21
     assert pacer(100, 1000.0)._corrected(1, SimpleNamespace(paces=[])) == 100
+
+
+def test_the_law_of_small_models_is_the_fit_of_the_result_file():
+    _, found = benchmark.read(benchmark.PATH)
+    for family, law in scaling.MEASURED.items():
+        fit = benchmark.law(family, found)
+        assert law == pytest.approx((fit["k"], fit["g"]), rel=1e-3)
+        assert tuple(fit["budgets"][:: len(fit["budgets"]) - 1]) == scaling.MEASURED_FLOPS
+        for flops, (_, _, bits) in zip(fit["budgets"], fit["optima"], strict=True):
+            lowest, highest = scaling.measured_bits_per_byte(family, flops)
+            assert lowest < bits < highest
+    assert scaling.measured_bits_per_byte("modern", 1e14) is None
+
+
+@pytest.mark.parametrize("flops", benchmark.CHECKED)
+def test_the_choice_is_at_most_3_percent_above_its_neighbors(flops):
+    _, found = benchmark.read(benchmark.PATH)
+    runs = benchmark.neighbors(benchmark.choice_of(flops, found))
+    means = {
+        name: statistics.mean(found[benchmark.key(run)]["eval_loss"] for run in seeds) for name, seeds in runs.items()
+    }
+    assert len(means) == 7
+    assert means["the choice"] < 1.03 * min(means.values())
