@@ -60,7 +60,9 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
     with RunGuard(run, config.health, config.stopping, watchdog) as guard:
         # Build: model, optimizer, and batches that are a function of the step.
         batches = TrainBatches(data.train, plan.order, plan.batches, accelerator.process_index, plan.position)
-        train_step = build_train_step(plan.model, start.checkpoint, batches, config.optim, run.setup, accelerator)
+        train_step = build_train_step(
+            plan.model, start.checkpoint, batches, config.optim, run.setup, accelerator, start.pretrained
+        )
         if start.state.grad_scaler and accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(start.state.grad_scaler)
         validation = Validation(run, train_step, config.evaluation.max_eval_samples)
@@ -75,10 +77,10 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
             Profiler(config.profile, run, log) as profiler,
         ):
             log.start_trackers(config.logging.project, config.flat())
-            if start.step == 0:
-                validation.write_samples(0, log, prints=False)  # before training, samples are noise
             if start.owes_validation:
                 validation.validate(start.step, log, guard.stopper.agreed)
+            elif start.step == 0:
+                validation.write_samples(0, log, prints=False)  # before training, samples are noise
             for step in guard.steps(saver):
                 profiler.before(step)
                 rate_factor = schedule(step, plan.max_steps, config.optim)

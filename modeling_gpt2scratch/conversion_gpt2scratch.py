@@ -76,14 +76,18 @@ SEED_PARAMETERS = {
 }
 
 
-def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
-    """Return a GPT2Scratch model with the same weights. Raise a `ModelError` for GPT-2 options that it does not support."""
-    foreign = [name for name, ours in GPT2_ONLY.items() if getattr(gpt2.config, name) != ours]
+def scratch_config(gpt2: GPT2Config) -> GPT2ScratchConfig:
+    """Return the configuration of the same model. Raise a `ModelError` for GPT-2 options that GPT2Scratch does not support."""
+    foreign = [name for name, ours in GPT2_ONLY.items() if getattr(gpt2, name) != ours]
     if foreign:
-        values = ", ".join(f"{name}={getattr(gpt2.config, name)}" for name in foreign)
+        values = ", ".join(f"{name}={getattr(gpt2, name)}" for name in foreign)
         raise ModelError(f"GPT2Scratch does not support {values}; only the plain GPT-2 architecture can be converted")
-    config = GPT2ScratchConfig(**{name: getattr(gpt2.config, name) for name in SHARED_FIELDS})
-    state = _transposed(gpt2.state_dict())
+    return GPT2ScratchConfig(**{name: getattr(gpt2, name) for name in SHARED_FIELDS})
+
+
+def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
+    """Return a GPT2Scratch model with the same weights. Raise a `ModelError` like `scratch_config`."""
+    config, state = scratch_config(gpt2.config), _transposed(gpt2.state_dict())
     model = loading.load_weights(GPT2ScratchForCausalLM, None, config, gpt2.dtype, state_dict=state)
     model.generation_config = gpt2.generation_config
     return model

@@ -139,11 +139,14 @@ def _metadata(
     brought: dict[str, Any],
     measured: list[EvalResult],
 ) -> ModelCardData:
-    own = [tag, *["from-scratch"] * (source.run is not None)]
+    pretrained = source.config.pretrained.init_from if source.run is not None else None
+    own = [tag, *["from-scratch"] * (source.run is not None and pretrained is None)]
     tags = brought["tags"] if isinstance(brought.get("tags"), list) else []
     store = find_store(source.config.recipe) if source.run is not None else None
     given = {"license": options.license, "language": options.language}
     given["datasets"] = sorted(set(store.metadata.hub_datasets)) if store is not None else []
+    if pretrained is not None and not Path(pretrained).exists():
+        given["base_model"] = pretrained
     results = validation_results(source) + measured
     return ModelCardData(
         library_name="transformers",

@@ -21,7 +21,7 @@ OURS = {*PACKAGES, "command_line", "train_accelerate", "push_to_hub", "generate"
 RINGS = {
     "ground": "launcher threads console restart hardware scaling budget tensors muon optim status metrics compilation",
     "data and step": "tokens data batches loss sharding embedding device model distributed step sampling scoring",
-    "on disk": "checkpoint run_folder trackers backup saver loading",
+    "on disk": "checkpoint run_folder trackers backup saver loading pretrained",
     "decisions": "memory plan compatibility resume run",
     "while it runs": "health speed screen advice log profile report.plots report.facts report.report"
     " validation guard.lock guard.stopping"

@@ -26,9 +26,11 @@ from training.device import DeviceArguments
 from training.guard.stopping import StoppingArguments
 from training.hardware import CostArguments
 from training.health import HealthArguments
+from training.loading import find_model
 from training.model import ModelArguments
 from training.optim import OptimArguments, with_defaults
 from training.plan import LengthArguments
+from training.pretrained import PretrainedArguments, model_of
 from training.profile import ProfileArguments
 from training.run_folder import CONFIG_FILE, RunArguments, run_of
 from training.sampling import SamplingArguments
@@ -47,7 +49,8 @@ MAIN = (  # flags that --help explains
 CHOSEN = {part.name for kind in (ModelArguments, OptimArguments, LengthArguments) for part in fields(kind)}
 LENGTHS = {part.name for part in fields(LengthArguments)}
 CHOSEN |= {"tokens_per_step", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit", "logging_steps"}
-QUICKSTART = Path(__file__).parent.parent / "presets" / "quickstart.yaml"
+PRESETS = Path(__file__).parent.parent / "presets"
+QUICKSTART, CONTINUED = PRESETS / "quickstart.yaml", PRESETS / "continued.yaml"
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class TrainConfig:
     cleaning: CleaningArguments
     dedup: DedupArguments
     model: ModelArguments
+    pretrained: PretrainedArguments
     batch: BatchArguments
     length: LengthArguments
     budget: BudgetArguments
@@ -97,6 +101,12 @@ class TrainConfig:
         """Recipe of the token store. It has its own seed, so that runs with different seeds are scored on the same text."""
         parts = (self.corpus, self.vocabulary, self.cleaning, self.dedup)
         return Recipe([self.data.data], *parts, vocab_size_must_fit="vocab_size" in self.flags)
+
+    @property
+    def pretrained_source(self) -> str | None:
+        """Folder or Hub id of the pretrained model that a new run starts from, or None."""
+        source = self.pretrained.init_from
+        return find_model(source) if source is not None and self.run.resume_from_checkpoint is None else None
 
     @property
     def trains_bpe(self) -> bool:
@@ -171,29 +181,41 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
             raise UserError(no_source)
         return _composed(parts, parser.named_flags(arguments), parser.in_file, named, resumed)
 
-    default = named or (resumed / CONFIG_FILE if resumed else QUICKSTART)
+    default = CONTINUED if parser.value_of("init_from", arguments) else QUICKSTART
+    default = named or (resumed / CONFIG_FILE if resumed else default)
     return compose(parser.parse(arguments, default_config=default, check=lambda *parts: check(compose(parts))))
 
 
 def _composed(
     parts: tuple, flags: set[str], in_file: set[str], named: Path | None, resumed: Path | None
 ) -> TrainConfig:
-    given = flags | in_file if named or resumed else flags
+    given = flags | in_file if named or resumed or "init_from" in flags else flags
     if "budget" in in_file & flags:  # the file's length was the choice for another budget
         given -= LENGTHS - flags
     config = TrainConfig(*parts, flags=flags, given=given)
+    if config.data.data is None:
+        raise UserError("No training data is named: set --data to a text file, a folder or a token store.")
+    config.data.data = os.path.normpath(config.data.data)
+    if config.pretrained_source is not None:
+        config = _with_pretrained(config)
     model, tokens = config.model, config.batch.tokens_per_step
     has_large_embedding = model.normalization == "rms_norm" and not model.tie_word_embeddings
     optim = with_defaults(config.optim, flags | in_file, tokens, model.n_embd, has_large_embedding)
     config = replace(config, optim=optim)
-    if config.data.data is None:
-        raise UserError("No training data is named: set --data to a text file, a folder or a token store.")
-    config.data.data = os.path.normpath(config.data.data)
     if not (named or resumed):
         _drop_quickstart_text_settings(config)
     if config.run.output_dir is None:
         config.run.output_dir = str(resumed or Path("runs") / _run_name(named, config))
     return config
+
+
+def _with_pretrained(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the architecture and, for text, the tokenizer of the pretrained model."""
+    source, vocabulary = config.pretrained_source, config.vocabulary
+    model = model_of(source, config.model, config.flags)
+    if config.text and vocabulary.tokenizer is None:
+        vocabulary = replace(vocabulary, tokenizer=source, vocab_size=None)
+    return replace(config, model=model, vocabulary=vocabulary, given=config.given | vars(model).keys())
 
 
 def _drop_quickstart_text_settings(config: TrainConfig) -> None:

@@ -1,8 +1,8 @@
 """Model of a run: a `GPT2ScratchForCausalLM` built from the flags and the token store."""
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -14,7 +14,6 @@ from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.device import Setup
 from training.embedding import make_embeddings_deterministic
-from training.tensors import load_weights
 
 
 @dataclass
@@ -60,17 +59,23 @@ def model_config(
         raise UserError("\n".join(f"{problem}." for problem in str(error.__cause__ or error).split("; "))) from error
 
 
+def model_settings(config: GPT2ScratchConfig) -> dict[str, Any]:
+    """Return the values of `ModelArguments` for a configuration."""
+    names = [part.name for part in fields(ModelArguments) if part.name != "rope_theta"]
+    theta = config.rope_parameters["rope_theta"] if config.rope_parameters else None
+    return {name: getattr(config, name) for name in names} | {"rope_theta": theta}
+
+
 def build_model(
-    config: GPT2ScratchConfig, setup: Setup, seed: int, weights: Path | None = None
+    config: GPT2ScratchConfig, setup: Setup, seed: int, load: Callable[[nn.Module], None] | None = None
 ) -> GPT2ScratchForCausalLM:
-    """Build the model in fp32, with initial weights from `seed` or with the weights of a safetensors file. Raise a `UserError` if
-    these do not fit."""
+    """Build the model in fp32, with initial weights from `seed` or those that `load` writes."""
     torch.manual_seed(seed)
-    with torch.device("cpu" if weights is None else "meta"):  # skips an initialization that would be overwritten
+    with torch.device("cpu" if load is None else "meta"):  # skips an initialization that would be overwritten
         model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=setup.attn_implementation)
-    if weights is not None:
+    if load is not None:
         model.to_empty(device="cpu").tie_weights()
-        load_weights(weights, model)
+        load(model)
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )

@@ -29,6 +29,7 @@ from training.metrics import has_evaluation
 from training.model import model_config
 from training.optim import jump_at
 from training.plan import Plan, cuda_graph_problems, host_memory_problems, steps_of
+from training.pretrained import load_pretrained, vocabulary_problems
 from training.restart import restarted
 from training.resume import ResumePoint, choose_checkpoint, resume_position
 from training.run import Run
@@ -94,6 +95,8 @@ def check(config: TrainConfig) -> None:
 
 def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> Iterator[str]:
     vocab_size = store.metadata.vocab_size
+    if config.pretrained_source is not None:
+        yield from vocabulary_problems(config.pretrained_source, store)
     if "vocab_size" in config.flags and (asked := config.overridden_vocab_size(vocab_size)) is not None:
         yield f"vocab_size is {asked}, but the vocabulary of {store.folder} has {vocab_size} tokens; remove --vocab_size."
 
@@ -125,6 +128,8 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     is_due = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step)
     has_it = on_main(accelerator, lambda: has_evaluation(folder.metrics, start.step))
     start = replace(start, owes_validation=is_due and start.is_own(folder) and not has_it)
+    if checkpoint is None and (source := config.pretrained_source) is not None:
+        start = replace(start, owes_validation=True, pretrained=partial(load_pretrained, source))
     where = plan.placement.where, accelerator.device, config.batch.mask_documents
     data = RunData(store, tokenizer, *(place_tokens(store, split, *where) for split in SPLITS))
     return Run(folder, accelerator, setup, data, plan, start, backup, with_prompts(config.sampling, store, tokenizer))

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from errors import UserError
 from settings_file import read_yaml
 from training import checkpoint as checkpoints
@@ -23,7 +25,10 @@ class ResumePoint:
     checkpoint: Path | None
     state: TrainState  # state at the start: position, settings, last losses
     changes: list[str]  # one sentence per setting that differs from the checkpoint's
-    owes_validation: bool = False  # true if the run ended between a checkpoint and its validation
+    owes_validation: bool = (
+        False  # true if the run ended between a checkpoint and its validation, or has pretrained weights
+    )
+    pretrained: Callable[[nn.Module], None] | None = None  # writes the weights of step 0; None: random weights
 
     @property
     def step(self) -> int:

@@ -1,7 +1,9 @@
 """Training step: the hot path. Nothing here waits for the device."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from training.loss import NextTokenLoss
 from training.model import build_model
 from training.optim import OptimArguments, build_optimizer, load_moments, set_rates, skip_if_not_finite
 from training.sharding import shard
-from training.tensors import OPTIMIZER, WEIGHTS, whole
+from training.tensors import OPTIMIZER, WEIGHTS, load_weights, whole
 
 
 @dataclass
@@ -79,10 +81,14 @@ def build_train_step(
     arguments: OptimArguments,
     setup: Setup,
     accelerator: Accelerator,
+    pretrained: Callable[[nn.Module], None] | None = None,
 ) -> TrainStep:
     """Build, compile and distribute the model, and create its optimizer. Weights and moments are new or from a checkpoint. Raise a
-    `UserError` if the checkpoint's tensors do not fit the model, or hold values that no run writes."""
-    model = build_model(config, setup, batches.order.seed, checkpoint / WEIGHTS if checkpoint is not None else None)
+    `UserError` if the checkpoint's tensors do not fit the model, or hold values that no run writes.
+
+    `pretrained` writes the initial weights of a run without a checkpoint; by default they are random."""
+    load = partial(load_weights, checkpoint / WEIGHTS) if checkpoint is not None else pretrained
+    model = build_model(config, setup, batches.order.seed, load)
     accelerator.gradient_accumulation_steps = batches.plan.accumulation
     loss = _prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
     precision = torch.bfloat16 if setup.mixed_precision == "bf16" and computes_bf16() else torch.float32

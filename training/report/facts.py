@@ -92,6 +92,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
         "results": _results(entries, written),
         "samples": [{"step": step, "texts": written[step]} for step in evenly(sorted(written), MAX_MOMENTS)],
         "settings": {name: value for name, value in settings.items() if not _is_private(name, value)},
+        "pretrained": _pretrained(settings.get("init_from")),
         "command": f"{launch_command()} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
         "environments": _environments(starts),
         "begins_at": starts[0]["step"] if starts else 0,
@@ -159,6 +160,11 @@ def _as_typed(data: str) -> str:
 def _is_private(name: str, value: Any) -> bool:
     """Return whether the setting names a path of this machine."""
     return name in ("data", "backup_dir") or (isinstance(value, str) and PurePath(value).is_absolute())
+
+
+def _pretrained(source: str | None) -> str | None:
+    """Return the name of the pretrained model: a Hub id, or the last part of a path."""
+    return source and (PurePath(source).name if Path(source).exists() else source)
 
 
 def _speed(timed: Entries, first_step: float) -> dict[str, Any]:

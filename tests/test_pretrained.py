@@ -1,0 +1,108 @@
+"""Runs that start from a pretrained model (--init_from)."""
+
+import shutil
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
+
+import train_accelerate
+from conftest import TINY, assert_equal, assert_user_error, flags, metrics, prose, reset_accelerate, tokenized, weights
+from settings_file import read_yaml
+
+SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
+ARCHITECTURE = {
+    "normalization",
+    "rope_theta",
+    "use_bias",
+    "activation_function",
+    "tie_word_embeddings",
+    "initializer_range",
+}
+SETTINGS = {name: value for name, value in TINY.items() if name not in ARCHITECTURE | SHAPE.keys()}
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory, store):
+    """A GPT-2 with random weights and the tokenizer of the store."""
+    torch.manual_seed(0)
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "gpt2", store.load_tokenizer()
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    GPT2LMHeadModel(GPT2Config(**SHAPE, vocab_size=len(tokenizer), **ids)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def continued(source, data, output_dir, **settings):
+    reset_accelerate()
+    given = {"init_from": source, "data": data, "output_dir": output_dir, **SETTINGS, **settings}
+    train_accelerate.main(flags(**given))
+    return output_dir
+
+
+@torch.no_grad()
+def loss_of(gpt2, store, context: int) -> float:
+    """Return Transformers' mean loss on the validation split, in windows of `context` tokens."""
+    model, ids = GPT2LMHeadModel.from_pretrained(gpt2).eval(), torch.from_numpy(store.in_memory("val").astype("int64"))
+    losses = []
+    for start in range(0, len(ids) - 1, context):
+        window = ids[start : start + context + 1]
+        losses.append(cross_entropy(model(window[None, :-1]).logits[0], window[1:], reduction="none"))
+    return torch.cat(losses).mean().item()
+
+
+@pytest.mark.parametrize("context", [32, 16])
+def test_the_loss_before_the_first_step_is_that_of_transformers(gpt2, store, tmp_path, context):
+    run = continued(gpt2, store.folder, tmp_path / "run", n_positions=context)
+    first = metrics(run)[0]
+    assert first["step"] == 0
+    assert first["eval_loss"] == pytest.approx(loss_of(gpt2, store, context), abs=2e-6)
+    config = read_yaml(run / "config.yaml")
+    assert {name: config[name] for name in SHAPE} == SHAPE | {"n_positions": context}
+    assert [config[name] for name in ("activation_function", "tie_word_embeddings", "embd_pdrop")] == [
+        "gelu_new",
+        True,
+        0,
+    ]
+    assert min(entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry) < first["eval_loss"]
+
+
+def test_a_resumed_run_needs_no_pretrained_model(gpt2, store, tmp_path):
+    source = shutil.copytree(gpt2, tmp_path / "source")
+    run = continued(source, store.folder, tmp_path / "run", max_steps=3)
+    continued(source, store.folder, run, max_steps=3)  # the same command again
+    shutil.rmtree(source)
+    reset_accelerate()
+    train_accelerate.main(["--resume_from_checkpoint", str(run), "--max_steps", "6"])
+    assert [entry["step"] for entry in metrics(run) if "eval_loss" in entry] == [0, 3, 6]
+
+
+def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tmp_path):
+    (tmp_path / "more.txt").write_text(prose(99), encoding="utf-8")
+    given = {"tokens_per_step": 64, "torch_compile": "false", "mixed_precision": "no", "max_steps": 1}
+    reset_accelerate()
+    command = flags(init_from=run, data=tmp_path / "more.txt", output_dir=tmp_path / "second", **given)
+    train_accelerate.main([*command, "--learning_rate", "1e-30", "--min_learning_rate", "0"])
+    assert_equal(weights(tmp_path / "second"), weights(run))
+    assert "model trained from the weights of tiny: " in (tmp_path / "second" / "report.md").read_text()
+    config = read_yaml(tmp_path / "second" / "config.yaml")
+    assert [config[name] for name in ("optimizer", "weight_decay", "lr_scheduler_type")] == ["adamw", 0.1, "cosine"]
+
+
+def test_contradictions_are_refused(gpt2, store, tmp_path):
+    def refuse(sentence: str, source=gpt2, data=store.folder, **settings) -> None:
+        assert_user_error(sentence, continued, source, data, tmp_path / "run", **settings)
+
+    refuse(
+        r"n_layer is 3, but \S+ has 2; leave n_layer out\.\nn_positions is 64, but \S+ has learned only 32",
+        n_layer=3,
+        n_positions=64,
+    )
+    (tmp_path / "text.txt").write_text(prose(7), encoding="utf-8")
+    other = tokenized(tmp_path / "text.txt", tmp_path / "other", {"validation_fraction": 0.2}, vocab_size=280)
+    refuse("have different tokenizers; use a store that was made with the model's own tokenizer", data=other.folder)
+    refuse("nothing is neither a local folder nor a Hub id", source="nothing")
+    LlamaConfig().save_pretrained(tmp_path / "llama")
+    refuse("it is a llama model; only GPT2Scratch and GPT-2 models can be trained", source=tmp_path / "llama")
+    assert not (tmp_path / "run").exists()
