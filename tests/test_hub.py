@@ -225,6 +225,23 @@ for entry in sys.argv[1:]:
 """
 
 
+def test_a_limit_stops_streaming_early(tmp_path, launch):
+    shards = {f"{shard}.jsonl": jsonl(*(prose(100 * shard + i, 80) for i in range(150))) for shard in range(4)}
+    with serving_datasets(name={NEWEST: shards}) as (hub, address):
+        for limit in (("--max_bytes", "30KB"), ("--max_documents", "170")):
+            hub.requests.clear()
+            output = tmp_path / limit[0]
+            command = ("--input", "user/name", "--output", output, "--vocab_size", "300", *limit)
+            done = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
+            assert done.returncode == 0, done.stderr
+            read = {
+                path.rsplit("/", 1)[1] for method, path in hub.requests if method == "GET" and path.endswith(".jsonl")
+            }
+            assert read == ({"0.jsonl"} if limit[0] == "--max_bytes" else {"0.jsonl", "1.jsonl"})
+    metadata = TokenStore(tmp_path / "--max_documents").metadata
+    assert metadata.train.documents + metadata.val.documents == 170
+
+
 def test_large_datasets_are_estimated_from_their_number_of_records(tmp_path, launch):
     """The large one has two shards with 100 records of 10 sentences; a small one is read whole; one without a count is refused."""
     shards = {f"{shard}.jsonl": jsonl(*(prose(100 * shard + i, 80) for i in range(100))) for shard in range(2)}

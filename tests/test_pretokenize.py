@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from conftest import prose
 from errors import UserError
 from tokenizer import vocabulary
+from tokenizer.byte_range import last_cut
 from tokenizer.pretokenize import main
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
@@ -231,3 +232,48 @@ def test_skipped_files_are_counted_after_a_merge_of_shards(tmp_path, text, capsy
     pretokenize(*command, "--merge")
     assert "left out or changed: 1 table without a text column" in capsys.readouterr().out
     assert f"the first in {tmp_path / 'in' / 'numbers.csv'}" in (tmp_path / "store" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "kept"),
+    [("--max_bytes", "30KB", 30_000), ("--max_bytes", "1 kib", 1024), ("--max_documents", "700", 700)],
+)
+def test_limited_text_is_the_beginning_with_any_number_of_processes(tmp_path, monkeypatch, flag, value, kept):
+    by = "document" if flag == "--max_bytes" else "line"
+    for module in ("corpus", "store_builder"):
+        monkeypatch.setattr(f"tokenizer.{module}.UNIT_BYTES", 4096)
+    first, second = prose(1), prose(2, 8000)
+    (tmp_path / "a.txt").write_text(first, encoding="utf-8")
+    (tmp_path / "b.txt").write_text(second, encoding="utf-8")
+    inputs = (tmp_path / "a.txt", tmp_path / "b.txt")
+    command = ("--sample_by", by, *SMALL, "--validation_fraction", "0.2", flag, value)
+
+    def stop(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreBuilder, "_refuse_changed_files", stop)  # after all units, before the merge
+        with pytest.raises(KeyboardInterrupt):
+            pretokenize("--input", *inputs, "--output", tmp_path / "2", "--num_proc", 2, *command)
+    for processes in (1, 2):
+        pretokenize("--input", *inputs, "--output", tmp_path / str(processes), "--num_proc", processes, *command)
+    if by == "document":
+        *whole, cut = [first[:kept], second[: kept - len(first)]] if kept > len(first) else [first[:kept]]
+        texts = [*whole, cut[: last_cut(cut, 0)]]
+    else:
+        texts = ["".join((first + second).splitlines(keepends=True)[:kept])]
+    folder = tmp_path / "beginning"
+    folder.mkdir()
+    for name, beginning in zip("ab", texts, strict=False):
+        (folder / f"{name}.txt").write_text(beginning, encoding="utf-8")
+    pretokenize("--input", folder, "--output", tmp_path / "3", *command[:-2])
+    stores = [TokenStore(tmp_path / name) for name in "123"]
+    for split in ("train", "val"):
+        one, other, beginning = ((store.folder / f"{split}.bin").read_bytes() for store in stores)
+        assert one == other == beginning
+
+
+def test_limits_have_units_and_need_the_whole_text(tmp_path, text):
+    command = ("--input", text, "--output", tmp_path / "store", *SMALL)
+    assert "max_bytes is '2 apples'; it must be a number above 0" in refused(*command, "--max_bytes", "2 apples")
+    assert "cannot be combined with shard" in refused(*command, "--max_bytes", "2KB", "--shard", "0/2")

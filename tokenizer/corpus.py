@@ -23,11 +23,12 @@ from errors import Problems, UserError, counted
 from limits import setting
 from tokenizer import chat, files
 from tokenizer.byte_range import ByteRange
-from tokenizer.documents import Counts
+from tokenizer.documents import Counts, Limit
 from tokenizer.hub import HubDataset
 from tokenizer.records import CHAT_COLUMNS, TEXT_COLUMNS, parsed, records, text_column
 
 UNIT_BYTES = 16 << 20
+SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
 # Up to this share, unclean text is replaced or skipped, and counted. Above it, the corpus is refused.
 TOLERATED_SHARE = 0.01
 SAMPLED_RECORDS = 100  # records read at the head of a file to find its text column
@@ -74,7 +75,21 @@ class CorpusArguments:
         above=0,
         below=1,
     )
+    max_bytes: str | None = setting(None, "Use only the first so many bytes of text, such as 500MB or 2GB.")
+    max_documents: int | None = setting(None, "Use only the first so many documents.", minimum=1)
     strict: bool = setting(False, "Refuse unclean text. Otherwise up to 1 percent is fixed or skipped, and counted.")
+
+    @property
+    def limit(self) -> Limit:
+        size = SIZE.fullmatch(self.max_bytes or "")
+        number = (
+            float(size[1]) * (1024 if size[3] else 1000) ** " kmgt".index(size[2].lower() or " ") if size else math.inf
+        )
+        return Limit(number, self.max_documents or math.inf)
+
+    def problems(self) -> Iterator[str]:
+        if self.max_bytes is not None and not 1 <= self.limit.bytes < math.inf:
+            yield f"max_bytes is {self.max_bytes!r}; it must be a number above 0 with or without a unit, such as 500MB or 2GB."
 
 
 @dataclass(frozen=True)
@@ -161,7 +176,7 @@ class Corpus:
     def most_bytes(self) -> float:
         """Upper bound of the bytes of text. It is infinite if the size is unknown before the text is read."""
         is_known = not any(self.hub) and not any(files.is_packed(file.path) for file in self.all_files)
-        return self.text_size if is_known else math.inf
+        return min(self.text_size if is_known else math.inf, self.arguments.limit.bytes)
 
     def check(self, counts: Counts, is_all: bool = True) -> None:
         """Raise a `UserError` if too much text is unclean. If `is_all` is false, more text follows, and its size counts, too."""

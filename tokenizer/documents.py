@@ -5,6 +5,7 @@ of a Hub dataset. Broken text is replaced or skipped, and counted.
 """
 
 import codecs
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -62,17 +63,35 @@ class Counts:
         self.first = later.first | self.first
 
 
+class Limit(NamedTuple):
+    """Upper limits of the text to use: bytes in UTF-8, and documents, both without blank documents."""
+
+    bytes: float = math.inf
+    documents: float = math.inf
+
+    def after(self, counts: Counts) -> "Limit":
+        """Return what is left after the text of `counts`."""
+        return Limit(self.bytes - counts.bytes, self.documents - counts.documents)
+
+
+NO_LIMIT = Limit()
+
+
 @dataclass
 class Reader:
-    """Reader that divides files into documents and updates `counts`."""
+    """Reader that divides files into documents and updates `counts`. `is_cut`: the text reached the limit, and the rest is left out."""
 
     sample_by: str = "document"  # unit of a plain text file that becomes a document: document, paragraph or line
     chat: ChatTemplate | None = None
     counts: Counts = field(default_factory=Counts)
+    limit: Limit = NO_LIMIT
+    is_cut: bool = False
 
     def pieces(self, part: ByteRange) -> Iterator[Piece]:
         """Yield the pieces of all documents that are not blank.
         Raise a `UserError` if the file cannot be read to its end. A file that may be skipped ends there instead."""
+        if self.is_cut:
+            return
         held: list[Piece] = []  # the blank head of a document, until visible text follows
         blank, ended = False, True  # a document that continues from an earlier part is not blank
         try:
@@ -83,6 +102,8 @@ class Reader:
                 if not blank:
                     yield from self._counted(held)
                     held, ended = [], ends
+                    if self.is_cut:
+                        return
                 elif ends:
                     self.counts.blank += 1
                     held = []
@@ -94,11 +115,23 @@ class Reader:
             if not ended:
                 yield Piece("", False, True)
 
-    def _counted(self, pieces: list[Piece]) -> list[Piece]:
-        for text, starts, _, _ in pieces:
+    def _counted(self, pieces: list[Piece]) -> Iterator[Piece]:
+        """Count and yield pieces up to the limit. The piece at the limit is cut between words and ends its document."""
+        for piece in pieces:
+            text, starts, _, _ = piece
+            size, left = len(text) if text.isascii() else len(text.encode()), self.limit.after(self.counts)
+            if size > left.bytes:
+                text = text.encode()[: int(left.bytes)].decode(errors="ignore")
+                text = text[: last_cut(text, 0)]
+                piece, size, self.is_cut = Piece(text, starts, True), len(text.encode()), True
+            if starts and (left.documents < 1 or (self.is_cut and not text)):
+                self.is_cut = True
+                return
             self.counts.documents += starts
-            self.counts.bytes += len(text) if text.isascii() else len(text.encode())
-        return pieces
+            self.counts.bytes += size
+            yield piece
+            if self.is_cut:
+                return
 
     def _of_text(self, part: ByteRange) -> Iterator[Piece]:
         texts = SPLITTERS[self.sample_by](self._blocks(part))

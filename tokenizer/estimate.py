@@ -88,9 +88,11 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     """Estimate the store of the recipe's only input, from a sample in the empty `folder`. Return None if the text is small.
     Raise a `UserError` if the text is missing or bad, or a Hub dataset does not state its size."""
     [data] = recipe.inputs
+    limit = recipe.corpus.limit
+    recipe = replace(recipe, corpus=replace(recipe.corpus, max_bytes=None, max_documents=None))
     corpus: Corpus = SampledCorpus([data], recipe.corpus)
     dataset, records = corpus.hub[0], folder / "records.jsonl"
-    if dataset is None and corpus.text_size <= LARGE_BYTES:
+    if limit.bytes <= LARGE_BYTES or (dataset is None and corpus.text_size <= LARGE_BYTES):
         return None
     say(f"Reading a sample of {data} ...")
     with disk_errors(folder, RESUMES), Workers() as workers:
@@ -114,7 +116,8 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     if dataset is None:
         scale = corpus.size / corpus.taken, f"{corpus.taken / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
     factor, read = scale
-    metadata = store.metadata
+    metadata, counts = store.metadata, store.metadata.counts
+    factor = min(factor, limit.bytes / counts["bytes"], limit.documents / counts["documents"])
     tokens = factor * (metadata.train.tokens + metadata.val.tokens)
     held_out = round(tokens * recipe.corpus.validation_fraction)
     whole = copy.copy(store)

@@ -22,6 +22,7 @@ from tokenizer import export, unpack
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import Corpus, CorpusArguments
 from tokenizer.dedup import DedupArguments
+from tokenizer.documents import NO_LIMIT
 from tokenizer.recipe import SEED, Recipe
 from tokenizer.store_builder import pretokenize
 from tokenizer.vocabulary import VocabularyArguments
@@ -80,6 +81,10 @@ class PretokenizeArguments:
 def check(options: PretokenizeArguments, *parts) -> None:
     """Raise a `UserError` with all problems that can be found before the text is read, one per line."""
     problems = Problems(options.problems() + options.recipe(*parts).problems())
+    if options.shard is not None and parts[0].limit != NO_LIMIT:
+        problems.add(
+            "max_bytes and max_documents cannot be combined with shard, because a shard does not know the text before it."
+        )
     if problems.sentences:  # only if this check fails: otherwise `pretokenize` finds the text
         problems.add_of(Corpus, [options.input, parts[0]])
     problems.refuse()

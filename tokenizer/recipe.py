@@ -31,7 +31,7 @@ class Recipe:
     vocab_size_must_fit: bool = True  # False if a run's YAML file sets the size: the tokenizer's own size overrides it
 
     def problems(self) -> list[str]:
-        found = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary)
+        found = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary) + [*self.corpus.problems()]
         if self.weights and len(self.weights) != len(self.inputs):
             found.append(
                 f"There are {len(self.weights)} weights for {len(self.inputs)} inputs: give one per input, in the same order."
@@ -47,8 +47,13 @@ class Recipe:
         """Return all settings by flag name, and the content of the files that some of them name."""
         parts = (self.corpus, self.vocabulary, self.cleaning, self.dedup)
         settings = {name: value for part in parts for name, value in asdict(part).items()}
-        if not settings["exclude"]:  # newer setting: without it, older stores and cached names stay valid
-            del settings["exclude"]
+        for name in (
+            "exclude",
+            "max_bytes",
+            "max_documents",
+        ):  # newer: without them, older stores and cached names stay valid
+            if not settings[name]:
+                del settings[name]
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
         if self.existing_tokenizer is not None:
             content = self.existing_tokenizer.backend_tokenizer.to_str()

@@ -28,7 +28,7 @@ from tokenizer import cleaning, encode, megatron, report, schema, vocabulary
 from tokenizer.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.corpus import TOLERATED_SHARE, UNIT_BYTES, Corpus, TextFile, Unit
 from tokenizer.dedup import MinHasher
-from tokenizer.documents import Counts
+from tokenizer.documents import NO_LIMIT, Counts, Limit
 from tokenizer.merge import Merger
 from tokenizer.recipe import Recipe
 from tokenizer.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish
@@ -258,13 +258,33 @@ class StoreBuilder:
         # The ids of a part stay on the disk until its last copy is written.
         copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
         needed = per_byte * sum(map(operator.mul, copies, self.corpus.text_sizes))
+        needed *= min(1.0, self.recipe.corpus.limit.bytes / max(1, self.corpus.text_size))
         remedy = "make room or name an --output on another disk"
         require_room(self.folder.parent.absolute(), needed, "The tokens will need about", remedy)
 
     # ---- the work -------------------------------------------------------------------------------------------------------
 
-    def do_units(self, units: list[int]) -> list[Part]:
-        """Process the units that are not done yet, and return the parts of all `units` in order."""
+    def do_units_to(self, limit: Limit) -> list[Part]:
+        """Process units in order until their text reaches the limit, and return their parts. The last one is cut there."""
+        parts, counts, total = [], Counts(), len(self.plan.units)
+        batch = 1 if any(self.corpus.hub) or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
+        while len(parts) < total:
+            units = range(len(parts), min(len(parts) + batch, total))
+            for part in self.do_units([*units], limit):  # no unit has more than the limit
+                left = limit.after(counts)
+                if part.counts.bytes > left.bytes or part.counts.documents > left.documents:
+                    self.workers.do(self.work, [part.unit], parts.append, left)
+                else:
+                    parts.append(part)
+                if parts[-1].is_cut:
+                    return parts
+                counts.add(part.counts)
+            share = max(counts.bytes / limit.bytes, counts.documents / limit.documents)
+            batch = math.ceil(len(parts) * min(4, max(0, 1 / share - 1) if share else 4)) or 1
+        return parts
+
+    def do_units(self, units: list[int], limit: Limit = NO_LIMIT) -> list[Part]:
+        """Process the units that are not done yet, each up to the limit, and return the parts of all `units` in order."""
         parts = {part.unit: part for part in done_parts(self.work, units)}
         missing = [unit for unit in units if unit not in parts]
         counts = replace(self.plan.skipped)
@@ -282,7 +302,7 @@ class StoreBuilder:
 
             if len(missing) > 1:  # a single unit is not worth a process of its own
                 self.workers.start(min(self.processes, len(missing)))
-            self.workers.do(self.work, missing, on_part)
+            self.workers.do(self.work, missing, on_part, limit)
         return [parts[unit] for unit in units]
 
     def finish(self, merge_only: bool) -> TokenStore:
@@ -294,7 +314,9 @@ class StoreBuilder:
                 f"command without --merge to process the rest."
             )
         counts, outcomes, lost = replace(self.plan.skipped), {}, 0
-        for part in self.do_units(everything):
+        limit = self.recipe.corpus.limit
+        parts = self.do_units(everything) if limit == NO_LIMIT else self.do_units_to(limit)
+        for part in parts:
             counts.add(part.counts)
             outcomes = cleaning.merged(outcomes, part.outcomes)
             lost += part.lost_bytes
@@ -306,7 +328,9 @@ class StoreBuilder:
                 f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost:,} of {counts.bytes:,} bytes would be "
                 f"lost; use another tokenizer."
             )
-        merger = Merger(self.work, self.store, self.plan.settings, [unit.copies for unit in self.plan.units])
+        merger = Merger(
+            self.work, self.store, self.plan.settings, [unit.copies for unit in self.plan.units[: len(parts)]]
+        )
         if merger.documents == 0:
             dropped = (f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped)
             raise UserError(
@@ -363,17 +387,26 @@ class Sample:
         self.settings = settings
         self.is_all = arguments.tokenizer_type == "character" or corpus.most_bytes <= arguments.sample_bytes
         step = max(1, corpus.text_size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)
+        limit = corpus.arguments.limit
+        if limit != NO_LIMIT:  # the sample is the beginning: how far the text extends over the units is not known
+            step, limit = 1, limit if self.is_all else limit._replace(bytes=min(limit.bytes, arguments.sample_bytes))
+            self.is_all = True
+        self.limit = limit
         self.units = units if self.is_all else units[::step]
         self.bytes_of_unit = math.inf if self.is_all else arguments.sample_bytes // max(1, len(self.units)) + 1
         self.counts = Counts()
 
     def texts(self) -> Iterator[str]:
         cleaner = cleaning.Cleaner(self.settings.cleaning)
+        left = self.limit
         for unit in self.units:
-            reader = self.settings.reader()
+            reader = self.settings.reader(left)
             for piece in itertools.chain.from_iterable(map(reader.pieces, unit.ranges)):
                 if text := cleaner(piece.text, whole=piece.starts_document and piece.ends_document):
                     yield text
                 if reader.counts.bytes > self.bytes_of_unit:
                     break
             self.counts.add(reader.counts)
+            left = left.after(reader.counts)
+            if reader.is_cut:
+                return

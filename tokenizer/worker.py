@@ -35,7 +35,7 @@ from tokenizer.chat import ChatTemplate
 from tokenizer.cleaning import Cleaner, RuleStats
 from tokenizer.corpus import Unit
 from tokenizer.dedup import BANDS, KEYS, MinHasher
-from tokenizer.documents import Counts, Piece, Reader
+from tokenizer.documents import NO_LIMIT, Counts, Limit, Piece, Reader
 from tokenizer.store import RESUMES, SPLITS
 
 PLAN_VERSION = 1
@@ -58,11 +58,11 @@ class Settings:
     dtype: Literal["uint16", "uint32"] = "uint16"
     eos: int | None = None
 
-    def reader(self) -> Reader:
+    def reader(self, limit: Limit = NO_LIMIT) -> Reader:
         chat = self.chat_template
         if chat is not None:
             chat = ChatTemplate(chat, tuple(self.control_tokens), self.template_variables)
-        return Reader(self.sample_by, chat)
+        return Reader(self.sample_by, chat, limit=limit)
 
 
 @dataclass
@@ -103,6 +103,7 @@ class Part:
     outcomes: dict[str, RuleStats]  # effects of the cleaning rules
     lost_bytes: int  # bytes that the tokenizer has no tokens for
     hashes: dict[str, str]  # xxh3 of its files: a power failure can truncate files that were written
+    is_cut: bool = False  # true if the text of the unit continues, but the limit was reached
 
     @staticmethod
     def read(folder: Path, number: int) -> "Part | None":
@@ -139,12 +140,12 @@ class UnitProcessor:
         ranges = (part for unit in self.units for part in unit.ranges)
         self.heads = {part.path: part for part in ranges if part.start == 0 and part.stop is not None}
 
-    def process(self, number: int) -> Part:
-        """Process a unit. Raise a `UserError` if text cannot be read or encoded, or the disk is full."""
+    def process(self, number: int, limit: Limit = NO_LIMIT) -> Part:
+        """Process a unit, up to the limit. Raise a `UserError` if text cannot be read or encoded, or the disk is full."""
         with disk_errors(self.folder / "parts", RESUMES), ExitStack() as stack:
             (self.folder / "parts").mkdir(exist_ok=True)
             files = {split: stack.enter_context(part_file(self.folder, number, split).open("wb")) for split in SPLITS}
-            writer = PartWriter(self, number, files)
+            writer = PartWriter(self, number, files, limit)
             for part in self.units[number].ranges:
                 if part.start > 0 and part.kind == "text" and self.settings.sample_by == "document":
                     writer.begin_document(self._first_piece(part.path))
@@ -161,10 +162,10 @@ class UnitProcessor:
 class PartWriter:
     """Writer of one part: it encodes the documents of a unit into `files`, one per split."""
 
-    def __init__(self, processor: UnitProcessor, number: int, files: dict[str, BinaryIO]):
+    def __init__(self, processor: UnitProcessor, number: int, files: dict[str, BinaryIO], limit: Limit):
         self.processor, self.settings, self.files = processor, processor.settings, files
         self.number, self.weight = number, processor.units[number].copies
-        self.reader = self.settings.reader()
+        self.reader = self.settings.reader(limit)
         self.cleaner = Cleaner(self.settings.cleaning)
         self.hashes = {split: xxhash.xxh3_64() for split in SPLITS}
         self.tokens = dict.fromkeys(SPLITS, 0)
@@ -251,7 +252,8 @@ class PartWriter:
         rows = np.concatenate(self.rows).tobytes()
         hashes = {split: digest.hexdigest() for split, digest in self.hashes.items()}
         hashes["rows"] = xxhash.xxh3_64_hexdigest(rows)
-        part = Part(self.number, self.tokens, self.reader.counts, self.cleaner.stats, self.lost_bytes, hashes)
+        counts, is_cut = self.reader.counts, self.reader.is_cut
+        part = Part(self.number, self.tokens, counts, self.cleaner.stats, self.lost_bytes, hashes, is_cut)
         part_file(self.processor.folder, self.number, "rows").write_bytes(rows)
         part_file(self.processor.folder, self.number, "json").write_text(schema.sealed(asdict(part)), encoding="utf-8")
         return part
@@ -312,17 +314,17 @@ class Workers(AbstractContextManager):
             self.processes.append(process)
             self.idle.put(process)
 
-    def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None]) -> None:
-        """Process `units` and pass each part to `on_part`. Without worker processes, use this process.
+    def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None], limit: Limit = NO_LIMIT) -> None:
+        """Process `units`, each up to the limit, and pass each part to `on_part`. Without worker processes, use this process.
         Raise a `UserError` with the first problem of any unit, or if a worker process was killed."""
         if not self.processes:
             processor = UnitProcessor(folder)
             for number in units:
-                on_part(processor.process(number))
+                on_part(processor.process(number, limit))
             return
         with ThreadPoolExecutor(len(self.processes)) as threads:
             try:
-                for future in as_completed([threads.submit(self._ask, folder, number) for number in units]):
+                for future in as_completed([threads.submit(self._ask, folder, number, limit) for number in units]):
                     on_part(future.result())
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -330,11 +332,11 @@ class Workers(AbstractContextManager):
                     process.kill()
                 raise
 
-    def _ask(self, folder: Path, number: int) -> Part:
+    def _ask(self, folder: Path, number: int, limit: Limit) -> Part:
         """Let an idle worker process one unit."""
         process, line = self.idle.get(), ""
         with suppress(BrokenPipeError):
-            print(json.dumps([str(folder.absolute()), number]), file=process.stdin, flush=True)
+            print(json.dumps([str(folder.absolute()), number, limit]), file=process.stdin, flush=True)
             line = process.stdout.readline()
         self.idle.put(process)
         if not line:
@@ -350,22 +352,22 @@ class Workers(AbstractContextManager):
 def main() -> None:
     # Tokens from Rust are short-lived objects. Searching them for reference cycles doubled their cost.
     gc.set_threshold(100_000)
-    asked: SimpleQueue[tuple[str, int]] = SimpleQueue()
+    asked: SimpleQueue[tuple[str, int, list[float]]] = SimpleQueue()
     Thread(target=_listen, args=(asked,), daemon=True).start()
     import pyarrow  # noqa: F401  most units need it; imported here because the worker is idle now
 
     processor_of = cache(UnitProcessor)
     while True:
-        folder, number = asked.get()
+        folder, number, limit = asked.get()
         problem = ""
         try:
-            processor_of(Path(folder)).process(number)
+            processor_of(Path(folder)).process(number, Limit(*limit))
         except UserError as error:
             problem = str(error)
         print(json.dumps(problem), flush=True)
 
 
-def _listen(asked: SimpleQueue[tuple[str, int]]) -> None:
+def _listen(asked: SimpleQueue[tuple[str, int, list[float]]]) -> None:
     with open(0, "rb", buffering=0) as questions:  # a buffered reader would be locked when the process ends
         for line in questions:
             asked.put(json.loads(line))
