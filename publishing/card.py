@@ -139,7 +139,7 @@ def _metadata(
     brought: dict[str, Any],
     measured: list[EvalResult],
 ) -> ModelCardData:
-    pretrained = source.config.pretrained.init_from if source.run is not None else None
+    pretrained = source.config.run.init_from if source.run is not None else None
     own = [tag, *["from-scratch"] * (source.run is not None and pretrained is None)]
     tags = brought["tags"] if isinstance(brought.get("tags"), list) else []
     store = find_store(source.config.recipe) if source.run is not None else None

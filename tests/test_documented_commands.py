@@ -44,6 +44,7 @@ RUN = {
     f"{TRAIN} --budget 5m --plan": "--plan_steps 0",
     f"{TRAIN} --config presets/mine.yaml --data my.txt --plan": f"{SMALL} --plan_steps 1",
     f"{TRAIN} --config presets/mine.yaml --data my.txt": SMALL,
+    f"{TRAIN} --init_from runs/quickstart --data my.txt": f"{SHORT} --tokens_per_step 256 --torch_compile false",
 }
 
 BOOKS = "python -m tokenizer.pretokenize --input books/"
@@ -119,6 +120,7 @@ INSTEAD = {
     f"{TRAIN} --data my.txt --report_to tensorboard --output_dir runs/tracked {SMALL}": {
         "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": "needs wandb"
     },
+    "tests/test_pretrained.py": {f"{TRAIN} --init_from openai-community/gpt2 --data my.txt": "needs the Hub"},
     "tests/test_training.py": {
         "tensorboard --logdir runs": "runs until Ctrl-C",
         f"{TRAIN} --config presets/gpt2.yaml --data data/my": "too large",

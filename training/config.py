@@ -30,7 +30,7 @@ from training.loading import find_model
 from training.model import ModelArguments
 from training.optim import OptimArguments, with_defaults
 from training.plan import LengthArguments
-from training.pretrained import PretrainedArguments, model_of
+from training.pretrained import model_of
 from training.profile import ProfileArguments
 from training.run_folder import CONFIG_FILE, RunArguments, run_of
 from training.sampling import SamplingArguments
@@ -62,7 +62,6 @@ class TrainConfig:
     cleaning: CleaningArguments
     dedup: DedupArguments
     model: ModelArguments
-    pretrained: PretrainedArguments
     batch: BatchArguments
     length: LengthArguments
     budget: BudgetArguments
@@ -105,7 +104,7 @@ class TrainConfig:
     @property
     def pretrained_source(self) -> str | None:
         """Folder or Hub id of the pretrained model that a new run starts from, or None."""
-        source = self.pretrained.init_from
+        source = self.run.init_from
         return find_model(source) if source is not None and self.run.resume_from_checkpoint is None else None
 
     @property
@@ -227,9 +226,12 @@ def _drop_quickstart_text_settings(config: TrainConfig) -> None:
 
 
 def _run_name(named: Path | None, config: TrainConfig) -> str:
-    """Return the name of the config file (of its folder if it is a run's own), otherwise of the data or `quickstart`."""
+    """Return the name of the config file (of its folder if it is a run's own), otherwise of the data and the pretrained model, or
+    `quickstart`."""
     if named is not None:
         return named.resolve().parent.name if named.name == CONFIG_FILE else named.stem
+    if config.run.init_from is not None:
+        return f"{name_of(config.data.data)}-from-{name_of(config.run.init_from)}"
     return name_of(config.data.data) if "data" in config.flags else QUICKSTART.stem
 
 

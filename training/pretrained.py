@@ -1,14 +1,13 @@
 """Pretrained model whose architecture, tokenizer and weights a new run starts from (--init_from)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 from torch import nn
 from transformers import GPT2Config
 
 from errors import UserError
-from limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM, loading
 from tokenizer.store import TokenStore
 from training.loading import check_store, model_errors
@@ -16,13 +15,6 @@ from training.model import ModelArguments, model_settings
 
 DROPOUTS = {"embd_pdrop", "attn_pdrop", "resid_pdrop"}  # settings of the run, not of the pretrained model
 POSITIONS = "transformer.wpe.weight"
-
-
-@dataclass
-class PretrainedArguments:
-    init_from: str | None = setting(
-        None, "Start from the weights, architecture and tokenizer of a model: a run, a folder or a Hub id (or GPT-2's)."
-    )
 
 
 def read_architecture(source: str) -> GPT2ScratchConfig:

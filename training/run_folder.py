@@ -55,6 +55,9 @@ class RunArguments:
     output_dir: str | None = free(None, "Run folder. Default: runs/NAME, with the name of the config file or the data.")
     overwrite_output_dir: bool = free(False, "Delete the run in the folder and start a new one.")
     resume_from_checkpoint: str | None = free(None, "Resume from a run folder (its newest checkpoint) or a checkpoint.")
+    init_from: str | None = setting(
+        None, "Start from the weights, architecture and tokenizer of a model: a run, a folder or a Hub id."
+    )
     seed: int = setting(1337, "Seed of the initial weights, data order and dropout.", below=2**63, resume="refused")
 
     @property
