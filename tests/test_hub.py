@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from test_corpus import write
 
-from conftest import REPOSITORY, prose
+from conftest import REPOSITORY, assert_user_error, prose
 from hub_server import File, Repository, serving
 from tokenizer.hub import HubDataset, opened
+from tokenizer.named_data import dataset_of, names
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import save, train_bpe
 
@@ -223,6 +224,39 @@ for entry in sys.argv[1:]:
         except UserError as error:
             print(error)
 """
+
+
+def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch):
+    chat = json.dumps({"messages": [{"role": "user", "content": prose(5, 400)}] * 2}).encode()
+    (tmp_path / "mine.yaml").write_text("# My chats.\ndataset: user/name\nchat_template: chatml\n")
+    with serving_datasets(name={NEWEST: {"0.jsonl": chat}}) as (hub, address):
+        story = {sha: {"0.jsonl": File(jsonl(prose(int(sha[0]), 800)), False)} for sha in (FIRST, NEWEST)}
+        hub.repositories["datasets/roneneldan/TinyStories"] = Repository(False, story, {"main": NEWEST, "v1": FIRST})
+        for name, more in {tmp_path / "mine.yaml": (), "tinystories": ("--revision", "v1")}.items():
+            command = ("--input", name, "--output", tmp_path / f"{Path(name).stem}-store", "--vocab_size", "300", *more)
+            done = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
+            assert done.returncode == 0, done.stderr
+    mine, stories = (TokenStore(tmp_path / f"{name}-store").metadata for name in ("mine", "tinystories"))
+    assert mine.commits == {"user/name": NEWEST}
+    assert "<|im_start|>" in TokenStore(tmp_path / "mine-store").load_tokenizer().get_vocab()
+    assert stories.commits == {"roneneldan/TinyStories": FIRST}
+    assert (stories.sources, stories.hub_datasets) == (["tinystories"], ["roneneldan/TinyStories"])
+
+
+def test_names_lose_to_local_paths_and_are_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(dataset_of("wikipedia:de")) == "wikimedia/wikipedia:20231101.de"
+    assert str(dataset_of("shakespeare")) == "karpathy/tiny_shakespeare@refs/convert/parquet"
+    for name in names():
+        dataset = dataset_of(f"{name}:simple" if name == "wikipedia" else name)
+        assert opened(str(dataset)) == dataset  # plans contain the text
+    assert_user_error("wikipedia needs a language, such as wikipedia:de", dataset_of, "wikipedia")
+    assert_user_error("tinystories:de has no languages", dataset_of, "tinystories:de")
+    write(tmp_path / "wrong.yaml", "dataset: user/name\nspilt: train\n")
+    assert_user_error("wrong.yaml: spilt is unknown", dataset_of, "wrong.yaml")
+    write(tmp_path / "text.yaml", "key: value\n")
+    write(tmp_path / "tinystories", "my own text")
+    assert dataset_of("text.yaml") is dataset_of("tinystories") is None
 
 
 def test_a_limit_stops_streaming_early(tmp_path, launch):

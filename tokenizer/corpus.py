@@ -14,7 +14,7 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from limits import setting
 from tokenizer import chat, files
 from tokenizer.byte_range import ByteRange
 from tokenizer.documents import Counts, Limit
-from tokenizer.hub import HubDataset
+from tokenizer.named_data import dataset_of, find
 from tokenizer.records import CHAT_COLUMNS, TEXT_COLUMNS, parsed, records, text_column
 
 UNIT_BYTES = 16 << 20
@@ -75,6 +75,7 @@ class CorpusArguments:
         above=0,
         below=1,
     )
+    revision: str | None = setting(None, "Commit, tag or branch of the Hub datasets, instead of the newest commit.")
     max_bytes: str | None = setting(None, "Use only the first so many bytes of text, such as 500MB or 2GB.")
     max_documents: int | None = setting(None, "Use only the first so many documents.", minimum=1)
     strict: bool = setting(False, "Refuse unclean text. Otherwise up to 1 percent is fixed or skipped, and counted.")
@@ -132,7 +133,9 @@ class Corpus:
     ):
         self.inputs, self.arguments = inputs, arguments
         self.weights = list(weights) or [1.0] * len(inputs)
-        self.hub = [HubDataset.parse(entry) for entry in inputs]
+        self.hub = [dataset_of(entry) for entry in inputs]
+        if arguments.revision is not None:
+            self.hub = [hub and replace(hub, revision=arguments.revision) for hub in self.hub]
         self.files: list[list[TextFile]] = []
         self.links, self.has_chats, self.skipped = 0, False, Counts()
         own = os.path.join(os.path.abspath(left_out), "") if left_out is not None else None
@@ -234,7 +237,7 @@ class Corpus:
         """Divide the text into units.
         Raise a `UserError` if the text column of files is ambiguous (one line per file), or a Hub dataset cannot be read."""
         problems, tables, units = [], [], []
-        for of_entry, hub, copies in zip(self.files, self.hub, self.weights, strict=True):
+        for entry, of_entry, hub, copies in zip(self.inputs, self.files, self.hub, self.weights, strict=True):
             ranges: list[tuple[int, ByteRange]] = []
             for file in of_entry:
                 try:
@@ -248,7 +251,8 @@ class Corpus:
                     self.skipped.note_unreadable(file.path, file.size, error)
             if hub is not None:
                 pinned = hub.pinned()
-                column, shards = self._column(str(hub), pinned.records()), range(pinned.stream.num_shards)
+                wanted = self.arguments.text_column or getattr(find(entry), "text_column", None)
+                column, shards = self._column(str(hub), pinned.records(), wanted), range(pinned.stream.num_shards)
                 ranges = [(UNIT_BYTES, ByteRange(str(pinned), "hub", shard, column=column)) for shard in shards]
             units += [Unit(copies, group) for group in _grouped(ranges)]
         if not problems and not units:  # every file is a table
@@ -262,7 +266,8 @@ class Corpus:
         name, size = file.path, file.size
         kind, column = kind_of(name, self.arguments.text_column), None
         if kind != "text":
-            column = self._column(name, (record for record, _ in records(ByteRange(name, kind))))
+            found = (record for record, _ in records(ByteRange(name, kind)))
+            column = self._column(name, found, self.arguments.text_column)
             if column is None:
                 return []
         parts = [(size, 0, None)]
@@ -273,10 +278,10 @@ class Corpus:
             parts = [(min(UNIT_BYTES, size), start, stop) for start, stop in itertools.pairwise(bounds)]
         return [(n, ByteRange(name, kind, start, stop, column, not file.is_named)) for n, start, stop in parts]
 
-    def _column(self, label: str, records: Iterable[dict[str, Any] | None]) -> str | None:
+    def _column(self, label: str, records: Iterable[dict[str, Any] | None], wanted: str | None) -> str | None:
         """Return the text column, or None if there are no records."""
         head = list(itertools.islice(records, SAMPLED_RECORDS))
-        known, wanted = list(filter(None, head)), self.arguments.text_column
+        known = list(filter(None, head))
         for record in known:
             if column := text_column(record, wanted):
                 self.has_chats |= any(chat.normalized(each.get(column)) for each in known)
@@ -311,7 +316,7 @@ class Corpus:
             elif os.path.islink(match):
                 self.skipped.note_unreadable(match, 0, UserError("it is a broken link"))
         if not found:
-            what = "matches no local file or folder and is not a Hub dataset"
+            what = "matches no local file or folder and is neither a Hub dataset nor a name in `python -m tokenizer.pretokenize --list`"
             if named:
                 what = "has no files except hidden files, links (only a glob follows them) and files that --exclude matches"
             raise UserError(f"{entry} {what}; check the path.")

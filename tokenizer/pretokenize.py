@@ -11,6 +11,7 @@ After an interruption, the same command resumes. The store is the same to the by
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import Corpus, CorpusArguments
 from tokenizer.dedup import DedupArguments
 from tokenizer.documents import NO_LIMIT
+from tokenizer.named_data import listed
 from tokenizer.recipe import SEED, Recipe
 from tokenizer.store_builder import pretokenize
 from tokenizer.vocabulary import VocabularyArguments
@@ -37,8 +39,8 @@ MAIN = (  # flags that `--help` explains
 class PretokenizeArguments:
     input: list[str] = setting(
         [],
-        "Text: files, folders or globs (plain text, jsonl, json, csv, tsv, parquet; also as .gz, .zst or .bz2), or Hub datasets "
-        "as user/name:config:split@revision.",
+        "Text: files, folders or globs (plain text, jsonl, json, csv, tsv, parquet; also as .gz, .zst or .bz2), Hub datasets "
+        "as user/name:config:split@revision, or names of --list.",
     )
     output: str | None = setting(None, "Folder of the token store to write.")
     weights: list[float] = setting(
@@ -58,21 +60,21 @@ class PretokenizeArguments:
         False, "Also pack the store into OUTPUT.tar.zst, which `python -m tokenizer.unpack` unpacks and verifies."
     )
     quiet: bool = setting(False, "Print errors only.")
+    list: bool = setting(False, "Print the data sets that have a name, and exit.")  # the last: it hides the type
 
     @property
     def share(self) -> tuple[int, int] | None:
         return tuple(map(int, self.shard.split("/"))) if self.shard is not None else None
 
-    def problems(self) -> list[str]:
-        found = [f"--{name} is required. See --help." for name in ("input", "output") if not getattr(self, name)]
+    def problems(self) -> Iterator[str]:
+        yield from (f"--{name} is required. See --help." for name in ("input", "output") if not getattr(self, name))
         others = [name for name in ("merge", "export", "compress") if getattr(self, name)]
         if self.shard is None:
-            return found
+            return
         if not re.fullmatch(r"\d{1,9}/\d{1,9}", self.shard) or not self.share[0] < self.share[1]:
-            found.append(f"shard is {self.shard}; it must be i/n with i from 0 to n - 1: 0/4, 1/4, 2/4, 3/4.")
+            yield (f"shard is {self.shard}; it must be i/n with i from 0 to n - 1: 0/4, 1/4, 2/4, 3/4.")
         if others:
-            found.append(f"shard cannot be combined with {' and '.join(others)}: run all shards first, then --merge.")
-        return found
+            yield (f"shard cannot be combined with {' and '.join(others)}: run all shards first, then --merge.")
 
     def recipe(self, *parts) -> Recipe:
         return Recipe(self.input, *parts, self.seed, self.weights)
@@ -80,7 +82,7 @@ class PretokenizeArguments:
 
 def check(options: PretokenizeArguments, *parts) -> None:
     """Raise a `UserError` with all problems that can be found before the text is read, one per line."""
-    problems = Problems(options.problems() + options.recipe(*parts).problems())
+    problems = Problems([*options.problems(), *options.recipe(*parts).problems()])
     if options.shard is not None and parts[0].limit != NO_LIMIT:
         problems.add(
             "max_bytes and max_documents cannot be combined with shard, because a shard does not know the text before it."
@@ -93,6 +95,9 @@ def check(options: PretokenizeArguments, *parts) -> None:
 def main(arguments: list[str]) -> None:
     kinds = (PretokenizeArguments, CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
     parser = FlagParser(kinds, __doc__.splitlines()[0], main=MAIN)
+    if "list" in parser.named_flags(arguments):
+        print("\n".join(listed()))
+        return
     options, *parts = parser.parse(arguments, check=check)
     say = (lambda text: None) if options.quiet else print
     folder = Path(options.output).expanduser()

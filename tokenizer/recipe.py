@@ -49,6 +49,7 @@ class Recipe:
         settings = {name: value for part in parts for name, value in asdict(part).items()}
         for name in (
             "exclude",
+            "revision",
             "max_bytes",
             "max_documents",
         ):  # newer: without them, older stores and cached names stay valid

@@ -77,6 +77,7 @@ class Metadata:
     repeated_documents: int  # documents left out by --dedup
     command: str
     hub_datasets: list[str] = field(default_factory=list)  # sources that are on the Hub, not on a local disk
+    commits: dict[str, str] = field(default_factory=dict)  # of these sources, by name
     format_version: int = FORMAT_VERSION
 
     @property

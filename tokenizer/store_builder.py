@@ -29,7 +29,9 @@ from tokenizer.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.corpus import TOLERATED_SHARE, UNIT_BYTES, Corpus, TextFile, Unit
 from tokenizer.dedup import MinHasher
 from tokenizer.documents import NO_LIMIT, Counts, Limit
+from tokenizer.hub import opened
 from tokenizer.merge import Merger
+from tokenizer.named_data import template_of
 from tokenizer.recipe import Recipe
 from tokenizer.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish
 from tokenizer.vocabulary import VocabularyArguments
@@ -227,6 +229,8 @@ class StoreBuilder:
             return None, [], {}
         existing = self.recipe.existing_tokenizer
         source = ChatTemplate.read(name) if name is not None else getattr(existing, "chat_template", None)
+        if source is None and (name := next(filter(None, map(template_of, self.recipe.inputs)), None)):
+            source = ChatTemplate.read(name)
         if source is None:
             raise UserError("The text has chats, but no chat template is known; give --chat_template chatml or a file.")
         if existing is not None:
@@ -358,6 +362,11 @@ class StoreBuilder:
                     f"and run the command on a copy that does not change."
                 )
 
+    def _commits(self) -> dict[str, str]:
+        """Return the commit of each Hub dataset by its name."""
+        paths = {part.path for unit in self.plan.units for part in unit.ranges if part.kind == "hub"}
+        return {dataset.name: dataset.revision for dataset in map(opened, paths)}
+
     def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
         write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
         megatron.write_indexes(self.store, self.plan.settings.dtype)
@@ -371,6 +380,7 @@ class StoreBuilder:
             eos_token_id=self.plan.settings.eos,
             sources=self.recipe.inputs,
             hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
+            commits=self._commits(),
             settings=self.plan.settings_of_user,
             counts=asdict(counts) | {"links": self.corpus.links, "tails": len(merger.progress.tails)},
             cleaning=outcomes,
