@@ -11,6 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict, load_from_disk
+from datasets.arrow_writer import ArrowWriter
 
 from conftest import assert_user_error
 from errors import UserError
@@ -109,7 +111,10 @@ def test_missing_input_is_refused_by_name(tmp_path, monkeypatch):
     write(tmp_path / "books" / "a.txt", "text")
     write(tmp_path / "empty" / ".hidden", "text")
     for entry in ("nothing.txt", "no*.txt", "a b/c.txt", "~/nothing here", "one/two/three.txt", "books/b.txt"):
-        assert refusal(entry) == f"{entry} matches no local file or folder and is not a Hub dataset; check the path."
+        assert refusal(entry) == (
+            f"{entry} matches no local file or folder and is neither a Hub dataset nor a name in `python -m tokenizer.pretokenize --list`; "
+            f"check the path."
+        )
     offline = "boks/a.txt is not a local path, and the Hub cannot be reached (HF_HUB_OFFLINE is set)."
     assert refusal("boks/a.txt") == offline
     only = "has no files except hidden files, links (only a glob follows them) and files that --exclude matches"
@@ -273,6 +278,26 @@ def test_parquet_files_are_divided_by_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1)
     assert ranges(corpus(tmp_path)) == [[("a.parquet", i, i + 1)] for i in range(5)]
     assert documents(tmp_path) == texts
+
+
+def test_folders_that_datasets_saved_are_read_without_their_other_files(tmp_path, monkeypatch):
+    texts = [f"{i} " * 50 for i in range(10)]
+    saved = Dataset.from_dict({"id": list(range(10)), "text": texts})
+    saved.save_to_disk(tmp_path / "one", num_shards=2)
+    load_from_disk(tmp_path / "one").map(lambda row: {"text": "from the cache"})  # writes cache-*.arrow into the folder
+    assert len(list((tmp_path / "one").glob("*.arrow"))) > 2
+    DatasetDict({"train": saved.filter(lambda row: row["id"] > 6), "test": saved}).save_to_disk(tmp_path / "two")
+    assert documents(tmp_path / "one") == texts
+    assert documents(tmp_path / "two") == texts[7:]
+    write(tmp_path / "one" / "state.json", "{}")  # not of `datasets`: an ordinary folder
+    assert len(documents(tmp_path / "one")) > 10
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1)
+    with ArrowWriter(path=str(tmp_path / "batches.arrow"), writer_batch_size=2) as writer:
+        for text in texts:
+            writer.write({"text": text})
+        writer.finalize()
+    assert ranges(corpus(tmp_path / "batches.arrow")) == [[("batches.arrow", i, i + 1)] for i in range(5)]
+    assert documents(tmp_path / "batches.arrow") == texts
 
 
 def test_identity_and_fingerprint_detect_changes(tmp_path):

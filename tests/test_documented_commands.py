@@ -120,6 +120,7 @@ INSTEAD = {
     f"{TRAIN} --data my.txt --report_to tensorboard --output_dir runs/tracked {SMALL}": {
         "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": "needs wandb"
     },
+    "tests/test_hub.py": {f"{TRAIN} --data tinystories --max_bytes 200MB": "needs the Hub"},
     "tests/test_pretrained.py": {f"{TRAIN} --init_from openai-community/gpt2 --data my.txt": "needs the Hub"},
     "tests/test_training.py": {
         "tensorboard --logdir runs": "runs until Ctrl-C",

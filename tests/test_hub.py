@@ -167,7 +167,10 @@ def test_configs_splits_revisions_tables_and_chats_are_read(found, entry, units)
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        ("user/nothing", r"user/nothing is not a local path, and the Hub has no such dataset\."),
+        (
+            "user/nothing",
+            r"user/nothing is not a local path, and the Hub has no such dataset, or it is private: log in with `hf auth login`\.",
+        ),
         (
             "user/name@v9",
             r".*, and the Hub has no revision v9 of this dataset; omit the revision or choose another one\.",

@@ -23,12 +23,12 @@ SEPARATORS = {"line": re.compile(rb"\n"), "paragraph": re.compile(rb"\n[ \t\r]*\
 @dataclass(frozen=True)
 class ByteRange:
     """File, part of a file, or shard of a Hub dataset.
-    `start` and `stop` count bytes, or row groups of a parquet file. For a shard, `start` is its number. A compressed or
+    `start` and `stop` count bytes, row groups of a parquet file, or record batches of an arrow file. For a shard, `start` is its number. A compressed or
     csv file is read whole. `limit`, for samples, reads only the lines in about the first `limit` bytes of such a file, or
     `limit` rows of a parquet file."""
 
     path: str
-    kind: Literal["text", "jsonl", "json", "csv", "parquet", "hub"]
+    kind: Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "hub"]
     start: int = 0
     stop: int | None = None  # None means the end of the file
     column: str | None = None  # column with the text or chat of a record
@@ -37,9 +37,9 @@ class ByteRange:
 
     @property
     def n_bytes(self) -> int:
-        """Size in bytes. A part of a parquet file has the size of the whole file."""
+        """Size in bytes. A part of a parquet or arrow file has the size of the whole file."""
         size = os.path.getsize(self.path)
-        return size if self.kind == "parquet" else (size if self.stop is None else self.stop) - self.start
+        return size if self.kind in ("parquet", "arrow") else (size if self.stop is None else self.stop) - self.start
 
 
 def last_cut(text: str, start: int) -> int:

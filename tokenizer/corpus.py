@@ -8,12 +8,14 @@ import codecs
 import glob
 import hashlib
 import itertools
+import json
 import math
 import os
 import re
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -25,7 +27,7 @@ from tokenizer import chat, files
 from tokenizer.byte_range import ByteRange
 from tokenizer.documents import Counts, Limit
 from tokenizer.named_data import dataset_of, find
-from tokenizer.records import CHAT_COLUMNS, TEXT_COLUMNS, parsed, records, text_column
+from tokenizer.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, parsed, records, text_column
 
 UNIT_BYTES = 16 << 20
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
@@ -33,7 +35,7 @@ SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE |
 TOLERATED_SHARE = 0.01
 SAMPLED_RECORDS = 100  # records read at the head of a file to find its text column
 INFLATION = 4.0  # assumed compression ratio of compressed text, for estimates
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
 # Text that every Python installation has: the sources of the standard library, without tests and data tables.
 STANDARD_LIBRARY = "python-standard-library"
@@ -271,8 +273,8 @@ class Corpus:
             if column is None:
                 return []
         parts = [(size, 0, None)]
-        if kind == "parquet":
-            parts = _row_groups(name)
+        if kind in ("parquet", "arrow"):
+            parts = _row_groups(name, kind)
         elif kind in ("text", "jsonl") and not files.is_compressed(name):
             bounds = [*range(0, size or 1, UNIT_BYTES), None]
             parts = [(min(UNIT_BYTES, size), start, stop) for start, stop in itertools.pairwise(bounds)]
@@ -338,7 +340,10 @@ class Corpus:
                 raise problem from error
             self.skipped.note_unreadable(folder, 0, problem)
             return
+        saved = _saved_by_datasets(folder, {entry.name for entry in entries})
         for entry in sorted(entries, key=lambda entry: entry.name):
+            if saved is not None and entry.name not in saved:
+                continue
             path = os.path.join(below, entry.name)
             if self._is_excluded(path):
                 continue
@@ -360,6 +365,21 @@ def _library_sources(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
+    """Return the names in a folder of `Dataset.save_to_disk` that hold its records, or None for another folder. Of a `DatasetDict`, this is
+    the training split."""
+    if "dataset_dict.json" in names:
+        return {"train"}
+    if not {"state.json", "dataset_info.json"} <= names:
+        return None
+    with (
+        suppress(ValueError, LookupError, TypeError),
+        open(os.path.join(folder, "state.json"), encoding="utf-8") as file,
+    ):
+        return {part["filename"] for part in json.load(file)["_data_files"]}
+    return None
+
+
 def kind_of(path: str, text_column: str | None = None) -> str:
     """Return the kind of a file. A .json file that has neither records nor a list, such as a configuration, is text."""
     suffix = files.suffix(path)
@@ -376,12 +396,15 @@ def kind_of(path: str, text_column: str | None = None) -> str:
     return "jsonl" if record and (more or known & record.keys()) else "text"
 
 
-def _row_groups(name: str) -> Iterator[tuple[int, int, int]]:
-    """Yield (bytes, first, end) of consecutive row groups that together have about one unit."""
+def _row_groups(name: str, kind: str) -> Iterator[tuple[int, int, int]]:
+    """Yield (bytes, first, end) of consecutive row groups, or record batches of an arrow file, that together have about one unit."""
     from pyarrow import parquet
 
-    with parquet.ParquetFile(name) as file:
-        sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
+    if kind == "arrow":
+        sizes = [batch.nbytes for batch in arrow_batches(name)]
+    else:
+        with parquet.ParquetFile(name) as file:
+            sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
     start = size = 0
     for i, of_group in enumerate(sizes):
         size += of_group

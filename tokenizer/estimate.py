@@ -59,6 +59,9 @@ class SampledCorpus(Corpus):
             taken = file.size
         elif part.kind == "parquet":
             taken, parts = _rows(part, taken, file.size)
+        elif part.kind == "arrow":
+            count = math.ceil(len(parts) * taken / file.size)
+            taken, parts = file.size * count / len(parts), [parts[len(parts) * i // count] for i in range(count)]
         elif is_plain:
             count = math.ceil(taken / CHUNK_BYTES)
             taken, last = count * CHUNK_BYTES, file.size - CHUNK_BYTES

@@ -86,12 +86,13 @@ class HubDataset:
         """Return the dataset at its current commit.
         Raise a `UserError` if the dataset or its revision does not exist, or the Hub cannot be reached."""
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
         if (why := unreachable()) is not None:
             raise UserError(f"{self.name} is not a local path, and the Hub cannot be reached ({why}).")
         reasons = {
-            RepositoryNotFoundError: "has no such dataset",
+            RepositoryNotFoundError: "has no such dataset, or it is private: log in with `hf auth login`",
+            GatedRepoError: "requires that you accept its conditions: open its page on the Hub, then log in with `hf auth login`",
             RevisionNotFoundError: f"has no revision {self.revision} of this dataset; omit the revision or choose another one",
         }
         try:

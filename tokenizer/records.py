@@ -1,4 +1,4 @@
-"""Readers of records: jsonl, json, csv and parquet files, and Hub datasets.
+"""Readers of records: jsonl, json, csv, parquet and arrow files, and Hub datasets.
 
 Local files are read here because one broken line or byte stops the readers of `datasets`. Hub datasets are streamed
 with `datasets`. Each record comes with its place in the file; a broken record is None.
@@ -108,6 +108,30 @@ def _parquet(part: ByteRange) -> Records:
         raise ValueError(error) from error
 
 
+def _arrow(part: ByteRange) -> Records:
+    from pyarrow import ArrowException
+
+    row = 0
+    try:
+        for i, batch in enumerate(arrow_batches(part.path)):
+            if part.stop is not None and i >= part.stop:
+                return
+            if i >= part.start:
+                chosen = batch.select([part.column]) if part.column else batch
+                yield from ((record, {"record": row + j}) for j, record in enumerate(_rows(chosen), start=1))
+            row += batch.num_rows
+    except ArrowException as error:
+        raise ValueError(error) from error
+
+
+def arrow_batches(path: str) -> Iterator[Any]:
+    """Yield the record batches of an arrow file, in the stream format that `datasets` writes, without copying them into memory."""
+    import pyarrow as pa
+
+    with pa.memory_map(path) as file, pa.ipc.open_stream(file) as reader:
+        yield from reader
+
+
 def _rows(batch: Any) -> list[dict[str, Any]]:
     import pyarrow as pa
 
@@ -125,7 +149,7 @@ def _hub(part: ByteRange) -> Records:
         yield record, {"record": i + 1}
 
 
-READERS = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "hub": _hub}
+READERS = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow, "hub": _hub}
 
 
 def text_column(record: dict[str, Any], wanted: str | None) -> str | None:
