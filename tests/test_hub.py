@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_corpus import write
 
-from conftest import REPOSITORY, assert_user_error, prose
+from conftest import REPOSITORY, assert_user_error, prose, trained
 from hub_server import File, Repository, serving
 from tokenizer.hub import HubDataset, opened
 from tokenizer.named_data import dataset_of, names
@@ -244,6 +244,10 @@ def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch
     assert "<|im_start|>" in TokenStore(tmp_path / "mine-store").load_tokenizer().get_vocab()
     assert stories.commits == {"roneneldan/TinyStories": FIRST}
     assert (stories.sources, stories.hub_datasets) == (["tinystories"], ["roneneldan/TinyStories"])
+    run = trained(TokenStore(tmp_path / "tinystories-store"), tmp_path / "run", max_steps=1)
+    report = (run / "report.md").read_text()
+    assert f"- sources: tinystories; roneneldan/TinyStories at commit {FIRST[:12]}\n- please cite: Eldan and Li 2023, " in report
+    assert "arXiv:2305.07759 (license: cdla-sharing-1.0)\n- tokenizer: " in report
 
 
 def test_names_lose_to_local_paths_and_are_checked(tmp_path, monkeypatch):

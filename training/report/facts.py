@@ -17,6 +17,7 @@ from errors import NONSENSE, check_format
 from modeling_gpt2scratch import GPT2ScratchConfig
 from settings_file import read_yaml
 from tokenizer import schema
+from tokenizer.named_data import find
 from tokenizer.report import documents, left_out
 from tokenizer.store import Metadata
 from training.compatibility import model_fields
@@ -51,6 +52,12 @@ def begin_report(
         "watts": watts,
         "data": {
             "sources": [name if name.startswith(on_the_hub) else Path(name).name for name in data.sources],
+            "commits": data.commits,
+            "citations": [
+                f"{named.citation} (license: {named.license or 'not known'})"
+                for named in map(find, data.sources)
+                if named is not None and named.citation
+            ],
             "tokenizer": "byte-level BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type,
             "vocab_size": data.vocab_size,
             "tokenizer_sha256": data.tokenizer_sha256,
