@@ -23,7 +23,7 @@ RINGS = {
     "data and step": "tokens data batches loss sharding embedding device model distributed step sampling scoring",
     "on disk": "checkpoint run_folder trackers backup saver loading pretrained",
     "decisions": "memory plan compatibility resume run",
-    "while it runs": "health speed screen advice log profile report.plots report.facts report.report"
+    "while it runs": "health speed screen advice reference log profile report.plots report.facts report.report"
     " validation guard.lock guard.stopping"
     " guard.watchdog guard.faults guard.guard",
     "configuration": "config preflight",

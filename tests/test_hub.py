@@ -246,7 +246,10 @@ def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch
     assert (stories.sources, stories.hub_datasets) == (["tinystories"], ["roneneldan/TinyStories"])
     run = trained(TokenStore(tmp_path / "tinystories-store"), tmp_path / "run", max_steps=1)
     report = (run / "report.md").read_text()
-    assert f"- sources: tinystories; roneneldan/TinyStories at commit {FIRST[:12]}\n- please cite: Eldan and Li 2023, " in report
+    assert (
+        f"- sources: tinystories; roneneldan/TinyStories at commit {FIRST[:12]}\n- please cite: Eldan and Li 2023, "
+        in report
+    )
     assert "arXiv:2305.07759 (license: cdla-sharing-1.0)\n- tokenizer: " in report
 
 

@@ -13,6 +13,7 @@ from training.advice import Advisor
 from training.batches import TrainBatches
 from training.hardware import FILLS_A_GPU, name_of, reported_mfu
 from training.metrics import best_evaluation, read_events, read_metrics
+from training.reference import find_reference
 from training.run import Run
 from training.screen import Screen
 from training.speed import Speed, product_parameters
@@ -41,6 +42,7 @@ class RunLog(AbstractContextManager):
             device = run.accelerator.device
             reported = reported_mfu(name_of(device)) if product_parameters(run.plan.model) >= FILLS_A_GPU else None
             self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", reported and reported[1])
+            self.reference = find_reference(run.folder)
             losses = [loss for _, loss in self.advisor.losses]
             self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled, hourly_price)
 
@@ -91,7 +93,8 @@ class RunLog(AbstractContextManager):
             file.write(json.dumps(entry) + "\n")
         log_to_trackers(self.accelerator, entry, entry["step"])
         if "eval_loss" in entry:
-            self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)))
+            reference = self.reference.compared(entry) if self.reference is not None else ""
+            self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)), reference)
         else:
             self.screen.show(entry, time.monotonic() - self.began, left)
         for advice in self.advisor.look(entry, waited):

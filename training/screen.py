@@ -106,8 +106,9 @@ class Screen:
             pace = {name: entry[name] for name in entry if name not in ("data_share", "peak_memory_gb")}
             self.say(line_of(numbered, parts["loss"], in_words(pace).strip()))  # fits 80 columns
 
-    def validated(self, entry: dict[str, Any], best: dict[str, Any]) -> None:
-        """Show a validation and whether it is the best so far, by the loss on the text that all validations of a run score."""
+    def validated(self, entry: dict[str, Any], best: dict[str, Any], reference: str) -> None:
+        """Show a validation and whether it is the best so far, by the loss on the text that all validations of a run score. `reference`:
+        comparison with another run, or empty."""
         step, loss = entry["step"], f"loss {entry['eval_loss']:.4f}, perplexity {perplexity(entry['eval_perplexity'])}"
         loss += f", {entry['eval_bits_per_byte']:.3f} bits per byte"
         if scores_more(entry):
@@ -115,6 +116,7 @@ class Screen:
         note = "the best so far"
         if best["step"] != step:
             note = f"the best was {comparable_loss(best):.4f} at step {best['step']:,}"
+        note = "; ".join(filter(None, [note, reference]))
         self.say(f"step {step}: validation {loss} ({note})")
         self.rows["validate"], self.progress = f"{loss}, at step {step:,} ({note})", ""
 

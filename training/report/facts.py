@@ -23,6 +23,7 @@ from tokenizer.store import Metadata
 from training.compatibility import model_fields
 from training.launcher import launch_command
 from training.metrics import best_evaluation, comparable_loss, read_events, read_metrics, scores_more, seconds_until
+from training.reference import find_reference
 from training.run_folder import RunFolder
 from training.sampling import read_samples
 from training.speed import flops_per_token, product_parameters
@@ -97,6 +98,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
         "name": folder.path.name,
         "prompt": [*settings.get("sample_prompts", []), *openings, "Once"][0],
         "results": _results(entries, written),
+        "reference": _compared(folder, entries),
         "samples": [{"step": step, "texts": written[step]} for step in evenly(sorted(written), MAX_MOMENTS)],
         "settings": {name: value for name, value in settings.items() if not _is_private(name, value)},
         "pretrained": _pretrained(settings.get("init_from")),
@@ -148,6 +150,12 @@ def _results(entries: Entries, samples: dict[int, list[str]]) -> dict[str, Any] 
         "is_sampled": any(map(scores_more, scored)),  # if so, losses are comparable only on the sample
         "best": {"step": best["step"], "loss": comparable_loss(best)},
     }
+
+
+def _compared(folder: RunFolder, entries: Entries) -> str:
+    """Return how far the last validation is from the reference of these settings and this text, or an empty text."""
+    scored, reference = [entry for entry in entries if "eval_loss" in entry], find_reference(folder)
+    return reference.compared(scored[-1]) if scored and reference is not None else ""
 
 
 def _environments(starts: Entries) -> list[dict[str, Any]]:

@@ -1,0 +1,36 @@
+"""Write the reference curve of a finished run: its validations, settings, text, hardware and versions (see training/reference.py).
+
+python -m benchmarks.reference runs/quickstart quickstart
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.results import about
+from errors import UserError
+from training.metrics import read_metrics
+from training.reference import FOLDER, compared_settings
+from training.run_folder import RunFolder
+from training.status import read_status
+
+KEPT = ("step", "eval_loss", "eval_sampled_loss", "eval_bits_per_byte")
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 2:
+        raise SystemExit("usage: python -m benchmarks.reference RUN NAME")
+    folder = RunFolder(Path(arguments[0]))
+    if read_status(folder.status).get("state") != "finished":
+        raise UserError(f"{folder.path} is not a finished run.")
+    head = about("reference", arguments) | {"compared": compared_settings(folder)}
+    scored = [entry for entry in read_metrics(folder.metrics) if "eval_loss" in entry]
+    lines = [head, *({name: entry[name] for name in KEPT if name in entry} for entry in scored)]
+    path = FOLDER / f"{arguments[1]}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    print(f"{path} has {len(scored)} validations.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,42 @@
+"""Comparison of a run with the reference curve of its settings and text."""
+
+import json
+
+import pytest
+
+from benchmarks import reference as benchmark
+from conftest import metrics, trained
+from training import reference
+from training.reference import Reference
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for module in (reference, benchmark):
+        monkeypatch.setattr(module, "FOLDER", tmp_path / "reference")
+    return tmp_path / "reference"
+
+
+def test_a_run_of_the_same_settings_and_text_is_compared_and_others_are_not(finished, store, folder, tmp_path, capsys):
+    benchmark.main([str(finished), "tiny"])
+    head, *curve = map(json.loads, (folder / "tiny.jsonl").read_text().splitlines())
+    assert {"device", "torch", "compared"} <= head.keys()
+    assert [entry["step"] for entry in curve] == [3, 6]
+    run = trained(store, tmp_path / "run", seed=2)
+    losses = [entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry]
+    difference = losses[1] - curve[1]["eval_loss"]
+    expected = f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} the reference tiny at 0.000384M tokens"
+    assert expected in capsys.readouterr().out
+    assert f"The last validation loss is {expected} (`reference/`)." in (run / "report.md").read_text()
+    other = trained(store, tmp_path / "other", learning_rate=0.02)
+    assert "reference" not in capsys.readouterr().out + (other / "report.md").read_text()
+
+
+def test_losses_between_validations_are_interpolated_and_silent_beyond_the_curve():
+    curve = Reference("x", [10, 20], [3.0, 2.0], 1_000_000)
+    assert curve.compared({"step": 15, "eval_loss": 2.75}) == "0.25 above the reference x at 15M tokens"
+    assert (
+        curve.compared({"step": 20, "eval_loss": 9.0, "eval_sampled_loss": 1.9})
+        == "0.10 below the reference x at 20M tokens"
+    )
+    assert curve.compared({"step": 21, "eval_loss": 2.0}) == ""

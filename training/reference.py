@@ -1,0 +1,60 @@
+"""Reference curves: validation losses of complete runs, to compare runs of the same settings and text with.
+
+reference/NAME.jsonl: the first line has the settings, the hashes of the tokens, hardware and versions; each other line is a validation.
+`python -m benchmarks.reference runs/x NAME` writes one.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from settings_file import read_yaml
+from tokenizer import schema
+from tokenizer.store import SPLITS
+from training.metrics import comparable_loss
+from training.model import ModelArguments
+from training.optim import OptimArguments
+from training.run_folder import RunFolder
+
+FOLDER = Path(__file__).parent.parent / "reference"
+COMPARED = {part.name for kind in (ModelArguments, OptimArguments) for part in fields(kind)}
+COMPARED |= {"tokens_per_step", "max_steps", "max_eval_samples", "mask_documents"}
+
+
+@dataclass(frozen=True)
+class Reference:
+    name: str
+    steps: list[int]
+    losses: list[float]
+    tokens_per_step: int
+
+    def compared(self, entry: Mapping[str, Any]) -> str:
+        """Return how far the loss of a validation is above or below the curve, such as `0.02 above the reference at 40M tokens`."""
+        step = entry["step"]
+        if not self.steps[0] <= step <= self.steps[-1]:
+            return ""
+        difference = comparable_loss(entry) - float(np.interp(step, self.steps, self.losses))
+        where = f"the reference {self.name} at {step * self.tokens_per_step / 1e6:.3g}M tokens"
+        return f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} {where}"
+
+
+def compared_settings(folder: RunFolder) -> dict[str, str]:
+    """Return what must be equal: the settings of a run that affect the loss, and the hashes of its tokens."""
+    settings, data = read_yaml(folder.config), schema.read(folder.facts)["data"]
+    hashes = {split: data[split]["sha256"] for split in SPLITS}
+    return {name: str(settings.get(name)) for name in sorted(COMPARED)} | hashes
+
+
+def find_reference(folder: RunFolder) -> Reference | None:
+    """Return the reference with the settings and the text of a run, or None."""
+    wanted = compared_settings(folder)
+    for path in sorted(FOLDER.glob("*.jsonl")):
+        head, *entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        if head["compared"] == wanted:
+            steps, losses = zip(*((entry["step"], comparable_loss(entry)) for entry in entries), strict=True)
+            return Reference(path.stem, list(steps), list(losses), int(wanted["tokens_per_step"]))
+    return None
