@@ -72,9 +72,9 @@ class PretokenizeArguments:
         if self.shard is None:
             return
         if not re.fullmatch(r"\d{1,9}/\d{1,9}", self.shard) or not self.share[0] < self.share[1]:
-            yield (f"shard is {self.shard}; it must be i/n with i from 0 to n - 1: 0/4, 1/4, 2/4, 3/4.")
+            yield f"shard is {self.shard}; it must be i/n with i from 0 to n - 1: 0/4, 1/4, 2/4, 3/4."
         if others:
-            yield (f"shard cannot be combined with {' and '.join(others)}: run all shards first, then --merge.")
+            yield f"shard cannot be combined with {' and '.join(others)}: run all shards first, then --merge."
 
     def recipe(self, *parts) -> Recipe:
         return Recipe(self.input, *parts, self.seed, self.weights)

@@ -47,13 +47,8 @@ class Recipe:
         """Return all settings by flag name, and the content of the files that some of them name."""
         parts = (self.corpus, self.vocabulary, self.cleaning, self.dedup)
         settings = {name: value for part in parts for name, value in asdict(part).items()}
-        for name in (
-            "exclude",
-            "revision",
-            "max_bytes",
-            "max_documents",
-        ):  # newer: without them, older stores and cached names stay valid
-            if not settings[name]:
+        for name in ("exclude", "revision", "max_bytes", "max_documents"):
+            if not settings[name]:  # newer settings: without them, older stores and cached names stay valid
                 del settings[name]
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
         if self.existing_tokenizer is not None:

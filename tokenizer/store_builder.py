@@ -268,7 +268,7 @@ class StoreBuilder:
 
     # ---- the work -------------------------------------------------------------------------------------------------------
 
-    def do_units_to(self, limit: Limit) -> list[Part]:
+    def do_limited_units(self, limit: Limit) -> list[Part]:
         """Process units in order until their text reaches the limit, and return their parts. The last one is cut there."""
         parts, counts, total = [], Counts(), len(self.plan.units)
         batch = 1 if any(self.corpus.hub) or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
@@ -319,7 +319,7 @@ class StoreBuilder:
             )
         counts, outcomes, lost = replace(self.plan.skipped), {}, 0
         limit = self.recipe.corpus.limit
-        parts = self.do_units(everything) if limit == NO_LIMIT else self.do_units_to(limit)
+        parts = self.do_units(everything) if limit == NO_LIMIT else self.do_limited_units(limit)
         for part in parts:
             counts.add(part.counts)
             outcomes = cleaning.merged(outcomes, part.outcomes)
