@@ -75,10 +75,8 @@ class Backup:
     def restore(self, after: int, check: Callable[[dict[str, Any]], None]) -> Path | None:
         """Copy the newest intact checkpoint after step `after` from the drive into the run folder, and return the copy.
         Copy the logs and settings of the backup too. A damaged checkpoint is reported, and the previous one is tried.
-
         `check` is called with the settings first. An unreadable drive is reported and counts as empty. Raise a `UserError` if
-        the drive or the run's own disk fails during the copy.
-        """
+        the drive or the run's own disk fails during the copy."""
         there = self.there
         try:
             os.stat(there.path.parent)

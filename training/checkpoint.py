@@ -83,9 +83,6 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in all_checkpoints(folder) if (path / MANIFEST).is_file()]
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Snapshot:
     """Copy of all tensors of one step, in the memory of the main process."""
@@ -173,9 +170,6 @@ def renew_model(checkpoint: Path, destination: Path) -> None:
         copy(checkpoint, destination, model_only=True)
 
 
-# ---- removing --------------------------------------------------------------------------------------------------------
-
-
 def sweep(folder: Path) -> None:
     """Remove folders that a killed run left half written or half deleted."""
     for state in ("unfinished", "removed"):
@@ -188,9 +182,6 @@ def prune(folder: Path, limit: int | None, best_step: int | None, in_use: Path |
     for checkpoint in complete_checkpoints(folder)[:-limit] if limit is not None else []:
         if step_of(checkpoint) != best_step and checkpoint != in_use:
             discard(checkpoint, FILES)
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 class DamageError(OSError):

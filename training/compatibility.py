@@ -74,9 +74,7 @@ def compare(
 ) -> list[str]:
     """Return the settings that change when `checkpoint` with its `state` is resumed, one sentence each. Raise a `UserError` with
     all changes that are not allowed, one per line.
-
-    `model`: the command's model, compared with the checkpoint's config.json. `now`: settings that its checkpoint would record.
-    """
+    `model`: the command's model, compared with the checkpoint's config.json. `now`: settings that its checkpoint would record."""
     try:
         saved = type(model).from_json_file(checkpoint / "config.json")
     except Exception as error:  # many types are possible if another program wrote the file

@@ -130,9 +130,7 @@ def _check_kernels() -> None:
 
 def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
     """Return whether a device can run code built for targets such as `sm_90` or `compute_90`.
-
-    Binaries (sm_) run on later devices of the same major version; compute_ targets are compiled on load for any later device.
-    """
+    Binaries (sm_) run on later devices of the same major version; compute_ targets are compiled on load for any later device."""
     built = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built_for))
     return any(
         (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
@@ -198,9 +196,7 @@ def use_deterministic_kernels() -> None:
 
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory, because each step on a CPU frees memory that the next step allocates again.
-
-    By default, glibc returns large blocks to the system, which must find and clear every page again: a third of a step's time.
-    """
+    By default, glibc returns large blocks to the system, which must find and clear every page again: a third of a step's time."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
         libc.mallopt(_MMAP_MAX, 0)

@@ -78,10 +78,8 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
 def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
     """Call `find` on the main process and return its JSON-serializable result on every process.
     An error of the main process is raised as a `UserError` on the others.
-
     The others wait without `ddp_timeout`, in a separate group, because the main process may wait for a disk. If it dies or
-    freezes meanwhile, the watchdog stops all. The group's store cannot be used: it ends with the launcher.
-    """
+    freezes meanwhile, the watchdog stops all. The group's store cannot be used: it ends with the launcher."""
     global _waits  # noqa: PLW0603
     if accelerator.num_processes == 1:
         return find()

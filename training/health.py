@@ -69,10 +69,7 @@ class Health:
 
     def read(self, step: int) -> Spike | None:
         """Read all values recorded up to `step` and return a spike in them, if any. Waits for the device.
-
-        Raises:
-            DivergenceError: too many steps in a row were not finite.
-        """
+        Raise a `DivergenceError` if too many steps in a row were not finite."""
         if not self.unread:
             return None
         numbers = torch.stack([number.float() for pair in self.unread for number in pair])

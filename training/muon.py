@@ -23,13 +23,9 @@ def momentum_at(step: int) -> float:
 
 def orthogonalize(matrices: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
     """Return the nearest semi-orthogonal matrix U V^T of each matrix U S V^T, approximately: singular values are about 0.7 to 1.2.
-
     This is a Newton-Schulz iteration with a polynomial of degree five, which needs matrix products only.
-
-    Args:
-        matrices: (n, r, c) with r <= c, in fp32. Their memory is reused.
-        precision: dtype of the products. bf16 is enough, and faster where the device has instructions for it.
-    """
+    `matrices`: (n, r, c) with r <= c, in fp32. Their memory is reused. `precision`: dtype of the products. bf16 is enough, and faster
+    where the device has instructions for it."""
     a, b, c = COEFFICIENTS
     X = matrices.div_(matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7).to(precision)  # (n, r, c)
     del matrices  # frees the stack in fp32 if the products are in bf16

@@ -193,9 +193,7 @@ def set_rates(optimizer: torch.optim.Optimizer, step: int, factor: float) -> Non
 
 def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
     """Make the next `step` change nothing, including moments and their step count, if the gradient is not finite.
-
-    PyTorch's fused kernels read `found_inf` on the device. In fp16, the scaler sets it; this function is for other precisions.
-    """
+    PyTorch's fused kernels read `found_inf` on the device. In fp16, the scaler sets it; this function is for other precisions."""
     if optimizer.defaults.get("fused"):
         optimizer.grad_scale, optimizer.found_inf = None, (~grad_norm.isfinite()).float()
     elif not grad_norm.isfinite():  # waits for the device, but only on Apple GPUs, where Adam is not fused

@@ -25,9 +25,7 @@ class ResumePoint:
     checkpoint: Path | None
     state: TrainState  # state at the start: position, settings, last losses
     changes: list[str]  # one sentence per setting that differs from the checkpoint's
-    owes_validation: bool = (
-        False  # true if the run ended between a checkpoint and its validation, or has pretrained weights
-    )
+    owes_validation: bool = False  # the run ended between a checkpoint and its validation, or has pretrained weights
     pretrained: Callable[[nn.Module], None] | None = None  # writes the weights of step 0; None: random weights
 
     @property
@@ -53,10 +51,8 @@ def choose_checkpoint(
 ) -> Path | None:
     """Return the checkpoint that this command resumes from, or None for a new run.
     Raise a `UserError` if the command would replace another run, or if a checkpoint is missing or damaged.
-
     After a restart, the run resumes in its own folder, even if the command asks for a new run. The only files written are
-    those that the backup has and the folder lacks.
-    """
+    those that the backup has and the folder lacks."""
     folder, overwrites = arguments.folder, arguments.overwrite_output_dir
     check_run_format(folder.status)
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))

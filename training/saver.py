@@ -88,10 +88,8 @@ class Saver(AbstractContextManager):
     ):
         """Allocate memory for the copy of weights and moments while the first step is being prepared. Raise a `UserError` if the
         disk has no room for a checkpoint, before any step is trained.
-
         `store`: no checkpoint is completed before the hashes of its files were verified, because size and modification time would
-        not show a flipped bit. One process per machine reads the files, at the speed of SHA-256: about 1.5 GB/s.
-        """
+        not show a flipped bit. One process per machine reads the files, at the speed of SHA-256: about 1.5 GB/s."""
         self.folder, self.tokenizer = folder, tokenizer
         self.accelerator, self.model = train_step.accelerator, train_step.model
         # Niceness 10: a tenth of the time of a core that training keeps busy. Daemon: it must not delay an exit.
@@ -146,9 +144,7 @@ class Saver(AbstractContextManager):
 
     def _make_room(self, shapes: dict[str, torch.Size]) -> None:
         """Allocate the memory of the snapshot and touch it, so that the first save does not wait for the system.
-
-        It is one block, page-locked for a GPU: `pin_memory` would round each tensor up to a power of two, 1.5 to 1.7 times as much.
-        """
+        It is one block, page-locked for a GPU: `pin_memory` would round each tensor up to a power of two, 1.5 to 1.7 times as much."""
         try:
             block = torch.empty(sum(shape.numel() for shape in shapes.values()), dtype=torch.float32)
             if self.accelerator.device.type == "cuda":

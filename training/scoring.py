@@ -141,9 +141,7 @@ def eval_starts(
     n_tokens: int, context: int, micro_batch: int, accelerator: Accelerator, max_samples: int | None = None
 ) -> np.ndarray:
     """Return the starts of the windows of this process, (batches, micro_batch) int64.
-
-    Every process gets the same number of equal batches. Padding windows start at the end of the text: their targets are ignored.
-    """
+    Every process gets the same number of equal batches. Padding windows start at the end of the text: their targets are ignored."""
     starts = _window_starts(n_tokens, context, max_samples)
     per_round = accelerator.num_processes * micro_batch
     padded = np.pad(starts, (0, -len(starts) % per_round), constant_values=n_tokens)

@@ -35,11 +35,8 @@ class TrainStep:
     max_grad_norm: float
 
     def __call__(self, step: int, rate_factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Train on global batch `step`, at `rate_factor` times the peak learning rates.
-
-        Returns:
-            This process's mean loss and the gradient norm before clipping, as tensors on the device.
-        """
+        """Train on global batch `step`, at `rate_factor` times the peak learning rates. Return this process's mean loss and the
+        gradient norm before clipping, as tensors on the device."""
         accumulation = self.batches.plan.accumulation
         # Dropout is a function of (seed, step, rank), like the data: no generator state to save or restore.
         self._seed(mix(mix(self.batches.order.seed, step), self.accelerator.process_index) >> 1)
@@ -85,7 +82,6 @@ def build_train_step(
 ) -> TrainStep:
     """Build, compile and distribute the model, and create its optimizer. Weights and moments are new or from a checkpoint. Raise a
     `UserError` if the checkpoint's tensors do not fit the model, or hold values that no run writes.
-
     `pretrained` writes the initial weights of a run without a checkpoint; by default they are random."""
     load = partial(load_weights, checkpoint / WEIGHTS) if checkpoint is not None else pretrained
     model = build_model(config, setup, batches.order.seed, load)

@@ -74,9 +74,7 @@ class MemoryMap:
     def announce(self, starts: np.ndarray, length: int) -> None:
         """Ask the system to read windows in the background, all at once, instead of waiting for each in turn.
         Pass a batch and the next one: the batch itself was announced before, unless it is the first of a run.
-
-        The only loop over rows, because a system call takes one range: 1 us per row that is already in memory.
-        """
+        The only loop over rows, because a system call takes one range: 1 us per row that is already in memory."""
         if not hasattr(mmap, "MADV_WILLNEED"):
             return
         itemsize = np.dtype(self.dtype).itemsize

@@ -21,8 +21,7 @@ COMPRESSORS = {
 
 @dataclass(frozen=True)
 class Level:
-    """(k + 1)-grams of a text: k context tokens and a last token. Contexts are numbered in the order of the previous level's
-    keys."""
+    """(k + 1)-grams of a text: k context tokens, numbered in the order of the previous level's keys, and a last token."""
 
     keys: np.ndarray  # (grams,) int64, sorted: number of the context * vocab_size + last token
     counts: np.ndarray  # (grams,): occurrences at the highest level; at lower levels, distinct preceding tokens

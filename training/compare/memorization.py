@@ -28,11 +28,8 @@ FILTER_BITS = 20
 def memorization(
     model: PreTrainedModel, store: TokenStore, texts: int, span: int, seed: int, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Return the share of spans that occur in the training split, as JSON data. Only one process calls this.
-
-    Raises:
-        UserError: all texts of the model, or all documents of the validation split, are shorter than a span.
-    """
+    """Return the share of spans that occur in the training split, as JSON data. Only one process calls this. Raise a `UserError`
+    if all texts of the model, or all documents of the validation split, are shorter than a span."""
     eos, val = store.metadata.eos_token_id, store.memory_map("val")
     starts = np.random.default_rng(seed).integers(0, max(1, len(val) - LENGTH), texts)
     held_out = [np.asarray(val[start : start + LENGTH], dtype=np.int64) for start in starts]

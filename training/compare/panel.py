@@ -122,12 +122,8 @@ def compare(
     most_documents: int | None,
     accelerator: Accelerator,
 ) -> dict[str, Any] | None:
-    """Return the rows of the comparison, best first, and the method, for JSON.
-    Only the main process fits n-grams and compresses. The others return None.
-
-    Raises:
-        UserError: a model cannot be loaded, or its tokenizer cannot represent the text.
-    """
+    """Return the rows of the comparison, best first, and the method, for JSON. Raise a `UserError` if a model cannot be loaded, or
+    its tokenizer cannot represent the text. Only the main process fits n-grams and compresses. The others return None."""
     text = HeldOut(store, most_documents)
     nats: dict[str, np.ndarray] = {}
     for title in (name, *others):

@@ -143,10 +143,8 @@ class RunGuard:
 def go_back(spike: Spike, run: Run) -> None:
     """Raise a `Restart` from the checkpoint before a spike, with the batches to skip. Return if this did not help before, or if
     there are checkpoints, but none from before the spike. Called by every process, while nothing is being saved.
-
     PaLM (Chowdhery et al. 2022, section 5.1) did this by hand. The batches were not bad by themselves, only in combination with
-    the weights at that time.
-    """
+    the weights at that time."""
     plan, complete = run.plan, checkpoints.complete_checkpoints(run.folder.checkpoints)
     # The newest checkpoint whose weights were not trained on any batch that will be skipped.
     good = max((path for path in complete if checkpoints.step_of(path) <= spike.step - 2), default=None)

@@ -81,9 +81,7 @@ class RunLock:
 
 def _take(path: Path, patience: float) -> BaseFileLock:
     """Acquire and return the lock, not bound to a thread. Raise `Timeout` if another process holds it for `patience` seconds.
-
-    On disks without flock, the lock is a file that names its process. filelock removes it if that process of this host has ended.
-    """
+    On disks without flock, the lock is a file that names its process. filelock removes it if that process of this host has ended."""
     try:
         # filelock's own fallback uses the same file: an empty file left by a normal lock would then lock forever.
         lock = FileLock(path, timeout=patience, thread_local=False, fallback_to_soft=False)
