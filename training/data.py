@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import psutil
@@ -15,14 +15,11 @@ from accelerate import Accelerator
 from accelerate.utils import get_int_from_env
 from transformers import PreTrainedTokenizerBase
 
-from errors import Problems, UserError
+from errors import UserError
 from limits import free, setting
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore, read_metadata
 from training.tokens import Documents, MemoryMap, Tokens
-
-if TYPE_CHECKING:
-    from tokenizer.estimate import Estimate
 
 CACHE = Path(__file__).parent.parent / "data"  # tokenized raw text: one folder per text and settings
 # Tokens on the device leave less memory for the micro-batch. They save only the copy of each batch, which is not worth a
@@ -65,8 +62,6 @@ class RunData:
 def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
     """Open the recipe's token store, which for text is built first and cached by content and settings. A token store must be
     the recipe's only input. Raise a `UserError` if the input does not exist, or the text or the store is invalid."""
-    if not is_store(recipe.inputs[0]):
-        Problems(recipe.problems()).refuse()
     folder = _folder_of(recipe)
     if is_store(str(folder)):
         return TokenStore(folder)
@@ -100,15 +95,6 @@ def find_cached(identity: str) -> Path | None:
             if read_metadata(path.parent).identity == identity:
                 return path.parent
     return None
-
-
-def estimate_store(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> "Estimate | None":
-    """Estimate the token store from a sample in `folder`. Return None if it exists or can be built in seconds."""
-    if is_store(recipe.inputs[0]) or recipe.problems() or find_store(recipe) is not None:
-        return None
-    from tokenizer.estimate import estimate
-
-    return estimate(recipe, folder, say)
 
 
 def _folder_of(recipe: Recipe) -> Path:

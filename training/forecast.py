@@ -21,7 +21,7 @@ from tokenizer.store import TokenStore
 from training import scaling
 from training.config import TrainConfig, dump_config
 from training.console import printer
-from training.data import bytes_of, estimate_store, open_store
+from training.data import bytes_of, find_store, open_store
 from training.device import Setup, describe, kernel_of_sdpa, memory_of_others
 from training.distributed import start_accelerator
 from training.hardware import FILLS_A_GPU, RENTALS, Rental, name_of
@@ -79,9 +79,6 @@ class Forecast:
         speed = self.speed.tokens_per_second
         return (compilation + self.validation_seconds(speed) + self.tokens / speed) / 3600
 
-    def hours_at(self, tokens_per_second: float) -> float:
-        return (self.tokens + self.evaluation_tokens) / tokens_per_second / 3600
-
     @property
     def store_bytes(self) -> int:
         return bytes_of(self.store, "train", "val")
@@ -130,7 +127,11 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     setup = setup_of(config)
     accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
     say = printer(accelerator)
-    estimate = estimate_store(config.recipe, folder, say)
+    estimate = None
+    if config.text and find_store(config.recipe) is None:
+        from tokenizer.estimate import estimate as estimate_store  # needs packages that a run does not need
+
+        estimate = estimate_store(config.recipe, folder, say)
     sample = open_store(config.recipe, say) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole
     config, sizing = resolve(config, accelerator, setup, [store, sample])
@@ -143,13 +144,8 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
         speed = assumed_speed(rental.datasheet, plan.model, setup.mixed_precision, accelerator.num_processes)
     elif config.cost.plan_steps > 0:
         speed = measure_speed(config, plan, setup, accelerator, sample, config.cost.plan_steps)
-    sampled = None
-    if estimate is not None:
-        n_tokens = plan.order.n_tokens
-        about = round(n_tokens, 3 - len(str(n_tokens)))
-        sampled = {"tokens": about, "read": estimate.read, "seconds": estimate.seconds}
     forecast = Forecast(config, setup, plan, store, speed, sizing)
-    say(describe_forecast(forecast, hardware, sampled, rentals(forecast)))
+    say(describe_forecast(forecast, hardware, estimate, rentals(forecast)))
 
 
 def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
@@ -157,9 +153,10 @@ def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
     The list is empty if the model is too small for reported figures."""
     plan = forecast.plan
     fitting = [rental for rental in RENTALS.values() if plan.memory.total(1) < rental.gigabytes * 1e9]
-    speeds = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in fitting]
-    found = [(rental, speed.tokens_per_second) for rental, speed in speeds if speed is not None]
-    return [(rental, speed, forecast.hours_at(speed)) for rental, speed in found]
+    found = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in fitting]
+    speeds = [(rental, speed.tokens_per_second) for rental, speed in found if speed is not None]
+    tokens = forecast.tokens + forecast.evaluation_tokens
+    return [(rental, speed, tokens / speed / 3600) for rental, speed in speeds]
 
 
 def times_due(plan: Plan, strategy: str, every: int) -> int:
@@ -171,27 +168,27 @@ def times_due(plan: Plan, strategy: str, every: int) -> int:
 def describe_forecast(
     forecast: Forecast,
     hardware: str,
-    sample: dict[str, Any] | None = None,
+    estimate: Any = None,
     rentals: Iterable[Any] = (),
     run: Run | None = None,
 ) -> str:
-    """Return the text printed before the first step. `sample`: estimates for text that is not tokenized yet."""
+    """Return the text printed before the first step. `estimate`: the `tokenizer.estimate.Estimate` of text that is not tokenized yet."""
     config, plan, N = forecast.config, forecast.plan, forecast.plan.memory.parameters
+    n_tokens = plan.order.n_tokens
     checkpoints = times_due(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
     if config.checkpoints_kept is not None:
         checkpoints = min(checkpoints, config.checkpoints_kept + 1)  # including the best checkpoint
     folder = Path(config.run.output_dir)
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    family = "modern" if config.optim.optimizer == "muon" else "gpt2"
     facts = {
         "model": plan.model,
         "size": model_size(plan.model, N),
         "N": product_parameters(plan.model),
         "hardware": hardware,
-        "sample": sample,
+        "estimate": estimate,
+        "about_tokens": round(n_tokens, 3 - len(str(n_tokens))),
         "overridden": config.overridden_vocab_size(plan.model.vocab_size),
-        "best_ratio": scaling.best_ratio(family, product_parameters(plan.model)),
-        "ratio_source": scaling.ratio_source(family, product_parameters(plan.model)),
+        "family": "modern" if config.optim.optimizer == "muon" else "gpt2",
         "scaling": scaling,
         "chosen": dump_config(config, only_changed=True),
         "checkpoints": checkpoints,
