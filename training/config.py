@@ -2,7 +2,7 @@
 Flags override a YAML file: --config, the file of the resumed run, or the quickstart's file by default."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from command_line import FlagParser
-from errors import UserError
+from errors import Problems, UserError
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
@@ -141,20 +141,13 @@ class TrainConfig:
             stated["max_steps"] = "free"
         return Settings(self.flat(), defaults, stated | dict.fromkeys(DERIVED, "derived"), self.changes.allowed)
 
-    def problems(self) -> list[str]:
-        """Return the problems that can be found without access to the data or the device."""
-        found = [
-            problem
-            for part in (self.run, self.length, self.budget, self.optim, self.settings, self.logging, self.cost)
-            for problem in part.problems()
-        ]
-        found += self.backup.problems(self.run.output_dir)
-        if not self.text:
-            for name in sorted(self.flags & TEXT_SETTINGS - {"vocab_size"}):
-                found.append(
-                    f"{name} applies to text only, but {self.data.data} is already a token store; leave it out."
-                )
-        return found
+    def problems(self) -> Iterator[str]:
+        """Yield the problems that can be found without access to the data or the device."""
+        for part in (self.run, self.length, self.budget, self.optim, self.settings, self.logging, self.cost):
+            yield from part.problems()
+        yield from self.backup.problems(self.run.output_dir)
+        for name in sorted(self.flags & TEXT_SETTINGS - {"vocab_size"}) if not self.text else ():
+            yield f"{name} applies to text only, but {self.data.data} is already a token store; leave it out."
 
 
 PART_NAMES = tuple(part.name for part in fields(TrainConfig) if part.name not in ("flags", "given"))
@@ -167,17 +160,13 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
     parser = FlagParser(PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN)
     names = ("config", "resume_from_checkpoint")
     named, source = (Path(value) if (value := parser.value_of(name, arguments)) else None for name in names)
-    resumed, no_source = None, None
-    try:
-        resumed = run_of(source) if source is not None else None
-        if named and resumed:
-            no_source = f"{resumed} has its own {CONFIG_FILE}; leave out --config and override settings with flags."
-    except UserError as error:
-        no_source = str(error)
+    problems = Problems()
+    resumed = problems.add_of(run_of, [source]) if source is not None else None
+    if named and resumed:
+        problems.add(f"{resumed} has its own {CONFIG_FILE}; leave out --config and override settings with flags.")
 
     def compose(parts: tuple) -> TrainConfig:
-        if no_source is not None:
-            raise UserError(no_source)
+        problems.refuse()
         return _composed(parts, parser.named_flags(arguments), parser.in_file, named, resumed)
 
     default = CONTINUED if parser.value_of("init_from", arguments) else QUICKSTART

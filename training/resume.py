@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from errors import UserError
+from errors import Problems, UserError
 from settings_file import read_yaml
 from training import checkpoint as checkpoints
 from training.backup import Backup
@@ -84,17 +84,14 @@ def _newest(
 ) -> Path | None:
     """Return the newest checkpoint of the folder and its backup. A newer one in the backup is copied to the folder first.
     `settings` (None: the run's own) must match those of the run in the backup."""
-    checkpoint = failure = None
-    try:
-        checkpoint = folder.newest_checkpoint(say)
-    except UserError as error:
-        failure = error
+    problems = Problems()
+    checkpoint = problems.add_of(folder.newest_checkpoint, [say])
     if backup is not None:
         step = checkpoints.step_of(checkpoint) if checkpoint is not None else -1
         restored = backup.restore(step, lambda found: _refuse_another(backup.there.path, found, settings))
         checkpoint = restored or checkpoint
-    if checkpoint is None and failure is not None:
-        raise failure
+    if checkpoint is None:
+        problems.refuse()
     return checkpoint
 
 

@@ -1,6 +1,7 @@
 """Experiment trackers (TensorBoard, W&B, Trackio ...): settings, runs and logged values."""
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +23,14 @@ class LoggingArguments:
     report_to: list[str] = free([], "Trackers supported by Accelerate: tensorboard, wandb, ... or all.")
     project: str = free("gpt2scratch", "Project name in the trackers; runs are named after their folders.")
 
-    def problems(self) -> list[str]:
-        """Return problems that Accelerate would ignore silently or turn into a traceback."""
+    def problems(self) -> Iterator[str]:
+        """Yield problems that Accelerate would ignore silently or turn into a traceback."""
         known, installed = list(map(str, LoggerType)), list(map(str, get_available_trackers()))
-        unknown = [name for name in self.report_to if name not in known]
-        missing = [name for name in self.report_to if name in known and name not in ("all", *installed)]
-        return [
-            *(f"report_to names {name!r}; the available trackers are {', '.join(known)}." for name in unknown),
-            *(f"report_to names {name}, which is not installed: pip install {name}." for name in missing),
-        ]
+        for name in self.report_to:
+            if name not in known:
+                yield f"report_to names {name!r}; the available trackers are {', '.join(known)}."
+            elif name not in ("all", *installed):
+                yield f"report_to names {name}, which is not installed: pip install {name}."
 
 
 def open_trackers(
