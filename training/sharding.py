@@ -17,15 +17,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
@@ -92,19 +85,19 @@ def shard(
     optimizer afterwards. `compile_settings` are arguments of `torch.compile`, or None (not compiled)."""
     model = loss.model
     mesh, is_cuda = _mesh(accelerator, sharding), accelerator.device.type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=is_cuda) if sharding.offload else OffloadPolicy()
+    offload = fsdp.CPUOffloadPolicy(pin_memory=is_cuda) if sharding.offload else fsdp.OffloadPolicy()
     # Weights are gathered in the compute precision, which halves the transfers; autocast would keep a cast copy of every weight
     # until the backward pass. Shards, gradient sums and the loss stay fp32.
     compute = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     # All other parameters form one group, so that a tied head shares its tensor. By default, the group would stay gathered after
     # a validation, and the model's parameters would not be those of the optimizer.
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
+    fsdp.fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
     # Weights are gathered for the model's `forward`, and for the loss, which calls parts of the model.
     model.next_token_loss = loss.forward
-    register_fsdp_forward_method(model, "next_token_loss")
+    fsdp.register_fsdp_forward_method(model, "next_token_loss")
     if compile_settings is not None:
         _compile(loss, compile_settings)
     return ShardedLoss(loss)
@@ -132,7 +125,7 @@ def generating(model: GPT2ScratchForCausalLM) -> Iterator[None]:
     """Context in which all processes generate from a sharded model together, with the same prompts and seed.
     All of them use the logits of rank 0: if two devices rounded differently, one would end its text while the other waits for
     it. Generation is not compiled, because every length would be a separate graph."""
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, fsdp.FSDPModule):
         yield
         return
     group = model.lm_head.weight.device_mesh.get_group()
