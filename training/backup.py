@@ -155,14 +155,14 @@ class Backup:
         self._wake.set()
         self._thread.join(min(1.0, timeout))  # usually enough, so that no waiting has to be reported
         if self._thread.is_alive():
-            self._report(f"Backup:  waiting for {self.there.path}, at most {clock(timeout)} ...")
+            self.say(f"Backup:  waiting for {self.there.path}, at most {clock(timeout)} ...")
             self._thread.join(timeout)
         if problem := "the drive is too slow" if self._thread.is_alive() else self.problem:
-            self._report(
+            self.say(
                 f"WARNING: The backup in {self.there.path} is incomplete ({problem}); copy {self.run.path} there yourself."
             )
         elif self.copied:
-            self._report(f"Backup:  {self.copied} is in {self.there.path}")
+            self.say(f"Backup:  {self.copied} is in {self.there.path}")
 
     def update(self) -> None:
         """Copy the run's logs and its newest intact checkpoint to the drive, and delete checkpoints of later steps there. Report
@@ -179,18 +179,18 @@ class Backup:
                     self._wake.set()  # the checkpoint was deleted before `copying` protected it, so a newer one exists
                 elif isinstance(error, DamageError):
                     self.damaged.add(checkpoint)
-                    self._report(f"WARNING: {checkpoint} is damaged: {error}. It is not backed up.")
+                    self.say(f"WARNING: {checkpoint} is damaged: {error}. It is not backed up.")
                     self._wake.set()
                 else:
                     if self.problem is None:
-                        self._report(
+                        self.say(
                             f"WARNING: {checkpoint.name} could not be copied to {self.there.path} ({_reason(error)}). Training "
                             f"continues, and the copy will be retried."
                         )
                     self.problem = _reason(error)
                 return
             if self.problem is not None:
-                self._report(f"Backup:  {self.there.path} is available again, and {checkpoint.name} is in it")
+                self.say(f"Backup:  {self.there.path} is available again, and {checkpoint.name} is in it")
             self.problem, self.copying, self.copied = None, None, checkpoint.name
 
     def _copy(self, checkpoint: Path) -> None:
@@ -230,10 +230,6 @@ class Backup:
             if source.is_file():
                 with unfinished_path(target) as unfinished:
                     copy_file(source, unfinished)
-
-    def _report(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # if the output is closed
-            self.say(text)
 
 
 def earlier_run(run: RunFolder, backup_dir: str | None) -> RunFolder | None:
