@@ -121,9 +121,9 @@ def check_a_loss_that_is_not_finite_on_one_process_skips_the_step_on_all(acceler
 
 
 def check_a_process_of_another_command_is_refused(accelerator: Accelerator) -> None:
-    distributed.check_same_command(accelerator, {"seed": 1})
+    distributed.check_same_command({"seed": 1})
     with pytest.raises(UserError, match=r"^Rank 1 has other settings than rank 0:"):
-        distributed.check_same_command(accelerator, {"seed": accelerator.process_index})
+        distributed.check_same_command({"seed": accelerator.process_index})
 
 
 def check_what_the_main_process_finds_all_know(accelerator: Accelerator) -> None:

@@ -1,7 +1,5 @@
 """Processes of a run: start, results of the main process for all, and shutdown."""
 
-import hashlib
-import json
 import logging
 import os
 import time
@@ -12,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import TorchDynamoPlugin, gather_object
 from torch import distributed
 from transformers.utils import logging as transformers_logging
 
@@ -76,33 +74,32 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
 
 
 def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
-    """Call `find` on the main process and return its JSON-serializable result on every process.
+    """Call `find` on the main process and return its result, which can be pickled, on every process.
     An error of the main process is raised as a `UserError` on the others.
     The others wait without `ddp_timeout`, in a separate group, because the main process may wait for a disk. If it dies or
     freezes meanwhile, the watchdog stops all. The group's store cannot be used: it ends with the launcher."""
     global _waits  # noqa: PLW0603
     if accelerator.num_processes == 1:
         return find()
-    group, answer, failure = _patient_group(), {}, None
+    group, answer, failure = _patient_group(), [None, None], None
     if accelerator.is_main_process:
         try:
-            answer["found"] = find()
+            answer[0] = find()
         except Exception as error:
-            answer["problem"], failure = str(error) or type(error).__name__, error
-    message = [json.dumps(answer)]
+            answer[1], failure = str(error) or type(error).__name__, error
     _waits = not accelerator.is_main_process
     try:
-        distributed.broadcast_object_list(message, src=0, group=group)
+        distributed.broadcast_object_list(answer, src=0, group=group)
     finally:
         _waits = False
     if failure is not None:
         raise failure
-    answer = json.loads(message[0])
-    if "problem" in answer:
-        error = UserError(answer["problem"])
+    found, problem = answer
+    if problem is not None:
+        error = UserError(problem)
         error.is_reported = True
         raise error
-    return answer["found"]
+    return found
 
 
 def waits_for_main() -> bool:
@@ -115,15 +112,12 @@ def _patient_group() -> distributed.ProcessGroup:
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=LONGEST_WAIT))
 
 
-def check_same_command(accelerator: Accelerator, settings: dict[str, Any]) -> None:
+def check_same_command(settings: dict[str, Any]) -> None:
     """Raise a `UserError` if the processes of the group have different settings."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
-    own = torch.tensor([int.from_bytes(digest[:7])], device=accelerator.device)
-    digests = accelerator.gather(own).tolist()
-    others = [rank for rank, value in enumerate(digests) if value != digests[0]]
-    if others:
+    first, *others = gather_object([settings])
+    if different := [rank for rank, other in enumerate(others, start=1) if other != first]:
         raise UserError(
-            f"Rank {others[0]} has other settings than rank 0: run the same command on all machines, and stop processes of "
+            f"Rank {different[0]} has other settings than rank 0: run the same command on all machines, and stop processes of "
             f"earlier runs that are still running."
         )
 

@@ -37,7 +37,7 @@ def job(
     lock = RunLock(folder.path)
     with Watchdog(accelerator.process_index, accelerator.num_processes, stopping.ddp_timeout, folder) as watchdog:
         try:
-            check_same_command(accelerator, settings)
+            check_same_command(settings)
             on_main(accelerator, lock.acquire)
             yield accelerator, watchdog
         finally:
