@@ -186,16 +186,16 @@ def _scrambled(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> SHIFTS[2])
 
 
+@dataclass
 class TrainBatches:
     """Micro-batches of one process."""
 
-    def __init__(self, tokens: Tokens, order: WindowOrder, plan: BatchPlan, rank: int, position: DataPosition = START):
-        self.tokens = tokens
-        self.order = order
-        self.plan = plan
-        self.rank = rank
-        self.position = position  # position in the data at which the run starts or resumes
-        self.seconds = 0.0  # time spent on preparing batches since speed.py last reset it
+    tokens: Tokens
+    order: WindowOrder
+    plan: BatchPlan
+    rank: int
+    position: DataPosition = START  # position in the data at which the run starts or resumes
+    seconds: float = 0.0  # time spent on preparing batches since speed.py last reset it
 
     def __call__(self, step: int, micro_step: int) -> Batch:
         """Return a batch of tensors (micro_batch, context) on the device, without waiting for the device."""

@@ -57,9 +57,7 @@ class MemoryMap:
     """Memory map of a split's file."""
 
     def __init__(self, path: Path, dtype: str, vocab_size: int):
-        self.path = path
-        self.dtype = dtype
-        self.vocab_size = vocab_size
+        self.path, self.dtype, self.vocab_size = path, dtype, vocab_size
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_RANDOM"):  # read-ahead of megabytes per window stalls a cold file for 100 ms and more
