@@ -88,10 +88,21 @@ def store(tmp_path_factory):
     return tokenized(folder, folder / "store", {"validation_fraction": 0.2}, vocab_size=300)
 
 
+def error_of(function: Callable, *arguments, **settings) -> str:
+    """Return the message of the `UserError` in which a call ends."""
+    with pytest.raises(UserError) as error:
+        function(*arguments, **settings)
+    return str(error.value)
+
+
 def assert_user_error(sentence: str, function: Callable, *arguments, **settings) -> None:
     """Check that a call ends in a `UserError` that matches the pattern `sentence`."""
-    with pytest.raises(UserError, match=sentence):
-        function(*arguments, **settings)
+    assert re.search(sentence, error_of(function, *arguments, **settings))
+
+
+def assert_one_sentence(sentence: str, function: Callable, *arguments, **settings) -> None:
+    """Check that a call ends in a `UserError` of one line that matches the pattern `sentence`."""
+    assert re.fullmatch(f".*(?:{sentence}).*", error_of(function, *arguments, **settings))
 
 
 def flags(**settings) -> list[str]:

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from test_corpus import write, write_records
 
-from conftest import assert_user_error
-from errors import UserError
+from conftest import assert_one_sentence, assert_user_error
 from tokenizer.chat import CHATML, CHATML_TOKENS, MARKS, ChatTemplate, normalized
 from tokenizer.corpus import Corpus, CorpusArguments
 from tokenizer.documents import Counts, Piece, Reader
@@ -113,9 +112,7 @@ def test_template_is_chatml_or_a_file(tmp_path):
     ],
 )
 def test_invalid_templates_are_refused_with_the_line(tmp_path, source, sentence):
-    with pytest.raises(UserError, match=sentence) as error:
-        ChatTemplate.read(str(write(tmp_path / "a.jinja", source)))
-    assert "\n" not in str(error.value)
+    assert_one_sentence(sentence, ChatTemplate.read, str(write(tmp_path / "a.jinja", source)))
 
 
 def test_templates_may_refuse_a_chat_and_cannot_leave_the_sandbox(tmp_path):

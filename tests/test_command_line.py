@@ -18,7 +18,7 @@ import tokenizer.pretokenize
 import train_accelerate
 import training.evaluate
 from command_line import FlagParser, run
-from conftest import REPOSITORY
+from conftest import REPOSITORY, error_of
 from errors import UserError
 from settings_file import read_yaml
 from training.config import PARTS, read_config
@@ -47,9 +47,7 @@ def parse(*arguments: str, **options) -> tuple[Model, Length, set[str]]:
 
 
 def refused(*arguments: str, **options) -> str:
-    with pytest.raises(UserError) as error:
-        parse(*arguments, **options)
-    return str(error.value)
+    return error_of(parse, *arguments, **options)
 
 
 @pytest.fixture
@@ -205,14 +203,12 @@ def test_help_names_the_command(launch):
     ],
 )
 def test_flags_of_nanogpt_and_trainer_are_answered_with_the_flags_of_this_project(tmp_path, given, hint):
-    with pytest.raises(UserError) as error:
-        read_config([f"--{given}=3"])
-    assert str(error.value) == f"Unknown flag --{given}=3. {hint}"
-    (tmp_path / "own.yaml").write_text(f"{given}: 3\n")
-    with pytest.raises(UserError) as error:
-        read_config(["--config", str(tmp_path / "own.yaml"), "--data", "x"])
+    assert error_of(read_config, [f"--{given}=3"]) == f"Unknown flag --{given}=3. {hint}"
+    path = tmp_path / "own.yaml"
+    path.write_text(f"{given}: 3\n")
     hint = hint.replace("--", "").replace("See help", "See --help")
-    assert str(error.value) == f"{tmp_path / 'own.yaml'}: Unknown key {given}. {hint}"
+    sentence = f"{path}: Unknown key {given}. {hint}"
+    assert error_of(read_config, ["--config", str(path), "--data", "x"]) == sentence
 
 
 def test_every_suggested_flag_exists():

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
 from datasets.arrow_writer import ArrowWriter
 
-from conftest import assert_user_error
+from conftest import assert_user_error, error_of
 from errors import UserError
 from tokenizer import corpus as corpus_module
 from tokenizer import documents as documents_module
@@ -51,9 +51,7 @@ def documents(*inputs, **arguments) -> list[str]:
 
 
 def refusal(*inputs, **arguments) -> str:
-    with pytest.raises(UserError) as error:
-        read(*inputs, **arguments)
-    sentence = str(error.value)
+    sentence = error_of(read, *inputs, **arguments)
     assert "\n" not in sentence
     assert sentence.endswith(".")
     return sentence
@@ -236,9 +234,8 @@ def test_column_names_are_printed_on_one_line(tmp_path):
     assert documents(path, text_column="the\nquestion") == ["one"]
     for name in ("a", "b"):  # the error names all files without a clear text column
         write_records(tmp_path / "in" / f"{name}.jsonl", [{"question": "a", "answer": "b"}])
-    with pytest.raises(UserError) as error:
-        corpus(tmp_path / "in").units()
-    assert [Path(line.split()[0]).name for line in str(error.value).splitlines()] == ["a.jsonl", "b.jsonl"]
+    named = error_of(corpus(tmp_path / "in").units).splitlines()
+    assert [Path(line.split()[0]).name for line in named] == ["a.jsonl", "b.jsonl"]
 
 
 def test_chat_column_is_used_without_a_text_column(tmp_path):

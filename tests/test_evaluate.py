@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from conftest import REPOSITORY, assert_user_error, metrics, prose, tokenized
-from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import evaluate
 from training.compare import baselines, memorization
@@ -298,17 +297,13 @@ def test_model_is_scored_only_on_a_store_with_its_own_tokenizer(many, store, tmp
     assert store.metadata.vocab_size == many.metadata.vocab_size
     folder = tmp_path / "model"
     model = saved(folder, many)
-
-    def refusal(data) -> str:
-        with pytest.raises(UserError) as refused:
-            evaluate.main([str(folder), "--data", str(data.folder)])
-        return str(refused.value)
-
-    assert f"{store.folder} have different tokenizers; use a store that was made" in refusal(store)
+    sentence = f"{store.folder} have different tokenizers; use a store that was made"
+    assert_user_error(sentence, evaluate.main, [str(folder), "--data", str(store.folder)])
+    arguments = [str(folder), "--data", str(many.folder)]
     torch.nn.init.constant_(model.lm_head.weight, math.nan)
     model.save_pretrained(folder)
-    assert "has a loss of nan; its weights or its config.json are damaged." in refusal(many)
+    assert_user_error("has a loss of nan; its weights or its config.json are damaged.", evaluate.main, arguments)
     GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2)).save_pretrained(folder)
-    assert "is a GPT2LMHeadModel; convert it first" in refusal(many)
+    assert_user_error("is a GPT2LMHeadModel; convert it first", evaluate.main, arguments)
     (folder / "tokenizer.json").unlink()
-    assert "has no tokenizer.json" in refusal(many)
+    assert_user_error("has no tokenizer.json", evaluate.main, arguments)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import assert_user_error, prose, tokenized
-from errors import UserError
+from conftest import assert_user_error, error_of, prose, tokenized
 from tokenizer import inspect
 from tokenizer.store import TokenStore
 
@@ -50,9 +49,7 @@ def test_changed_byte_in_any_file_is_found(store, original):
     names = ["train.bin", "val.bin", "train.bin.index", "val.bin.index"]
     for number, name in enumerate(names, start=1):
         change(store / name)
-        with pytest.raises(UserError) as error:
-            inspect.main([str(store)])
-        sentences = str(error.value).splitlines()
+        sentences = error_of(inspect.main, [str(store)]).splitlines()
         assert {sentence.split(" was ")[0] for sentence in sentences} == {str(store / one) for one in names[:number]}
         for sentence in sentences:
             assert re.search(r" was changed or damaged: its SHA-256 is \w+, but metadata.json .* again\.$", sentence)
@@ -60,8 +57,8 @@ def test_changed_byte_in_any_file_is_found(store, original):
     shutil.copytree(original.folder, store)
     change(store / "val.idx")  # the index for Megatron
     (store / "train.idx").unlink()
-    with pytest.raises(UserError, match=r"train\.idx is missing\. .*\n.*val\.idx was changed: it is not the index"):
-        inspect.main([str(store)])
+    sentences = r"train\.idx is missing\. .*\n.*val\.idx was changed: it is not the index"
+    assert_user_error(sentences, inspect.main, [str(store)])
 
 
 @pytest.mark.parametrize(

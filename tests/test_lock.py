@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from conftest import REPOSITORY
-from errors import UserError
+from conftest import REPOSITORY, error_of
 from training.guard.lock import RunLock
 
 WITHOUT_FLOCK = """
@@ -53,9 +52,7 @@ def start():
 
 
 def refusal(folder) -> str:
-    with pytest.raises(UserError) as refused:
-        RunLock(folder, patience=0.1).acquire()
-    return str(refused.value)
+    return error_of(RunLock(folder, patience=0.1).acquire)
 
 
 def test_a_second_process_is_refused_with_the_name_of_the_holder(start, tmp_path):

@@ -10,8 +10,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from conftest import prose
-from errors import UserError
+from conftest import error_of, prose
 from tokenizer import vocabulary
 from tokenizer.byte_range import last_cut
 from tokenizer.pretokenize import main
@@ -38,9 +37,7 @@ def pretokenize(*arguments) -> None:
 
 
 def refused(*arguments) -> str:
-    with pytest.raises(UserError) as error:
-        pretokenize(*arguments)
-    sentence = str(error.value)
+    sentence = error_of(pretokenize, *arguments)
     assert "\n" not in sentence
     assert sentence.endswith((".", "?"))
     return sentence
@@ -160,9 +157,7 @@ def test_lossy_tokenizer_is_refused(tmp_path, text):
     ],
 )
 def test_missing_and_unknown_flags_are_named(arguments, sentence):
-    with pytest.raises(UserError) as error:
-        main(arguments)
-    assert str(error.value) == sentence
+    assert error_of(main, arguments) == sentence
 
 
 @pytest.mark.parametrize(

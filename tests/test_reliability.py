@@ -27,6 +27,7 @@ from conftest import (
     assert_same_run,
     assert_user_error,
     clean_environment,
+    error_of,
     flags,
     lines,
     metrics,
@@ -36,7 +37,6 @@ from conftest import (
     wait_until,
     weights,
 )
-from errors import UserError
 from publishing.card import FolderArguments, model_card
 from publishing.source import find_source
 from publishing.upload import Repository
@@ -332,8 +332,8 @@ def test_a_full_disk_ends_in_one_sentence_and_keeps_the_last_checkpoint(launch, 
     train(None, "--resume_from_checkpoint", str(run))
     assert status(run)["state"] == "finished"
     refuse_full_disk(tmp_path, 1000)  # checked before the first step
-    with pytest.raises(UserError, match=r"^A checkpoint takes 1,333,333\.3 GB, and .* GB free; earlier"):
-        refuse_full_disk(tmp_path, 10**15)
+    sentence = r"^A checkpoint takes 1,333,333\.3 GB, and .* GB free; earlier"
+    assert_user_error(sentence, refuse_full_disk, tmp_path, 10**15)
 
 
 def test_a_store_truncated_during_training_ends_in_one_sentence(store, start, tmp_path):
@@ -445,8 +445,8 @@ def test_an_invalid_training_state_is_refused(run, train, change, expected):
     state = checkpoint / "training_state" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | change))
     seal(checkpoint)
-    with pytest.raises(UserError, match=f"state.json cannot be read .*{expected}"):
-        train(None, "--resume_from_checkpoint", str(run), max_steps=8)
+    sentence = f"state.json cannot be read .*{expected}"
+    assert_user_error(sentence, train, None, resume_from_checkpoint=run, max_steps=8)
 
 
 TENSORS = ("model.safetensors", "training_state/optimizer.safetensors")
@@ -542,18 +542,17 @@ def test_all_changed_settings_are_refused_in_one_message(run, train, tmp_path):
     before = (run / "metrics.jsonl").read_text()
     settings = {"n_layer": 3, "n_head": 4, "n_positions": 32, "tokens_per_step": 128}
     settings |= {"mixed_precision": "bf16", "seed": 1}
-    with pytest.raises(UserError) as refused:
-        train(None, "--resume_from_checkpoint", str(run), data=other.folder, max_steps=9, **settings)
+    problems = error_of(train, None, resume_from_checkpoint=run, data=other.folder, max_steps=9, **settings)
     changed = {"vocab_size": (300, 290), "n_layer": (2, 3), "n_head": (2, 4), "n_positions": (16, 32)}
     changed |= {"seed": (1337, 1), "tokens_per_step": (64, 128), "mixed_precision": ("no", "bf16")}
     expected = [f"{name} changed from {old} to {new}" for name, (old, new) in changed.items()]
     for words in (*expected, "the token store has other tokens", "tokenizer"):
-        assert words in str(refused.value)
+        assert words in problems
     assert (run / "metrics.jsonl").read_text() == before
-    with pytest.raises(UserError, match=r"'nonsense'; it may name data, .*, n_head, "):
-        train(None, "--resume_from_checkpoint", str(run), "--allow_change", "n_embd,nonsense")
-    with pytest.raises(UserError, match=r"n_embd changed from \d+ to 32, so its weights do not fit; start a new run"):
-        train(None, "--resume_from_checkpoint", str(run), "--allow_change", "n_embd", n_embd=32)
+    command = ("--resume_from_checkpoint", str(run), "--allow_change")
+    assert_user_error(r"'nonsense'; it may name data, .*, n_head, ", train, None, *command, "n_embd,nonsense")
+    sentence = r"n_embd changed from \d+ to 32, so its weights do not fit; start a new run"
+    assert_user_error(sentence, train, None, *command, "n_embd", n_embd=32)
 
 
 def test_settings_in_allow_change_may_change(run, train, capsys):

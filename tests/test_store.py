@@ -12,8 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from atomic import file_sha256
-from conftest import assert_user_error, tokenized
-from errors import UserError
+from conftest import assert_one_sentence, assert_user_error, error_of, tokenized
 from tokenizer import inspect, vocabulary
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import character_tokenizer
@@ -99,9 +98,7 @@ CHARACTER = {"tokenizer_type": "character", "vocab_size": None}
 
 @pytest.mark.parametrize("settings", [{}, CHARACTER], ids=["bpe", "character"])
 def test_text_too_short_to_split_is_refused(tmp_path, settings):
-    with pytest.raises(UserError, match="too short") as error:
-        make(tmp_path / "text", "a", **settings)
-    assert "\n" not in str(error.value)
+    assert_one_sentence("too short", make, tmp_path / "text", "a", **settings)
     assert not TokenStore.is_store(tmp_path / "text-store")
     store = make(tmp_path / "two", "ab", **CHARACTER)
     assert (documents(store, "train"), documents(store, "val")) == (["a"], ["b"])
@@ -154,9 +151,7 @@ def edit(folder: Path, **values) -> None:
 )
 def test_damaged_stores_are_refused_with_the_remedy(finished, damage, sentence):
     damage(finished)
-    with pytest.raises(UserError, match=sentence + r".* Delete it and build it again\.$") as error:
-        TokenStore(finished)
-    assert "\n" not in str(error.value)
+    assert_one_sentence(sentence + r".* Delete it and build it again\.$", TokenStore, finished)
 
 
 @pytest.mark.parametrize("ends", [[4], [-1], [2**62], [10**6, 4], []])
@@ -169,8 +164,8 @@ def test_index_that_does_not_divide_the_tokens_is_refused(finished, ends):
 @pytest.mark.parametrize("values", [{"vocab_size": 299}, {"eos_token_id": 1}])
 def test_metadata_of_another_tokenizer_are_refused(finished, values):
     edit(finished, **values)
-    with pytest.raises(UserError, match=r"its tokenizer has 300 tokens and end-of-text id 0: one of them was changed"):
-        TokenStore(finished).load_tokenizer()
+    sentence = "its tokenizer has 300 tokens and end-of-text id 0: one of them was changed"
+    assert_user_error(sentence, TokenStore(finished).load_tokenizer)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, because root has all permissions")
@@ -190,9 +185,7 @@ def test_store_without_read_permission_is_refused(finished, name):
 def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finished):
     (finished / "val.bin").unlink()
     shorten(finished / "train.bin", 2)
-    with pytest.raises(UserError) as error:
-        TokenStore(finished)
-    assert len(str(error.value).splitlines()) == 2
+    assert len(error_of(TokenStore, finished).splitlines()) == 2
     edit(finished, format_version=3, something_new=1)
     assert_user_error(r"newer version .* \(format 3; this version reads formats up to 2\)", TokenStore, finished)
     (finished / "metadata.json").unlink()
@@ -204,8 +197,8 @@ def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finis
 def test_folders_without_a_store_are_refused(tmp_path, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
-    with pytest.raises(UserError, match=rf"{name} is not a token store.*python -m tokenizer\.pretokenize --input"):
-        TokenStore(tmp_path / name)
+    sentence = rf"{name} is not a token store.*python -m tokenizer\.pretokenize --input"
+    assert_user_error(sentence, TokenStore, tmp_path / name)
 
 
 def test_id_beyond_the_vocabulary_is_found(finished):
@@ -214,5 +207,5 @@ def test_id_beyond_the_vocabulary_is_found(finished):
     tokens.flush()
     store = TokenStore(finished)
     store.check_ids("train")
-    with pytest.raises(UserError, match=r"val\.bin contains token id 300, but its vocabulary has only 300 tok.* again"):
-        store.check_ids("val")
+    sentence = r"val\.bin contains token id 300, but its vocabulary has only 300 tok.* again"
+    assert_user_error(sentence, store.check_ids, "val")

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from conftest import assert_user_error, contents
-from errors import UserError
+from conftest import assert_user_error, contents, error_of
 from tokenizer import unpack
 from tokenizer.store import TokenStore
 
@@ -37,9 +36,7 @@ def repacked(packed: Path, files: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
 
 
 def refused(packed: Path, folder: Path) -> str:
-    with pytest.raises(UserError) as error:
-        unpack.unpack(packed, folder)
-    [sentence] = str(error.value).splitlines()
+    [sentence] = error_of(unpack.unpack, packed, folder).splitlines()
     assert str(packed) in sentence
     assert sentence.endswith(".")
     assert sorted(path.name for path in folder.parent.iterdir()) == ["my.store", "my.store.tar.zst"]

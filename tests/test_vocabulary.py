@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.long_words import TEXTS
-from conftest import assert_user_error, prose, tokenized
-from errors import UserError
+from conftest import assert_one_sentence, assert_user_error, prose, tokenized
 from tokenizer import encode, vocabulary
 from tokenizer.chat import CHATML_TOKENS
 from tokenizer.recipe import Recipe
@@ -146,8 +145,8 @@ def test_vocab_size_below_bytes_and_control_tokens_is_refused():
         assert re.match(rf"vocab_size {size} is too small .* needs 258 \(256 bytes and 2 special tokens\)", sentence)
     arguments = VocabularyArguments(vocab_size=259, special_tokens=["<|a|>"])
     assert problems(arguments) == []
-    with pytest.raises(UserError, match=r"vocab_size 259 is too small .* needs 261 \(256 bytes and 5 special tokens\)"):
-        build(arguments, None, lambda: [PROSE], CHATML_TOKENS)
+    sentence = r"vocab_size 259 is too small .* needs 261 \(256 bytes and 5 special tokens\)"
+    assert_user_error(sentence, build, arguments, None, lambda: [PROSE], CHATML_TOKENS)
 
 
 def test_special_tokens_have_the_first_ids_and_stay_text_in_text(bpe):
@@ -257,9 +256,8 @@ def test_character_tokenizer_has_exactly_the_characters_of_the_text(tmp_path):
     assert encoded(loaded, CHARACTERS, "")[0].tolist() == ids
     assert loaded.decode(ids) == CHARACTERS
     assert as_bytes(loaded, ids) == CHARACTERS.encode()
-    with pytest.raises(UserError, match=r"The character 'ß' \(U\+00DF\) is not among the 4 that this") as error:
-        encoded(character_tokenizer(["abc "]), "a b", "c ß")
-    assert "\n" not in str(error.value)
+    sentence = r"The character 'ß' \(U\+00DF\) is not among the 4 that this"
+    assert_one_sentence(sentence, encoded, character_tokenizer(["abc "]), "a b", "c ß")
 
 
 def test_gpt2_tokenizer_files_are_loaded_from_a_folder(tmp_path):
@@ -295,8 +293,8 @@ def test_existing_tokenizer_is_used_unchanged_and_another_vocab_size_refused(tmp
     assert ours(PROSE).input_ids == theirs(PROSE).input_ids
     value, size = {"tokenizer": (str(tmp_path / "theirs"), 280), "tokenizer_type": ("character", len(set(PROSE)))}[kind]
     recipe = Recipe(["any"], vocabulary=VocabularyArguments(vocab_size=999, **{kind: value}))
-    with pytest.raises(UserError, match=rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"):
-        build(recipe.vocabulary, recipe.existing_tokenizer, lambda: [PROSE])
+    sentence = rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"
+    assert_user_error(sentence, build, recipe.vocabulary, recipe.existing_tokenizer, lambda: [PROSE])
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"version": "1.0"}', '{"model": {}, "added_tokens": []}'])
@@ -308,9 +306,7 @@ def test_damaged_tokenizer_files_are_refused(bpe, tmp_path, content, made_here):
     if made_here:
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match="No tokenizer can be loaded from") as error:
-        vocabulary.load(tmp_path)
-    assert "\n" not in str(error.value)
+    assert_one_sentence("No tokenizer can be loaded from", vocabulary.load, tmp_path)
     vocabulary.save(bpe, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": ')
     assert_user_error("No tokenizer can be loaded from", vocabulary.load, tmp_path)

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 import conftest
-from conftest import REPOSITORY, assert_user_error, is_running, prose, wait_until
-from errors import UserError
+from conftest import REPOSITORY, assert_user_error, error_of, is_running, prose, wait_until
 from tokenizer import corpus
 from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
@@ -151,10 +150,8 @@ def test_killed_worker_is_reported_in_one_sentence(tmp_path):
         workers.start(1)
         workers.processes[0].kill()
         workers.processes[0].wait()
-        with pytest.raises(
-            UserError, match=r"A worker process ended with status -9 \(-9: killed, often because memory ran out\)"
-        ):
-            workers.do(tmp_path, [0, 1, 2], print)
+        sentence = r"A worker process ended with status -9 \(-9: killed, often because memory ran out\)"
+        assert_user_error(sentence, workers.do, tmp_path, [0, 1, 2], print)
 
 
 def test_ctrl_c_ends_all_processes_and_the_same_command_resumes(texts, expected, tmp_path):
@@ -197,8 +194,7 @@ def test_missing_disk_space_is_reported_before_the_work(tmp_path, monkeypatch, w
             assert builder.plan.units
         else:
             sentence = r"tokens will need about 0\.0 GB, and .* has 0\.0 GB free; make room"
-            with pytest.raises(UserError, match=sentence):
-                assert builder.plan.units
+            assert_user_error(sentence, lambda builder=builder: builder.plan)
             assert not list(tmp_path.rglob("parts"))
 
 
@@ -213,9 +209,7 @@ def begun(tmp_path, monkeypatch) -> Path:
 
 
 def refused(recipe: Recipe) -> str:
-    with pytest.raises(UserError) as error:
-        pretokenize(recipe, Path("store"), lambda text: None)
-    [sentence] = str(error.value).splitlines()
+    [sentence] = error_of(pretokenize, recipe, Path("store"), lambda text: None).splitlines()
     assert sentence.startswith("store was started with other text or settings (")
     assert sentence.endswith("; undo the change, or delete .store.unfinished to start over.")
     return sentence.split("(")[1].split(")")[0]
@@ -234,14 +228,13 @@ def refused(recipe: Recipe) -> str:
 def test_changed_plan_is_refused(begun, old, new, problem):
     path = Path(".store.unfinished/plan.json")
     path.write_bytes(path.read_bytes().replace(old, new, 1))
-    with pytest.raises(UserError) as error:
-        pretokenize(recipe_of(Path("texts")), Path("store"))
-    assert str(error.value) == f"{path} is damaged ({problem}); delete .store.unfinished to start over."
+    sentence = f"{path} is damaged ({problem}); delete .store.unfinished to start over."
+    assert error_of(pretokenize, recipe_of(Path("texts")), Path("store")) == sentence
 
 
 def test_unwritable_output_is_refused_before_the_work(begun):
-    with pytest.raises(UserError, match=r"'o\\udcff' is not a UTF-8 name; choose another --output\.$"):
-        pretokenize(recipe_of(Path("texts")), Path("o\udcff"), lambda text: None)
+    sentence = r"'o\\udcff' is not a UTF-8 name; choose another --output\.$"
+    assert_user_error(sentence, pretokenize, recipe_of(Path("texts")), Path("o\udcff"), lambda text: None)
 
 
 def test_changed_settings_and_files_are_named_and_undoing_them_resumes(begun):
@@ -283,8 +276,8 @@ def test_file_changed_while_it_is_read_is_named(begun, monkeypatch, change):
 def test_files_added_to_the_output_during_the_work_are_kept(planned, tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="store exists and is not an empty folder; choose another --output"):
-        planned.finish(merge_only=False)
+    sentence = "store exists and is not an empty folder; choose another --output"
+    assert_user_error(sentence, planned.finish, merge_only=False)
     shutil.rmtree(tmp_path / "store")
     planned.finish(merge_only=False)
     assert TokenStore.is_store(tmp_path / "store")
