@@ -42,25 +42,19 @@ WORDS = "the of and a to in is was he for it with as his on be at by had not are
 # Settings for a model of a few thousand parameters and a run of a few seconds.
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "tokens_per_step": 64, "max_steps": 6}
 TINY |= {"learning_rate": 0.01, "min_learning_rate": 0.0, "warmup_steps": 2, "logging_steps": 1, "eval_steps": 3}
-TINY |= {
-    "save_steps": 3,
-    "sample_tokens": 8,
-    "sample_prompts": "the",
-    "torch_compile": "false",
-    "mixed_precision": "no",
-}
+TINY |= {"save_steps": 3, "sample_tokens": 8, "sample_prompts": "the"}
+TINY |= {"torch_compile": "false", "mixed_precision": "no"}
 # GPT-2 and AdamW in place of the quickstart's family and optimizer.
 TINY |= {"rope_theta": 0, "normalization": "layer_norm", "use_bias": "true", "activation_function": "gelu"}
 TINY |= {"tie_word_embeddings": "true", "initializer_range": 0.02, "optimizer": "adamw"}
 
+# The modern family: settings of a run, and fields of a configuration.
+MODERN_RUN = {"rope_theta": 100, "normalization": "rms_norm", "use_bias": False, "activation_function": "relu2"}
+MODERN = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "normalization": "rms_norm"}
+MODERN |= {"use_bias": False, "activation_function": "relu2", "attention_scale": 0.5}
 
-# Fields of the modern family's configuration.
-MODERN = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    "normalization": "rms_norm",
-    "use_bias": False,
-}
-MODERN |= {"activation_function": "relu2", "attention_scale": 0.5}
+ACCELERATE = ("-m", "accelerate.commands.launch", "--quiet")
+TWO_PROCESSES = (*ACCELERATE, "--config_file", "launch/two_cpu_processes.yaml")
 
 
 def prose(seed: int, words: int = 4000) -> str:
@@ -187,6 +181,23 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # a zombie has ended
     except psutil.NoSuchProcess:
         return False
+
+
+def flip(path: Path) -> None:
+    """Flip one bit. Token ids stay below the vocabulary size, and indices stay ascending."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 // 8 * 8] ^= 1
+    path.write_bytes(content)
+
+
+class Bomb:
+    """An object that creates a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -1,7 +1,6 @@
 """Lossless conversion: to and from Transformers' GPT-2, and from the checkpoints of the seed author."""
 
 import json
-import os
 from collections import OrderedDict
 from functools import partial
 
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
-from conftest import MODERN
+from conftest import MODERN, Bomb
 from hub_server import File, Repository, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2, main, to_gpt2, to_native
@@ -331,17 +330,10 @@ def test_a_seed_checkpoint_without_a_tokenizer_converts_to_both_formats(tmp_path
     torch.testing.assert_close(native(ids).logits, seed(ids), rtol=0, atol=1e-5)
 
 
-class Malicious(str):
-    """String that, when unpickled, creates a folder of this name."""
-
-    def __reduce__(self):
-        return os.mkdir, (str(self),)
-
-
 def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path, launch):
     folder, _ = write_seed(tmp_path / "seed")
     target = tmp_path / "executed"
-    torch.save({"token_embedding.weight": Malicious(target)}, folder / "pytorch_model.bin")
+    torch.save({"token_embedding.weight": Bomb(target)}, folder / "pytorch_model.bin")
     done = launch(*COMMAND, folder, tmp_path / "ours")
     assert not target.exists()
     assert_one_sentence(done.stderr, "pytorch_model.bin is damaged or not a plain state dict of tensors")

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from conftest import REPOSITORY, assert_user_error, metrics, prose, tokenized
+from conftest import TWO_PROCESSES, assert_user_error, metrics, prose, tokenized
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import evaluate
 from training.compare import baselines, memorization
@@ -22,9 +22,6 @@ from training.compare.memorization import find, hash_spans
 from training.report.report import evaluation_of, show_evaluation
 from training.run_folder import RunFolder
 from training.scoring import ratio, units
-
-CONFIG = REPOSITORY / "launch" / "two_cpu_processes.yaml"
-PAIR = ("-m", "accelerate.commands.launch", "--quiet", "--config_file", CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +110,7 @@ def test_two_processes_give_the_same_results(many, tmp_path, capsys, launch):
     saved(tmp_path / "model", many)
     arguments = (tmp_path / "model", "--data", many.folder, "--compare")
     alone = evaluated(capsys, *arguments)
-    pair = launch(*PAIR, "-m", "training.evaluate", *arguments, ACCELERATE_USE_CPU="true")
+    pair = launch(*TWO_PROCESSES, "-m", "training.evaluate", *arguments, ACCELERATE_USE_CPU="true")
     assert pair.returncode == 0, pair.stderr
     together = json.loads(pair.stdout)
     numbers = [name for name, value in alone.items() if isinstance(value, float)]

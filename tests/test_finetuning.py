@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import push_to_hub
-from conftest import assert_user_error, prose, tokenized, trained
+from conftest import MODERN_RUN, assert_user_error, prose, tokenized, trained
 from errors import UserError
 from examples import finetune_chat, finetune_text
 from tokenizer.vocabulary import character_tokenizer
@@ -26,7 +26,6 @@ from tokenizer.vocabulary import character_tokenizer
 ANSWERS = {"Who is he?": "He is not at it.", "Are they on it?": "They are.", "Was it his?": "It was not his."}
 BIGGER = {"n_embd": 64, "n_positions": 48, "tokens_per_step": 192, "tie_word_embeddings": True, "max_steps": 150}
 QUICK = {"eval_steps": 150, "save_steps": 150, "logging_steps": 60, "sample_tokens": 0, "warmup_steps": 5}
-MODERN = {"normalization": "rms_norm", "rope_theta": 100, "use_bias": False, "activation_function": "relu2"}
 SMALL_STEPS = ["--per_device_train_batch_size", "4"]
 
 
@@ -171,7 +170,7 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, ca
             file.write(json.dumps({"messages": messages}) + "\n")
     corpus = {"validation_fraction": 0.2, "chat_template": "chatml"}
     store = tokenized(tmp_path / "old.jsonl", tmp_path / "store", corpus, seed=1337, vocab_size=300)
-    run = trained(store, tmp_path / "run", **BIGGER, **QUICK, **MODERN)
+    run = trained(store, tmp_path / "run", **BIGGER, **QUICK, **MODERN_RUN)
     data, model = chats_file(tmp_path / "new.jsonl"), tmp_path / "model"
     memorizing = ["--learning_rate", "0.005", "--num_train_epochs", "8", "--replay_fraction", "0", *SMALL_STEPS]
     tune(finetune_chat, run, data, model, "--lora_rank", "0", *memorizing)
@@ -181,7 +180,7 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, ca
     assert not (model / "adapter").exists()
 
 
-@pytest.mark.parametrize(("rank", "family"), [(16, {}), (0, {}), (16, MODERN)], ids=["lora", "all", "modern_lora"])
+@pytest.mark.parametrize(("rank", "family"), [(16, {}), (0, {}), (16, MODERN_RUN)], ids=["lora", "all", "modern_lora"])
 def test_text_is_learned(run, store, tmp_path, capsys, rank, family):
     run = trained(store, tmp_path / "run", **BIGGER, **QUICK, **family) if family else run
     data, model = tmp_path / "new.jsonl", tmp_path / "model"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import assert_user_error, error_of, prose, tokenized
+from conftest import assert_user_error, error_of, flip, prose, tokenized
 from tokenizer import inspect
 from tokenizer.store import TokenStore
 
@@ -27,12 +27,6 @@ def store(original, tmp_path) -> Path:
     return Path(shutil.copytree(original.folder, tmp_path / "store"))
 
 
-def change(path: Path, at: int = -2) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
 def test_inspect_shows_the_content(store, original, capsys):
     inspect.main([str(store)])
     shown = capsys.readouterr().out
@@ -48,14 +42,14 @@ def test_inspect_shows_the_content(store, original, capsys):
 def test_changed_byte_in_any_file_is_found(store, original):
     names = ["train.bin", "val.bin", "train.bin.index", "val.bin.index"]
     for number, name in enumerate(names, start=1):
-        change(store / name)
+        flip(store / name)
         sentences = error_of(inspect.main, [str(store)]).splitlines()
         assert {sentence.split(" was ")[0] for sentence in sentences} == {str(store / one) for one in names[:number]}
         for sentence in sentences:
             assert re.search(r" was changed or damaged: its SHA-256 is \w+, but metadata.json .* again\.$", sentence)
     shutil.rmtree(store)
     shutil.copytree(original.folder, store)
-    change(store / "val.idx")  # the index for Megatron
+    flip(store / "val.idx")  # the index for Megatron
     (store / "train.idx").unlink()
     sentences = r"train\.idx is missing\. .*\n.*val\.idx was changed: it is not the index"
     assert_user_error(sentences, inspect.main, [str(store)])

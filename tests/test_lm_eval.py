@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import REPOSITORY, prose, tokenized, trained
+from conftest import MODERN_RUN, REPOSITORY, prose, tokenized, trained
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
 from publishing.card import FolderArguments, harness_results, model_card
 from publishing.source import find_source
@@ -138,9 +138,8 @@ def test_a_checkpoint_and_its_converted_gpt2_get_the_same_results(results, model
 
 def test_a_character_model_of_the_modern_family_uses_the_given_prefix_token(tasks, tmp_path):
     (tmp_path / "text.txt").write_text(prose(1, 800))
-    modern = {"normalization": "rms_norm", "rope_theta": 100, "use_bias": False, "activation_function": "relu2"}
     characters = tokenized(tmp_path, tmp_path / "store", tokenizer_type="character")
-    model = trained(characters, tmp_path / "run", **modern) / "model"
+    model = trained(characters, tmp_path / "run", **MODERN_RUN) / "model"
     newline = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("\n")
     result = evaluated(model, tasks, "my_text", trust_remote_code=True, prefix_token_id=newline)
     assert result["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(bits_per_byte(model, newline), rel=1e-5)

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
+from test_model import tiny_model
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-from conftest import MODERN, REPOSITORY
-from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from conftest import REPOSITORY
 
-TINY = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
 IDS = torch.arange(8)[None]
 HUB_ID, COMMIT = "someone/tiny-gpt2", "c0ffee" * 6 + "cafe"
 CODE = ["configuration_gpt2scratch.py", "modeling_gpt2scratch.py"]
@@ -64,15 +63,6 @@ assert "modeling_gpt2scratch" not in sys.modules
 """
 
 
-def tiny(**fields):
-    torch.manual_seed(0)
-    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**TINY | fields)).eval()
-    for parameter in model.parameters():
-        if not parameter.any():  # zero at first, and so would be the logits of the modern family
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
 def load_isolated(launch, folder, sources):
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
@@ -96,7 +86,8 @@ def put_in_hub_cache(model_folder, cache):
 def published(tmp_path_factory, launch):
     """Return all folders of these tests and the results of loading them in two processes, one after the other."""
     folder = tmp_path_factory.mktemp("published")
-    models = {"untied": tiny(), "tied": tiny(tie_word_embeddings=True), "modern": tiny(**MODERN)}
+    models = {"untied": tiny_model("gpt2"), "tied": tiny_model("gpt2", tie_word_embeddings=True)}
+    models["modern"] = tiny_model("modern")
     for name, model in models.items():
         model.save_pretrained(folder / name)
     put_in_hub_cache(folder / "untied", folder / "hf" / "hub")
@@ -155,7 +146,7 @@ def test_tied_weights_are_stored_once(published):
 
 
 def test_compiled_model_and_model_without_head_are_saved_with_their_code(tmp_path):
-    model = tiny()
+    model = tiny_model("gpt2")
     torch.compile(model).save_pretrained(tmp_path / "compiled")
     assert set(weight_names(tmp_path / "compiled")) == set(model.state_dict())  # plain names
     model.transformer.save_pretrained(tmp_path / "base")

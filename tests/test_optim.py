@@ -2,7 +2,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import MODERN, assert_equal, weights
+from conftest import MODERN, MODERN_RUN, assert_equal, weights
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.config import read_config
@@ -149,8 +149,7 @@ def test_defaults_follow_the_optimizer_unless_a_flag_or_a_named_file_sets_them(t
 
 
 def test_muon_trains_saves_and_resumes_bit_for_bit_and_never_from_adamw(train, tmp_path):
-    muon = {"optimizer": "muon", "rope_theta": 100, "normalization": "rms_norm", "use_bias": False}
-    muon["tie_word_embeddings"] = False
+    muon = MODERN_RUN | {"optimizer": "muon", "tie_word_embeddings": False}
     whole = train(tmp_path / "whole", **muon)
     checkpoint = whole / "checkpoints" / "step_00000003"
     saved = {

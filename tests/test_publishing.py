@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import push_to_hub
-from conftest import REPOSITORY, assert_one_sentence, assert_user_error, error_of, metrics, trained
+from conftest import MODERN_RUN, REPOSITORY, assert_one_sentence, assert_user_error, error_of, metrics, trained
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from publishing.card import FolderArguments, model_card
@@ -254,10 +254,7 @@ def test_a_missing_token_store_is_reported_because_the_loss_is_not_compared(a_co
     assert f"the text or token store of the run, {a_copy / 'gone'}, no longer exists" in capsys.readouterr().out
 
 
-MODERN = {"normalization": "rms_norm", "rope_theta": 1e4, "use_bias": "false", "activation_function": "relu2"}
-
-
-@pytest.mark.parametrize(("native", "flags"), [("GPT-2", {}), ("Apertus", MODERN)])
+@pytest.mark.parametrize(("native", "flags"), [("GPT-2", {}), ("Apertus", MODERN_RUN)])
 def test_a_model_with_an_untied_head_and_masked_documents_is_verified(native, flags, train, tmp_path, capsys):
     flags = {"tie_word_embeddings": "false", "max_steps": 2, "eval_steps": 2} | flags
     run = train(tmp_path / "run", "--mask_documents", **flags)

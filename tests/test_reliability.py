@@ -21,8 +21,11 @@ from safetensors.torch import load_file, save_file
 
 import generate
 from conftest import (
+    ACCELERATE,
     REPOSITORY,
     TINY,
+    TWO_PROCESSES,
+    Bomb,
     assert_equal,
     assert_same_run,
     assert_user_error,
@@ -45,7 +48,6 @@ from training.checkpoint import _seal, complete_checkpoints, damage
 from training.run_folder import RunFolder
 from training.saver import refuse_full_disk
 
-ACCELERATE = ("-m", "accelerate.commands.launch", "--quiet")
 DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
 LONG = {**TINY, **DROPOUT, "max_steps": 150, "save_steps": 1, "save_total_limit": 1, "eval_steps": 40}
 
@@ -308,9 +310,8 @@ def test_out_of_memory_in_one_process_of_two_halves_the_micro_batch_of_both(laun
     limit = 'if os.environ["LOCAL_RANK"] == "1" and resource.getrlimit'
     script.write_text(path + LIMITED % STARVED.replace("if resource.getrlimit", limit))
     settings = TINY | LARGE | {"tokens_per_step": 524288}
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", "launch/two_cpu_processes.yaml")
     arguments = flags(data=store.folder, output_dir=tmp_path / "run", **settings)
-    result = launch(*launcher, script, *arguments, MALLOC_ARENA_MAX="1")
+    result = launch(*TWO_PROCESSES, script, *arguments, MALLOC_ARENA_MAX="1")
     assert result.returncode == 0, result.stderr
     assert "Out of memory with a micro-batch of 16384" in result.stderr
     assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 2
@@ -367,16 +368,6 @@ def test_every_missing_truncated_or_changed_file_is_detected(run):
             assert RunFolder(run).newest_checkpoint(lambda text: None).name == "step_00000003"
             path.write_bytes(content)
     assert damage(checkpoint) is None
-
-
-class Bomb:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self.path,))
 
 
 def test_pickles_are_never_loaded(run, train, tmp_path):

@@ -10,24 +10,29 @@ from accelerate.commands.launch import launch_command_parser
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from conftest import REPOSITORY, TINY, assert_equal, assert_user_error, flags, metrics, trained, weights
+from conftest import (
+    ACCELERATE,
+    MODERN_RUN,
+    REPOSITORY,
+    TINY,
+    TWO_PROCESSES,
+    assert_equal,
+    assert_user_error,
+    flags,
+    metrics,
+    trained,
+    weights,
+)
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.device import DeviceArguments, decide
 from training.sharding import Sharding
 
-LAUNCHER = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")
 DDP = {"ACCELERATE_USE_FSDP": "false"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 SETTINGS = {**TINY, "tokens_per_step": 96}  # 6 sequences: for 1, 2 and 3 processes; width 16: 3 unequal shards
 # Compiled if there is a C++ compiler; three micro-batches per step.
 DEFAULTS = {"torch_compile": None, "mixed_precision": None, "per_device_train_batch_size": 1}
-MUON = {
-    "optimizer": "muon",
-    "rope_theta": 100,
-    "normalization": "rms_norm",
-    "use_bias": False,
-    "tie_word_embeddings": False,
-}
+MUON = MODERN_RUN | {"optimizer": "muon", "tie_word_embeddings": False}
 TIED = {"tie_word_embeddings": True, "per_device_train_batch_size": 1}  # and 3 micro-batches per step
 
 
@@ -37,11 +42,6 @@ def run(store, folder: Path, environment: dict[str, str], resume_from: Path | No
     if resume_from is not None:
         settings["resume_from_checkpoint"] = resume_from / "checkpoints" / "step_00000003"
     return {"environment": environment, "arguments": flags(**settings)}
-
-
-def resumed_alone(store, folder: Path, resume_from: Path) -> Path:
-    checkpoint = resume_from / "checkpoints" / "step_00000003"
-    return trained(store, folder, **SETTINGS, resume_from_checkpoint=checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +67,16 @@ def runs(launch, store, tmp_path_factory) -> Path:
         run(store, folder / "fsdp_defaults", FSDP, **DEFAULTS),
     ]
     (folder / "pair.json").write_text(json.dumps(pair))
-    result = launch(*LAUNCHER, "launch/two_cpu_processes.yaml", "tests/several_processes.py", folder / "pair.json")
+    result = launch(*TWO_PROCESSES, "tests/several_processes.py", folder / "pair.json")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("passed: check_") == 10
     assert result.stdout.count("2 processes, model and optimizer sharded") == 8
     compiled = decide(DeviceArguments(), TINY["n_positions"]).torch_compile
     assert result.stdout.count(", compiled, ") == (3 if compiled else 0)
     assert result.stdout.count("Time per step (steps 4 to 6)") == 1
-    resumed_alone(store, folder / "fsdp_to_alone", folder / "fsdp")
-    resumed_alone(store, folder / "ddp_to_alone", folder / "ddp")
+    for name in ("fsdp", "ddp"):
+        checkpoint = folder / name / "checkpoints" / "step_00000003"
+        trained(store, folder / f"{name}_to_alone", **SETTINGS, resume_from_checkpoint=checkpoint)
     return folder
 
 
@@ -84,10 +85,10 @@ def numbers(run: Path) -> dict[tuple[int, str], float]:
     return {(entry["step"], name): entry[name] for entry in metrics(run) for name in compared if name in entry}
 
 
-def assert_same(run: Path, expected: Path) -> None:
+def assert_same(run: Path, expected: Path, tolerance: float = 1e-6) -> None:
     ours, theirs = numbers(run), numbers(expected)
     for key, value in ours.items():
-        assert value == pytest.approx(theirs[key], abs=1e-6), key
+        assert value == pytest.approx(theirs[key], abs=tolerance), key
     assert (6, "eval_loss") in ours
 
 
@@ -108,7 +109,7 @@ def test_a_run_resumes_with_another_number_of_processes(runs, name):
 def test_three_processes_resume_from_two_with_the_fsdp2_yaml(launch, store, runs):
     resumed = run(store, runs / "three", {}, resume_from=runs / "fsdp")
     three = ("--num_processes", "3", "train_accelerate.py", *resumed["arguments"])
-    result = launch(*LAUNCHER, "launch/fsdp2.yaml", *three, ACCELERATE_USE_CPU="true")
+    result = launch(*ACCELERATE, "--config_file", "launch/fsdp2.yaml", *three, ACCELERATE_USE_CPU="true")
     assert result.returncode == 0, result.stderr
     assert "3 processes, model and optimizer sharded" in result.stdout
     assert_same(runs / "three", runs / "alone")
@@ -130,10 +131,8 @@ def test_two_processes_resume_bitwise_at_default_settings(runs):
 @pytest.mark.parametrize("name", ["ddp_muon", "fsdp_muon"])
 def test_muon_on_two_processes_trains_like_on_one_and_resumes_bit_for_bit(runs, name):
     assert_equal(weights(runs / name), weights(runs / f"{name}_resumed"))
-    ours, theirs = numbers(runs / name), numbers(runs / "alone_muon")
-    assert ours.keys() == theirs.keys()
-    for key, value in ours.items():
-        assert value == pytest.approx(theirs[key], abs=1e-3), key
+    assert numbers(runs / name).keys() == numbers(runs / "alone_muon").keys()
+    assert_same(runs / name, runs / "alone_muon", tolerance=1e-3)
 
 
 def shapes(path: Path) -> dict[str, tuple]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conftest import REPOSITORY, clean_environment, is_running, wait_until
+from conftest import ACCELERATE, REPOSITORY, clean_environment, is_running, wait_until
 from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
 
 # A run without training: 0.1 s per step, with a collective if there are several processes. It logs to its own file,
@@ -61,10 +61,9 @@ if processes > 1:
     distributed.destroy_process_group()
 sys.exit(EXIT_CODES[reason] if reason else 0)
 """
-LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_machines", "1")
 EXPLICIT = ("--mixed_precision", "no", "--dynamo_backend", "no")  # otherwise the launcher prints a note
-ALONE = (*LAUNCH, *EXPLICIT, "--num_processes", "1")
-TWO = (*LAUNCH, *EXPLICIT, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+LAUNCH = (sys.executable, *ACCELERATE, "--num_machines", "1", *EXPLICIT, "--num_processes")
+ALONE, TWO = (*LAUNCH, "1"), (*LAUNCH, "2", "--multi_gpu", "--main_process_port", "0")
 
 
 class Job:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train_accelerate
-from conftest import assert_equal, assert_same_run, assert_user_error, metrics, prose, weights
+from conftest import assert_equal, assert_same_run, assert_user_error, flip, metrics, prose, weights
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.checkpoint import damage
@@ -188,9 +188,7 @@ def test_repeated_command_resumes_or_reports_the_finished_run_and_another_one_is
 def test_a_damaged_checkpoint_is_reported_and_skipped(finished_copy, train, tmp_path, capsys):
     run = finished_copy
     damaged = run / "checkpoints" / "step_00000006" / "model.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    flip(damaged)
     train(run)
     said = capsys.readouterr().out
     assert "model.safetensors was changed or damaged" in said
@@ -198,7 +196,7 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(finished_copy, train, tmp_
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["damaged_step_00000006", "step_00000003", "step_00000006"]
     assert damage(damaged.parent) is None
-    damaged.write_bytes(content)
+    flip(damaged)
     (run / "checkpoints" / "step_00000003" / "config.json").unlink()
     assert_user_error(r"All checkpoints in .* are damaged", train, run)
     assert_user_error("is damaged", train, tmp_path / "other", "--resume_from_checkpoint", str(damaged.parent))

@@ -8,19 +8,11 @@ from pathlib import Path
 import pytest
 
 from atomic import file_sha256
-from conftest import TINY, assert_user_error, flags
-from errors import UserError
+from conftest import TINY, TWO_PROCESSES, assert_user_error, flags, flip
 from tokenizer.export import to_parquet
 from tokenizer.store import TokenStore
 from training import evaluate
 from training.run_folder import RunFolder
-
-
-def flip(path: Path) -> None:
-    """Flip one bit. Token ids stay below the vocabulary size, and indices stay ascending."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2 // 8 * 8] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture
@@ -34,8 +26,8 @@ def test_a_flipped_bit_ends_the_run_before_a_checkpoint_is_complete(train, copy,
     stated = file_sha256(copy / name)
     flip(copy / name)
     hashes = f"its SHA-256 is {file_sha256(copy / name)}, but metadata.json states {stated}"
-    with pytest.raises(UserError, match=f"{name} was changed or damaged: {hashes}"):
-        train(tmp_path / "run", data=copy, data_placement=placement)
+    sentence = f"{name} was changed or damaged: {hashes}"
+    assert_user_error(sentence, train, tmp_path / "run", data=copy, data_placement=placement)
     run = RunFolder(tmp_path / "run")
     assert run.newest_step() == 0
     assert not run.model.exists()
@@ -45,11 +37,11 @@ def test_a_flipped_bit_ends_the_run_before_a_checkpoint_is_complete(train, copy,
 def test_a_bit_flipped_between_two_starts_ends_the_resumed_run(train, copy, tmp_path):
     run = train(tmp_path / "run", data=copy, max_steps=3)
     flip(copy / "train.bin")
-    with pytest.raises(UserError, match=r"train\.bin was changed or damaged"):
-        train(None, "--resume_from_checkpoint", str(run), data=copy, max_steps=6)
+    resumed = {"resume_from_checkpoint": run, "data": copy, "max_steps": 6}
+    assert_user_error(r"train\.bin was changed or damaged", train, None, **resumed)
     assert RunFolder(run).newest_step() == 3
     shutil.copy(train.args[0].folder / "train.bin", copy / "train.bin")
-    train(None, "--resume_from_checkpoint", str(run), data=copy, max_steps=6)
+    train(None, **resumed)
     assert RunFolder(run).newest_step() == 6
 
 
@@ -74,8 +66,7 @@ def test_the_first_checkpoint_waits_for_the_hashes_and_training_does_not(train, 
 def test_all_processes_of_a_run_end_on_a_damaged_store(launch, copy, tmp_path):
     flip(copy / "train.bin")
     arguments = flags(data=copy, output_dir=tmp_path / "run", **TINY)
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", "launch/two_cpu_processes.yaml")
-    result = launch(*launcher, "train_accelerate.py", *arguments)
+    result = launch(*TWO_PROCESSES, "train_accelerate.py", *arguments)
     assert result.returncode != 0
     assert result.stderr.count("train.bin was changed or damaged: its SHA-256 is") == 1
     assert RunFolder(tmp_path / "run").newest_step() == 0
