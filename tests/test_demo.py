@@ -46,11 +46,6 @@ def letters(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def shown(letters):
-    return demo_page.load(str(letters), "letters", [])
-
-
 @contextmanager
 def served(command: list[str], folder: Path):
     own = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(folder / "modules")}
@@ -185,7 +180,8 @@ def written(models: list[demo_page.DemoModel], **others) -> list[str]:
     return [continuation.text for continuation in last]
 
 
-def test_a_seed_reproduces_the_text_and_a_prompt_that_is_not_text_is_refused(shown):
+def test_a_seed_reproduces_the_text_and_a_prompt_that_is_not_text_is_refused(letters):
+    shown = demo_page.load(str(letters), "letters", [])
     alone = written([shown])
     assert len(alone[0]) == 30
     assert written([shown, shown, shown]) == alone * 3

@@ -311,16 +311,11 @@ def whole_documents(text: str, sample_by: str) -> list[str]:
     return ["\n".join(group) for visible, group in groups if visible]
 
 
-@pytest.fixture
-def any_text(monkeypatch):
-    """Accept NUL bytes, which random texts contain."""
-    monkeypatch.setattr(files, "NUL_SHARE", 1)
-
-
 @pytest.mark.parametrize("sample_by", ["document", "line", "paragraph"])
 @pytest.mark.parametrize("unit_bytes", [1, 2, 3, 5, 7, 64, 1000])
-def test_units_contain_all_documents_of_a_file(tmp_path, monkeypatch, any_text, sample_by, unit_bytes):
+def test_units_contain_all_documents_of_a_file(tmp_path, monkeypatch, sample_by, unit_bytes):
     """Bytes that are not UTF-8 are counted once, for any size of units and of the blocks that are read."""
+    monkeypatch.setattr(files, "NUL_SHARE", 1)  # random texts contain NUL bytes
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
     monkeypatch.setattr(documents_module, "PIECE_BYTES", unit_bytes if unit_bytes > 3 else PIECE_BYTES)
     for content in [*(random_text(seed).encode() for seed in range(40)), *map(random_bytes, range(30))]:

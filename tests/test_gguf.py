@@ -84,10 +84,6 @@ def some_ids(model, length=48):
     return torch.randint(model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(2)).tolist()
 
 
-def fields_of(file):
-    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
-
-
 def kinds_of(file):
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
 
@@ -228,7 +224,7 @@ def test_the_command_writes_a_file_of_a_run(run, tmp_path, launch):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"Wrote {file} (")
     assert [path.name for path in file.parent.iterdir()] == ["tiny.gguf"]
-    fields = fields_of(file)
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
     general = {"architecture": "gpt2", "name": "tiny", "license": "mit", "file_type": 7, "quantization_version": 2}
     shape = {"context_length": 16, "embedding_length": 16, "block_count": 2, "feed_forward_length": 64}
     shape |= {"attention.head_count": 2, "attention.layer_norm_epsilon": pytest.approx(1e-5)}

@@ -113,10 +113,6 @@ def left_padded(short, long):
     return batch, mask
 
 
-def new_cache(kind, model):
-    return DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=16)
-
-
 def greedy(model, prompt, new=10, **settings):
     return model.generate(prompt, max_new_tokens=new, do_sample=False, pad_token_id=0, **settings)
 
@@ -348,7 +344,7 @@ def test_a_compiled_model_refuses_input_beyond_the_context_without_crashing(laun
 @pytest.mark.parametrize("lengths", [[5, *[1] * 7], [5, 7]], ids=["one_by_one", "several_at_once"])
 def test_chunks_through_a_cache_give_the_logits_of_the_whole_input(tiny, lengths, kind, attention):
     model, ids = tiny(attention), tokens(2, 12)
-    cache = new_cache(kind, model)
+    cache = DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=16)
     steps = [model(piece, past_key_values=cache).logits for piece in ids.split(lengths, dim=1)]
     torch.testing.assert_close(torch.cat(steps, dim=1), model(ids).logits, rtol=0, atol=1e-5)
 

@@ -58,11 +58,6 @@ def start(arguments: list[str], folder: Path, **settings) -> subprocess.Popen:
     return subprocess.Popen(arguments, cwd=folder, env=environment, **pipes, **settings)
 
 
-def hear_ctrl_c() -> None:
-    """Restore Ctrl-C in the child, because a shell ignores it for background jobs."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def finish(arguments: list[str], folder: Path) -> str:
     with start(arguments, folder) as process:
         said, wrong = process.communicate(timeout=600)
@@ -155,7 +150,9 @@ def test_killed_worker_is_reported_in_one_sentence(tmp_path):
 
 
 def test_ctrl_c_ends_all_processes_and_the_same_command_resumes(texts, expected, tmp_path):
-    with start(command(texts, "--num_proc", 2), tmp_path, preexec_fn=hear_ctrl_c) as process:
+    # A shell ignores Ctrl-C for background jobs, and their processes inherit that.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with start(command(texts, "--num_proc", 2), tmp_path, **heard) as process:
         wait_until((tmp_path / ".store.unfinished" / "parts" / "000000.json").exists)
         workers = workers_of(process)
         process.send_signal(signal.SIGINT)
