@@ -355,15 +355,17 @@ def test_up_to_one_percent_of_bytes_can_be_invalid(tmp_path):
     assert documents(latin, write(tmp_path / "b.txt", GOOD)) == ["\ufffd", GOOD]  # the share of all files
 
 
-@pytest.mark.parametrize(
-    "broken", ["broken", '{"id": 1}', '{"text": null}', '{"text": 5}', '{"text": ["a"]}', "[]", '"a"']
-)
+BROKEN = ["broken", '{"id": 1}', "[]", '"a"', '{"text": "cut o', '{"text": "cut"', '{"te', "{", '{"text": "caf\\u00']
+NO_TEXT = ["null", "5", "true", '["a"]', '{"a": "b"}', "[" * 10_000 + "]" * 10_000, "1" * 5000, "NaN"]
+
+
+@pytest.mark.parametrize("broken", [*BROKEN, *(f'{{"text": {value}}}' for value in NO_TEXT)])
 def test_up_to_one_percent_of_records_can_lack_text(tmp_path, broken):
     good = [json.dumps({"text": f"document {i}"}) for i in range(99)]
     texts, counts = read(write(tmp_path / "few.jsonl", "\n".join([*good[:50], broken, *good[50:]])))
     assert texts == [f"document {i}" for i in range(99)]
     assert counts.empty_records == 1
-    path = write(tmp_path / "many.jsonl", "\n".join([*good[:50], broken, broken, *good[50:]]))
+    path = write(tmp_path / "many.jsonl", "\n".join([*good[:50], broken, *good[50:], broken]))
     first = f"the first in {path}, line 51; name the right column with --text_column."
     assert refusal(path) == f"{path}: 2 records have no text and 99 have text; {first}"
 

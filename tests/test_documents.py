@@ -107,16 +107,6 @@ def test_short_csv_rows_are_counted_and_long_ones_read(tmp_path):
     assert (counts.empty_records, counts.first["empty_records"]) == (1, [str(tmp_path / "a.csv"), {"line": 202}])
 
 
-@pytest.mark.parametrize("last", ['{"text": "cut o', '{"text": "cut"', '{"te', "{", '{"text": "caf\\u00'])
-@pytest.mark.parametrize("value", ["true", '{"a": "b"}', "[" * 10_000 + "]" * 10_000, "1" * 5000, "NaN"])
-def test_broken_last_lines_and_non_text_values_are_counted(tmp_path, last, value):
-    lines = [json.dumps({"text": f"document {i}"}) for i in range(200)]
-    lines = [*lines[:7], f'{{"text": {value}}}', *lines[7:], last]
-    texts, counts = read(write(tmp_path / "a.jsonl", "\n".join(lines)))
-    assert texts == [f"document {i}" for i in range(200)]
-    assert (counts.empty_records, counts.documents) == (2, 200)
-
-
 def test_invalid_bytes_and_surrogates_in_records_are_replaced_and_counted(tmp_path):
     lines = [json.dumps({"text": GOOD}), '{"text": "a\\ud800b\\udc00"}', '{"text": "\\ud83d\\ude42"}']
     texts, counts = read(write(tmp_path / "a.jsonl", "\n".join(lines)))

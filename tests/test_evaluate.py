@@ -269,11 +269,12 @@ def test_run_keeps_evaluation_results(finished_copy, capsys):
 
 def test_checkpoint_option_chooses_last_best_or_a_step(finished_copy, capsys):
     run = finished_copy
-    loss = {entry["step"]: entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry}
-    for wanted, step in (("last", 6), ("3", 3), ("best", min((6, 3), key=loss.get))):
+    scored = {entry["step"]: entry for entry in metrics(run) if "eval_loss" in entry}
+    for wanted, step in (("last", 6), ("3", 3), ("best", min((6, 3), key=lambda step: scored[step]["eval_loss"]))):
         result = evaluated(capsys, run, "--checkpoint", wanted)
         assert result["model"] == str(run / "checkpoints" / f"step_{step:08}")
-        assert result["eval_loss"] == pytest.approx(loss[step], abs=1e-5)
+        for name in ("eval_loss", "eval_bits_per_byte", "eval_tokens"):  # the run scored itself the same way
+            assert result[name] == pytest.approx(scored[step][name], abs=1e-5)
 
 
 def test_invalid_inputs_are_refused_with_one_sentence(many, letters, tmp_path):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import push_to_hub
 from atomic import unfinished_path
 from conftest import REPOSITORY, assert_user_error, contents
 from errors import UserError
@@ -113,15 +112,6 @@ def test_a_folder_with_another_name_is_not_a_checkpoint(train, tmp_path):
     copies = {name: data for name, data in contents(run / "checkpoints").items() if not name.startswith("step_0")}
     train(run, "--overwrite_output_dir", max_steps=3)
     assert contents(run / "checkpoints.kept") == copies
-
-
-def test_a_model_folder_named_hub_is_not_replaced_on_publishing(train, tmp_path):
-    model = Path(shutil.copytree(train(tmp_path / "run", max_steps=3) / "model", tmp_path / "my"))
-    shutil.copytree(model, tmp_path / "my-hub")
-    before = contents(tmp_path)
-    with pytest.raises(UserError, match="my-hub exists and was not written by this command; move it elsewhere, or"):
-        push_to_hub.main([str(model), "--repo_id", "me/my", "--dry_run"])
-    assert contents(tmp_path) == before | {".my-hub.lock": b""}
 
 
 def test_a_space_folder_keeps_other_files(tmp_path):

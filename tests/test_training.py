@@ -104,22 +104,6 @@ def test_report_shows_the_samples_of_every_prompt_over_time(train, tmp_path, cap
     assert f"--- step 6:\n{samples[6][1]}\n" in said
 
 
-def test_evaluation_scores_every_token_once(run, store):
-    model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
-    tokens = torch.from_numpy(store.in_memory("val").astype("int64"))
-    nats = 0.0
-    with torch.no_grad():
-        for start in range(0, len(tokens) - 1, 16):
-            window = tokens[start : start + 17]
-            logits = model(window[None, :-1]).logits[0]
-            nats += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
-    scored = metrics(run)[-1]
-    assert scored["eval_tokens"] == len(tokens) - 1
-    assert scored["eval_loss"] == pytest.approx(nats / (len(tokens) - 1), abs=1e-5)
-    bits = nats / (len(tokens) - 1) / 0.6931471805599453 * len(tokens) / store.metadata.val.bytes
-    assert scored["eval_bits_per_byte"] == pytest.approx(bits, abs=1e-5)
-
-
 def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tmp_path, capsys):
     run = train(tmp_path / "run", max_eval_samples=2)
     first, last = (entry for entry in metrics(run) if "eval_loss" in entry)
