@@ -313,10 +313,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         sha, files = found
         if path not in files:
-            self.send_response(404)
-            for header, value in {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha, "Content-Length": "0"}.items():
-                self.send_header(header, value)
-            self.end_headers()
+            self.answer(404, None, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
             return
         if path in self.hub.secret:
             self.refuse(403, "")

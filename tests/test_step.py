@@ -1,3 +1,4 @@
+import math
 from copy import deepcopy
 
 import numpy as np
@@ -24,20 +25,18 @@ def tokens(device: torch.device, where: str = "ram", documents: Documents | None
     return Tokens(values.to(device) if where == "device" else values, device, documents)
 
 
-def train_step(
-    micro_batch: int, accumulation: int, config=CONFIG, n_tokens: int = len(TOKENS), optimizer: str = "adamw"
-) -> TrainStep:
+def train_step(micro_batch: int, accumulation: int, optimizer: str = "adamw") -> TrainStep:
     reset_accelerate()
     accelerator = Accelerator(cpu=True)
     plan = BatchPlan(16, micro_batch, accumulation, 1)
-    batches = TrainBatches(tokens(accelerator.device), WindowOrder(n_tokens, 16, seed=1), plan, 0)
+    batches = TrainBatches(tokens(accelerator.device), WindowOrder(len(TOKENS), 16, seed=1), plan, 0)
     setup = Setup("no", False, "eager", ())
-    return build_train_step(deepcopy(config), None, batches, OptimArguments(optimizer, 0.01), setup, accelerator)
+    return build_train_step(deepcopy(CONFIG), None, batches, OptimArguments(optimizer, 0.01), setup, accelerator)
 
 
-def fresh(config: GPT2ScratchConfig = CONFIG) -> GPT2ScratchForCausalLM:
+def fresh() -> GPT2ScratchForCausalLM:
     torch.manual_seed(0)
-    return GPT2ScratchForCausalLM(config)
+    return GPT2ScratchForCausalLM(CONFIG)
 
 
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(4, 2), (1, 8)])
@@ -54,9 +53,7 @@ def test_accumulation_equals_the_large_batch(micro_batch, accumulation):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("poison", "optimizer"), [(float("nan"), "adamw"), (float("inf"), "adamw"), (float("inf"), "muon")]
-)
+@pytest.mark.parametrize(("poison", "optimizer"), [(math.nan, "adamw"), (math.inf, "adamw"), (math.inf, "muon")])
 def test_a_step_with_nonfinite_gradients_changes_nothing(poison, optimizer):
     """One token has a nonfinite embedding, so batches with this token have a nonfinite loss or gradient."""
     poisoned = train_step(4, 2, optimizer=optimizer)
@@ -90,9 +87,8 @@ def test_model_and_loss_compile_once_into_one_graph_without_attention_mask():
     """A (T, T) tensor in the graph would mean that attention left its fast path."""
     torch._dynamo.reset()
     graphs = []
-    loss = torch.compile(
-        NextTokenLoss(fresh()), backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True, dynamic=False
-    )
+    keep = {"backend": lambda graph, _: graphs.append(graph) or graph, "fullgraph": True, "dynamic": False}
+    loss = torch.compile(NextTokenLoss(fresh()), **keep)
     for seed in range(3):
         windows = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(seed))
         loss(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), 22).backward()
