@@ -200,12 +200,9 @@ def bpe_tokenizer():
     tokenizer = Tokenizer(models.BPE(unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>", "<|pad|>", "<|unk|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    names, alphabet = ["<|endoftext|>", "<|pad|>", "<|unk|>"], pre_tokenizers.ByteLevel.alphabet()
+    settings = {"vocab_size": 300, "special_tokens": names, "initial_alphabet": alphabet}
+    trainer = trainers.BpeTrainer(**settings, show_progress=False)
     tokenizer.train_from_iterator(["It was the age of wisdom, it was the age of foolishness, " * 9, *TEXTS], trainer)
     return tokenizer
 
@@ -244,19 +241,10 @@ def converted(request, tmp_path_factory, launch):
     return kind, model, folder / "converted"
 
 
-SEED_NAMES = {
-    "transformer.wte": "token_embedding",
-    "transformer.wpe": "positional_embedding",
-    "lm_head": "head",
-    "transformer.h.": "blocks.",
-    "transformer.ln_f": "ln_f",
-    "ln_1": "norm1",
-    "ln_2": "norm2",
-    "attn.c_attn": "attention.qkv",
-    "attn.c_proj": "attention.out_proj",
-    "mlp.c_fc": "feed_forward.fc1",
-    "mlp.c_proj": "feed_forward.fc2",
-}
+SEED_NAMES = {"transformer.wte": "token_embedding", "transformer.wpe": "positional_embedding", "lm_head": "head"}
+SEED_NAMES |= {"transformer.h.": "blocks.", "transformer.ln_f": "ln_f", "ln_1": "norm1", "ln_2": "norm2"}
+SEED_NAMES |= {"attn.c_attn": "attention.qkv", "attn.c_proj": "attention.out_proj"}
+SEED_NAMES |= {"mlp.c_fc": "feed_forward.fc1", "mlp.c_proj": "feed_forward.fc2"}
 
 
 def test_a_seed_checkpoint_keeps_its_configuration_logits_loss_and_gradients(converted):

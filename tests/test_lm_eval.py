@@ -69,14 +69,8 @@ def evaluated(model, tasks, *names: str, **more) -> dict:
     """Return the results of the harness in this process, which does not read its thousands of tasks."""
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     options = "".join(f",{name}={value}" for name, value in more.items())
-    return lm_eval.simple_evaluate(
-        model="hf",
-        model_args=f"pretrained={model},dtype=float32{options}",
-        tasks=list(names),
-        task_manager=manager,
-        device="cpu",
-        batch_size=4,
-    )
+    settings = {"model_args": f"pretrained={model},dtype=float32{options}", "device": "cpu", "batch_size": 4}
+    return lm_eval.simple_evaluate(model="hf", tasks=list(names), task_manager=manager, **settings)
 
 
 def nats_of(samples: list[dict]) -> list[float]:

@@ -58,12 +58,8 @@ def written(name: str, content: str):
     return lambda folder: (folder / name).write_text(content)
 
 
-def cut(folder):
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-10])
-
-
-def with_integers(folder):
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes().replace(b'"F32"', b'"I32"'))
+def rewritten(change):
+    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
 
 
 def with_weights(**tensors):
@@ -117,8 +113,8 @@ def linked(name: str):
         (written("tokenizer_config.json", "[" * 100_000), "has no usable tokenizer"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         (lambda folder: character_tokenizer(["abcde"]).save_pretrained(folder), "ids up to 4, but its model has only 4 embeddings"),
-        (cut, "Error while deserializing header"),
-        (with_integers, r"wte\.weight has type I32"),
+        (rewritten(lambda content: content[:-10]), "Error while deserializing header"),
+        (rewritten(lambda content: content.replace(b'"F32"', b'"I32"')), r"wte\.weight has type I32"),
         (with_weights(extra=torch.zeros(3)), "extra is unknown"),
         (with_weights(**{"lm_head.weight": None, "head": torch.zeros(4, 16)}), r"lm_head\.weight is missing; head is unknown"),
         (with_weights(**{"lm_head.weight": torch.zeros(16, 4)}), r"lm_head\.weight is \(16, 4\) instead of \(4, 16\)"),

@@ -2,8 +2,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import MODERN, MODERN_RUN, assert_equal, weights
-from errors import UserError
+from conftest import MODERN, MODERN_RUN, assert_equal, assert_user_error, weights
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.config import read_config
 from training.muon import momentum_at, orthogonalize
@@ -58,16 +57,10 @@ def test_groups_of_parameters_have_their_own_rate_and_decay():
         assert found.keys() == set(names.values())
         return found
 
-    expected = {
-        "wte.weight": ("adam", 0.3, 0.0),
-        "wpe.weight": ("adam", 0.3, 0.0),
-        "lm_head.weight": ("adam", 0.004, 0.0),
-    }
     for name, found in groups("muon").items():
-        matrix = (
-            ("muon", 0.02, 0.05) if name.startswith("h.") and name.endswith("weight") and "ln" not in name else None
-        )
-        assert found == (expected.get(name) or matrix or ("adam", 0.004, 0.0)), name
+        is_matrix = name.startswith("h.") and name.endswith("weight") and "ln" not in name
+        expected = ("muon", 0.02, 0.05) if is_matrix else ("adam", 0.004, 0.0)
+        assert found == (("adam", 0.3, 0.0) if name in ("wte.weight", "wpe.weight") else expected), name
     assert groups("muon", tie_word_embeddings=True).keys().isdisjoint({"lm_head.weight"})
     modern = groups("muon", **MODERN)
     assert [name for name, found in modern.items() if found[0] == "adam"] == ["wte.weight", "lm_head.weight"]
@@ -80,19 +73,19 @@ def test_groups_of_parameters_have_their_own_rate_and_decay():
 # Muon
 
 
-def reference_update(gradients, step_of_momentum, precision=torch.float32):
+def reference_update(gradients, step_of_momentum):
     """Nesterov momentum, then five Newton-Schulz steps, of one matrix, as in Jordan et al. 2024."""
     buffer = torch.zeros_like(gradients[0])
     for step, gradient in enumerate(gradients):
         mu = step_of_momentum(step)
         buffer = mu * buffer + (1 - mu) * gradient
     X = (1 - mu) * gradient + mu * buffer
-    X = (X / X.norm()).to(precision)
+    X = X / X.norm()
     for _ in range(5):
         A = X @ X.T if X.shape[0] <= X.shape[1] else X.T @ X
         B = -4.7750 * A + 2.0315 * A @ A
         X = 3.4445 * X + (B @ X if X.shape[0] <= X.shape[1] else X @ B)
-    return X.float() * max(1, X.shape[0] / X.shape[1]) ** 0.5
+    return X * max(1, X.shape[0] / X.shape[1]) ** 0.5
 
 
 def test_muon_updates_each_matrix_as_if_alone_and_the_fused_projection_as_three():
@@ -109,22 +102,16 @@ def test_muon_updates_each_matrix_as_if_alone_and_the_fused_projection_as_three(
     for name, parameter in model.named_parameters():
         if ".h." not in name:
             continue
-        thirds = (
-            [[grad.chunk(3)[i] for grad in gradients[name]] for i in range(3)]
-            if "c_attn" in name
-            else [gradients[name]]
-        )
-        update = torch.cat([reference_update(third, momentum_at) for third in thirds])
-        torch.testing.assert_close(
-            parameter, before[name] * (1 - 0.01 * 0.5) - 0.01 * update, rtol=1e-4, atol=1e-6, msg=name
-        )
+        parts = zip(*(gradient.chunk(3 if "c_attn" in name else 1) for gradient in gradients[name]), strict=True)
+        update = torch.cat([reference_update(part, momentum_at) for part in parts])
+        expected = before[name] * (1 - 0.01 * 0.5) - 0.01 * update
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_orthogonalized_matrices_have_singular_values_near_one():
     for precision, shape in ((torch.float32, (2, 8, 32)), (torch.bfloat16, (3, 16, 48))):
-        values = torch.linalg.svdvals(
-            orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), precision).float()
-        )
+        matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        values = torch.linalg.svdvals(orthogonalize(matrices, precision).float())
         assert 0.6 < values.min() < values.max() < 1.3
     assert not orthogonalize(torch.zeros(1, 4, 4), torch.float32).any()
     assert [momentum_at(step) for step in (0, 150, 300, 9999)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
@@ -152,16 +139,13 @@ def test_muon_trains_saves_and_resumes_bit_for_bit_and_never_from_adamw(train, t
     muon = MODERN_RUN | {"optimizer": "muon", "tie_word_embeddings": False}
     whole = train(tmp_path / "whole", **muon)
     checkpoint = whole / "checkpoints" / "step_00000003"
-    saved = {
-        name.removeprefix("transformer."): tensor for name, tensor in load_file(checkpoint / OPTIMIZER_FILE).items()
-    }
+    saved = [name.removeprefix("transformer.") for name in load_file(checkpoint / OPTIMIZER_FILE)]
     assert {name.split("/")[1] for name in saved if name.startswith("h.")} == {"momentum_buffer"}
     assert {name.split("/")[1] for name in saved if not name.startswith("h.")} == {"step", "exp_avg", "exp_avg_sq"}
     branch = train(tmp_path / "branch", resume_from_checkpoint=checkpoint, **muon)
     assert_equal(weights(branch), weights(whole))
     ours, theirs = (load_file(run / "checkpoints" / "step_00000006" / OPTIMIZER_FILE) for run in (branch, whole))
     assert_equal(ours, theirs)
-    with pytest.raises(
-        UserError, match="optimizer changed from muon to adamw, so its moments do not fit; start a new run"
-    ):
-        train(tmp_path / "other", resume_from_checkpoint=checkpoint, **muon | {"optimizer": "adamw"})
+    sentence = "optimizer changed from muon to adamw, so its moments do not fit; start a new run"
+    settings = muon | {"optimizer": "adamw", "resume_from_checkpoint": checkpoint}
+    assert_user_error(sentence, train, tmp_path / "other", **settings)

@@ -147,7 +147,8 @@ def test_lossy_tokenizer_is_refused(tmp_path, text):
         ([], "--input is required. See --help.\n--output is required. See --help."),
         (
             ["--input", "no.txt"],
-            "--output is required. See --help.\nno.txt matches no local file or folder and is neither a Hub dataset nor a name in `python -m tokenizer.pretokenize --list`; check the path.",
+            "--output is required. See --help.\nno.txt matches no local file or folder and is neither a Hub dataset nor a name in "
+            "`python -m tokenizer.pretokenize --list`; check the path.",
         ),
         (
             ["--inptu", "a.txt", "--sample_bytes", "0"],
