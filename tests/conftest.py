@@ -67,10 +67,8 @@ def prose(seed: int, words: int = 4000) -> str:
 def tokenized(
     text: Path, output: Path, corpus: dict | None = None, clean="normalize", seed=1, **vocabulary
 ) -> TokenStore:
-    cleaning = CleaningArguments([clean])
-    recipe = Recipe(
-        [str(text)], CorpusArguments(**corpus or {}), VocabularyArguments(**vocabulary), cleaning, seed=seed
-    )
+    corpus, cleaning = CorpusArguments(**corpus or {}), CleaningArguments([clean])
+    recipe = Recipe([str(text)], corpus, VocabularyArguments(**vocabulary), cleaning, seed=seed)
     return pretokenize(recipe, output, say=lambda text: None)
 
 

@@ -132,11 +132,9 @@ def often(n: int, times: int) -> str:
     return line(parts + words(100 - len(parts), 600))
 
 
-def twice(n: int, sequences: int) -> str:
+def twice(n: int, count: int) -> str:
     """Return 1000 words in which many sequences of n words occur twice."""
-    once = [
-        [word for i in range(sequences) for word in [*words(n, 20 * i), words(1, at + i)[0]]] for at in (2000, 3000)
-    ]
+    once = [[word for i in range(count) for word in [*words(n, 20 * i), words(1, at + i)[0]]] for at in (2000, 3000)]
     return line(once[0] + once[1] + words(1000 - 2 * len(once[0]), 4000))
 
 

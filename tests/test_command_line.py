@@ -254,10 +254,7 @@ def test_wrong_flags_keys_and_values_are_reported_together(yaml):
         ("lr_scheduler_type: cubic", ("lr_scheduler_type", "'cubic'", "cosine", "linear")),
         ("- n_layer\n", ("must contain lines of the form `name: value`, but it contains a list",)),
         ("just words", ("must contain lines of the form `name: value`, but it contains text",)),
-        *(
-            (text, ("is not valid YAML",))
-            for text in ("n_layer: [3\nname: x", "n_layer:\t3\n\tname: x", b"name: caf\xe9")
-        ),
+        *((text, ("is not valid YAML",)) for text in ("n_layer: [3\nname: x", "n_layer:\t3\n\tname: x", b"caf\xe9")),
         ("n_layer: 1\nname: x\nn_layer: 2\n", ("contains n_layer 2 times; keep one.",)),
         ("learning_rate: nan", ("learning_rate in", "is nan; it must be at least 0.")),
         ('name: ""', ("name in", "is empty")),
@@ -345,7 +342,7 @@ NAMES = ("", " ", "a\0b", "x/" * 5000, "x" * 256, "caf\udce9")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_value_of_every_setting_is_accepted_or_refused_in_one_sentence(command, store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # must stay empty
-    module, parsers = importlib.import_module(command), []
+    module, usual, parsers = importlib.import_module(command), COMMANDS[command], []
 
     def parse(parser: FlagParser, *arguments, **options):
         parsers.append(parser)
@@ -355,9 +352,7 @@ def test_every_value_of_every_setting_is_accepted_or_refused_in_one_sentence(com
     monkeypatch.setattr(FlagParser, "parse", parse)
 
     def problems(**settings: str) -> set[str]:
-        given = {
-            name: value.replace("STORE", str(store.folder)) for name, value in COMMANDS[command].items()
-        } | settings
+        given = {name: value.replace("STORE", str(store.folder)) for name, value in usual.items()} | settings
         with pytest.raises((Accepted, UserError)) as outcome:
             module.main([f"--{name}={value}" for name, value in given.items()])
         return set(str(outcome.value).splitlines()) if outcome.type is UserError else set()
@@ -414,9 +409,8 @@ def test_a_closed_full_or_unread_output_ends_a_command_without_a_traceback(store
             (full, [], (1, "error: No space left on device.\n")),
             (None, ["sh", "-c", 'exec "$0" "$@" >&-'], (0, "")),
         ):
-            done = subprocess.run(
-                [*shell, *command], stdout=output, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False
-            )
+            pipes = {"stdout": output, "stderr": subprocess.PIPE, "text": True}
+            done = subprocess.run([*shell, *command], cwd=REPOSITORY, check=False, **pipes)
             assert (done.returncode, done.stderr) == expected
 
 

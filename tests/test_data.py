@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from conftest import assert_equal, metrics, weights
+from conftest import assert_equal, assert_user_error, metrics, weights
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training import evaluate
@@ -103,8 +103,7 @@ def test_resume_with_mask_documents_is_exact_and_refuses_a_changed_setting(train
     train(None, "--resume_from_checkpoint", str(stopped))
     assert_equal(weights(straight), weights(stopped))
     run = train(tmp_path / "run", max_steps=1)
-    with pytest.raises(UserError, match=r"contains another run \(mask_documents False -> True\)"):
-        train(run, "--mask_documents", "true", max_steps=1)
+    assert_user_error(r"another run \(mask_documents False -> True\)", train, run, mask_documents="true", max_steps=1)
     monkeypatch.setattr("training.device._attention", lambda asked, *_: asked)  # as if it were installed
     with pytest.raises(UserError, match="mask_documents needs attn_implementation sdpa, eager or flex_attention"):
         train(tmp_path / "other", "--mask_documents", "true", attn_implementation="flash_attention_2")

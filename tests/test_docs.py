@@ -51,6 +51,5 @@ def test_the_architecture_names_every_product_file():
     page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
     folders = ("modeling_gpt2scratch", "tokenizer", "training", "publishing")
     files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")]
-    assert [
-        path.name for path in (*REPOSITORY.glob("*.py"), *files) if path.name != "__init__.py" and path.name not in page
-    ] == []
+    names = {path.name for path in (*REPOSITORY.glob("*.py"), *files)} - {"__init__.py"}
+    assert [name for name in names if name not in page] == []

@@ -246,10 +246,8 @@ def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch
     assert (stories.sources, stories.hub_datasets) == (["tinystories"], ["roneneldan/TinyStories"])
     run = trained(TokenStore(tmp_path / "tinystories-store"), tmp_path / "run", max_steps=1)
     report = (run / "report.md").read_text()
-    assert (
-        f"- sources: tinystories; roneneldan/TinyStories at commit {FIRST[:12]}\n- please cite: Eldan and Li 2023, "
-        in report
-    )
+    named = f"- sources: tinystories; roneneldan/TinyStories at commit {FIRST[:12]}\n- please cite: Eldan and Li 2023, "
+    assert named in report
     assert "arXiv:2305.07759 (license: cdla-sharing-1.0)\n- tokenizer: " in report
 
 
@@ -278,9 +276,7 @@ def test_a_limit_stops_streaming_early(tmp_path, launch):
             command = ("--input", "user/name", "--output", output, "--vocab_size", "300", *limit)
             done = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
             assert done.returncode == 0, done.stderr
-            read = {
-                path.rsplit("/", 1)[1] for method, path in hub.requests if method == "GET" and path.endswith(".jsonl")
-            }
+            read = {path.rsplit("/", 1)[1] for method, path in hub.requests if method == "GET" and ".jsonl" in path}
             assert read == ({"0.jsonl"} if limit[0] == "--max_bytes" else {"0.jsonl", "1.jsonl"})
     metadata = TokenStore(tmp_path / "--max_documents").metadata
     assert metadata.train.documents + metadata.val.documents == 170
@@ -343,9 +339,8 @@ def test_missing_network_is_reported_in_one_sentence_and_the_cache_is_used_witho
     known = [f"{pretokenize} me/cached", "generate me/cached --prompt The --max_new_tokens 2"]
     environment = {**NO_NETWORK, "HF_HOME": str(tmp_path)}
     done = launch("-c", RUN_EACH, *missing, *known, **environment)
-    convert = launch(
-        "-m", "modeling_gpt2scratch.conversion_gpt2scratch", "me/other", tmp_path / "converted", **environment
-    )
+    conversion = ("-m", "modeling_gpt2scratch.conversion_gpt2scratch", "me/other", tmp_path / "converted")
+    convert = launch(*conversion, **environment)
     lines = done.stdout.splitlines()
     assert (lines[3], lines[-1], "Retrying" in done.stderr) == ("done", "done", False), done.stdout + done.stderr
     assert (convert.returncode, convert.stderr) == (1, f"error: {lines[2]}\n")

@@ -92,9 +92,8 @@ def published(tmp_path_factory, launch):
         model.save_pretrained(folder / name)
     put_in_hub_cache(folder / "untied", folder / "hf" / "hub")
     first = {"untied": folder / "resaved", "tied": None, "modern": None, HUB_ID: folder / "resaved_from_hub"}
-    seen = load_isolated(
-        launch, folder, [(HUB_ID if name == HUB_ID else folder / name, to) for name, to in first.items()]
-    )
+    sources = [(HUB_ID if name == HUB_ID else folder / name, to) for name, to in first.items()]
+    seen = load_isolated(launch, folder, sources)
     shutil.copytree(folder / "untied", folder / "another name-v1.0")
     second = ["resaved", "resaved_from_hub", "another name-v1.0"]
     seen += load_isolated(launch, folder, [(folder / name, None) for name in second])

@@ -416,9 +416,8 @@ def test_a_pipeline_with_default_settings_stays_within_the_context(tiny, many, t
     tokenizer = character_tokenizer(["abc "])
     model = tiny(vocab_size=len(tokenizer))
     save(tokenizer, tmp_path, 32)
-    pipe = transformers.pipeline(
-        "text-generation", model=model, tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path)
-    )
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=loaded)
     prompts = ["abc ab", "c"] if many else "abc ab"
     answers = pipe(prompts)
     for answer, prompt in zip(answers if many else [answers], prompts if many else [prompts], strict=True):

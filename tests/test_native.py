@@ -8,7 +8,6 @@ import torch
 from transformers import ApertusForCausalLM, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from conftest import MODERN, assert_user_error, prose
-from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from publishing.hub_folder import write_native
 from tokenizer.chat import CHATML, CHATML_TOKENS
@@ -70,10 +69,9 @@ def test_transformers_reads_the_same_model_with_its_own_classes(make, fields, sp
 def test_the_native_folder_has_the_files_that_other_programs_need(tmp_path):
     model_folder(tmp_path / "model", bpe())
     write_native(tmp_path / "model", tmp_path / "native")
-    files = (
-        "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json chat_template.jinja"
-    )
-    assert {path.name for path in (tmp_path / "native").iterdir()} == {*files.split()}
+    files = {f"{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")}
+    files |= {"model.safetensors", "chat_template.jinja"}
+    assert {path.name for path in (tmp_path / "native").iterdir()} == files
     config = json.loads((tmp_path / "native" / "config.json").read_text())
     assert (config["model_type"], config["n_ctx"], config["n_positions"]) == ("gpt2", 32, 32)
     assert "auto_map" not in config
@@ -82,5 +80,5 @@ def test_the_native_folder_has_the_files_that_other_programs_need(tmp_path):
     assert described["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
     assert "extra_special_tokens" not in described  # Transformers 4.57 fails on a list here
     assert_user_error("is not empty; use a new folder", write_native, tmp_path / "model", tmp_path / "native")
-    with pytest.raises(UserError, match="neither a local folder nor a model on the Hub"):
-        write_native(tmp_path / "nothing", tmp_path / "other")
+    sentence = "neither a local folder nor a model on the Hub"
+    assert_user_error(sentence, write_native, tmp_path / "nothing", tmp_path / "other")

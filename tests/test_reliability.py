@@ -206,9 +206,8 @@ def test_python_and_accelerate_launch_give_the_same_run(start, tmp_path):
 def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(launch, tmp_path):
     alone = ("--cpu", "--num_processes", "2")
     result = launch(*ACCELERATE, *alone, "train_accelerate.py", "--output_dir", tmp_path / "run")
-    assert result.stderr.splitlines()[-1].startswith(
-        "error: accelerate launch was asked for several processes but started one"
-    )
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: accelerate launch was asked for several processes but started one")
     assert (result.returncode, list(tmp_path.iterdir())) == (1, [])
 
 

@@ -35,8 +35,7 @@ def test_a_folder_that_is_not_a_run_is_refused_and_unchanged(train, tmp_path, na
     before = write(tmp_path / "p", *names)
     assert_user_error("p exists and is not a run folder; use another --output_dir", train, tmp_path / "p", flag)
     assert contents(tmp_path / "p") == before
-    with pytest.raises(UserError, match="p is neither a run folder nor a checkpoint in one"):
-        train(None, "--resume_from_checkpoint", str(tmp_path / "p"))
+    assert_user_error("p is neither a run folder nor a checkpoint", train, None, resume_from_checkpoint=tmp_path / "p")
     with pytest.raises(UserError, match="p exists and is not a backup of a run; choose another --backup_dir"):
         train(tmp_path / "runs" / "p", "--backup_dir", str(tmp_path))
     assert contents(tmp_path / "p") == before
@@ -117,8 +116,8 @@ def test_a_folder_with_another_name_is_not_a_checkpoint(train, tmp_path):
 def test_a_space_folder_keeps_other_files(tmp_path):
     pytest.importorskip("gradio")
     before = write(tmp_path / "demo", "app.py")
-    with pytest.raises(UserError, match="demo exists and was not written by this command"):
-        assemble_space(["me/tiny"], tmp_path / "demo", "Demo")
+    sentence = "demo exists and was not written by this command"
+    assert_user_error(sentence, assemble_space, ["me/tiny"], tmp_path / "demo", "Demo")
     assert contents(tmp_path / "demo") == before
     space = assemble_space(["me/tiny"], tmp_path / "space", "Demo")
     (space / "mine.txt").write_text("mine")

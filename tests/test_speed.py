@@ -146,9 +146,8 @@ def test_report_names_the_hardware_of_each_part_of_the_run(store, tmp_path):
     assert report_after({"step": 0, "environment": "CPU"}) == "CPU."
     assert report_after({"step": 5, "environment": "CPU"}) == "CPU."
     # The GPU's steps after step 5 were lost: the run resumed from step 5 again.
-    assert report_after({"step": 5, "environment": "GPU"}, {"step": 5, "environment": "2 GPUs"}) == (
-        "- after step 0: CPU\n- after step 5: 2 GPUs"
-    )
+    parts = "- after step 0: CPU\n- after step 5: 2 GPUs"
+    assert report_after({"step": 5, "environment": "GPU"}, {"step": 5, "environment": "2 GPUs"}) == parts
     folder.events.unlink()  # a branch of this run
     earlier = [{"step": 0, "environment": "CPU"}]
     branch = {"step": 5, "environment": "TPU", "earlier": earlier}

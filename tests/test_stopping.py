@@ -220,11 +220,8 @@ def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_p
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        "SLURM_GPUS_ON_NODE": "4",
-        "SLURM_JOB_ID": "7",
-    }
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {"PATH": path, "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "7"}
     options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(["bash", slurm, "--data", "my text"], **options) as job:
         wait_until((tmp_path / "started").is_file, 60)

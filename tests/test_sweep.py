@@ -29,9 +29,8 @@ def test_a_killed_sweep_continues_and_repeats_no_finished_run(store, tmp_path, l
     process = started(arguments)
     wait_until((second / "checkpoints" / "step_00000100").exists)
     compare_runs.main([str(first), str(second), "--output", str(tmp_path / "comparison.png")])
-    assert re.search(
-        r"\| finished \| `0.01` \|.*\| running at step \d+ of 600 \| `0.02`", capsys.readouterr().out, re.DOTALL
-    )
+    rows = r"\| finished \| `0.01` \|.*\| running at step \d+ of 600 \| `0.02`"
+    assert re.search(rows, capsys.readouterr().out, re.DOTALL)
     process.kill()
     process.wait()
     before = (first / "status.json").read_bytes()

@@ -163,8 +163,7 @@ def test_repeated_command_resumes_or_reports_the_finished_run_and_another_one_is
     said = capsys.readouterr().out
     assert "is finished (6 steps)" in said
     assert "--overwrite_output_dir" in said
-    with pytest.raises(UserError, match=r"contains another run \(learning_rate 0\.01 -> 0\.02\)"):
-        train(run, save_steps=2, learning_rate=0.02)
+    assert_user_error(r"another run \(learning_rate 0\.01 -> 0\.02\)", train, run, save_steps=2, learning_rate=0.02)
     train(run, "--overwrite_output_dir", max_steps=1, learning_rate=0.02)
     assert yaml.safe_load((run / "config.yaml").read_text())["learning_rate"] == 0.02
 
