@@ -107,10 +107,8 @@ def _card(store: TokenStore, rows: int) -> str:
         "name": name,
         "metadata": metadata,
         "row_tokens": ROW_TOKENS,
-        "tokenizer": report.tokenizer_kind(metadata),
         "sources": list(map(_public, metadata.sources)),
         "command": _public_command(metadata),
-        "left_out": report.left_out(metadata),
     }
     return report.render("dataset_card.md.j2", data)
 

@@ -41,14 +41,7 @@ def documents(metadata: Metadata) -> str:
 
 def write(store: TokenStore, rust: Tokenizer) -> None:
     """Write `report.md`."""
-    metadata = store.metadata
-    data = {
-        "metadata": metadata,
-        "tokenizer": tokenizer_kind(metadata),
-        "documents": documents(metadata),
-        "left_out": left_out(metadata, with_places=True),
-        "tokens": _token_statistics(store, rust),
-    }
+    data = {"metadata": store.metadata, "tokens": _token_statistics(store, rust)}
     write_atomic(store.folder / "report.md", render("report.md.j2", data))
 
 
@@ -57,6 +50,7 @@ def render(template: str, data: dict[str, Any]) -> str:
     layout = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **layout)
     environment.filters |= {"as": format, "counted": counted}
+    environment.filters |= {"tokenizer_kind": tokenizer_kind, "documents": documents, "left_out": left_out}
     return environment.get_template(template).render(data)
 
 
