@@ -35,7 +35,7 @@ def test_the_best_validation_is_chosen_by_comparable_loss(capsys):
     last = early | {"step": 800, "eval_loss": 3.4, "eval_sampled_loss": 3.25}
     screen = Screen(800, 0, [], compiles=True, hourly_price=None)
     for entry, best in ((early, early), (last, last), (early | {"step": 600, "eval_loss": 3.35}, early)):
-        screen.validated(entry, best)
+        screen.validated(entry, best, "")
     assert capsys.readouterr().out.splitlines() == [
         "Compiling before the first step; this may take minutes ...",
         "step 400: validation loss 3.3000, perplexity 27.11, 1.500 bits per byte (the best so far)",
