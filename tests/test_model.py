@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import logging as transformers_logging
 
 from conftest import MODERN, REPOSITORY
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
@@ -375,7 +376,10 @@ def warned():
     logger = logging.getLogger("transformers.generation.utils")
     watch = lambda record: texts.append(record.getMessage()) or True  # noqa: E731
     logger.addFilter(watch)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_warning()  # a command that ran in this process may have changed it
     yield texts
+    transformers_logging.set_verbosity(verbosity)
     logger.removeFilter(watch)
 
 
