@@ -27,7 +27,7 @@ def test_a_run_of_the_same_settings_and_text_is_compared_and_others_are_not(fini
     difference = losses[1] - curve[1]["eval_loss"]
     expected = f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} the reference tiny at 0.000384M tokens"
     assert expected in capsys.readouterr().out
-    assert f"The last validation loss is {expected} (`reference/`)." in (run / "report.md").read_text()
+    assert f"Last validation loss: {expected} (`reference/`)." in (run / "report.md").read_text()
     other = trained(store, tmp_path / "other", learning_rate=0.02)
     assert "reference" not in capsys.readouterr().out + (other / "report.md").read_text()
 
@@ -39,4 +39,5 @@ def test_losses_between_validations_are_interpolated_and_silent_beyond_the_curve
         curve.compared({"step": 20, "eval_loss": 9.0, "eval_sampled_loss": 1.9})
         == "0.10 below the reference x at 20M tokens"
     )
+    assert curve.compared({"step": 20, "eval_loss": 2.004}) == "within 0.01 of the reference x at 20M tokens"
     assert curve.compared({"step": 21, "eval_loss": 2.0}) == ""

@@ -5,6 +5,7 @@ Units do not depend on the number of processes, so neither does the store.
 """
 
 import codecs
+import difflib
 import glob
 import hashlib
 import itertools
@@ -26,7 +27,7 @@ from limits import setting
 from tokenizer import chat, files
 from tokenizer.byte_range import ByteRange
 from tokenizer.documents import Counts, Limit
-from tokenizer.named_data import dataset_of, find
+from tokenizer.named_data import dataset_of, find, names
 from tokenizer.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, parsed, records, text_column
 
 UNIT_BYTES = 16 << 20
@@ -321,7 +322,8 @@ class Corpus:
             what = "matches no local file or folder and is neither a Hub dataset nor a name in `python -m tokenizer.pretokenize --list`"
             if named:
                 what = "has no files except hidden files, links (only a glob follows them) and files that --exclude matches"
-            raise UserError(f"{entry} {what}; check the path.")
+            near = difflib.get_close_matches(entry, names(), n=1)
+            raise UserError(f"{entry} {what}; {f'did you mean {near[0]}?' if near else 'check the path.'}")
         return found
 
     def _is_excluded(self, path: str) -> bool:

@@ -33,12 +33,15 @@ class Reference:
     tokens_per_step: int
 
     def compared(self, entry: Mapping[str, Any]) -> str:
-        """Return how far the loss of a validation is above or below the curve, such as `0.02 above the reference at 40M tokens`."""
+        """Return how far the loss of a validation is from the curve, such as `0.02 above the reference x at 40M tokens`, or an empty text
+        beyond its ends."""
         step = entry["step"]
         if not self.steps[0] <= step <= self.steps[-1]:
             return ""
         difference = comparable_loss(entry) - float(np.interp(step, self.steps, self.losses))
         where = f"the reference {self.name} at {step * self.tokens_per_step / 1e6:.3g}M tokens"
+        if round(difference, 2) == 0:
+            return f"within 0.01 of {where}"
         return f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} {where}"
 
 

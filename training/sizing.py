@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,7 +17,7 @@ from tokenizer.store import TokenStore
 from training import scaling
 from training.backup import earlier_run
 from training.budget import price_of
-from training.config import CHOSEN, LENGTHS, TrainConfig
+from training.config import CHOSEN, LENGTHS, PRESETS, TrainConfig
 from training.console import printer
 from training.data import open_store
 from training.device import Setup
@@ -33,7 +32,6 @@ from training.speed import flops_per_token, product_parameters
 from training.status import hours
 from training.throughput import AFTER_VALIDATION, SCORING, measure_speed
 
-PRESETS = Path(__file__).parent.parent / "presets"
 PRESET_OF = {"gpt2": PRESETS / "gpt2.yaml", "modern": PRESETS / "gpt2_modern.yaml"}
 # Settings that a family takes from its preset.
 ARCHITECTURE = {"activation_function", "normalization", "rope_theta", "use_bias", "tie_word_embeddings"}
