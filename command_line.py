@@ -9,16 +9,15 @@ import signal
 import sys
 import textwrap
 import time
-from argparse import Action, ArgumentError
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
 
 import limits
 from errors import Problems, UserError
@@ -26,13 +25,15 @@ from settings_file import read_yaml
 
 REPORT_SECONDS = 10.0  # time for which other processes of a job wait while one reports a shared problem
 HELP = frozenset({"-h", "--help", "--help_all"})
+SWITCHED_ON, SWITCHED_OFF = {"true", "yes", "t", "y", "1"}, {"false", "no", "f", "n", "0"}
 LONGEST_ERROR = 400  # maximum characters of an argparse message, which quotes the input
 # Three ways to set the length of a run. A flag for one of them clears all three in the file.
 EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
 
 
-class FlagParser(HfArgumentParser):
-    """Transformers' parser over dataclasses, with whole flag names only and errors that are one sentence."""
+class FlagParser(ArgumentParser):
+    """Parser over dataclasses with the flags of Transformers' `HfArgumentParser`, whose import takes 0.6 s. Flag names must be
+    whole, and errors are one sentence."""
 
     def __init__(
         self, kinds: Iterable[type], description: str, positional: str | None = None, main: tuple[str, ...] = ()
@@ -40,15 +41,34 @@ class FlagParser(HfArgumentParser):
         """Add a flag for each field of the dataclasses.
         `positional` names the field that a first argument without a flag sets. `main` lists the flags that `--help` explains
         when there are too many to explain all of them."""
-        super().__init__(kinds, allow_abbrev=False, add_help=False, description=description)
+        super().__init__(allow_abbrev=False, add_help=False, description=description)
+        self.kinds = tuple(kinds)
         self.positional = positional
         self.main = main
-        self.limits = {field.name: field.metadata for kind in self.dataclass_types for field in fields(kind)}
+        self.limits = {field.name: field.metadata for kind in self.kinds for field in fields(kind)}
         self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of settings; flags override it.")
+        for kind in self.kinds:
+            hints = get_type_hints(kind)
+            for field in fields(kind):
+                self._add_flag(field, hints[field.name])
 
-    def add_argument(self, *names: Any, **options: Any) -> Action:
-        """Add a flag without its range, which argparse does not support. `parse` checks the range."""
-        return super().add_argument(*names, **{key: options[key] for key in options if key not in limits.KEYS})
+    def _add_flag(self, field: Field, hint: Any) -> None:
+        """Add the flag of a field: `--name` and `--na-me`, and for a switch that is on by default `--no_name`."""
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        options = {"default": default, **{key: field.metadata[key] for key in field.metadata if key not in limits.KEYS}}
+        if type(None) in get_args(hint):
+            hint = get_args(hint)[0]
+        if hint is bool:
+            options |= {"nargs": "?", "const": True, "type": _switch}
+        elif get_origin(hint) is Literal:
+            options["choices"] = get_args(hint)
+        elif get_origin(hint) is list:
+            options |= {"nargs": "+", "type": get_args(hint)[0]}
+        else:
+            options["type"] = hint
+        self.add_argument(*_spellings(field.name), **options)
+        if hint is bool and default is True:
+            self.add_argument(*_spellings(f"no_{field.name}"), action="store_false", dest=field.name, default=True)
 
     def error(self, message: str) -> NoReturn:
         message = message if len(message) <= LONGEST_ERROR else f"{message[:LONGEST_ERROR]} ..."
@@ -83,7 +103,7 @@ class FlagParser(HfArgumentParser):
         check = None if "config" in found.unsure else check
         found.unsure -= self.named_flags(good)
         namespace = self.parse_args(good)
-        filled = [kind(**{f.name: getattr(namespace, f.name) for f in fields(kind)}) for kind in self.dataclass_types]
+        filled = [kind(**{f.name: getattr(namespace, f.name) for f in fields(kind)}) for kind in self.kinds]
         if not self._lacks_needed(filled, found):
             found.add_of(check, filled)
         found.refuse()
@@ -128,7 +148,7 @@ class FlagParser(HfArgumentParser):
     def _checked(self, content: dict[str, Any], path: Path | None, found: Problems) -> dict[str, Any]:
         """Return the valid settings of a file. Types and choices are checked by argparse's rules for flags."""
         actions = {action.dest: action for action in self._actions}
-        hints = {name: hint for part in self.dataclass_types for name, hint in get_type_hints(part).items()}
+        hints = {name: hint for part in self.kinds for name, hint in get_type_hints(part).items()}
         checked = {}
         for name, value in content.items():
             if name not in hints:
@@ -185,9 +205,7 @@ class FlagParser(HfArgumentParser):
             text = f"{action.help} ({'; '.join(notes)})" if notes else action.help
             return _entry(f"--{name} {_metavar(action)}".rstrip(), text, 28, width)
 
-        groups = {
-            kind.__name__.removesuffix("Arguments"): [f.name for f in fields(kind)] for kind in self.dataclass_types
-        }
+        groups = {kind.__name__.removesuffix("Arguments"): [f.name for f in fields(kind)] for kind in self.kinds}
         positional = f"[{self.positional.upper()}] " if self.positional else ""
         usage = f"usage: {_program()} {positional}[--config FILE.yaml] [--FLAG VALUE ...]"
         sections = [textwrap.fill(text, width) for text in (usage, self.description)]
@@ -263,6 +281,18 @@ def _leave_stdout() -> None:
     """Discard buffered output when stdout has no reader or its disk is full."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _spellings(name: str) -> list[str]:
+    return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
+
+
+def _switch(value: str) -> bool:
+    """Return the truth value of a word. Raise an `ArgumentTypeError` for another word."""
+    is_on = value.lower() in SWITCHED_ON
+    if not is_on and value.lower() not in SWITCHED_OFF:
+        raise ArgumentTypeError(f"{value!r} is neither true nor false")
+    return is_on
 
 
 def _is_flag(argument: str) -> bool:

@@ -3,16 +3,18 @@
 import hashlib
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tokenizer import cleaning, vocabulary
 from tokenizer.chat import ChatTemplate
 from tokenizer.cleaning import CleaningArguments
 from tokenizer.corpus import CorpusArguments
 from tokenizer.dedup import DedupArguments
-from tokenizer.vocabulary import VocabularyArguments
+from tokenizer.vocabulary import SavedTokenizer, VocabularyArguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SEED = 1337
 
@@ -39,9 +41,10 @@ class Recipe:
         return found
 
     @cached_property
-    def existing_tokenizer(self) -> PreTrainedTokenizerBase | None:
+    def existing_tokenizer(self) -> "PreTrainedTokenizerBase | SavedTokenizer | None":
         """Tokenizer that the `tokenizer` setting names, or None if the setting is empty."""
-        return None if self.vocabulary.tokenizer is None else vocabulary.load(self.vocabulary.tokenizer)
+        name = self.vocabulary.tokenizer
+        return None if name is None else SavedTokenizer.read(Path(name)) or vocabulary.load(name)
 
     def settings(self) -> dict[str, Any]:
         """Return all settings by flag name, and the content of the files that some of them name."""

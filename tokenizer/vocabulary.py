@@ -5,20 +5,24 @@ All are ordinary fast Transformers tokenizers and load with `AutoTokenizer`.
 
 import itertools
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from errors import Problems, UserError, counted
 from limits import setting
 from tokenizer import hub
 from tokenizer.bpe import byte_level_alphabet
 from tokenizer.words import END, WordSplitter, blocks
+
+if TYPE_CHECKING:  # importing it takes 0.6 s
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 DEFAULT_VOCAB_SIZE = 32000
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"  # tokens with ids 0 and 1
@@ -31,6 +35,8 @@ COUNTED_WORDS = 2_000_000  # maximum number of distinct words in memory
 LONGEST_COUNTED_WORD = 1024  # bytes: the trainer gets longer words in pieces
 COUNTED_PIECE_BYTES = 8_000_000  # total of these pieces, evenly spread
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # class names in Transformers 5 and 4
+# Files that only Transformers reads.
+OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
 
 
 @dataclass
@@ -55,12 +61,12 @@ class VocabularyArguments:
 
 def build(
     arguments: VocabularyArguments,
-    existing: PreTrainedTokenizerBase | None,
+    existing: "PreTrainedTokenizerBase | SavedTokenizer | None",
     texts: Callable[[], Iterable[str]],
     chat_tokens: Iterable[str] = (),
     must_fit: bool = True,
     say: Callable[[str], None] = print,
-) -> PreTrainedTokenizerBase:
+) -> "PreTrainedTokenizerBase | SavedTokenizer":
     """Return the `existing` tokenizer, or one built from `texts` according to `arguments`.
     Raise a `UserError` if its size differs from `vocab_size` and `must_fit` is true, or `vocab_size` is too small for a BPE."""
     if existing is not None:
@@ -121,7 +127,7 @@ def train_bpe(
     pad_token: str = PADDING,
     special_tokens: Iterable[str] = (),
     say: Callable[[str], None] = print,
-) -> PreTrainedTokenizerFast:
+) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE (Radford et al. 2019) with GPT-2's word pattern. It is lossless on any Unicode text.
     Its size is `vocab_size`, or less if the text does not have enough pairs to merge. The same text gives the same
     tokenizer on any machine."""
@@ -135,6 +141,8 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # without it, unseen bytes would be lost
         show_progress=False,
     )
+    from transformers import PreTrainedTokenizerFast
+
     counts, cut_words = count_words(texts)
     if cut_words:
         say(
@@ -198,8 +206,10 @@ def _thinned(counts: Counter[bytes]) -> Iterator[str]:
         yield from itertools.repeat(word.decode(), (number + times // 2) // times)
 
 
-def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     """Return a tokenizer with one token per character of `texts`, in code point order, and no other tokens."""
+    from transformers import PreTrainedTokenizerFast
+
     characters = set()
     for text in texts:
         characters.update(text)
@@ -209,7 +219,49 @@ def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
-def load(name: str | Path) -> PreTrainedTokenizerBase:
+@dataclass
+class SavedTokenizer:
+    """Tokenizer folder that Transformers 5 wrote. It has Transformers' names for what a store needs, without importing Transformers."""
+
+    folder: Path
+    backend_tokenizer: Tokenizer
+    special_tokens_map: dict[str, str]
+    chat_template: str | None
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Return the tokenizer, or None if it needs Transformers: it is not a local folder, has another form, or is damaged."""
+        with suppress(Exception):  # the Rust library raises no narrower class
+            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            is_generic = config["backend"] == "tokenizers" and config["tokenizer_class"] in GENERIC_CLASSES
+            special = {name: token for name, token in config.items() if name.endswith("_token") and token}
+            is_plain = all(isinstance(token, str) for token in special.values())
+            if is_generic and is_plain and not any((folder / name).exists() for name in OTHER_FILES):
+                template = folder / "chat_template.jinja"
+                source = template.read_text(encoding="utf-8") if template.exists() else None
+                return cls(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), special, source)
+        return None
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.backend_tokenizer.token_to_id(self.special_tokens_map.get("eos_token", ""))
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(self.folder / name, folder / name)
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+
+
+def load(name: str | Path) -> "PreTrainedTokenizerBase":
     """Load a fast tokenizer from a folder or the Hub. Raise a `UserError` if there is none, or only a slow one."""
     folder = Path(name)
     if not folder.exists():
@@ -232,13 +284,15 @@ def _tokenizer_class(folder: Path) -> type:
     """Return the class to load a tokenizer with: AutoTokenizer, which imports torch, only if it is needed."""
     config = folder / "tokenizer_config.json"
     if config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in GENERIC_CLASSES:
+        from transformers import PreTrainedTokenizerFast
+
         return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
 
     return AutoTokenizer
 
 
-def save(tokenizer: PreTrainedTokenizerBase, folder: Path, context: int | None = None) -> None:
+def save(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", folder: Path, context: int | None = None) -> None:
     """Write the tokenizer, with the model's context length if given. Raise an `OSError` for a full disk."""
     if context is not None:
         tokenizer.model_max_length = context
