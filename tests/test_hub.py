@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_corpus import write
+from test_merge import documents
 
 from conftest import REPOSITORY, assert_user_error, prose, trained
 from hub_server import File, Repository, serving
@@ -31,6 +32,7 @@ from tokenizer.vocabulary import save, train_bpe
         ("user/name@v1.0", HubDataset("user/name", revision="v1.0")),
         ("user/name:config@refs/convert/parquet", HubDataset("user/name", "config", revision="refs/convert/parquet")),
         ("user/name:config:test@0123abc", HubDataset("user/name", "config", "test", "0123abc")),
+        ("user/name::test@0123abc", HubDataset("user/name", None, "test", "0123abc")),
     ],
 )
 def test_hub_ids_have_optional_config_split_and_revision(tmp_path, monkeypatch, entry, expected):
@@ -249,6 +251,30 @@ def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch
     named = f"- sources: tinystories; roneneldan/TinyStories at commit {FIRST[:12]}\n- please cite: Eldan and Li 2023, "
     assert named in report
     assert "arXiv:2305.07759 (license: cdla-sharing-1.0)\n- tokenizer: " in report
+
+
+def test_split_validation_of_a_dataset_is_its_validation_text(tmp_path, launch):
+    train, validation = [prose(i, 80) for i in range(60)], [prose(i, 80) for i in range(100, 130)]
+    texts = {"train-0": train[:40], "train-1": train[40:], "validation-0": validation}
+    chats = [json.dumps({"messages": [{"role": "user", "content": prose(i, 80)}]}).encode() for i in range(2)]
+    served = {"name": {f"data/{name}.parquet": parquet(*of_file) for name, of_file in texts.items()}}
+    served |= {"chat": {"train.jsonl": chats[0], "validation.jsonl": chats[1]}, "test": {"test.jsonl": chats[0]}}
+    stores = {"one": "user/name --num_proc 1", "two": "user/name --num_proc 2", "train": "user/name::train"}
+    stores |= {"cut": "user/name --max_documents 45", "chat": "user/chat --chat_template chatml"}
+    with serving_datasets(**{name: {NEWEST: files} for name, files in served.items()}) as (_, address):
+        for name, flags in stores.items():
+            command = ("--output", tmp_path / name, "--vocab_size", "300", "--input", *flags.split())
+            done = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
+            assert (done.returncode, "for validation from user/" in done.stdout) == (0, name != "train"), done.stderr
+        [refused] = output_of(launch, READ, ["user/test"], environment(address, tmp_path))
+    assert "it has no split train; name one of its splits, test." in refused
+    one, two, _, cut, chat = (TokenStore(tmp_path / name) for name in stores)
+    assert (documents(one, "train"), documents(one, "val")) == (train, validation)
+    assert one.metadata.identity == two.metadata.identity
+    assert (documents(cut, "train"), documents(cut, "val")) == (train[:45], validation[:1])
+    assert "validation_splits" not in (tmp_path / "train" / "metadata.json").read_text()
+    assert (chat.metadata.train.documents, chat.metadata.val.documents) == (1, 1)
+    assert "validation text is user/chat::validation; no other" in (tmp_path / "chat" / "report.md").read_text()
 
 
 def test_names_lose_to_local_paths_and_are_checked(tmp_path, monkeypatch):

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Dataset, DatasetDict
 from filelock import FileLock
+from test_merge import documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -23,6 +25,7 @@ from tokenizer.worker import Workers, share
 
 LINES = "".join(f"Line {i} of a text, naïve and short.\n" for i in range(300))
 SMALL = ("--vocab_size", "300")
+BODY = ("--text_column", "body", "--validation_fraction", "0.2")
 
 
 @pytest.fixture
@@ -230,6 +233,10 @@ def test_skipped_files_are_counted_after_a_merge_of_shards(tmp_path, text, capsy
     assert f"the first in {tmp_path / 'in' / 'numbers.csv'}" in (tmp_path / "store" / "report.md").read_text()
 
 
+def stop(self):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "kept"),
     [("--max_bytes", "30KB", 30_000), ("--max_bytes", "1 kib", 1024), ("--max_documents", "700", 700)],
@@ -243,10 +250,6 @@ def test_limited_text_is_the_beginning_with_any_number_of_processes(tmp_path, mo
     (tmp_path / "b.txt").write_text(second, encoding="utf-8")
     inputs = (tmp_path / "a.txt", tmp_path / "b.txt")
     command = ("--sample_by", by, *SMALL, "--validation_fraction", "0.2", flag, value)
-
-    def stop(self):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(StoreBuilder, "_refuse_changed_files", stop)  # after all units, before the merge
         with pytest.raises(KeyboardInterrupt):
@@ -267,6 +270,47 @@ def test_limited_text_is_the_beginning_with_any_number_of_processes(tmp_path, mo
     for split in ("train", "val"):
         one, other, beginning = ((store.folder / f"{split}.bin").read_bytes() for store in stores)
         assert one == other == beginning
+
+
+def saved(folder: Path, **splits: list[str]) -> Path:
+    parts = {name: Dataset.from_dict({"title": ["a"] * len(texts), "body": texts}) for name, texts in splits.items()}
+    DatasetDict(parts).save_to_disk(folder, max_shard_size="4KB")
+    return folder
+
+
+@pytest.mark.parametrize("limit", [(), ("--max_bytes", "9000"), ("--max_documents", "150")])
+def test_split_validation_of_a_saved_dataset_is_the_validation_text(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr("tokenizer.corpus.UNIT_BYTES", 4096)
+    texts = [f"Document {i:04} of a {'雨雪'[i // 300] * 13}.\n" for i in range(400)]  # of 60 bytes
+    other, train, validation = texts[:20], [texts[303], *texts[20:300]], texts[300:]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in other))
+    saved(tmp_path / "saved", train=train, validation=validation)
+    command = ("--input", tmp_path / "other.jsonl", tmp_path / "saved", *BODY, "--weights", "1", "2", *limit)
+    command = (*command, "--tokenizer_type", "character", "--dedup", "exact")
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreBuilder, "_refuse_changed_files", stop)
+        with pytest.raises(KeyboardInterrupt):
+            pretokenize(*command, "--output", tmp_path / "2", "--num_proc", 2)
+    for processes in (1, 2):
+        pretokenize(*command, "--output", tmp_path / str(processes), "--num_proc", processes)
+    one, two = (TokenStore(tmp_path / name) for name in "12")
+    assert one.metadata.identity == two.metadata.identity
+    used = train[1 : 130 if limit else None]  # without the text that repeats one of the split validation
+    assert (documents(one, "train"), documents(one, "val")) == (other + used * 2, validation[: 30 if limit else None])
+    assert one.metadata.validation_splits == [str(tmp_path / "saved" / "validation")]
+
+
+def test_split_validation_without_text(tmp_path):
+    texts, blank = [f"{i} words" for i in range(99)], tmp_path / "blank"
+    saved(blank, train=texts, validation=[" "] * 5)
+    command = (*SMALL, *BODY, "--output", tmp_path / "store", "--input", blank)
+    assert "name only the training split (user/name::train or FOLDER/train)" in refused(*command)
+    empty = saved(tmp_path / "empty", train=texts, validation=[])
+    for folder in (empty, blank / "train", saved(blank, train=texts)):  # `datasets` leaves the old folder of a split
+        output = folder.with_name(f"{folder.name}-store")
+        pretokenize(*SMALL, *BODY, "--output", output, "--input", folder)
+        metadata = TokenStore(output).metadata
+        assert (metadata.train.documents + metadata.val.documents, metadata.validation_splits) == (99, [])
 
 
 def test_limits_have_units_and_need_the_whole_text(tmp_path, text):

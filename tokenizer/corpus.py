@@ -26,7 +26,7 @@ from errors import Problems, UserError, counted
 from limits import setting
 from tokenizer import chat, files
 from tokenizer.byte_range import ByteRange
-from tokenizer.documents import Counts, Limit
+from tokenizer.documents import NO_LIMIT, Counts, Limit
 from tokenizer.named_data import dataset_of, find, names
 from tokenizer.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, parsed, records, text_column
 
@@ -74,7 +74,8 @@ class CorpusArguments:
     validation_fraction: float = setting(
         0.01,
         "Share of the text held out for validation, above 0 and below 1: whole documents, and the end of each "
-        "document longer than both 1 MiB and this share of all text. If there is only one document, its end.",
+        "document longer than both 1 MiB and this share of all text. If there is only one document, its end. If a dataset has "
+        "a split `validation`, that split is used and nothing is held out.",
         above=0,
         below=1,
     )
@@ -100,6 +101,7 @@ class CorpusArguments:
 class Unit:
     copies: float  # number of times that its documents are used for training
     ranges: tuple[ByteRange, ...]
+    val: bool | None = None  # whether it is validation text; None: decided by the hash of each document
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,10 @@ class TextFile:
     size: int  # in bytes
     modified: int  # time in nanoseconds
     is_named: bool = False  # given on the command line, not found in a folder or by a glob
+    val: bool = False  # of the split `validation` of a `DatasetDict`
 
     @staticmethod
-    def at(path: str | Path, is_named: bool = False) -> "TextFile":
+    def at(path: str | Path, is_named: bool = False, val: bool = False) -> "TextFile":
         """Return the file at `path`. Raise a `UserError` if it cannot be read twice (a broken link, a pipe)."""
         try:
             status = os.stat(path)
@@ -119,7 +122,7 @@ class TextFile:
             raise UserError(f"{path} {what}; fix it or exclude it.") from error
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is a pipe or a device, but the text is read twice; save it as a file first.")
-        return TextFile(str(path), status.st_size, status.st_mtime_ns, is_named)
+        return TextFile(str(path), status.st_size, status.st_mtime_ns, is_named, val)
 
 
 class NoTextColumnError(UserError):
@@ -227,7 +230,7 @@ class Corpus:
                 if file.is_named:
                     raise
                 kind = "unreadable"
-            digest.update(f"\xff{kind}".encode())
+            digest.update(f"\xff{kind}{'validation' * file.val}".encode())
         for hub in filter(None, self.hub):
             digest.update(str(hub.pinned()).encode())
         return digest.hexdigest()
@@ -237,14 +240,14 @@ class Corpus:
         return [[file.path, file.size, file.modified] for file in self.all_files]
 
     def units(self) -> list[Unit]:
-        """Divide the text into units.
+        """Divide the text into units. The text of validation splits comes first: of repeated documents, the first is kept.
         Raise a `UserError` if the text column of files is ambiguous (one line per file), or a Hub dataset cannot be read."""
-        problems, tables, units = [], [], []
+        problems, tables, units, validation = [], [], [], []
         for entry, of_entry, hub, copies in zip(self.inputs, self.files, self.hub, self.weights, strict=True):
             ranges: list[tuple[int, ByteRange]] = []
             for file in of_entry:
                 try:
-                    ranges += self._ranges(file)
+                    (validation if file.val else ranges).extend(self._ranges(file))
                 except NoTextColumnError as error:
                     (problems if file.is_named else tables).append(str(error))
                     self.skipped.note("tables", 1, file.path)
@@ -255,9 +258,16 @@ class Corpus:
             if hub is not None:
                 pinned = hub.pinned()
                 wanted = self.arguments.text_column or getattr(find(entry), "text_column", None)
-                column, shards = self._column(str(hub), pinned.records(), wanted), range(pinned.stream.num_shards)
-                ranges = [(UNIT_BYTES, ByteRange(str(pinned), "hub", shard, column=column)) for shard in shards]
+                splits = [pinned, replace(pinned, split="validation")][: len(pinned.streams)]
+                for dataset, found in zip(splits, (ranges, validation), strict=False):
+                    column = self._column(str(hub), dataset.records(), wanted)
+                    shards = range(dataset.streams[0].num_shards if column is not None else 0)
+                    found += [(UNIT_BYTES, ByteRange(str(dataset), "hub", shard, column=column)) for shard in shards]
             units += [Unit(copies, group) for group in _grouped(ranges)]
+        if validation:  # with a limit, which applies to all validation text together, it is one unit
+            is_limited = self.arguments.limit != NO_LIMIT
+            groups = _grouped((0 if is_limited else size, part) for size, part in validation)
+            units = [*(Unit(1.0, group, True) for group in groups), *(replace(unit, val=False) for unit in units)]
         if not problems and not units:  # every file is a table
             problems = tables
         Problems(problems[:20]).refuse()
@@ -331,7 +341,7 @@ class Corpus:
         paths = [PurePath(path), *PurePath(path).parents]
         return any(each.match(pattern) for pattern in self.arguments.exclude for each in paths)
 
-    def _walk(self, folder: str, below: str = "") -> Iterator[TextFile]:
+    def _walk(self, folder: str, below: str = "", val: bool = False) -> Iterator[TextFile]:
         """Yield the files in a folder. `below` is the folder's path relative to the input."""
         try:
             with os.scandir(folder) as inside:
@@ -352,9 +362,9 @@ class Corpus:
             if entry.is_symlink():
                 self.links += 1
             elif entry.is_dir():
-                yield from self._walk(entry.path, path)
+                yield from self._walk(entry.path, path, val or (saved is not None and entry.name == "validation"))
             elif entry.is_file():
-                yield TextFile.at(entry.path)
+                yield TextFile.at(entry.path, val=val)
 
 
 def _library_sources(folder: Path) -> Iterator[Path]:
@@ -368,18 +378,18 @@ def _library_sources(folder: Path) -> Iterator[Path]:
 
 
 def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
-    """Return the names in a folder of `Dataset.save_to_disk` that hold its records, or None for another folder. Of a `DatasetDict`, this is
-    the training split."""
-    if "dataset_dict.json" in names:
-        return {"train"}
-    if not {"state.json", "dataset_info.json"} <= names:
+    """Return the names in a folder of `Dataset.save_to_disk` that hold its records, or None for another folder. Of a `DatasetDict`, these
+    are the splits `train` and `validation`."""
+    is_dict = "dataset_dict.json" in names
+    if not is_dict and not {"state.json", "dataset_info.json"} <= names:
         return None
-    with (
-        suppress(ValueError, LookupError, TypeError),
-        open(os.path.join(folder, "state.json"), encoding="utf-8") as file,
-    ):
-        return {part["filename"] for part in json.load(file)["_data_files"]}
-    return None
+    path = os.path.join(folder, "dataset_dict.json" if is_dict else "state.json")
+    with suppress(ValueError, LookupError, TypeError), open(path, encoding="utf-8") as file:
+        content = json.load(file)
+        if is_dict:
+            return {"train", "validation"} & {*content["splits"]}
+        return {part["filename"] for part in content["_data_files"]}
+    return {"train"} if is_dict else None
 
 
 def kind_of(path: str, text_column: str | None = None) -> str:

@@ -73,6 +73,10 @@ class Limit(NamedTuple):
         """Return what is left after the text of `counts`."""
         return Limit(self.bytes - counts.bytes, self.documents - counts.documents)
 
+    def of_validation(self, fraction: float) -> "Limit":
+        """Return the limit of the text of validation splits, which is used in addition to the training text."""
+        return Limit(self.bytes * fraction, max(1, self.documents * fraction))
+
 
 NO_LIMIT = Limit()
 

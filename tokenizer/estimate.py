@@ -12,6 +12,7 @@ from errors import UserError, disk_errors
 from tokenizer import files
 from tokenizer.byte_range import ByteRange
 from tokenizer.corpus import Corpus, TextFile, Unit
+from tokenizer.documents import NO_LIMIT
 from tokenizer.hub import HubDataset
 from tokenizer.recipe import Recipe
 from tokenizer.store import RESUMES, TokenStore
@@ -122,7 +123,8 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     metadata, counts = store.metadata, store.metadata.counts
     factor = min(factor, limit.bytes / counts["bytes"], limit.documents / counts["documents"])
     tokens = factor * (metadata.train.tokens + metadata.val.tokens)
-    held_out = round(tokens * recipe.corpus.validation_fraction)
+    of_split = sum(file.size for file in corpus.all_files if file.val) / corpus.size if limit == NO_LIMIT else 0
+    held_out = round(tokens * (of_split or recipe.corpus.validation_fraction))
     whole = copy.copy(store)
     train = replace(metadata.train, tokens=round(tokens) - held_out)
     whole.metadata = replace(metadata, train=train, val=replace(metadata.val, tokens=max(1, held_out)))
@@ -141,7 +143,7 @@ def _copy_records(dataset: HubDataset, to: Path) -> tuple[float, str] | None:
             count += 1
         else:
             return None
-    split = (pinned.stream.info.splits or {}).get(pinned.split or "train")
+    split = (pinned.streams[0].info.splits or {}).get(pinned.split or "train")
     if split is None or not split.num_examples:
         raise UserError(
             f"{dataset} does not state its number of records, so its size cannot be estimated; tokenize it first "

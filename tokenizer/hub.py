@@ -12,7 +12,7 @@ from typing import Any, Self
 from errors import UserError
 
 ID = re.compile(
-    r"(?P<name>[\w.-]*\w[\w.-]*/[\w.-]*\w[\w.-]*)(:(?P<config>[^:@]+))?(:(?P<split>[^:@]+))?(@(?P<revision>\S+))?"
+    r"(?P<name>[\w.-]*\w[\w.-]*/[\w.-]*\w[\w.-]*)(:(?P<config>[^:@]+)|:(?=:))?(:(?P<split>[^:@]+))?(@(?P<revision>\S+))?"
 )
 REACHED_WITHIN = 10  # in seconds
 
@@ -63,7 +63,8 @@ def shortened(error: Exception) -> str:
 
 @dataclass
 class HubDataset:
-    """Hub dataset, written as `user/name`, `user/name:config` or `user/name:config:split`, each with an optional `@revision`."""
+    """Hub dataset, written as `user/name`, `user/name:config`, `user/name:config:split` or `user/name::split`, each with an
+    optional `@revision`. Without a split, `train` is its text, and `validation`, if it exists, is its validation text."""
 
     name: str
     config: str | None = None
@@ -80,7 +81,8 @@ class HubDataset:
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
-        return ":".join(filter(None, [self.name, self.config, self.split])) + revision
+        config = self.config or (self.split and "")
+        return ":".join(part for part in (self.name, config, self.split) if part is not None) + revision
 
     def pinned(self) -> Self:
         """Return the dataset at its current commit.
@@ -103,20 +105,24 @@ class HubDataset:
         return type(self)(self.name, self.config, self.split, commit)
 
     @cached_property
-    def stream(self) -> Any:
-        """Stream of the dataset. Access raises a `UserError` for an unknown configuration or split, or unreadable files."""
+    def streams(self) -> list[Any]:
+        """Stream of the named split or of `train`, and a second one if no split is named and `validation` exists.
+        Access raises a `UserError` for an unknown configuration or split, or unreadable files."""
         import datasets
 
         try:
-            source = {"split": self.split or "train", "revision": self.revision}
-            return datasets.load_dataset(self.name, self.config, **source, streaming=True)
+            source = {"split": self.split, "revision": self.revision}
+            found = datasets.load_dataset(self.name, self.config, **source, streaming=True)
+            if self.split is None and "train" not in found:
+                raise ValueError(f"it has no split train; name one of its splits, {', '.join(found)}")
+            return [found] if self.split else [found[name] for name in ("train", "validation") if name in found]
         except Exception as error:  # depends on the versions of `datasets` and of the Hub's HTTP library
             raise UserError(f"{self} cannot be read from the Hub: {shortened(error)}.") from error
 
     def records(self, shard: int | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the records of the dataset, or of one of its `stream.num_shards` shards.
+        """Yield the records of the dataset, or of one of its `num_shards` shards.
         Raise a `UserError` if the connection is lost, or the data are broken."""
-        stream = self.stream if shard is None else self.stream.shard(self.stream.num_shards, shard)
+        stream = self.streams[0] if shard is None else self.streams[0].shard(self.streams[0].num_shards, shard)
         try:
             yield from stream
         except Exception as error:

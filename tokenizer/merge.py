@@ -1,6 +1,7 @@
 """Merge the parts into the files of both splits: drop repeated documents and write the copies that `--weights` sets.
 
-The hash of a document selects its split, but the end of a long document goes to validation and the rest to training.
+The hash of a document selects its split, but the end of a long document goes to validation and the rest to training. If a
+dataset has a validation split, that split is the validation text and no other text is held out.
 Interrupted merging resumes: `merged.json` records the sizes of the files, and the ids of a part are deleted only after
 they are recorded.
 """
@@ -21,6 +22,7 @@ import xxhash
 from atomic import write_atomic
 from errors import UserError
 from tokenizer import dedup, encode, schema
+from tokenizer.corpus import Unit
 from tokenizer.store import SPLITS, index_file, tokens_file
 from tokenizer.worker import Part, Settings, part_file, row_type
 
@@ -62,16 +64,17 @@ class MergeProgress:
 
 
 class Merger:
-    def __init__(self, work: Path, folder: Path, settings: Settings, copies: list[float]):
-        """Read and verify the parts in `work`, whose files will go to `folder`. `copies` has one value per unit.
+    def __init__(self, work: Path, folder: Path, settings: Settings, units: list[Unit]):
+        """Read and verify the parts of `units` in `work`, whose files will go to `folder`.
         Raise a `UserError` if a part is damaged, or there is too little text."""
-        self.work, self.folder, self.settings, self.copies = work, folder, settings, copies
+        self.work, self.folder, self.settings = work, folder, settings
+        self.copies, self.has_validation_split = [unit.copies for unit in units], any(unit.val for unit in units)
         self.dtype = np.dtype(settings.dtype).newbyteorder("<")
         self.row_type = row_type(dedup.KEYS[settings.dedup])
-        self.parts = [Part.read(work, unit) for unit in range(len(copies))]
+        self.parts = [Part.read(work, unit) for unit in range(len(units))]
         self.intact: set[Path] = set()  # files of ids whose hashes were checked
         self.first_row, self.first_document = [0], [0]  # for each unit, then the total
-        for unit in range(len(copies)):
+        for unit in range(len(units)):
             rows = self._rows(unit)
             self._verify(unit, "rows", xxhash.xxh3_64_hexdigest(rows))
             self.first_row.append(self.first_row[-1] + len(rows))
@@ -97,6 +100,11 @@ class Merger:
         tails = [self._tail(n_bytes * share, n_bytes, first, last) for n_bytes, first, last in long]
         progress = MergeProgress(0, {split: SplitSize() for split in SPLITS}, list(filter(None, tails)), None)
         if self.documents and not is_split and not progress.tails:
+            if self.has_validation_split:
+                raise UserError(
+                    "The split validation or the split train has no text left; name only the training split (user/name::train "
+                    "or FOLDER/train) to hold out text of it."
+                )
             progress.end = self._tail(size * share, size, 0, self.first_row[-1] - 1, CUT_REACH)
             if progress.end is None:
                 raise UserError(
@@ -155,6 +163,7 @@ class Merger:
             size = int(until[-1]) if len(until) else size
         least = self.settings.validation_fraction * size
         long = [document for document in long if document[0] > least and documents > 1]
+        long = [] if self.has_validation_split else long
         return documents, size, bool(tokens.all()), long
 
     def _tail(self, wanted: float, size: int, first: int, last: int, reach: int = 0) -> Tail | None:

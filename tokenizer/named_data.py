@@ -19,7 +19,7 @@ class NamedData:
 
     dataset: str  # Hub id
     config: str | None = None  # may contain LANGUAGE, which is the part of the name after the colon
-    split: str | None = None  # None: train
+    split: str | None = None  # None: train, and validation if it exists
     revision: str | None = None
     text_column: str | None = None
     chat_template: str | None = None

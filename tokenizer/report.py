@@ -23,10 +23,11 @@ def summary(store: TokenStore) -> str:
     metadata = store.metadata
     train, val = metadata.train, metadata.val
     noted = "; ".join(left_out(metadata))
+    source = f" from {', '.join(metadata.validation_splits)}" if metadata.validation_splits else ""
     return (
         f"{documents(metadata)}, {metadata.counts['bytes'] / 1e6:,.1f} MB read"
         f"{f' (left out or changed: {noted})' if noted else ''} -> {train.tokens:,} tokens for training and {val.tokens:,} for "
-        f"validation ({(train.bytes + val.bytes) / (train.tokens + val.tokens):.2f} bytes per token) in {store.folder}"
+        f"validation{source} ({(train.bytes + val.bytes) / (train.tokens + val.tokens):.2f} bytes per token) in {store.folder}"
     )
 
 

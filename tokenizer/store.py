@@ -78,6 +78,7 @@ class Metadata:
     command: str
     hub_datasets: list[str] = field(default_factory=list)  # sources that are on the Hub, not on a local disk
     commits: dict[str, str] = field(default_factory=dict)  # of these sources, by name
+    validation_splits: list[str] = field(default_factory=list)  # source of the validation text if none was held out
     format_version: int = FORMAT_VERSION
 
     @property
@@ -292,4 +293,6 @@ def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) 
         for split, numbers in splits.items()
     }
     metadata = Metadata(**described, tokenizer_sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"), **about)
-    write_atomic(folder / "metadata.json", json.dumps(asdict(metadata), indent=2, ensure_ascii=False) + "\n")
+    # Older versions refuse the newer key.
+    content = {name: value for name, value in asdict(metadata).items() if value or name != "validation_splits"}
+    write_atomic(folder / "metadata.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")

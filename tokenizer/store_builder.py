@@ -269,8 +269,10 @@ class StoreBuilder:
     # ---- the work -------------------------------------------------------------------------------------------------------
 
     def do_limited_units(self, limit: Limit) -> list[Part]:
-        """Process units in order until their text reaches the limit, and return their parts. The last one is cut there."""
-        parts, counts, total = [], Counts(), len(self.plan.units)
+        """Process units in order until their text reaches the limit, and return their parts. The last one is cut there.
+        All text of validation splits is the first unit, which has its own limit."""
+        counts, total, own = Counts(), len(self.plan.units), limit.of_validation(self.recipe.corpus.validation_fraction)
+        parts = self.do_units([0], own) if any(unit.val for unit in self.plan.units) else []
         batch = 1 if any(self.corpus.hub) or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
         while len(parts) < total:
             units = range(len(parts), min(len(parts) + batch, total))
@@ -332,9 +334,7 @@ class StoreBuilder:
                 f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost:,} of {counts.bytes:,} bytes would be "
                 f"lost; use another tokenizer."
             )
-        merger = Merger(
-            self.work, self.store, self.plan.settings, [unit.copies for unit in self.plan.units[: len(parts)]]
-        )
+        merger = Merger(self.work, self.store, self.plan.settings, self.plan.units[: len(parts)])
         if merger.documents == 0:
             dropped = (f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped)
             raise UserError(
@@ -370,6 +370,8 @@ class StoreBuilder:
     def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
         write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
         megatron.write_indexes(self.store, self.plan.settings.dtype)
+        parts = [part for unit in self.plan.units if unit.val for part in unit.ranges]
+        sources = (part.path.split("@")[0] if part.kind == "hub" else os.path.dirname(part.path) for part in parts)
         splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
         finish(
             self.store,
@@ -381,6 +383,7 @@ class StoreBuilder:
             sources=self.recipe.inputs,
             hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
             commits=self._commits(),
+            validation_splits=list(dict.fromkeys(sources)),
             settings=self.plan.settings_of_user,
             counts=asdict(counts) | {"links": self.corpus.links, "tails": len(merger.progress.tails)},
             cleaning=outcomes,
@@ -408,15 +411,15 @@ class Sample:
 
     def texts(self) -> Iterator[str]:
         cleaner = cleaning.Cleaner(self.settings.cleaning)
-        left = self.limit
+        left, own = self.limit, self.limit.of_validation(self.settings.validation_fraction)
         for unit in self.units:
-            reader = self.settings.reader(left)
+            reader = self.settings.reader(own if unit.val else left)
             for piece in itertools.chain.from_iterable(map(reader.pieces, unit.ranges)):
                 if text := cleaner(piece.text, whole=piece.starts_document and piece.ends_document):
                     yield text
                 if reader.counts.bytes > self.bytes_of_unit:
                     break
             self.counts.add(reader.counts)
-            left = left.after(reader.counts)
-            if reader.is_cut:
+            left = left if unit.val else left.after(reader.counts)
+            if reader.is_cut and not unit.val:
                 return

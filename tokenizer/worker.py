@@ -89,7 +89,7 @@ class Plan:
 
     def write(self, folder: Path) -> None:
         # `schema.build` also accepts lists of the values, which are shorter than objects.
-        units = [[unit.copies, [list(vars(part).values()) for part in unit.ranges]] for unit in self.units]
+        units = [[unit.copies, [list(vars(part).values()) for part in unit.ranges], unit.val] for unit in self.units]
         write_atomic(folder / "plan.json", schema.sealed(asdict(self) | {"units": units}))
 
 
@@ -164,7 +164,7 @@ class PartWriter:
 
     def __init__(self, processor: UnitProcessor, number: int, files: dict[str, BinaryIO], limit: Limit):
         self.processor, self.settings, self.files = processor, processor.settings, files
-        self.number, self.weight = number, processor.units[number].copies
+        self.number, self.unit = number, processor.units[number]
         self.reader = self.settings.reader(limit)
         self.cleaner = Cleaner(self.settings.cleaning)
         self.hashes = {split: xxhash.xxh3_64() for split in SPLITS}
@@ -179,8 +179,9 @@ class PartWriter:
     def begin_document(self, first_piece: str) -> None:
         """Choose the split and the number of copies by the document's text, so that identical documents are treated alike."""
         text = first_piece.encode()
-        self.val = share(text, self.settings.seed) < self.settings.validation_fraction
-        whole, part = divmod(self.weight, 1)
+        is_held_out = share(text, self.settings.seed) < self.settings.validation_fraction
+        self.val = is_held_out if self.unit.val is None else self.unit.val
+        whole, part = divmod(self.unit.copies, 1)
         self.copies = int(whole) + (part > 0 and share(text, self.settings.seed + 1) < part)
         self.digest = xxhash.xxh3_128()
 
