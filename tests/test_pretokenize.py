@@ -272,6 +272,15 @@ def test_limited_text_is_the_beginning_with_any_number_of_processes(tmp_path, mo
         assert one == other == beginning
 
 
+def test_characters_beyond_the_limit_are_not_read(tmp_path, monkeypatch):
+    for module in ("corpus", "store_builder"):
+        monkeypatch.setattr(f"tokenizer.{module}.UNIT_BYTES", 4096)
+    (tmp_path / "a.txt").write_text("some words\n" * 1000 + "雨\n" * 4000, encoding="utf-8")
+    limit = ("--max_bytes", "10KB", "--tokenizer_type", "character")
+    pretokenize("--input", tmp_path / "a.txt", "--output", tmp_path / "a", *limit, "--num_proc", 2)
+    assert TokenStore(tmp_path / "a").metadata.vocab_size == len(set("some words\n"))
+
+
 def saved(folder: Path, **splits: list[str]) -> Path:
     parts = {name: Dataset.from_dict({"title": ["a"] * len(texts), "body": texts}) for name, texts in splits.items()}
     DatasetDict(parts).save_to_disk(folder, max_shard_size="4KB")

@@ -273,10 +273,14 @@ class StoreBuilder:
         All text of validation splits is the first unit, which has its own limit."""
         counts, total, own = Counts(), len(self.plan.units), limit.of_validation(self.recipe.corpus.validation_fraction)
         parts = self.do_units([0], own) if any(unit.val for unit in self.plan.units) else []
+        is_serial = encode.is_character(
+            self.rust
+        )  # it lacks the characters beyond the limit, so none of them may be read
         batch = 1 if any(self.corpus.hub) or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
         while len(parts) < total:
-            units = range(len(parts), min(len(parts) + batch, total))
-            for part in self.do_units([*units], limit):  # no unit has more than the limit
+            units = range(len(parts), min(len(parts) + (1 if is_serial else batch), total))
+            # No unit has more than the limit.
+            for part in self.do_units([*units], limit.after(counts) if is_serial else limit):
                 left = limit.after(counts)
                 if part.counts.bytes > left.bytes or part.counts.documents > left.documents:
                     self.workers.do(self.work, [part.unit], parts.append, left)
