@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -103,19 +103,9 @@ def describe_rates(arguments: OptimArguments, tokens_per_step: int) -> str:
     return text
 
 
-class Moment(NamedTuple):
-    """Tensor in fp32 that the optimizer stores for each parameter."""
-
-    key: str  # key in the optimizer's state; in a checkpoint, it follows the parameter's name
-    at_least: float = -math.inf  # lower bound of the values
-    is_scalar: bool = False  # a single number instead of one per weight
-
-
-# By the rule of the parameter's group.
-MOMENTS = {
-    "adam": (Moment("step", 0.0, is_scalar=True), Moment("exp_avg"), Moment("exp_avg_sq", 0.0)),
-    "muon": (Moment("momentum_buffer"),),
-}
+# Keys of the fp32 tensors in the optimizer's state of a parameter, by the rule of its group.
+MOMENTS = {"adam": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+SCALARS = {"step"}  # a single number instead of one per weight
 
 
 def build_optimizer(
@@ -206,28 +196,26 @@ def moment_bytes(optimizer: str, parameters: int, matrices: int) -> int:
     return 4 * (2 * parameters - (matrices if optimizer == "muon" else 0))
 
 
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, Moment]]:
-    """Yield the name in a checkpoint, such as `transformer.wte.weight/exp_avg`, the parameter, and the description of each moment."""
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Yield the name in a checkpoint, such as `transformer.wte.weight/exp_avg`, the parameter, and the key of each moment."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for moment in MOMENTS[group["rule"]]:
-                yield f"{names[parameter]}/{moment.key}", parameter, moment
+            for key in MOMENTS[group["rule"]]:
+                yield f"{names[parameter]}/{key}", parameter, key
 
 
 def moment_shapes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Size]:
     """Return the shape of each moment, unsharded, by its name in a checkpoint. No step is needed before."""
-    return {
-        name: torch.Size() if moment.is_scalar else parameter.shape
-        for name, parameter, moment in _moments(model, optimizer)
-    }
+    moments = _moments(model, optimizer)
+    return {name: torch.Size() if key in SCALARS else parameter.shape for name, parameter, key in moments}
 
 
 def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of the optimizer's state with its name in a checkpoint."""
-    for name, parameter, moment in _moments(model, optimizer):
+    for name, parameter, key in _moments(model, optimizer):
         if parameter in optimizer.state:
-            yield name, optimizer.state[parameter][moment.key]
+            yield name, optimizer.state[parameter][key]
 
 
 def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -239,9 +227,9 @@ def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     with opened(path) as file:  # one tensor at a time: only this process's shard is kept
         if wrong := sorted(set(file.keys()) ^ shapes.keys()):
             raise UserError(f"{path} does not fit the model and its optimizer: {', '.join(wrong[:5])}.")
-        for name, parameter, moment in _moments(model, optimizer):
-            full = verified(file.get_tensor(name), name, shapes[name], path, moment.at_least)
-            state[parameter][moment.key] = shard_like(full, parameter)
+        for name, parameter, key in _moments(model, optimizer):
+            full = verified(file.get_tensor(name), name, shapes[name], path)
+            state[parameter][key] = shard_like(full, parameter)
     numbered = dict(enumerate(state.values()))
     optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
 

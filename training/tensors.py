@@ -1,6 +1,5 @@
 """Saved tensors: whole, in fp32, and verified on reading."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,15 +39,13 @@ def opened(path: Path) -> Iterator[Any]:
         raise UserError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
 
 
-def verified(tensor: torch.Tensor, name: str, shape: torch.Size, path: Path, lowest: float = -math.inf) -> torch.Tensor:
+def verified(tensor: torch.Tensor, name: str, shape: torch.Size, path: Path) -> torch.Tensor:
     """Return the tensor. Raise a `UserError` if its shape, type or values are not those of a saved run."""
     problem = None
     if tensor.shape != shape or tensor.dtype != torch.float32:
         problem = f"{tuple(tensor.shape)} of {tensor.dtype} instead of {tuple(shape)} of torch.float32"
     elif not tensor.sum().isfinite() and not tensor.isfinite().all():
         problem = "not finite"
-    elif tensor.numel() and lowest > -math.inf and tensor.min() < lowest:
-        problem = "negative"
     if problem is not None:
         raise UserError(f"{path}: {name} is {problem}; resume from another checkpoint.")
     return tensor
