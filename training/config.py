@@ -81,10 +81,6 @@ class TrainConfig:
     given: set[str] = field(default_factory=set)  # `flags`, and those in a file that the command names
 
     @property
-    def seed(self) -> int:
-        return self.run.seed
-
-    @property
     def text(self) -> bool:
         """True if `data` is text, which must be tokenized first."""
         return not is_store(self.data.data)

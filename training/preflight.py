@@ -76,7 +76,7 @@ def check(config: TrainConfig) -> None:
     if store is not None:
         vocab_size = store.metadata.vocab_size
         problems.sentences += _vocabulary_problems(config, store)
-        problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.seed])
+        problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.run.seed])
     problems.add_of(model_config, [config.model, vocab_size])
     problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])
     if config.optim.optimizer == "muon" and setup is not None and setup.sharding is not None and setup.sharding.offload:
@@ -164,7 +164,7 @@ def make_plan(
             largest = int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
         largest = min(largest, restarted().get("micro_batch", largest))
         batches = problems.add_of(plan_batches, [config.batch, model.n_positions, accelerator.num_processes, largest])
-        order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.seed])
+        order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.run.seed])
     if batches is not None and memory.on_gpu:  # a CPU has no CUDA graphs
         problems.sentences += cuda_graph_problems(setup, batches)
     problems.refuse()

@@ -45,7 +45,7 @@ def measure_speed(
     """Measure training steps at a learning rate of 0, `steps` at a time and for at least `seconds`, after the first step, which
     compiles. Called by every process. No result is kept."""
     tokens = place_tokens(store, "train", plan.placement.where, accelerator.device, config.batch.mask_documents)
-    order = WindowOrder(store.metadata.train.tokens, plan.batches.context, config.seed)
+    order = WindowOrder(store.metadata.train.tokens, plan.batches.context, config.run.seed)
     began = time.perf_counter()
     batches = TrainBatches(tokens, order, plan.batches, accelerator.process_index)
     train_step = build_train_step(plan.model, None, batches, config.optim, setup, accelerator)
