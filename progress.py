@@ -1,13 +1,12 @@
 """Progress display for long tasks: a bar on a terminal, otherwise a line every 30 seconds."""
 
-import operator
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from rich import progress
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 SECONDS_BETWEEN_LINES = 30.0
 Item = TypeVar("Item")
@@ -20,7 +19,7 @@ class Progress:
         console = Console(stderr=True)
         columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
         hidden = not (is_shown and console.is_terminal)
-        self.bar = Bar(TextColumn(what), *columns, console=console, transient=True, disable=hidden)
+        self.bar = progress.Progress(TextColumn(what), *columns, console=console, transient=True, disable=hidden)
         self.task = self.bar.add_task("", total=total, note="")
         self.total, self.say, self.done = total, say, 0
 
@@ -43,9 +42,7 @@ class Progress:
             self.say(f"{self.done:,} of {self.total:,} units, {note}, about {minutes:.0f} minutes left")
 
 
-def track(items: Iterable[Item], what: str, is_shown: bool) -> Iterator[Item]:
-    """Yield `items` with a progress bar."""
-    with Progress(what, operator.length_hint(items), is_shown) as progress:
-        for item in items:
-            yield item
-            progress.advance()
+def track(items: Iterable[Item], what: str, is_shown: bool) -> Iterable[Item]:
+    """Return `items` with a progress bar on stderr, if that is a terminal and `is_shown`."""
+    console = Console(stderr=True)
+    return progress.track(items, what, console=console, transient=True, disable=not (is_shown and console.is_terminal))
