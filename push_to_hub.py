@@ -72,10 +72,7 @@ def main(arguments: list[str]) -> None:
     except BrokenPipeError:  # the program that reads stdout has ended
         raise
     except Exception as error:  # a full disk, a folder without write permission, a checkpoint that the run just deleted
-        disk_error = as_os_error(error)
-        if not isinstance(disk_error, OSError):
-            raise
-        sentence = f"Could not publish {source.model}: {disk_error}; fix that and run this command again."
+        sentence = f"Could not publish {source.model}: {as_os_error(error)}; fix that and run this command again."
         raise UserError(sentence) from error
     if url is not None:
         print(f"Published: {url}")

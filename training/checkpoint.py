@@ -13,6 +13,7 @@ Format 1 can also be read: its state.json holds step, seed, tokens per step and 
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
@@ -120,13 +121,13 @@ def write(
     return final
 
 
-def as_os_error(error: Exception) -> Exception:
-    """Return the OSError for an error of safetensors or tokenizers that ends in `(os error 28)`, or the error itself."""
-    text = str(error)
-    if isinstance(error, OSError) or "(os error " not in text:
+def as_os_error(error: Exception) -> OSError:
+    """Return the OSError for an error of safetensors or tokenizers that ends in `(os error 28)`. Raise all other errors."""
+    if isinstance(error, OSError):
         return error
-    number = int(text.rsplit("(os error ", 1)[1].split(")")[0])
-    return OSError(number, os.strerror(number))
+    if (found := re.search(r"\(os error (\d+)\)", str(error))) is None:
+        raise error
+    return OSError(int(found[1]), os.strerror(int(found[1])))
 
 
 def _seal(folder: Path, step: int) -> None:

@@ -186,8 +186,6 @@ class Saver(AbstractContextManager):
             checkpoint.prune(self.folder.checkpoints, self.save_total_limit, best_step(self.folder.metrics), in_use)
         except Exception as error:
             problem = checkpoint.as_os_error(error)
-            if not isinstance(problem, OSError):
-                raise
             raise UserError(
                 f"The checkpoint of step {step:,} could not be written to {self.folder.checkpoints}: "
                 f"{problem.strerror or problem}; {self.folder.last_good()}. Fix the problem and resume."
