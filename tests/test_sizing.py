@@ -27,8 +27,8 @@ CPU = SimpleNamespace(num_processes=1, is_main_process=True, device=SimpleNamesp
 
 def test_rules_match_their_sources():
     assert [scaling.best_batch(tokens) for tokens in (1e5, 4e6, 1e7, 1.16e9, 9.6e9)] == [4096, 4096, 8192, 2**19, 2**20]
-    assert scaling.effective_tokens(1e6, 1e6) == 1e6
-    assert scaling.effective_tokens(4e6, 1e6) == pytest.approx(3.726e6, rel=1e-3)  # 1 + 15.4 (1 - exp(-3 / 15.4))
+    assert scaling.effective(1e6, 1e6) == 1e6
+    assert scaling.effective(4e6, 1e6) == pytest.approx(3.726e6, rel=1e-3)  # 1 + 15.4 (1 - exp(-3 / 15.4))
     assert scaling.best_ratio("gpt2", 70e6) == scaling.best_ratio("gpt2", 1e9) == 20
     assert scaling.best_ratio("modern", 110e6) == pytest.approx(10.5)
     assert scaling.adam_rate(192) == pytest.approx(3.6e-3)

@@ -55,9 +55,12 @@ def best_context(width: int) -> int:
     return max(256, min(1024, 2 ** int(math.log2(width**2 / 576))))
 
 
-def effective_tokens(tokens: float, unique: float) -> float:
-    """Return how many new tokens are worth `tokens` from a text of `unique` tokens (Muennighoff et al. 2023, equation 5)."""
-    return _diminished(tokens, unique, REPEATS)
+def effective(amount: float, base: float, scale: float = REPEATS) -> float:
+    """Return how many new tokens are worth `amount` tokens from a text of `base` tokens (Muennighoff et al. 2023, equation 5).
+    With `scale` EXCESS, the same of parameters, of which `base` are the best number for the text (equation 6)."""
+    if amount <= base:
+        return amount
+    return base * (1 + scale * (1 - math.exp(-(amount / base - 1) / scale)))
 
 
 def deficit(parameters: float, tokens: float, unique: float, ratio: float) -> float:
@@ -65,15 +68,8 @@ def deficit(parameters: float, tokens: float, unique: float, ratio: float) -> fl
 
     N' and D' are the effective N and D for the text. Without repetition, the minimum for a constant N D is at D = ratio N.
     """
-    best_for_text = unique / ratio
-    size = _diminished(parameters, best_for_text, EXCESS)
-    return (ratio * size) ** -EXPONENT + effective_tokens(tokens, unique) ** -EXPONENT
-
-
-def _diminished(amount: float, base: float, scale: float) -> float:
-    if amount <= base:
-        return amount
-    return base * (1 + scale * (1 - math.exp(-(amount / base - 1) / scale)))
+    size = effective(parameters, unique / ratio, EXCESS)
+    return (ratio * size) ** -EXPONENT + effective(tokens, unique) ** -EXPONENT
 
 
 def best_batch(tokens: float) -> int:
