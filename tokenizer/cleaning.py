@@ -127,7 +127,8 @@ class Cleaner:
         stats.characters += max(0, len(before) - len(after or ""))
         if len(stats.examples) < EXAMPLES:
             escape = ascii if name == "normalize.nfc" else repr  # repr shows composed and decomposed letters alike
-            stats.examples.append(_beginning(before) if after is None else _difference(before, after, escape))
+            beginning = repr(" ".join(before[: 4 * EXAMPLE_LENGTH].split()))[1:-1][:EXAMPLE_LENGTH]
+            stats.examples.append(beginning if after is None else _difference(before, after, escape))
 
     @property
     def stats(self) -> dict[str, RuleStats]:
@@ -143,7 +144,3 @@ def _difference(before: str, after: str, escape: Callable[[str], str]) -> str:
     lead = escape(before[max(0, same - 20) : same])[1:-1][-30:]
     old, new = ((lead + escape(text[same : same + length])[1:-1])[:length] for text in (before, after))
     return f"{old} → {new}"
-
-
-def _beginning(text: str) -> str:
-    return repr(" ".join(text[: 4 * EXAMPLE_LENGTH].split()))[1:-1][:EXAMPLE_LENGTH]
