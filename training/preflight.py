@@ -146,26 +146,24 @@ def make_plan(
     """Plan a run whose configuration passed `check`. Raise a `UserError` with all problems of data and memory, one per line.
     After a restart, the micro-batch is at most the size that the previous process found to fit."""
     problems = Problems(_vocabulary_problems(config, store))
-    model = problems.add_of(model_config, [config.model, store.metadata.vocab_size, tokenizer])
-    batches = order = memory = None
+    model = model_config(config.model, store.metadata.vocab_size, tokenizer)
     local, n_bytes = processes_of_this_machine(accelerator), bytes_of(store, *SPLITS)
     placement = problems.add_of(choose_placement, [config.data.data_placement, n_bytes, accelerator.device, local])
     reserved = placement.reserved if placement is not None else 0
     available = available_memory(accelerator, config.cost.plan_device, reserved)
-    if model is not None:
-        on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
-        sharded_by = accelerator.num_processes if setup.shards(accelerator) else 1
-        program = 0 if on_gpu else psutil.Process().memory_info().rss + PROGRAM_GROWS
-        memory = Memory(model, setup, on_gpu, sharded_by, program, config.optim.optimizer)
-        if not (on_gpu or config.cost.plan):
-            problems.sentences += host_memory_problems(memory, local)
-        largest = memory.largest_micro_batch(available)
-        if accelerator.num_processes > 1:
-            largest = int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
-        largest = min(largest, restarted().get("micro_batch", largest))
-        batches = problems.add_of(plan_batches, [config.batch, model.n_positions, accelerator.num_processes, largest])
-        order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.run.seed])
-    if batches is not None and memory.on_gpu:  # a CPU has no CUDA graphs
+    on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
+    sharded_by = accelerator.num_processes if setup.shards(accelerator) else 1
+    program = 0 if on_gpu else psutil.Process().memory_info().rss + PROGRAM_GROWS
+    memory = Memory(model, setup, on_gpu, sharded_by, program, config.optim.optimizer)
+    if not (on_gpu or config.cost.plan):
+        problems.sentences += host_memory_problems(memory, local)
+    largest = memory.largest_micro_batch(available)
+    if accelerator.num_processes > 1:
+        largest = int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
+    largest = min(largest, restarted().get("micro_batch", largest))
+    batches = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
+    order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.run.seed])
+    if on_gpu:  # a CPU has no CUDA graphs
         problems.sentences += cuda_graph_problems(setup, batches)
     problems.refuse()
     steps = steps_of(config.length, batches, order.windows)
