@@ -80,11 +80,7 @@ def flops_per_token(config: GPT2ScratchConfig, causal: bool = True) -> int:
 
         6 N + 6 L C T, where N = `product_parameters`
 
-    Each of the N weights in matrix products costs 2 operations in the forward pass and 4 in the backward pass (Kaplan et
-    al. 2020, section 2.1). Attention costs 12 L C T if each token attends to all T tokens: PaLM (Chowdhery et al. 2022,
-    appendix B) and nanoGPT count this way (`causal=False`). A causal model needs half of that.
-    Left out: embedding lookups, normalizations, rotary positions, softmax, activations, biases, loss, optimizer, and recomputation
-    under gradient checkpointing, so that the result is model FLOPs utilization (MFU), not hardware FLOPs utilization (HFU)."""
+    docs/speed.md derives it. With `causal=False`, each token attends to all T tokens: 12 L C T, as PaLM and nanoGPT count."""
     attention = config.n_layer * config.n_embd * config.n_positions
     return 6 * product_parameters(config) + (6 if causal else 12) * attention
 
