@@ -82,24 +82,6 @@ def check_gradients_are_divided_once_a_step(accelerator: Accelerator) -> None:
     assert len(sums) == CONFIG.n_layer + 1, sums  # one per block, and one for the other parameters
 
 
-def check_a_step_that_is_not_finite_changes_nothing(accelerator: Accelerator) -> None:
-    """The step is skipped like with `GradScaler`: by `found_inf`, which the fused AdamW reads on the device."""
-    model, loss = sharded(accelerator)
-    optimizer = build_optimizer(model, OptimArguments(learning_rate=0.1), accelerator.device)
-    for found, expected in ((0.0, 1), (1.0, 1), (0.0, 2)):
-        before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
-        learn(accelerator, loss)
-        if found:
-            for parameter in model.parameters():
-                parameter.grad.to_local().fill_(math.nan)
-        optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(found)
-        optimizer.step()
-        optimizer.zero_grad()
-        same = [torch.equal(a, whole(b.detach())) for a, b in zip(before, model.parameters(), strict=True)]
-        assert all(same) if found else not any(same)
-        assert all(values["step"].item() == expected for values in optimizer.state.values())
-
-
 def check_a_loss_that_is_not_finite_on_one_process_skips_the_step_on_all(accelerator: Accelerator) -> None:
     plan, order = BatchPlan(16, 2, 1, 2), WindowOrder(3000, 16, seed=0)
     setup, batches = Setup("no", False, "eager", ()), TrainBatches(Tokens(torch.zeros(3000), CPU), order, plan, 0)
