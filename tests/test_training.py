@@ -246,6 +246,7 @@ def test_character_vocabulary_overrides_the_size_in_a_yaml_file(train, tmp_path,
         ({"activation_function": "reluu"}, "^activation_function 'reluu' is unknown"),
         ({"n_layer": 1000, "n_embd": 65_536}, r"^A model of 51,5.* needs .* GB .*; lower n_layer or n_embd"),
         ({"num_train_epochs": 1}, "are given together"),
+        ({"data": "no/such/file.txt"}, "matches no local file or folder"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one of these settings is valid on a GPU")
