@@ -317,7 +317,7 @@ def test_large_datasets_are_estimated_from_their_number_of_records(tmp_path, lau
         entries = [f"user/{name}" for name in datasets]
         large, unsaid, small = output_of(launch, ESTIMATE, entries, environment(address, tmp_path))
     read, tokens = ast.literal_eval(large)
-    assert read == "61 of 200 records"
+    assert read == "68 of 200 records"
     assert tokens == pytest.approx(25_523, rel=0.02)
     assert unsaid == (
         "user/unsaid does not state its number of records, so its size cannot be estimated; tokenize it first "

@@ -32,6 +32,7 @@ F = torch.nn.functional
 
 SEED = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 512, "vocab_size": 32000}
 CHARACTERS = {"n_layer": 4, "n_head": 4, "n_embd": 256, "n_positions": 256}
+STORIES = {"n_layer": 8, "n_head": 6, "n_embd": 384, "n_positions": 512, "vocab_size": 4096}
 OPENAI = {"n_positions": 1024, "vocab_size": 50257, "activation_function": "gelu_new", "tie_word_embeddings": True}
 RECIPE = MODERN | {"rope_parameters": ROPE | {"rope_theta": 1e4}, "attention_scale": 0.12, "tie_word_embeddings": False}
 PRESETS = {
@@ -39,6 +40,8 @@ PRESETS = {
     "shakespeare_char": (3_258_368, CHARACTERS | {"vocab_size": 65}),
     "medium_char": (3_322_368, CHARACTERS | {"vocab_size": 190}),
     "gpt2_small_seed": (134_601_216, SEED | {"activation_function": "gelu", "tie_word_embeddings": False}),
+    "tinystories_15m": (15_965_952, STORIES | {"activation_function": "gelu_new", "tie_word_embeddings": True}),
+    "tinystories_15m_modern": (17_301_504, STORIES | RECIPE | {"attention_scale": 0.17}),
     "gpt2": (124_439_808, OPENAI | {"n_layer": 12, "n_head": 12, "n_embd": 768}),
     "gpt2_medium": (354_823_168, OPENAI | {"n_layer": 24, "n_head": 16, "n_embd": 1024}),
     "gpt2_large": (774_030_080, OPENAI | {"n_layer": 36, "n_head": 20, "n_embd": 1280}),

@@ -126,6 +126,8 @@ def test_given_settings_are_kept(store, tmp_path):
     assert found.option.tokens == pytest.approx(ratio * found.option.parameters, rel=0.01)
     config = choice(store, "--budget 1e15flops --n_layer 3 --learning_rate 0.01 --max_steps 50", 1e8).config
     assert (config.model.n_layer, config.optim.learning_rate, config.length.max_steps) == (3, 0.01, 50)
+    model = choice(store, "--budget 1e15flops --depth 8 --n_embd 384 --n_head 6", 1e8).config.model
+    assert (model.n_embd, model.initializer_range) == (384, round(0.577 / math.sqrt(384), 4))
     found = choice(store, "--config presets/gpt2.yaml --budget 2e18flops", 1e10)
     assert (found.option.family, found.config.batch.tokens_per_step) == ("gpt2", 524_288)
     assert (found.config.model.n_embd, found.config.model.normalization) == (768, "layer_norm")

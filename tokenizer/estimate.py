@@ -1,7 +1,6 @@
 """Estimate the token store of a large text from a sample, tokenized with the same settings and scaled by bytes."""
 
 import copy
-import json
 import math
 import time
 from collections.abc import Callable
@@ -95,54 +94,46 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     limit = recipe.corpus.limit
     recipe = replace(recipe, corpus=replace(recipe.corpus, max_bytes=None, max_documents=None))
     corpus: Corpus = SampledCorpus([data], recipe.corpus)
-    dataset, records = corpus.hub[0], folder / "records.jsonl"
+    dataset = corpus.hub[0]
     if limit.bytes <= LARGE_BYTES or (dataset is None and corpus.text_size <= LARGE_BYTES):
         return None
     say(f"Reading a sample of {data} ...")
     with disk_errors(folder, RESUMES), Workers() as workers:
         if dataset is not None:
-            if (scale := _copy_records(dataset, records)) is None:
-                return None
-            recipe = replace(recipe, inputs=[str(records)])
-            corpus = Corpus(recipe.inputs, recipe.corpus)
+            recipe = replace(recipe, corpus=replace(recipe.corpus, max_bytes=str(SAMPLE_BYTES)))
+            corpus = Corpus([data], recipe.corpus)
         builder = StoreBuilder(recipe, folder / "store", lambda line: None, workers, cores())
         builder.corpus, builder.inputs = corpus, []
         workers.start(cores())  # before the clock starts, because starting takes the same time for any size of text
         times = [time.perf_counter()]
         try:
-            units = len(builder.plan.units)
+            _ = builder.plan
             times.append(time.perf_counter())
-            builder.do_units(list(range(units)))
-            store = builder.finish(merge_only=True)
+            store = builder.finish(merge_only=False)
         except UserError as error:
             raise UserError(f"In a sample of {data}: {str(error).replace(recipe.inputs[0], 'it', 1)}") from error
         planning, working = times[1] - times[0], time.perf_counter() - times[1]
-    if dataset is None:
-        scale = corpus.size / corpus.taken, f"{corpus.taken / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
-    factor, read = scale
     metadata, counts = store.metadata, store.metadata.counts
+    if dataset is None:
+        factor, read = corpus.size / corpus.taken, f"{corpus.taken / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
+    elif counts["bytes"] < 0.9 * SAMPLE_BYTES:  # a cut text ends at the last place to cut before the limit
+        return None
+    else:
+        total, taken = _records(dataset), sum(counts[name] for name in ("documents", "blank", "empty_records"))
+        factor, read = total / taken, f"{taken:,} of {total:,} records"
     factor = min(factor, limit.bytes / counts["bytes"], limit.documents / counts["documents"])
     tokens = factor * (metadata.train.tokens + metadata.val.tokens)
-    of_split = sum(file.size for file in corpus.all_files if file.val) / corpus.size if limit == NO_LIMIT else 0
-    held_out = round(tokens * (of_split or recipe.corpus.validation_fraction))
+    of_split = sum(file.size for file in corpus.all_files if file.val) if limit == NO_LIMIT else 0
+    held_out = round(tokens * (of_split / corpus.size if of_split else recipe.corpus.validation_fraction))
     whole = copy.copy(store)
     train = replace(metadata.train, tokens=round(tokens) - held_out)
     whole.metadata = replace(metadata, train=train, val=replace(metadata.val, tokens=max(1, held_out)))
     return Estimate(store, whole, read, planning + factor * working)
 
 
-def _copy_records(dataset: HubDataset, to: Path) -> tuple[float, str] | None:
-    """Copy the first records as jsonl. Return the scale from sample to dataset and the amount read, or None for all records.
-    Raise a `UserError` if the dataset does not state its number of records."""
-    pinned, size, count = dataset.pinned(), 0, 0
-    with to.open("w", encoding="utf-8") as file:
-        for record in pinned.records():
-            if size >= SAMPLE_BYTES:
-                break
-            size += file.write(json.dumps(record, default=str) + "\n")
-            count += 1
-        else:
-            return None
+def _records(dataset: HubDataset) -> int:
+    """Return the number of records of a Hub dataset. Raise a `UserError` if the dataset does not state it."""
+    pinned = dataset.pinned()
     split = (pinned.streams[0].info.splits or {}).get(pinned.split or "train")
     if split is None or not split.num_examples:
         raise UserError(
@@ -150,4 +141,4 @@ def _copy_records(dataset: HubDataset, to: Path) -> tuple[float, str] | None:
             f"(python -m tokenizer.pretokenize --input {dataset} --output data/{dataset.name.split('/')[1]}), and use "
             f"that store as --data."
         )
-    return split.num_examples / count, f"{count:,} of {split.num_examples:,} records"
+    return split.num_examples

@@ -207,7 +207,7 @@ class Sizer:
 
     def _shape(self, depth: int) -> dict[str, Any]:
         """Return the settings of a model with `depth` layers."""
-        width, is_modern = WIDTH * depth, self.family == "modern"
+        width, is_modern = self.given.get("n_embd", WIDTH * depth), self.family == "modern"
         has_large_heads = is_modern and depth >= 12 and depth % 2 == 0  # of size 128, as in the presets
         shape = self.architecture | {
             "n_layer": depth,
