@@ -311,16 +311,20 @@ def test_merge_requires_all_shards_and_the_plain_command_completes_them(texts, e
 PIPELINE = f"""
 import sys
 from datatrove.executor import LocalPipelineExecutor
-from tokenizer.cluster import Pretokenize
+from tokenizer import pretokenize
 
-def small_units(data, rank, world_size):
+flags = ["--input", sys.argv[1], *{FLAGS}]
+
+def shard(data, rank, world_size):
     {SMALL_UNITS}
+    pretokenize.main([*flags, "--shard", f"{{rank}}/{{world_size}}"])
+
+def merge(data, rank, world_size):
+    pretokenize.main([*flags, "--merge"])
 
 if __name__ == "__main__":
-    flags = ["--input", sys.argv[1], *{FLAGS}]
-    steps = [small_units, Pretokenize(flags)]
-    shards = LocalPipelineExecutor(steps, tasks=3, workers=2, logging_dir="logs/shards")
-    LocalPipelineExecutor([Pretokenize([*flags, "--merge"])], logging_dir="logs/merge", depends=shards).run()
+    shards = LocalPipelineExecutor([shard], tasks=3, workers=2, logging_dir="logs/shards")
+    LocalPipelineExecutor([merge], logging_dir="logs/merge", depends=shards).run()
 """
 
 

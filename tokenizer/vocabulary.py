@@ -268,8 +268,10 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():  # AutoTokenizer would return an empty one
         raise UserError(f"{name} has no tokenizer.json, so there is no fast tokenizer to load.")
+    from transformers import AutoTokenizer
+
     try:
-        tokenizer = _tokenizer_class(folder).from_pretrained(str(name), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
         tokenizer.encode("")  # the first call that fails if a setting has a wrong type
     except Exception as error:  # the Rust library raises no narrower class
         needs_code = "trust_remote_code" in str(error)
@@ -278,18 +280,6 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
     if not tokenizer.is_fast:
         raise UserError(f"{name} is a slow tokenizer; only fast ones (tokenizer.json) are supported.")
     return tokenizer
-
-
-def _tokenizer_class(folder: Path) -> type:
-    """Return the class to load a tokenizer with: AutoTokenizer, which imports torch, only if it is needed."""
-    config = folder / "tokenizer_config.json"
-    if config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in GENERIC_CLASSES:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
 
 
 def save(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", folder: Path, context: int | None = None) -> None:
