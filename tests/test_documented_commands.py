@@ -52,6 +52,10 @@ CRAWL = "python -m tokenizer.pretokenize --input /shared/crawl/ --output /shared
 CONVERT = "python -m modeling_gpt2scratch.conversion_gpt2scratch"
 EVALUATE = "python -m training.evaluate runs/quickstart"
 TO_MY_DRIVE = "--backup_dir /content/drive/MyDrive/runs --max_hours 11.5"
+TINY_SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+BIBLE = "echo 'Genesis 1:1-Revelation 22:21' | bible -f | grep -E '^[0-9]?[A-Z][a-z]+[0-9]+:' | sed -E 's/^[^ ]+ //' > bible.txt"
+STORIES, SEED = (("tinystories_15m", "tinystories_15m_modern"), ("gpt2_small_seed", "gpt2_small_seed_modern"))
+NIGHT = "--max_bytes 12GB --max_train_tokens 2500000000"
 GPUS = "accelerate launch --quiet --config_file launch"
 
 # Commands that are not run: the reason, by the command or the file of tests that is run in their place.
@@ -120,9 +124,20 @@ INSTEAD = {
     f"{TRAIN} --data my.txt --report_to tensorboard --output_dir runs/tracked {SMALL}": {
         "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": "needs wandb"
     },
-    "tests/test_hub.py": {f"{TRAIN} --data tinystories --max_bytes 200MB": "needs the Hub"},
+    "tests/test_hub.py": {
+        f"{TRAIN} --data tinystories --max_bytes 200MB": "needs the Hub",
+        f"{TRAIN} --config presets/tinystories_15m_modern.yaml --data tinystories --max_bytes 200MB --budget 1h": "needs the Hub",
+    }
+    | {f"{TRAIN} --config presets/{name}.yaml --data tinystories": "needs the Hub" for name in STORIES}
+    | {f"{TRAIN} --config presets/{name}.yaml --data fineweb-edu {NIGHT}": "needs the Hub" for name in SEED},
+    "tests/test_plan.py": {
+        f"curl -o tinyshakespeare.txt {TINY_SHAKESPEARE}": "needs the network",
+        BIBLE: "needs the text of a Debian package",
+        f"{TRAIN} --config presets/tinystories_15m_modern.yaml --data bible.txt --tokens_per_step 4096 --max_steps 800 --eval_steps 200 --save_steps 200": "takes long",
+    },
     "tests/test_pretrained.py": {f"{TRAIN} --init_from openai-community/gpt2 --data my.txt": "needs the Hub"},
     "tests/test_training.py": {
+        f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt": "ran with --profile",
         "tensorboard --logdir runs": "runs until Ctrl-C",
         f"{TRAIN} --config presets/gpt2.yaml --data data/my": "too large",
     },
