@@ -103,7 +103,7 @@ INSTEAD = {
     "tests/test_evaluate.py": {
         EVALUATE: "ran with --checkpoint best",
         f"{EVALUATE} --compare": "takes long, and ran with --memorization",
-        f"{EVALUATE} --compare_with runs/quickstart/checkpoints/step_00000280": "the run here is shorter",
+        f"{EVALUATE} --compare_with runs/quickstart/checkpoints/step_00000960": "the run here is shorter",
         "python -m training.evaluate runs/x --compare_with openai-community/gpt2 --compare_documents 200": "needs the Hub",
         f"{EVALUATE} --memorization": "takes long, and ran with --compare",
     },
