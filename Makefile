@@ -11,7 +11,7 @@ FAKE_CUDA := tests/fake_cuda/build
 
 .PHONY: train test test-fake-cuda install lint clean
 
-train: install  ## Train the quickstart: about 1.7M parameters on Python's standard library, minutes on two CPU cores
+train: install  ## Train the quickstart: about 0.9M parameters on Python's standard library, minutes on two CPU cores
 	$(BIN)/python train_accelerate.py
 
 test: install  ## Run all tests
