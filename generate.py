@@ -1,30 +1,38 @@
-"""Generate text with a run, a checkpoint, a model folder or a Hub id.
+"""Generate text or chat with a run, a checkpoint, a model folder or a Hub id.
 
 python generate.py runs/x --prompt "Once upon a time"
 python generate.py runs/x/checkpoints/step_00001000 --prompt "Once" --temperature 0
 python generate.py openai-community/gpt2 --prompt "Once" --max_new_tokens 200 --top_p 0.9
 python generate.py runs/x --prompt "Once" --num_return_sequences 32 --dtype bfloat16
+python generate.py runs/x-chats --chat
 """
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
-from modeling_gpt2scratch.loading import arrange_weights
-from training.loading import find_model, load_with_tokenizer
-from training.sampling import compiled, continue_texts, encode_prompt, generation_config
+from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, end_tokens
+from training.loading import find_model, load_with_tokenizer, model_errors
+from training.sampling import TextStream, compiled, continue_texts, continue_tokens, encode_prompt, generation_config
 
 AT_ONCE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
+CHAT_HELP = """\
+/reset        forget the conversation
+/system TEXT  set the system message and forget the conversation
+/help         list these commands
+/exit         end the chat, like Ctrl-D; Ctrl-C stops an answer"""
 
 
 @dataclass
@@ -33,7 +41,10 @@ class GenerateArguments:
         None, "The model to load.", needed=("a model", 'python generate.py runs/x --prompt "Once"')
     )
     prompt: str = setting("", "Text to continue; empty starts a new text.", free_text=True)
-    max_new_tokens: int = setting(100, "Number of tokens to generate; may exceed the context length.", minimum=1)
+    chat: bool = setting(False, "Chat in the terminal, or answer each line of stdin; prompt is the first message.")
+    max_new_tokens: int | None = setting(
+        None, "Number of tokens to generate; may exceed the context length. Default: 100, in a chat 400.", minimum=1
+    )
     num_return_sequences: int = setting(1, "Number of continuations; several are generated as a batch.", minimum=1)
     temperature: float = setting(0.8, "Sampling temperature; 0 always picks the most likely token.", maximum=1000)
     top_k: int = setting(50, "Sample from this many most likely tokens; 0 for all.")
@@ -50,6 +61,8 @@ class GenerateArguments:
 
 def main(arguments: list[str]) -> None:
     (options,) = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
+    if options.chat and (options.num_return_sequences > 1 or options.torch_compile):
+        raise UserError("num_return_sequences and torch_compile do not apply to a chat; leave them out.")
     source = find_model(options.model)
     model, tokenizer = load_with_tokenizer(source, options.dtype)
     # Keep only the end-of-text tokens. The flags set all other values. A max_length here would cause a warning in every window.
@@ -64,23 +77,80 @@ def main(arguments: list[str]) -> None:
         config = compiled(config)
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    ids = encode_prompt(tokenizer, options.prompt)
+    ids = encode_prompt(tokenizer, options.prompt) if not options.chat else [0]
     with torch.no_grad():
         if not model(torch.tensor([ids[-1:]], device=model.device)).logits.isfinite().all():
             raise UserError(f"{source} computes logits that are not finite: its weights or config.json are damaged.")
-    n_prompt, context = len(ids), model.config.max_position_embeddings
-    if n_prompt >= context:
-        print(f"The prompt has {n_prompt} tokens; only the last {context - 1} are used.", file=sys.stderr)
+    if options.chat:
+        config.max_new_tokens = options.max_new_tokens or 400
+        chat(model, tokenizer, options.prompt, config)
+        return
+    number, context = options.max_new_tokens or 100, model.config.max_position_embeddings
+    if len(ids) >= context:
+        print(f"The prompt has {len(ids)} tokens; only the last {context - 1} are used.", file=sys.stderr)
     write = partial(print, end="", flush=True)
     if options.num_return_sequences == 1:
         write(options.prompt)
-        continue_texts(model, tokenizer, options.prompt, 1, options.max_new_tokens, config, write)
+        continue_texts(model, tokenizer, options.prompt, 1, number, config, write)
         write("\n")
         return
     for done in range(0, options.num_return_sequences, AT_ONCE):
-        number = min(AT_ONCE, options.num_return_sequences - done)
-        for text in continue_texts(model, tokenizer, options.prompt, number, options.max_new_tokens, config):
+        batch = min(AT_ONCE, options.num_return_sequences - done)
+        for text in continue_texts(model, tokenizer, options.prompt, batch, number, config):
             write(f"{options.prompt}{text}\n")
+
+
+def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, config: GenerationConfig) -> None:
+    """Answer `prompt`, if given, and the lines of stdin. Ctrl-C stops an answer."""
+    with model_errors():  # there may be no chat template, or one that renders no chat
+        chat_ids(tokenizer, [{"role": "user", "content": ""}], sys.maxsize)
+    config.eos_token_id, config.pad_token_id = end_tokens(model) or None, model.config.pad_token_id
+    most, context = config.max_new_tokens, model.config.max_position_embeddings
+    note = partial(print, file=sys.stderr, flush=True)
+    system, turns = [], []  # messages
+    for line in map(str.strip, lines(prompt)):
+        command, _, text = line.partition(" ")
+        if command == "/exit":
+            return
+        if command in ("/reset", "/system"):
+            turns = []
+            if command == "/system":
+                system = [{"role": "system", "content": text.strip()}] if text else []
+        elif command[:1] == "/" and command[1:].isalpha():  # also an unknown command
+            print(CHAT_HELP)
+        elif line:
+            asked = [*turns, {"role": "user", "content": line}]
+            try:
+                ids, left_out = chat_ids(tokenizer, system + asked, context * 3 // 4)
+            except ModelError as problem:
+                note(problem)
+                continue
+            if left_out:
+                note(f"The context of {context:,} tokens is full: the oldest {left_out} messages are left out.")
+            limit = min(most, context - len(ids))
+            stream, new = TextStream(tokenizer, partial(print, end="", flush=True)), []
+            with suppress(KeyboardInterrupt):
+                [new] = continue_tokens(model, torch.tensor([ids], device=model.device), limit, config, stream)
+            print()
+            if len(new) == limit:
+                why = f"max_new_tokens is {most}" if limit == most else f"the context of {context:,} tokens is full"
+                note(f"The answer ends here: {why}.")
+            said = tokenizer.decode(stream.ids, skip_special_tokens=True)
+            turns = [*asked[left_out:], {"role": "assistant", "content": said}]
+
+
+def lines(prompt: str) -> Iterator[str]:
+    """Yield `prompt`, if given, and the lines of stdin. In a terminal, lines can be edited."""
+    sys.stdin.reconfigure(errors="replace")
+    if is_terminal := sys.stdin.isatty():
+        print(CHAT_HELP)
+        with suppress(ImportError):  # Windows lacks it
+            import readline  # noqa: F401  for input()
+    yield prompt
+    with suppress(EOFError):
+        while True:
+            yield input("\n> " if is_terminal else "")
+    print(end="\n" * is_terminal)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ knows, and all others are refused. This file is not uploaded with models.
 """
 
 import json
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ def load_with_tokenizer(
     model = load_model(source, dtype)  # first: it checks config.json, which the tokenizer reads too
     tokenizer = load_tokenizer(source)
     check_tokenizer(source, model, tokenizer)
+    _add_turn_end(model, tokenizer)
     return model, tokenizer
 
 
@@ -150,19 +152,60 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
+def _add_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the special token that ends a turn of the assistant to the model's end tokens.
+    The settings of a model that was pre-trained on chats name only the token that ends a text."""
+    with suppress(Exception):  # no template, or one that does not render this chat
+        chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+        ids = tokenizer.apply_chat_template(chat, return_dict=False)[-2:]
+        last = [id for id in ids if id in tokenizer.added_tokens_decoder][-1]  # a line break may follow
+        model.generation_config.eos_token_id = list(dict.fromkeys([*end_tokens(model), last]))
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], room: int) -> tuple[list[int], int]:
+    """Return at most `room` ids of a chat with an open turn of the assistant, and the number of oldest messages left out for that.
+    A system message is never left out, and the user's message comes first after it. Raise a `ModelError` if there is no chat
+    template, if it does not render the chat, or if the last message alone is too long."""
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            "This model has no chat template: it continues text and does not answer; fine-tune it on chats (docs/finetuning.md)."
+        )
+    system = messages[:1] if messages[0]["role"] == "system" else []
+    for start in (i for i, message in enumerate(messages) if message["role"] == "user"):
+        ids = _encode_chat(tokenizer, system + messages[start:])
+        if len(ids) <= room:
+            return ids, start - len(system)
+    also = " and the system message" if system else ""
+    raise ModelError(
+        f"The message has {len(ids)} tokens with the chat template{also}, but there is room for {room}; shorten it."
+    )
+
+
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    """Return the ids of a chat. Text of a message that looks like a control token stays text."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    control = re.compile(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True))) or '(?!)'})")
+    # If there is such text, private-use characters replace the first characters of all control tokens while the template renders.
+    is_masked = any(control.search(message["content"]) for message in messages)
+    masks = {ord(token[0]): 0x100000 + i for i, token in enumerate(special)} if is_masked else {}
+    masked = [message | {"content": message["content"].translate(masks)} for message in messages]
+    with one_sentence("The chat template", "does not render this chat"):
+        text = tokenizer.apply_chat_template(masked, add_generation_prompt=True, tokenize=False)
+    if not is_masked:
+        return _encode(tokenizer, text)
+    unmasked, ids = {mask: first for first, mask in masks.items()}, []
+    for i, part in enumerate(control.split(text)):  # text, control token, text, ..., text
+        plain = part.translate(unmasked)
+        ids += (
+            [tokenizer.convert_tokens_to_ids(part)] if i % 2 else _encode(tokenizer, plain, split_special_tokens=True)
+        )
+    return ids
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Return the ids of `prompt`, or the beginning-of-text token if it is empty.
     Raise a `ModelError` if there is no such token or if the tokenizer cannot encode a character."""
-    try:
-        prompt.encode()
-        ids = tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
-    except UnicodeEncodeError as error:
-        raise ModelError("The prompt is not UTF-8 text.") from error
-    except Exception as error:  # the Rust library raises plain exceptions
-        unknown = ", ".join(map(repr, sorted(set(prompt) - set(tokenizer.get_vocab()))[:10]))
-        raise ModelError(
-            f"The prompt contains {unknown}, which is not among this model's {len(tokenizer)} characters; remove it."
-        ) from error
+    ids = _encode(tokenizer, prompt)
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
@@ -170,6 +213,19 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
             "The prompt is empty, and this model's tokenizer has no beginning-of-text token; give a prompt."
         )
     return ids
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
+    try:
+        text.encode()
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
+    except UnicodeEncodeError as error:
+        raise ModelError("The prompt is not UTF-8 text.") from error
+    except Exception as error:  # the Rust library raises plain exceptions
+        unknown = ", ".join(map(repr, sorted(set(text) - set(tokenizer.get_vocab()))[:10]))
+        raise ModelError(
+            f"The prompt contains {unknown}, which is not among this model's {len(tokenizer)} characters; remove it."
+        ) from error
 
 
 def fetch(source: str | Path, *patterns: str) -> Path:

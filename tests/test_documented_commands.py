@@ -107,6 +107,7 @@ INSTEAD = {
         "python -m training.evaluate runs/x --compare_with openai-community/gpt2 --compare_documents 200": "needs the Hub",
         f"{EVALUATE} --memorization": "takes long, and ran with --compare",
     },
+    "tests/test_generate.py": {"python generate.py runs/x-chats --chat": "needs a chat model"},
     "tests/test_gguf.py": {
         "python -m publishing.gguf_file runs/x x-f16.gguf": "needs the extra gguf",
         "python -m publishing.gguf_file runs/x x-q8_0.gguf --type q8_0": "needs the extra gguf",
