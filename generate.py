@@ -23,16 +23,14 @@ from transformers.utils import logging as transformers_logging
 from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
-from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, end_tokens
+from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, encode_prompt, end_tokens
 from training.loading import find_model, load_with_tokenizer, model_errors
-from training.sampling import TextStream, compiled, continue_texts, continue_tokens, encode_prompt, generation_config
+from training.sampling import TextStream, compiled, continue_texts, continue_tokens, generation_config
 
 AT_ONCE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
 CHAT_HELP = """\
-/reset        forget the conversation
-/system TEXT  set the system message and forget the conversation
-/help         list these commands
-/exit         end the chat, like Ctrl-D; Ctrl-C stops an answer"""
+/reset  forget the conversation     /system TEXT  also set the system message
+/exit   end the chat, like Ctrl-D   Ctrl-C        stop an answer"""
 
 
 @dataclass
@@ -42,9 +40,7 @@ class GenerateArguments:
     )
     prompt: str = setting("", "Text to continue; empty starts a new text.", free_text=True)
     chat: bool = setting(False, "Chat in the terminal, or answer each line of stdin; prompt is the first message.")
-    max_new_tokens: int | None = setting(
-        None, "Number of tokens to generate; may exceed the context length. Default: 100, in a chat 400.", minimum=1
-    )
+    max_new_tokens: int | None = setting(None, "Maximum number of new tokens; default: 100, in a chat 400.", minimum=1)
     num_return_sequences: int = setting(1, "Number of continuations; several are generated as a batch.", minimum=1)
     temperature: float = setting(0.8, "Sampling temperature; 0 always picks the most likely token.", maximum=1000)
     top_k: int = setting(50, "Sample from this many most likely tokens; 0 for all.")
@@ -77,7 +73,8 @@ def main(arguments: list[str]) -> None:
         config = compiled(config)
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    ids = encode_prompt(tokenizer, options.prompt) if not options.chat else [0]
+    with model_errors():
+        ids = encode_prompt(tokenizer, options.prompt) if not options.chat else [0]
     with torch.no_grad():
         if not model(torch.tensor([ids[-1:]], device=model.device)).logits.isfinite().all():
             raise UserError(f"{source} computes logits that are not finite: its weights or config.json are damaged.")
@@ -144,8 +141,8 @@ def lines(prompt: str) -> Iterator[str]:
     sys.stdin.reconfigure(errors="replace")
     if is_terminal := sys.stdin.isatty():
         print(CHAT_HELP)
-        with suppress(ImportError):  # Windows lacks it
-            import readline  # noqa: F401  for input()
+        import readline  # noqa: F401  line editing for input()
+
     yield prompt
     with suppress(EOFError):
         while True:

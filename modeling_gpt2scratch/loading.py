@@ -153,8 +153,7 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def _add_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the special token that ends a turn of the assistant to the model's end tokens.
-    The settings of a model that was pre-trained on chats name only the token that ends a text."""
+    """Add the token that ends a turn to the model's end tokens, which pre-training on chats does not name in its settings."""
     with suppress(Exception):  # no template, or one that does not render this chat
         chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
         ids = tokenizer.apply_chat_template(chat, return_dict=False)[-2:]
@@ -164,21 +163,15 @@ def _add_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], room: int) -> tuple[list[int], int]:
     """Return at most `room` ids of a chat with an open turn of the assistant, and the number of oldest messages left out for that.
-    A system message is never left out, and the user's message comes first after it. Raise a `ModelError` if there is no chat
-    template, if it does not render the chat, or if the last message alone is too long."""
+    A system message stays. Raise a `ModelError` if no template renders the chat or if the last message alone is too long."""
     if tokenizer.chat_template is None:
-        raise ModelError(
-            "This model has no chat template: it continues text and does not answer; fine-tune it on chats (docs/finetuning.md)."
-        )
+        raise ModelError("This model has no chat template; fine-tune it on chats first (docs/finetuning.md).")
     system = messages[:1] if messages[0]["role"] == "system" else []
     for start in (i for i, message in enumerate(messages) if message["role"] == "user"):
         ids = _encode_chat(tokenizer, system + messages[start:])
         if len(ids) <= room:
             return ids, start - len(system)
-    also = " and the system message" if system else ""
-    raise ModelError(
-        f"The message has {len(ids)} tokens with the chat template{also}, but there is room for {room}; shorten it."
-    )
+    raise ModelError(f"The message takes {len(ids)} tokens (with the system message) of at most {room}; shorten it.")
 
 
 def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
@@ -195,10 +188,7 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
         return _encode(tokenizer, text)
     unmasked, ids = {mask: first for first, mask in masks.items()}, []
     for i, part in enumerate(control.split(text)):  # text, control token, text, ..., text
-        plain = part.translate(unmasked)
-        ids += (
-            [tokenizer.convert_tokens_to_ids(part)] if i % 2 else _encode(tokenizer, plain, split_special_tokens=True)
-        )
+        ids += _encode(tokenizer, part.translate(unmasked), split_special_tokens=i % 2 == 0)
     return ids
 
 

@@ -92,7 +92,7 @@ def test_a_seed_reproduces_the_text_after_other_random_draws(run, capsys):
         (["RUN", "--temperature", "-1", "--top_p", "2"], "temperature is -1.0.*\n.*top_p is 2.0"),
         (["RUN", "--max_new_token", "3"], "Did you mean --max_new_tokens"),
         (["nobody/nothing"], "nobody/nothing is not a local path"),
-        (["RUN", "--chat"], "has no chat template: it continues text and does not answer; fine-tune it"),
+        (["RUN", "--chat"], "has no chat template; fine-tune it"),
         (["RUN", "--chat", "--torch_compile"], "torch_compile do not apply to a chat"),
     ],
 )
@@ -155,20 +155,11 @@ def test_any_of_several_end_tokens_ends_a_text_and_arranging_weights_keeps_them(
 TURNS = "{% for m in messages %}{{ m.role[0] + m.content }}<|pad|>{% endfor %}{{ 'a' if add_generation_prompt }}"
 
 
-@pytest.fixture
-def chatting(a_copy):
-    """Run and tokenizer of a model, as if it were pre-trained on chats."""
-    tokenizer = AutoTokenizer.from_pretrained(a_copy / "model")
+def test_chats_are_encoded_as_for_training_and_old_turns_are_left_out(run):
+    tokenizer, system = AutoTokenizer.from_pretrained(run / "model"), {"role": "system", "content": "be"}
     tokenizer.chat_template = TURNS
-    tokenizer.save_pretrained(a_copy / "model")
-    return a_copy, tokenizer
-
-
-def test_chats_are_encoded_as_for_training_and_old_turns_are_left_out(chatting):
-    tokenizer, system = chatting[1], {"role": "system", "content": "be"}
     for text in ("the of", "a <|pad|><<|endoftext|>>"):
-        chat = [{"role": role, "content": text} for role in ("user", "assistant", "user")]
-        expected = []
+        chat, expected = [{"role": role, "content": text} for role in ("user", "assistant", "user")], []
         for part, control in ChatTemplate(TURNS, ("<|pad|>", "<|endoftext|>")).segments(chat):
             expected += tokenizer.encode(part, split_special_tokens=True) + [1] * (control is not None)
         expected += tokenizer.encode("a")
@@ -180,31 +171,30 @@ def test_chats_are_encoded_as_for_training_and_old_turns_are_left_out(chatting):
         chat_ids(tokenizer, chat, 99)
 
 
-def test_a_chat_keeps_its_history_and_survives_a_full_context_and_ctrl_c(chatting, monkeypatch, capsys):
-    (run, tokenizer), seen = chatting, []
-    lines = ("b", "/system e", "c", "", "x" * 40, "/reset", "d", "f", "/exit", "g")
+def test_a_chat_keeps_its_history_and_survives_a_full_context_and_ctrl_c(a_copy, monkeypatch, capsys):
+    tokenizer, seen = AutoTokenizer.from_pretrained(a_copy / "model"), []
+    tokenizer.chat_template = TURNS
+    tokenizer.save_pretrained(a_copy / "model")
 
     def answer(*given):
-        if seen[-1][-1] == "d":
+        if seen[-1][-1]["content"] == "d":
             given[-1].ids = [50]
             raise KeyboardInterrupt
         return continue_tokens(*given)
 
-    def encode(*given):
-        seen.append([message["content"] for message in given[1]])
-        return chat_ids(*given)
-
+    lines = "b\n/system e\nc\n\n" + "x" * 40 + "\n/reset\nd\nf\n/exit\ng"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    monkeypatch.setattr(generate, "chat_ids", lambda *given: seen.append(given[1]) or chat_ids(*given))
     monkeypatch.setattr(generate, "continue_tokens", answer)
-    monkeypatch.setattr(generate, "chat_ids", encode)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
-    generate.main([str(run), "--chat", "--prompt", "a", *GREEDY])
-    model, _ = load_with_tokenizer(run / "model")
-    assert end_tokens(model) == [0, 1]
+    generate.main([str(a_copy), "--chat", "--prompt", "a", *GREEDY])
+    model, _ = load_with_tokenizer(a_copy / "model")
     ids = torch.tensor([chat_ids(tokenizer, [{"role": "user", "content": "a"}], 12)[0]])
     first = tokenizer.decode(model.generate(ids, do_sample=False, max_length=16)[0, ids.shape[1] :])
-    assert seen[1:4] == [["a"], ["a", first, "b"], ["e", "c"]]
-    assert seen[5:] == [["e", "d"], ["e", "d", tokenizer.decode([50]), "f"]]
+    assert end_tokens(model) == [0, 1]
+    chats = [[message["content"] for message in chat] for chat in seen[1:]]
+    assert chats[:3] == [["a"], ["a", first, "b"], ["e", "c"]]
+    assert chats[4:] == [["e", "d"], ["e", "d", tokenizer.decode([50]), "f"]]
     out, err = capsys.readouterr()
     assert out.startswith(f"{first}\n")
-    ends = ("context of 16 tokens is full.", "oldest 2 messages are left out.", "is room for 12; shorten it.")
+    ends = ("context of 16 tokens is full.", "oldest 2 messages are left out.", "of at most 12; shorten it.")
     assert [err.count(end) for end in ends] == [4, 2, 1]

@@ -80,7 +80,7 @@ def continue_texts(
     config.eos_token_id = loading.end_tokens(model) or None
     config.pad_token_id = model.config.pad_token_id
     room = model.config.max_position_embeddings - 1  # a prompt that fills the context leaves none for new tokens
-    tokens = torch.tensor([encode_prompt(tokenizer, prompt)[-room:]] * number, device=model.device)  # (B, T)
+    tokens = torch.tensor([loading.encode_prompt(tokenizer, prompt)[-room:]] * number, device=model.device)  # (B, T)
     stream = None if write is None else TextStream(tokenizer, write)
     texts = continue_tokens(model, tokens, max_new_tokens, config, stream)
     return tokenizer.batch_decode(texts, skip_special_tokens=True)
@@ -116,20 +116,15 @@ def continue_tokens(
     return texts
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Encode a prompt like `modeling_gpt2scratch.loading.encode_prompt`, but with `UserError`s for commands."""
-    try:
-        return loading.encode_prompt(tokenizer, prompt)
-    except loading.ModelError as error:
-        raise UserError(str(error)) from error
-
-
 def with_prompts(given: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> SamplingArguments:
     """Return the arguments with the given prompts, or with the openings of the first three validation documents.
     The tokenizer must be able to encode given prompts."""
     if given.sample_prompts:
-        for prompt in given.sample_prompts:
-            encode_prompt(tokenizer, prompt)
+        try:
+            for prompt in given.sample_prompts:
+                loading.encode_prompt(tokenizer, prompt)
+        except loading.ModelError as error:
+            raise UserError(str(error)) from error
         return given
     tokens, offsets = store.memory_map("val"), store.offsets("val")
     openings = [tokens[start : start + OPENING_TOKENS] for start in offsets[:-1][:3]]
