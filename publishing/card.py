@@ -1,9 +1,4 @@
-"""Model card: the run's report with the Hub's metadata and instructions for loading the model.
-
-Results of lm-eval are included if it wrote them into the run folder:
-
-    python -m lm_eval --model hf --model_args pretrained=runs/x/model,trust_remote_code=True --tasks ... --output_path runs/x/lm_eval
-"""
+"""Model card: the run's report with the Hub's metadata, instructions for loading the model, and results of lm-eval."""
 
 import json
 import re
@@ -64,12 +59,15 @@ def model_card(
 ) -> str:
     """Return the card, built from the run's report or from the README.md of a model folder. `gguf`: facts about the GGUF files."""
     run, measured = source.run, harness_results(source)
+    # The run may have evaluated other weights than the published ones.
+    evaluation = (evaluation_of(run, source.model) if run is not None else None) or {}
+    in_index = [*measured, *_entries(evaluation.get("tasks", {"configs": {}}))]
     facts = facts_of(run) if run is not None else None
     brought, sections = _page(source) if facts is None else ({}, {})
     config = AutoConfig.from_pretrained(source.model, trust_remote_code=False)
     native = native_kind(config) if options.format != "gpt2scratch" else None
     tag = "gpt2scratch" if options.has_code else native
-    metadata = _metadata(source, repository, options, tag, brought if run is None else {}, measured)
+    metadata = _metadata(source, repository, options, tag, brought if run is None else {}, in_index)
     license = options.license or sections.get("License") or sections.get("Licence") or metadata.license
     shown = {
         "base": "report.md.j2" if facts is not None else "page.md.j2",
@@ -81,8 +79,7 @@ def model_card(
         "config": config,
         "native": {"gpt2": "GPT-2", "apertus": "Apertus"}.get(native),
         "gguf": gguf,
-        # The run may have evaluated other weights than the published ones.
-        "evaluation": evaluation_of(run, source.model) if run is not None else None,
+        "evaluation": evaluation,
         "own_evaluation": sections.get("Evaluation", "") if run is None else "",
         "measured": measured,
         "license": license or NO_LICENSE,

@@ -108,6 +108,9 @@ INSTEAD = {
         f"{EVALUATE} --memorization": "takes long, and ran with --compare",
     },
     "tests/test_generate.py": {"python generate.py runs/x-chats --chat": "needs a chat model"},
+    "tests/test_lm_eval.py": {
+        "python -m training.evaluate runs/x --tasks hellaswag,arc_easy,lambada_openai": "needs the Hub"
+    },
     "tests/test_gguf.py": {
         "python -m publishing.gguf_file runs/x x-f16.gguf": "needs the extra gguf",
         "python -m publishing.gguf_file runs/x x-q8_0.gguf --type q8_0": "needs the extra gguf",

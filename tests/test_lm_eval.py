@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from huggingface_hub import ModelCard
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import MODERN_RUN, REPOSITORY, prose, tokenized, trained
+from conftest import MODERN_RUN, REPOSITORY, assert_user_error, prose, tokenized, trained
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
 from publishing.card import FolderArguments, harness_results, model_card
 from publishing.source import find_source
 from publishing.upload import Repository
+from training import evaluate
 
 lm_eval = pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'lm_eval[hf]'")
 from lm_eval.tasks import TaskManager  # noqa: E402
@@ -158,3 +160,23 @@ def test_the_card_shows_harness_results_only_of_its_own_weights(results, models,
     [path] = source.run.evaluations.glob("*/results_*.json")
     path.write_text(path.read_text().replace("step_00000030", "step_00000015"))  # results of other weights
     assert harness_results(source) == []
+
+
+def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, tmp_path, monkeypatch):
+    run = shutil.copytree(models["checkpoint"].parents[1], tmp_path / "run", ignore=shutil.ignore_patterns("lm_eval"))
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_defaults: manager)
+    for names in ("whi*", str(tasks / "my_text.yaml")):
+        evaluate.main([str(run), "--tasks", names, "--per_device_eval_batch_size", "4"])
+    kept = json.loads((run / "evaluation" / "evaluation.json").read_text())["tasks"]
+    for task in ("my_text", "which"):
+        assert numbers(kept, task) == numbers(results["checkpoint"][0], task)
+    acc, stderr = (kept["results"]["which"][f"acc{name},none"] for name in ("", "_stderr"))
+    card = model_card(find_source(run, None), Repository("me/tiny"), FolderArguments())
+    for page in (card, (run / "report.md").read_text()):
+        assert f"| which, acc | {acc:.4f} | {stderr:.4f} |\n" in page
+    entries = ModelCard(card).data.eval_results
+    assert ("which", "acc", acc) in {(e.dataset_name, e.metric_type, e.metric_value) for e in entries}
+    assert_user_error("^whch is neither a task", evaluate.main, ["no/model", "--tasks", "which,whch"])
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert_user_error("^tasks needs lm-evaluation-harness: run pip", evaluate.main, ["no/model", "--tasks", "which"])

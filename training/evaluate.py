@@ -5,25 +5,29 @@ python -m training.evaluate runs/x --checkpoint best --data data/other
 python -m training.evaluate runs/x --compare                        # compare with n-grams and compressors
 python -m training.evaluate runs/x --compare_with runs/y openai-community/gpt2
 python -m training.evaluate runs/x --memorization                   # share of its output that is copied from the training text
+python -m training.evaluate runs/x --tasks hellaswag,arc_easy      # benchmarks of lm-evaluation-harness
 """
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 import json
+import logging
 import math
 import sys
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
-from tokenizer import vocabulary
+from tokenizer import hub, vocabulary
 from tokenizer.store import TokenStore
 from training.compare import panel
 from training.compare.memorization import memorization
@@ -51,6 +55,38 @@ def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
     return open_store(config.recipe, partial(print, file=sys.stderr)), config.batch.mask_documents
 
 
+def find_tasks(given: list[str]) -> tuple[Any, list[str]]:
+    """Return lm-eval's task manager, and the names and YAML files of tasks. Raise a `UserError` for an unknown task."""
+    if find_spec("lm_eval") is None:
+        raise UserError("tasks needs lm-evaluation-harness: run pip install -e '.[evaluation]'")
+    from lm_eval.tasks import TaskManager
+
+    names = [name for part in given for name in part.split(",")]
+    files = {name: [name] for name in names if name.endswith(".yaml") and Path(name).is_file()}
+    manager = TaskManager(include_defaults=not files.keys() >= set(names))  # the default: thousands of files
+    found = {name: manager.match_tasks([name]) for name in names} | files
+    if unknown := [name for name in found if not found[name]]:
+        raise UserError(f"{unknown[0]} is neither a task in `python -m lm_eval ls tasks` nor a YAML file; correct it.")
+    return manager, [task for name in found for task in found[name]]
+
+
+def run_tasks(model: PreTrainedModel, folder: str, tasks: tuple[Any, list[str]], batch_size: int) -> dict[str, Any]:
+    """Return the results in the form of lm-eval's files. Raise a `UserError` if lm-eval fails, for lack of a network for example."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns that the model is loaded already
+    try:
+        wrapped = HFLM(model, backend="causal", tokenizer=vocabulary.load(folder), batch_size=batch_size)
+        found = simple_evaluate(wrapped, tasks=tasks[1], task_manager=tasks[0], log_samples=False)
+    except Exception as error:  # of any library that a task uses
+        what = f"{type(error).__name__}: {hub.shortened(error)}"
+        raise UserError(f"lm-evaluation-harness ended with {what}; see docs/evaluation.md.") from error
+    fields = ("dataset_path", "dataset_name", "test_split", "validation_split")
+    configs = {name: {key: task.get(key) for key in fields} for name, task in found["configs"].items()}
+    return {"configs": configs} | {key: found[key] for key in ("results", "n-shot", "lm_eval_version")}
+
+
 @dataclass
 class EvaluateArguments:
     model: str | None = setting(
@@ -71,6 +107,7 @@ class EvaluateArguments:
         64, "Texts to generate for memorization, of up to 256 tokens each.", minimum=2, maximum=100_000
     )
     memorization_span: int = setting(50, "Length in tokens of the spans to look up.", minimum=1)
+    tasks: list[str] = setting([], "Tasks of lm-evaluation-harness or YAML files, separated by commas.", free_text=True)
     seed: int = setting(1337, "Random seed for generated text and for the choice of held-out text.", below=2**63)
     json: bool = setting(False, "Print one line of JSON; this is the default if the output is not a terminal.")
 
@@ -78,6 +115,7 @@ class EvaluateArguments:
 def main(arguments: list[str]) -> None:
     (given,) = FlagParser((EvaluateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
     chosen = given.model if given.checkpoint is None else str(find_checkpoint(Path(given.model), given.checkpoint))
+    tasks = find_tasks(given.tasks) if given.tasks else None
     folder, *others = map(find_model, (chosen, *given.compare_with))
     if len({folder, *others}) <= len(others):
         raise UserError("compare_with names a model twice, or the evaluated model; name each model once.")
@@ -112,11 +150,13 @@ def main(arguments: list[str]) -> None:
     if given.memorization:
         sizes = (given.memorization_texts, given.memorization_span)
         results["memorization"] = memorization(model, store, *sizes, given.seed, accelerator)
+    if tasks is not None:
+        results["tasks"] = run_tasks(model, folder, tasks, given.per_device_eval_batch_size)
     if given.json or not sys.stdout.isatty():
         print(json.dumps(results))
     else:
         show_evaluation(results)
-    if given.compare or given.compare_with or given.memorization:
+    if given.compare or given.compare_with or given.memorization or given.tasks:
         keep_evaluation(results, Path(chosen), store)
 
 

@@ -45,6 +45,7 @@ def environment(*folders: Path) -> Environment:
     made.filters["yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
     made.globals |= {"grams_of_co2_per_kwh": GRAMS_OF_CO2_PER_KWH, "colab_dollars": DOLLARS_PER_COLAB_UNIT}
     made.globals["prices_of"] = PRICES_OF
+    made.globals["published"] = yaml.safe_load((TEMPLATES.parent / "published.yaml").read_text(encoding="utf-8"))
     return made
 
 
@@ -125,6 +126,9 @@ def keep_evaluation(results: dict[str, Any], model: Path, store: TokenStore) -> 
             picture.unlink(missing_ok=True)
         if "panel" in results:
             plot_panel(results["panel"]["rows"], picture)
+        if "tasks" in results and "tasks" in before and is_same:
+            for name in ("configs", "results", "n-shot"):
+                results["tasks"][name] = before["tasks"][name] | results["tasks"][name]
         content = {"format_version": EVALUATION_FORMAT} | (before if is_same else {}) | results | identity
         write_atomic(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         found = evaluation_of(run, run.model)
