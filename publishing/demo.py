@@ -1,4 +1,4 @@
-"""Web page that compares up to four models on one prompt.
+"""Web page to try and compare up to four models: continue a prompt, chat, and see the loss of each token.
 
 python -m publishing.demo runs/a runs/b
 python -m publishing.demo runs/a/checkpoints/step_00001000 runs/a openai-community/gpt2 --port 7900
@@ -13,6 +13,7 @@ from configparser import ConfigParser
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from huggingface_hub import SpaceCard, SpaceCardData
@@ -22,21 +23,22 @@ from transformers.utils import logging as transformers_logging
 from command_line import FlagParser, run
 from errors import Problems, UserError
 from limits import setting
-from publishing.source import Source
+from publishing.demo_models import MAX_MODELS, DemoModel, on_hub
 from publishing.upload import Repository, check_access, check_models, check_repo_id, upload
 from removal import renew
 from settings_file import read_yaml
-from training.checkpoint import step_of
+from training.checkpoint import complete_checkpoints, step_of
 from training.loading import find_model, model_errors
+from training.metrics import read_metrics
 from training.run_folder import RunFolder, is_checkpoint, run_of
 
-MAX_MODELS = 4  # number of cards that fit side by side
 MAX_EXAMPLES = 6  # maximum number of example prompts on the page
 REPOSITORY = Path(__file__).parent.parent
-MODEL_PACKAGE = REPOSITORY / "modeling_gpt2scratch"
-PACKAGED = ("__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py")
-PAGE = {f"app{suffix}": f"demo_page{suffix}" for suffix in (".py", ".css", ".html.j2")}
-FILES = (*PAGE, "models.json", "requirements.txt", "README.md", f"{MODEL_PACKAGE.name}/*.py", "**/*.pyc")
+SPACE = {f"app{suffix}": f"publishing/demo_page{suffix}" for suffix in (".py", ".css", ".html.j2")}
+NAMES = ("__init__", "configuration_gpt2scratch", "modeling_gpt2scratch", "loading")  # no code of the models is run
+PACKAGED = ["publishing/__init__.py", "publishing/demo_models.py", *(f"modeling_gpt2scratch/{it}.py" for it in NAMES)]
+SPACE |= dict(zip(PACKAGED, PACKAGED, strict=True))
+FILES = (*SPACE, "models.json", "requirements.txt", "README.md", "modeling_gpt2scratch/*.py", "**/*.pyc")
 # A Space installs gradio and Jinja2 by its sdk_version.
 NEEDED = ("torch", "transformers", "accelerate", "safetensors")
 
@@ -45,7 +47,7 @@ NEEDED = ("torch", "transformers", "accelerate", "safetensors")
 class DemoArguments:
     models: list[str] = setting(
         [],
-        "One to four runs, checkpoints, model folders or Hub ids.",
+        "One to four runs, checkpoints, model folders or Hub ids (user/name or user/name@revision).",
         needed=("one or more models", "python -m publishing.demo runs/x"),
     )
     port: int | None = setting(None, "Port of the page. Default: first free port from 7860.", minimum=1, maximum=65_535)
@@ -64,7 +66,7 @@ class DemoArguments:
             found.add_of(check_repo_id, [self.space])
             unused, reason = ("port", "share"), "applies only to the local page; leave it out with --space."
             for name in self.models:
-                if Path(name).exists() or name.count("/") != 1 or name.startswith("runs/"):
+                if Path(name).exists() or name.partition("@")[0].count("/") != 1 or name.startswith("runs/"):
                     found.add(f"{name} is not a model on the Hub; push it with push_to_hub.py and use its user/name.")
         for name in unused:
             if getattr(self, name):
@@ -87,33 +89,38 @@ def show(names: list[str], port: int | None, share: bool) -> None:
     """Serve the page until interrupted. Raise a `UserError` if a model cannot be loaded or the port is in use."""
     from publishing import demo_page  # imports gradio, an optional extra
 
-    models, examples = [], []
-    for source in list(map(find_model, names)):  # all names are checked before the first model is loaded
-        name, facts, prompts = describe(source)
-        with model_errors():
-            models.append(demo_page.load(source, name, facts))
-        examples += prompts
-    examples = list(dict.fromkeys(examples))[:MAX_EXAMPLES] or demo_page.EXAMPLES
+    groups, prompts = zip(*map(find_models, names), strict=True)  # before a model is loaded
+    with model_errors():
+        for first, *_ in groups:
+            first.load()
+    examples = list(dict.fromkeys(chain(*prompts)))[:MAX_EXAMPLES] or demo_page.EXAMPLES
     try:
-        demo_page.serve(models, "Side by side", examples, port, share)
+        demo_page.serve(groups, "Language models", examples, port, share)
     except OSError as error:
         raise UserError(
             f"Port {port} is in use; set another with --port, or leave --port out to use the first free port."
         ) from error
 
 
-def describe(source: str) -> tuple[str, list[str], list[str]]:
-    """Return the name of a model, and the known facts about its training and prompts of its run."""
-    path = Path(source)
+def find_models(name: str) -> tuple[list[DemoModel], list[str]]:
+    """Return the named model, the other checkpoints of its run or branches of its repository, and the prompts of its run."""
+    repository, _, revision = name.partition("@")
+    if revision and not Path(name).exists():
+        return on_hub(f"{find_model(repository)}@{revision}"), []
+    path = Path(find_model(name))
     try:
         run = RunFolder(run_of(path))
     except UserError:
-        return (path.name if path.exists() else source), [], []
-    step = step_of(path) if is_checkpoint(path) else run.newest_step()
-    facts = [f"step {step:,}"] if step else []  # the step is unknown if the checkpoints were deleted
-    if step and (scored := Source(path, run, step).validation) is not None:
-        facts += [f"validation loss {scored['eval_loss']:.2f}", f"{scored['eval_bits_per_byte']:.2f} bits per byte"]
-    return run.path.resolve().name, facts, read_yaml(run.config).get("sample_prompts") or []
+        return [DemoModel(path.name, str(path), [])] if path.exists() else on_hub(name), []
+    scores = {entry["step"]: entry for entry in read_metrics(run.metrics) if "eval_loss" in entry}
+    models, title = [], run.path.resolve().name
+    for folder in dict.fromkeys([path, *complete_checkpoints(run.checkpoints)]):
+        step = step_of(folder) if is_checkpoint(folder) else run.newest_step()
+        facts = [f"step {step:,}"] if step else []  # the step is unknown if the checkpoints were deleted
+        if step and (scored := scores.get(step)) is not None:
+            facts += [f"validation loss {scored['eval_loss']:.2f}", f"{scored['eval_bits_per_byte']:.2f} bits per byte"]
+        models.append(DemoModel(f"{title}, {facts.pop(0)}" if is_checkpoint(folder) else title, str(folder), facts))
+    return models, read_yaml(run.config).get("sample_prompts") or []
 
 
 def publish(options: DemoArguments) -> None:
@@ -121,7 +128,7 @@ def publish(options: DemoArguments) -> None:
     space = Repository(options.space, "space", options.private)
     if not options.dry_run:
         check_access(space)
-        check_models(options.models)
+        check_models([name.partition("@")[0] for name in options.models])
     name = space.id.split("/")[1]
     folder = assemble_space(options.models, Path("runs") / "spaces" / name, title=name)
     if options.dry_run:
@@ -134,12 +141,9 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
     """Write a Space for `models` (Hub ids) to `destination`, replacing an earlier one, and return the folder.
     It contains the page and everything that it needs to run without this repository."""
     renew(destination, "space", FILES)
-    for name, source in PAGE.items():
-        shutil.copy(Path(__file__).with_name(source), destination / name)
-    package = destination / MODEL_PACKAGE.name
-    package.mkdir()
-    for name in PACKAGED:  # the Space, too, runs no code from the models' repositories
-        shutil.copy(MODEL_PACKAGE / name, package / name)
+    for name, source in SPACE.items():
+        (destination / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / source, destination / name)
     (destination / "models.json").write_text(json.dumps({"title": title, "models": models}, indent=2) + "\n")
     setup = ConfigParser()
     setup.read(REPOSITORY / "setup.cfg", encoding="utf-8")
@@ -151,8 +155,8 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
         sdk_version=version("gradio"),
         python_version="3.11",
         app_file="app.py",
-        models=models,
-        short_description="Compare language models on one prompt",
+        models=list(dict.fromkeys(name.partition("@")[0] for name in models)),
+        short_description="Try and compare language models",
     )
     card = SpaceCard.from_template(data, template_path=str(Path(__file__).parent / "templates" / "space.md.j2"))
     card.save(destination / "README.md")

@@ -1,7 +1,7 @@
-"""Page of the demo: up to four models continue one prompt, side by side.
+"""Page of the demo: models continue a prompt side by side, chat, and show the loss of each token of a text.
 
-`python -m publishing.demo` serves it. A Space uses it as app.py, with models.json, the style sheet, the template and the model's
-package; it therefore imports nothing else from this repository.
+`python -m publishing.demo` serves it. A Space uses it as app.py, with models.json, the style sheet, the template, demo_models.py
+and the model's package; it therefore imports nothing else from this repository.
 """
 
 import json
@@ -10,136 +10,83 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # otherwise gradio reports every start to its developers
 
 import gradio
-import torch
 from jinja2 import Template
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import logits_process
 
 from modeling_gpt2scratch import loading
+from publishing.demo_models import MAX_MODELS, DemoModel, Settings, difference, new_tokens, on_hub, score, sentence
 
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")
 REFRESH = 0.08  # seconds between updates of the page
 VISITORS = 4  # number of visitors served at the same time; others wait
 LONGEST_PROMPT = 20_000  # in characters
-LARGEST_SEED = 10**15
-ALL_TOKENS = 10**9
-STYLE, CARDS = Path(__file__).with_suffix(".css"), Path(__file__).with_suffix(".html.j2")
-
-
-@dataclass(frozen=True)
-class DemoModel:
-    """Model on the page."""
-
-    name: str
-    facts: list[str]  # such as the model's size and "step 300"
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Sampling settings, with the names and meanings of generate.py's flags."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    repetition_penalty: float
-    seed: int
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < loading.LOWEST_TEMPERATURE
-
-    def processors(self) -> LogitsProcessorList:
-        """Return the processors of logits, in the order of Transformers' `generate`."""
-        chain = LogitsProcessorList([logits_process.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))])
-        if not self.is_greedy:
-            chain.append(logits_process.TemperatureLogitsWarper(float(self.temperature)))
-            chain.append(logits_process.TopKLogitsWarper(int(self.top_k) or ALL_TOKENS))
-            chain.append(logits_process.TopPLogitsWarper(float(self.top_p)))
-        return chain
+STYLE, TEMPLATE = Path(__file__).with_suffix(".css"), Path(__file__).with_suffix(".html.j2")
+PARTS = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True).module  # macros that return HTML
+AT_ONCE = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
+QUEUED = AT_ONCE | {"queue": True, "concurrency_limit": VISITORS, "concurrency_id": "models"}
+SLIDERS = {  # by setting: label, explanation, minimum, maximum, step and default
+    "temperature": ("Temperature", "0 always picks the most likely token", 0, 2, 0.05, 0.8),
+    "max_new_tokens": ("Length", "new tokens", 1, 1000, 1, 200),
+    "top_k": ("Top-k", "sample from this many tokens; 0 for all", 0, 200, 1, 50),
+    "top_p": ("Top-p", "sample from tokens with this total probability", 0.05, 1, 0.05, 1),
+    "repetition_penalty": ("Repetition penalty", "above 1: used tokens become less likely", 1, 2, 0.05, 1),
+}
+_stops: WeakValueDictionary[str | None, threading.Event] = WeakValueDictionary()  # by visitor
 
 
 @dataclass
 class Continuation:
     """Text that one model has generated so far."""
 
-    text: str = ""  # or the reason why the prompt was refused
+    text: str = ""
     tokens: int = 0
     seconds: float = 0.0  # time since the first token, without the time to read the prompt
     state: str = "writing"  # later: complete, ended (by the model), stopped or refused
+    problem: str = ""  # the reason why the prompt was refused, or the error that ended the text
+    left_out: int = 0  # number of messages that do not fit into the context
+    is_endless: bool = False  # the model has no token that ends an answer
 
 
-def load(source: str, name: str, facts: list[str]) -> DemoModel:
-    """Load `source`, a model folder or a Hub id. Raise a `ModelError` if it cannot be loaded."""
-    model, tokenizer = loading.load_with_tokenizer(source)
-    model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    loading.arrange_weights(model)
-    return DemoModel(name, [f"{model.num_parameters():,} parameters", *facts], model, tokenizer)
-
-
-@torch.no_grad()
-def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> Iterator[int]:
-    """Yield new tokens after `ids` until the model ends its text. When the context is full, its second half becomes the prompt.
-    At temperature 0 these are the tokens of generate.py. Transformers' `generate` uses one random generator for all threads;
-    here each text has its own, so that a seed gives the same text while others are generated."""
-    context, ends = model.config.max_position_embeddings, loading.end_tokens(model)
-    generator = torch.Generator(model.device).manual_seed(settings.seed)
-    process = settings.processors()
-    window = ids[-context + 1 :]
-    unread, cache = window, None
-    for _ in range(int(settings.max_new_tokens)):
-        if len(window) == context:
-            window = window[-max(1, context // 2) :]
-            unread, cache = window, None
-        output = model(torch.tensor([unread], device=model.device), past_key_values=cache, use_cache=True)
-        logits = process(torch.tensor([window], device=model.device), output.logits[:, -1].float())  # (1, V)
-        if settings.is_greedy:
-            chosen = int(logits.argmax())
-        else:
-            chosen = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
-        if chosen in ends:
-            return
-        yield chosen
-        window = [*window, chosen]
-        unread, cache = [chosen], output.past_key_values
-
-
-def write(shown: DemoModel, prompt: str, settings: Settings, into: Continuation) -> Iterator[None]:
-    """Append generated text to `into`, one token per step."""
+def write(shown: DemoModel, prompt: str | list[dict], settings: Settings, into: Continuation) -> Iterator[None]:
+    """Append generated text to `into`, one token per step. `prompt`: a text to continue, or a chat to answer."""
     try:
-        ids = loading.encode_prompt(shown.tokenizer, prompt)
-    except loading.ModelError as problem:
-        into.text, into.state = str(problem), "refused"
-        return
-    tokens, written, begun = new_tokens(shown.model, ids, settings), [], time.perf_counter()
-    for token in tokens:
-        written.append(token)
-        if len(written) > 1:
-            into.seconds += time.perf_counter() - begun
-        text = shown.tokenizer.decode(written, skip_special_tokens=True)
-        into.text, into.tokens = text.rstrip("\ufffd"), len(written)  # U+FFFD may be an unfinished character
-        yield  # let the other models continue
+        (model, tokenizer), written = shown.load(), []
+        if isinstance(prompt, str):
+            ids = loading.encode_prompt(tokenizer, prompt)
+        else:  # at least half of the context is for the chat
+            context, into.is_endless = model.config.max_position_embeddings, not loading.end_tokens(model)
+            settings = replace(settings, max_new_tokens=max(1, min(settings.max_new_tokens, context // 2)))
+            ids, into.left_out = loading.chat_ids(tokenizer, prompt, context - settings.max_new_tokens)
         begun = time.perf_counter()
-    into.state = "complete" if len(written) == settings.max_new_tokens else "ended"
+        for token in new_tokens(model, ids, settings):
+            written.append(token)
+            if len(written) > 1:
+                into.seconds += time.perf_counter() - begun
+            text = tokenizer.decode(written, skip_special_tokens=True)
+            into.text, into.tokens = text.rstrip("\ufffd"), len(written)  # U+FFFD may be an unfinished character
+            yield  # let the other models continue
+            begun = time.perf_counter()
+        into.state = "complete" if len(written) == settings.max_new_tokens else "ended"
+    except Exception as error:  # the other models continue
+        into.problem, into.state = sentence(error, f"{shown.name} stopped with an error"), "refused"
 
 
 def side_by_side(
-    models: list[DemoModel], prompt: str, settings: Settings, stop: threading.Event
+    models: list[DemoModel], prompt: str | list[dict], settings: Settings, stop: threading.Event
 ) -> Iterator[list[Continuation]]:
     """Yield all continuations repeatedly until all are done or `stop` is set.
     The models take turns, one token each, because threads were not faster."""
     continuations = [Continuation() for _ in models]
     writing = [write(shown, prompt, settings, into) for shown, into in zip(models, continuations, strict=True)]
+    yield continuations  # before models are loaded
     seen, done = time.monotonic(), object()
     while writing and not stop.is_set():
         writing = [writer for writer in writing if next(writer, done) is not done]
@@ -152,85 +99,158 @@ def side_by_side(
     yield continuations
 
 
-def cards(models: list[DemoModel], prompt: str, continuations: list[Continuation], seed: int | None) -> str:
-    """Return a card for each model as HTML, with escaped text. `seed` is None if no token was sampled."""
-    pairs = list(zip(models, continuations, strict=True))
-    return Template(CARDS.read_text(encoding="utf-8"), autoescape=True).render(cards=pairs, prompt=prompt, seed=seed)
+def stop_of(request: gradio.Request) -> threading.Event:
+    """Return the event that stops all texts that are being written for a visitor. It exists only while they are written."""
+    return _stops.setdefault(request.session_hash, threading.Event())
 
 
-def build(models: list[DemoModel], title: str, examples: list[str]) -> gradio.Blocks:
-    """Return the page for `serve`."""
-    stops: dict[str, threading.Event] = {}  # one event per visitor
+def stop_writing(request: gradio.Request) -> None:
+    stop_of(request).set()
 
-    def answer(values: dict[gradio.components.Component, Any], request: gradio.Request) -> Iterator[str]:
+
+def continue_tab(models: dict[str, DemoModel], chosen: list[str], examples: list[str]) -> None:
+    def answer(values: dict, request: gradio.Request) -> Iterator[str]:
         text = (values[prompt] or "")[-LONGEST_PROMPT:]  # the page enforces the same limit
-        given = {name: values[control] for name, control in controls.items()}
-        if given["seed"] is None:
-            given["seed"] = secrets.randbelow(10_000)
-        settings = Settings(**given)
-        stop = stops[request.session_hash] = threading.Event()
-        try:
-            for continuations in side_by_side(models, text, settings, stop):
-                yield cards(models, text, continuations, None if settings.is_greedy else settings.seed)
-        finally:
-            stops.pop(request.session_hash, None)
+        some, settings = [models[source] for source in values[picked][:MAX_MODELS]], settings_of(controls, values)
+        for continuations in side_by_side(some, text, settings, stop_of(request)):
+            yield str(PARTS.cards([*zip(some, continuations, strict=True)], text, settings))
 
-    def stop_writing(request: gradio.Request) -> None:
-        if request.session_hash in stops:
-            stops[request.session_hash].set()
+    def no_text(sources: list[str]) -> str:
+        return str(PARTS.cards([(models[source], Continuation(state="empty")) for source in sources], "", None))
 
-    subject = "the model continues" if len(models) == 1 else f"the {len(models)} models continue"
-    with gradio.Blocks(title=title, analytics_enabled=False) as page:
-        gradio.HTML(f'<div class="head"><h1>{escape(title)}</h1><p>Enter a prompt; {subject} it.</p></div>')
+    with gradio.Tab("Continue", elem_classes="tab"):
         with gradio.Column(elem_classes="desk"):
-            prompt = gradio.Textbox(
-                examples[0], lines=3, max_lines=12, show_label=False, container=False, elem_id="prompt", label="Prompt",
-                placeholder="Start of a text", max_length=LONGEST_PROMPT,
-            )  # fmt: skip
+            picked = picker(models, chosen, "Models", multiselect=True, max_choices=MAX_MODELS)
+            prompt = text_box("Prompt", examples[0])
             with gradio.Row(elem_classes="bar"):
                 with gradio.Row(elem_classes="examples"):
                     for example in examples:
                         chip = gradio.Button(example.replace("\n", " ⏎").strip(), size="sm", elem_classes="chip")
                         chip.click(None, None, prompt, js=f"() => {json.dumps(example)}", api_visibility="private")
-                start = gradio.Button("Continue", variant="primary", elem_id="start")
-                stop = gradio.Button("Stop", elem_id="stop")
-            with gradio.Accordion("Settings", open=False, elem_classes="settings"), gradio.Row(elem_classes="sliders"):
-                controls = {
-                    "temperature": slider("Temperature", (0, 2, 0.05), 0.8, "0 always picks the most likely token"),
-                    "max_new_tokens": slider("Length", (1, 1000, 1), 200, "new tokens"),
-                    "top_k": slider("Top-k", (0, 200, 1), 50, "sample from this many tokens; 0 for all"),
-                    "top_p": slider("Top-p", (0.05, 1, 0.05), 1, "sample from tokens with this total probability"),
-                    "repetition_penalty": slider(
-                        "Repetition penalty", (1, 2, 0.05), 1, "above 1: used tokens become less likely"
-                    ),
-                    "seed": gradio.Number(
-                        None, label="Seed", info="the same seed gives the same text", placeholder="random",
-                        precision=0, minimum=0, maximum=LARGEST_SEED, elem_id="seed",
-                    ),
-                }  # fmt: skip
-        nothing = [Continuation(state="empty") for _ in models]
-        shown = gradio.HTML(cards(models, "", nothing, None), elem_id="answers")
-        gradio.on(
-            [start.click, prompt.submit], answer, {prompt, *controls.values()}, shown,
-            show_progress="hidden", concurrency_limit=VISITORS, api_visibility="private",
-        )  # fmt: skip
-        stop.click(stop_writing, queue=False, show_progress="hidden", api_visibility="private")
+                start = start_button("Continue")
+            controls = sampling()
+        shown = gradio.HTML(no_text(chosen), elem_id="answers")
+    gradio.on([start.click, prompt.submit], answer, {prompt, picked, *controls.values()}, shown, **QUEUED)
+    picked.change(no_text, picked, shown, **AT_ONCE)
+
+
+def chat_tab(models: dict[str, DemoModel], chosen: list[str]) -> None:
+    def offer(source: str) -> tuple[str, gradio.Column]:
+        """Show the chat, or the reason why the model cannot chat."""
+        try:
+            is_base = models[source].load()[1].chat_template is None
+            problem = f"{models[source].name} has no chat template: it continues text. Use Continue." if is_base else ""
+        except loading.ModelError as error:
+            problem = str(error)
+        return str(PARTS.note(Continuation(state="refused", problem=problem))), gradio.Column(visible=not problem)
+
+    def reply(values: dict, request: gradio.Request) -> Iterator[dict]:
+        text, before, settings = values[message] or "", values[history], settings_of(controls, values)
+        asked = [*before, {"role": "user", "content": text[-LONGEST_PROMPT:]}]
+        for [answer] in side_by_side([models[values[picked]]], asked, settings, stop_of(request)):
+            is_refused = answer.state == "refused" and not answer.tokens
+            now = before if is_refused else [*asked, {"role": "assistant", "content": answer.text}]
+            # Gradio shows HTML in a message even if Markdown is off.
+            plain = [said | {"content": [{"type": "text", "text": escape(said["content"] or "…")}]} for said in now]
+            yield {history: now, talk: plain, message: text if is_refused else "", note: str(PARTS.note(answer))}
+
+    with gradio.Tab("Chat", elem_classes="tab") as tab, gradio.Column(elem_classes="desk"):
+        picked, refusal = picker(models, chosen[0], "Model"), gradio.HTML()
+        with gradio.Column(visible=False) as room:
+            history = gradio.State([])
+            talk = gradio.Chatbot(  # not an input, because gradio creates components that a message in it names
+                show_label=False, height="26rem", buttons=[], feedback_options=None, elem_id="talk", allow_tags=False,
+                render_markdown=False, latex_delimiters=[],
+            )  # fmt: skip
+            message = text_box("Message", "")
+            with gradio.Row(elem_classes="bar"):
+                note = gradio.HTML(elem_classes="examples")
+                start = start_button("Send")
+            controls = sampling("chat_")
+    gradio.on([tab.select, picked.change], offer, picked, [refusal, room], **QUEUED)
+    several = {history, message, picked, *controls.values()}
+    gradio.on([start.click, message.submit], reply, several, [history, talk, message, note], **QUEUED)
+    talk.clear(lambda: ([], ""), None, [history, note], **AT_ONCE)
+
+
+def loss_tab(models: dict[str, DemoModel], chosen: list[str], examples: list[str]) -> None:
+    def watch(text: str, *sources: str) -> Iterator[str]:
+        yield str(PARTS.note(Continuation(state="scoring")))
+        text, pair = text[:LONGEST_PROMPT], [models[source] for source in dict.fromkeys(sources)]
+        scores = [score(shown, text) for shown in pair]
+        change = difference(scores[0]["pieces"], scores[-1]["pieces"])
+        yield str(PARTS.losses([*zip(pair, scores, strict=True)], change, text))
+
+    first, second = chosen[:2] if len(chosen) > 1 else [[*models][:2][-1], chosen[0]]  # oldest and newest
+    with gradio.Tab("Watch it learn", elem_classes="tab"):
+        with gradio.Column(elem_classes="desk"):
+            with gradio.Row(elem_classes="pickers"):
+                picked = [picker(models, first, "First"), picker(models, second, "Second")]
+            text = text_box("Text", examples[0])
+            with gradio.Row(elem_classes="bar"):
+                gradio.HTML(str(PARTS.legend()), elem_classes="examples")
+                start = start_button("Score")
+        shown = gradio.HTML(elem_id="losses")
+    gradio.on([start.click, text.submit], watch, [text, *picked], shown, **QUEUED)
+
+
+def build(groups: list[list[DemoModel]], title: str, examples: list[str]) -> gradio.Blocks:
+    """Return the page for `serve`. The first model of each group is chosen at first."""
+    models = {shown.source: shown for group in groups for shown in group}
+    chosen = list(dict.fromkeys(group[0].source for group in groups))
+    with gradio.Blocks(title=title, analytics_enabled=False) as page:
+        gradio.HTML(str(PARTS.head(title)))
+        with gradio.Tabs():
+            continue_tab(models, chosen, examples)
+            chat_tab(models, chosen)
+            loss_tab(models, chosen, examples)
     return page
 
 
-def slider(label: str, numbers: tuple[float, float, float], value: float, info: str) -> gradio.Slider:
-    """Return a slider. `numbers`: minimum, maximum and step."""
-    low, high, step = numbers
-    name = label.lower().replace(" ", "_").replace("-", "_")
-    return gradio.Slider(low, high, value, step=step, label=label, info=info, buttons=[], elem_id=name)
+def picker(models: dict[str, DemoModel], value: str | list[str], label: str, **options: Any) -> gradio.Dropdown:
+    choices = [(shown.name, source) for source, shown in models.items()]
+    return gradio.Dropdown(choices, value=value, label=label, visible=len(models) > 1, elem_classes="picker", **options)
+
+
+def text_box(label: str, text: str) -> gradio.Textbox:
+    return gradio.Textbox(
+        text, lines=3, max_lines=12, show_label=False, container=False, label=label, placeholder=label,
+        max_length=LONGEST_PROMPT, elem_id=label.lower(), elem_classes="text-box",
+    )  # fmt: skip
+
+
+def start_button(label: str) -> gradio.Button:
+    """Return a button. While the model writes, the page shows a second one in its place, which stops it."""
+    start = gradio.Button(label, variant="primary", elem_classes="start")
+    gradio.Button("Stop", elem_classes="stop").click(stop_writing, **AT_ONCE)
+    return start
+
+
+def sampling(prefix: str = "") -> dict[str, gradio.components.Component]:
+    """Show the sampling settings and return their controls by name."""
+    with gradio.Accordion("Settings", open=False, elem_classes="settings"), gradio.Row(elem_classes="sliders"):
+        controls = {}
+        for name, (label, info, low, high, step, value) in SLIDERS.items():
+            own = {"label": label, "info": info, "elem_id": prefix + label.lower().replace(" ", "_").replace("-", "_")}
+            controls[name] = gradio.Slider(low, high, value, step=step, buttons=[], **own)
+        controls["seed"] = gradio.Number(
+            None, label="Seed", info="the same seed gives the same text", placeholder="random",
+            precision=0, minimum=0, maximum=10**15, elem_id=f"{prefix}seed", elem_classes="seed",
+        )  # fmt: skip
+    return controls
+
+
+def settings_of(controls: dict[str, gradio.components.Component], values: dict) -> Settings:
+    given = {name: values[control] for name, control in controls.items()}
+    return Settings(**given | {"seed": secrets.randbelow(10_000) if given["seed"] is None else given["seed"]})
 
 
 def serve(
-    models: list[DemoModel], title: str, examples: list[str], port: int | None = None, share: bool = False
+    groups: list[list[DemoModel]], title: str, examples: list[str], port: int | None = None, share: bool = False
 ) -> None:
     """Serve the page, print its address, and return when interrupted. Raise an OSError if the port is in use."""
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # no downloads
-    page = build(models, title, examples)
+    page = build(groups, title, examples)
     _, local, shared = page.launch(
         server_port=port, share=share, theme=gradio.themes.Base(**fonts), css_paths=STYLE, footer_links=[],
         run_history=False, quiet=True, prevent_thread_lock=True, max_file_size=0,  # no uploads
@@ -241,4 +261,4 @@ def serve(
 
 if __name__ == "__main__":  # a Space runs this file as app.py
     space = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
-    serve([load(source, source, []) for source in space["models"]], space["title"], EXAMPLES)
+    serve([on_hub(source) for source in space["models"]], space["title"], EXAMPLES)

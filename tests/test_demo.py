@@ -22,6 +22,7 @@ import generate
 from conftest import REPOSITORY, assert_user_error, prose
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from modeling_gpt2scratch.loading import ModelError
 from publishing import demo, demo_page
 from publishing.demo import assemble_space
 from tokenizer.vocabulary import character_tokenizer
@@ -39,9 +40,10 @@ def letters(tmp_path_factory):
     """An untrained character model, deep enough to write slowly, so that a test can stop it."""
     folder = tmp_path_factory.mktemp("models") / "letters"
     torch.manual_seed(0)
-    tokenizer = character_tokenizer([prose(0, 200)])
+    tokenizer = character_tokenizer([prose(0, 200), "<>"])
     shape = {"n_layer": 30, "n_head": 2, "n_embd": 16, "n_positions": 16, "initializer_range": 0.5}
     GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(folder)
+    tokenizer.chat_template = "{{ messages | map(attribute='content') | join }}"
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -86,7 +88,7 @@ class Page:
     def __init__(self, browser, address: str):
         self.browser = browser
         browser.get(address)
-        self.wait_for("return document.querySelectorAll('.card.empty').length > 0")
+        self.wait_for("return document.querySelector('.tab:has(.card.empty) .settings')?.checkVisibility()")
 
     def wait_for(self, script: str) -> None:
         from selenium.webdriver.support.ui import WebDriverWait
@@ -107,7 +109,7 @@ class Page:
             self.fill(f"#{name} input[type=number]", value)
 
     def click(self, selector: str) -> None:
-        self.browser.find_element("css selector", selector).click()
+        next(it for it in self.browser.find_elements("css selector", selector) if it.is_displayed()).click()
 
     def wait_until_done(self) -> None:
         self.wait_for("return !document.querySelector('.card.writing, .card.empty')")
@@ -129,7 +131,7 @@ def test_both_models_write_the_text_of_generate_and_the_page_loads_nothing_else(
     assert re.fullmatch(about, page.texts("header ul")[0])
     page.set(temperature="0", length="40")
     page.fill("#prompt textarea", "The")
-    page.click("#start")
+    page.click(".start")
     page.wait_for("return document.querySelectorAll('.card.writing .new:not(:empty)').length > 0")  # streaming
     page.wait_until_done()
     assert page.texts(".text") == [greedy(model, "The", 40, capsys) for model in (run, letters)]  # exceeds the context
@@ -143,16 +145,16 @@ def test_both_models_write_the_text_of_generate_and_the_page_loads_nothing_else(
 def test_stop_ends_the_generation(address, browser):
     page = Page(browser, address)
     page.set(length="1000")
-    page.click("#start")
+    page.click(".start")
     page.wait_for("return document.querySelectorAll('.card')[1].querySelector('.new')?.textContent.length > 5")
-    page.click("#stop")
+    page.click(".stop")
     page.wait_until_done()
     footer = page.texts("footer")[1]
     assert footer.endswith("stopped")
     assert 5 < int(footer.split()[0]) < 1000
-    page.click("#start")  # it can start again
+    page.click(".start")  # it can start again
     page.wait_for("return document.querySelector('.card.writing') !== null")
-    page.click("#stop")
+    page.click(".stop")
     page.wait_until_done()
 
 
@@ -163,10 +165,10 @@ def test_an_example_fills_the_prompt_and_an_unknown_character_is_reported(addres
     page.wait_for("return document.querySelector('#prompt textarea').value === 'the'")
     page.set(length="4")
     page.fill("#prompt textarea", "<b>${1+1}</b>")
-    page.click("#start")
+    page.click(".start")
     page.wait_until_done()
     assert page.texts(".prompt") == ["<b>${1+1}</b>"]  # shown as typed, not as HTML
-    refusal = "The prompt contains '$', '+', '/', '1', '<', '>', '{', '}', which is not among this model's"
+    refusal = "The prompt contains '$', '+', '/', '1', '{', '}', which is not among this model's"
     assert refusal in page.texts(".text")[1]
 
 
@@ -180,8 +182,76 @@ def written(models: list[demo_page.DemoModel], **others) -> list[str]:
     return [continuation.text for continuation in last]
 
 
+def model_at(folder: Path) -> demo_page.DemoModel:
+    return demo_page.DemoModel(folder.name, str(folder), [])
+
+
+def test_losses_and_chats_are_shown_as_plain_text(address, browser):
+    page, text = Page(browser, address), "The <b>é</b>{{1}}${1}"
+    page.click("[role=tab]:nth-of-type(3)")
+    for entered in (text, "The the"):
+        page.fill("#text textarea", entered)
+        page.click(".start")
+        page.wait_for(f"return document.querySelector('.losses .text')?.textContent === {entered!r}")
+    assert page.texts(".text")[2:] == ["The the"] * 3  # with the difference
+    page.click("[role=tab]:nth-of-type(2)")
+    page.wait_for("return document.body.textContent.includes('has no chat template')")
+    page.click(".picker input")
+    page.click("[role=option][aria-label=letters]")
+    page.wait_for("return document.querySelector('#message textarea')?.checkVisibility()")
+    page.fill("#message textarea", "<b>the")
+    page.click(".start")
+    page.wait_for("return document.querySelector('#talk').innerText.startsWith('<b>the')")
+
+
+def test_losses_are_those_of_the_model_and_a_character_of_several_tokens_is_one_piece(run, letters):
+    text, (model, tokenizer) = "A é🎉 the", model_at(run / "model").load()
+    ids = torch.tensor([tokenizer.encode(text)])
+    scored = demo_page.score(model_at(run / "model"), text)
+    (first, *others), ends = scored["pieces"].values(), scored["pieces"].keys()
+    assert (first, sum(others)) == (None, pytest.approx(model(ids, labels=ids).loss.item() * (ids.numel() - 1), 1e-4))
+    assert {3, 4} <= set(ends) <= set(range(1, len(text) + 1))  # the ends of é and 🎉
+    scores = [demo_page.score(model_at(folder), "The the of to and it with") for folder in (run / "model", letters)]
+    assert (scores[1]["tokens"], len(scores[1]["losses"])) == (25, 15)  # the context is 16
+    change = demo_page.difference(*(scored["pieces"] for scored in scores))
+    assert change.keys() == scores[0]["pieces"].keys() & scores[1]["pieces"].keys()
+
+
+def test_a_model_that_fails_does_not_stop_the_others(letters, tmp_path, monkeypatch):
+    damaged, second = (model_at(shutil.copytree(letters, tmp_path / name)) for name in ("damaged", "second"))
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"")
+
+    def failing(model, ids, given):
+        yield ids[0]
+        if model is second.load()[0]:
+            raise RuntimeError("out of\nmemory")
+
+    monkeypatch.setattr(demo_page, "new_tokens", failing)
+    *_, last = demo_page.side_by_side([damaged, second, model_at(letters)], "The", settings(), threading.Event())
+    assert [into.state for into in last] == ["refused", "refused", "ended"]
+    assert last[0].problem.startswith(f"{damaged.source} cannot be loaded: ")
+    assert last[1].problem == "second stopped with an error: out of memory."
+
+
+def test_a_chat_is_answered_within_the_context(letters):
+    chat = [{"role": role, "content": "The the"} for role in ("user", "assistant", "user")]
+    *_, [answer] = demo_page.side_by_side([model_at(letters)], chat, settings(), threading.Event())
+    assert (answer.state, answer.tokens, answer.left_out, answer.is_endless) == ("complete", 8, 2, True)
+
+
+def test_checkpoints_and_revisions_can_be_chosen(hub, letters, run):
+    HfApi().create_repo("me/a")
+    HfApi().upload_folder(repo_id="me/a", folder_path=letters)
+    HfApi().create_branch("me/a", branch="step1")
+    assert [shown.source for shown in demo.find_models("me/a")[0]] == ["me/a", "me/a@step1"]
+    assert demo.find_models("me/a@step1")[0][0].load()[0].config.n_layer == 30
+    with pytest.raises(ModelError, match=r"^me/a has no revision step2 on the Hub\.$"):
+        demo.find_models("me/a@step2")[0][0].load()
+    assert [shown.name for shown in demo.find_models(str(run))[0]] == ["tiny", "tiny, step 3"]
+
+
 def test_a_seed_reproduces_the_text_and_a_prompt_that_is_not_text_is_refused(letters):
-    shown = demo_page.load(str(letters), "letters", [])
+    shown = model_at(letters)
     alone = written([shown])
     assert len(alone[0]) == 30
     assert written([shown, shown, shown]) == alone * 3
@@ -191,7 +261,7 @@ def test_a_seed_reproduces_the_text_and_a_prompt_that_is_not_text_is_refused(let
     assert [continuation.state for continuation in next(writing)] == ["writing", "writing"]
     writing.close()
     *_, [refused] = demo_page.side_by_side([shown], "a\ud800", settings(), threading.Event())
-    assert (refused.state, refused.text) == ("refused", "The prompt is not UTF-8 text.")
+    assert (refused.state, refused.problem) == ("refused", "The prompt is not UTF-8 text.")
 
 
 def test_nothing_can_be_uploaded(address):
@@ -215,17 +285,17 @@ def test_the_app_of_a_space_runs_from_its_folder_alone(run, letters, browser, tm
         assert page.browser.title == "Two of them"
         page.set(temperature="0", length="20")
         page.fill("#prompt textarea", "The")
-        page.click("#start")
+        page.click(".start")
         page.wait_until_done()
         assert page.texts(".text") == [greedy(model, "The", 20, capsys) for model in models]
 
 
 def test_a_dry_run_writes_the_folder_of_the_space(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    demo.main(["me/small", "me/large", "--space", "me/try-them", "--dry_run"])
+    demo.main(["me/small", "me/large@step1", "--space", "me/try-them", "--dry_run"])
     folder = Path("runs/spaces/try-them")
     assert capsys.readouterr().out == f"Not uploaded (--dry_run): {folder} would be uploaded to me/try-them.\n"
-    assert {path.name for path in folder.iterdir()} == FILES | {".gpt2scratch.json", "modeling_gpt2scratch"}
+    assert FILES ^ {it.name for it in folder.iterdir()} == {".gpt2scratch.json", "modeling_gpt2scratch", "publishing"}
     assert {path.name for path in (folder / "modeling_gpt2scratch").iterdir()} == PACKAGE
     card = SpaceCard.load(folder / "README.md")
     assert (card.data.sdk, card.data.app_file, card.data.models) == ("gradio", "app.py", ["me/small", "me/large"])
