@@ -1,14 +1,16 @@
-"""Fine-tune a run into a chat model with several settings, and measure losses, forgetting and whether answers end.
+"""Fine-tune a run into a chat model, and the chat model on preferences, with several settings; measure learning and forgetting.
 
 python -m benchmarks.finetuning runs/quickstart       # writes benchmarks/results/finetuning-DEVICE.json
 
 The chats are about the functions of Python's standard library, taken from its sources. Each function has exactly one chat, so
-training never covers a held-out function.
+training never covers a held-out function. A small model cannot know the module of a function, and invents one: the pairs prefer
+`DECLINED` as the answer to such questions, and the answer itself for all others.
 """
 
 import ast
 import importlib.metadata
 import json
+import os
 import random
 import re
 import subprocess
@@ -16,6 +18,7 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -29,20 +32,24 @@ from errors import UserError
 CHATS = 540
 ASKED = 100  # questions to answer, about functions that are in none of the training chats
 DEFAULT_SEEDS = (1337, 1, 2)
-WAYS = {
-    "the defaults": [],
+WAYS = {  # other than the defaults
     "without replay": ["--replay_fraction", "0"],
-    "0.0002 without replay": ["--learning_rate", "2e-4", "--replay_fraction", "0"],
     "all weights": ["--lora_rank", "0"],
     "all weights without replay": ["--lora_rank", "0", "--replay_fraction", "0"],
-    "6 epochs": ["--num_train_epochs", "6"],
 }
+PREFERENCES = {
+    "the defaults": [],
+    "all weights": ["--lora_rank", "0"],
+    "plain DPO": ["--sft_weight", "0"],
+}
+DECLINED = "I do not know."
 QUESTIONS = {
     "purpose": ("What does {} do?", "What is {} for?", "Explain {}."),
     "arguments": ("Which arguments does {} take?", "What do I pass to {}?", "Arguments of {}?"),
     "module": ("Which module has {}?", "Where is {} defined?", "Where do I find {}?"),
 }
-KINDS = ("It takes ", "It is in the module ", "")  # how an answer starts: a purpose may start with any words
+MODULE = "It is in the module "
+KINDS = ("It takes ", MODULE, "")  # how an answer starts: a purpose may start with any words
 NO_LIBRARY = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 
 
@@ -85,6 +92,14 @@ def write_chats(path: Path, chats: list[tuple[str, str]]) -> Path:
     return path
 
 
+def write_pairs(path: Path, chats: list[tuple[str, str]]) -> Path:
+    for question, answer in chats:
+        chosen, rejected = (DECLINED, answer) if answer.startswith(MODULE) else (answer, DECLINED)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"prompt": question, "chosen": chosen, "rejected": rejected}) + "\n")
+    return path
+
+
 @torch.no_grad()
 def answers(folder: Path, questions: list[str]) -> list[tuple[str, bool]]:
     """Return the greedy answer to each question, and whether it ended before the context was full."""
@@ -99,34 +114,30 @@ def answers(folder: Path, questions: list[str]) -> list[tuple[str, bool]]:
     return said
 
 
-def measure(
-    run_folder: str, data: Path, asked: list[tuple[str, str]], folder: Path, flags: list[str]
-) -> dict[str, Any]:
-    """Run the recipe with `flags` from the command line, and return losses and rates of its answers."""
-    command = [
-        sys.executable,
-        "-m",
-        "examples.finetune_chat",
-        run_folder,
-        "--data",
-        str(data),
-        "--output_dir",
-        str(folder),
-    ]
-    subprocess.run([*command, *flags], cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=True)
+def tune(recipe: str, model: str, data: Path, folder: Path, flags: list[str]) -> dict[str, list[float]]:
+    """Run a recipe with `flags` from the command line, and return its measurements before and after."""
+    named = ["--data", str(data), "--output_dir", str(folder), *flags]
+    command = [sys.executable, "-m", f"examples.{recipe}", model, *named]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # the number of threads changes the order of sums
+    subprocess.run(command, cwd=REPOSITORY, env=one_thread, stdout=subprocess.DEVNULL, check=True)
     card = (folder / "README.md").read_text(encoding="utf-8")
-    losses = {
-        name: [float(before), float(after)]
-        for name, before, after in re.findall(r"^\| (chats|original) \| ([\d.]+) \| ([\d.]+) \|", card, re.MULTILINE)
-    }
+    rows = re.findall(r"^\| ([a-z, ]+) \| ([\d.]+) \| ([\d.]+) \|", card, re.MULTILINE)
+    return {name: [float(before), float(after)] for name, before, after in rows}
+
+
+def rates(folder: Path, asked: list[tuple[str, str]]) -> dict[str, Any]:
+    """Return shares of greedy answers: those that end, those of the right kind, and those that decline, by kind of question."""
     said = answers(folder, [question for question, _ in asked])
-    of_the_kind = sum(kind_of(text) == kind_of(right) for (text, _), (_, right) in zip(said, asked, strict=True))
+    found = list(zip(said, asked, strict=True))
+    declined = {True: [], False: []}
+    for (text, _), (_, right) in found:
+        declined[right.startswith(MODULE)].append(text == DECLINED)
     return {
-        "flags": " ".join(flags),
-        **{f"{name}_loss": losses[name] for name in losses},
-        "answers_that_end": sum(ended for _, ended in said) / len(said),
-        "answers_of_the_right_kind": of_the_kind / len(said),
-        "answers": {question: text for (question, _), (text, _) in zip(asked[:4], said, strict=False)},
+        "answers_that_end": mean([ended for (_, ended), _ in found]),
+        "answers_of_the_right_kind": mean([kind_of(text) == kind_of(right) for (text, _), (_, right) in found]),
+        "declined_module_questions": mean(declined[True]),
+        "declined_other_questions": mean(declined[False]),
+        "answers": {question: text for (text, _), (question, _) in found[:4]},
     }
 
 
@@ -136,17 +147,27 @@ def main(arguments: list[str]) -> None:
     [run_folder] = arguments
     chats = library_chats()
     asked = chats[CHATS : CHATS + ASKED]
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        data = write_chats(Path(folder) / "chats.jsonl", chats[:CHATS])
-        for way, flags in WAYS.items():
-            for seed in DEFAULT_SEEDS if not flags else DEFAULT_SEEDS[:1]:
-                model = Path(folder) / f"model{len(results)}"
-                results.append({"way": way} | measure(run_folder, data, asked, model, [*flags, "--seed", str(seed)]))
-                print(json.dumps(results[-1]), flush=True)
     libraries = {name: importlib.metadata.version(name) for name in ("peft", "trl")}
-    head = {**about("finetuning", [run_folder]), **libraries, "chats": CHATS, "asked": ASKED}
-    write(f"finetuning-{device_kind()}", {**head, "ways": results})
+    head = {**about("finetuning", [run_folder]), **libraries, "number_of_chats": CHATS, "asked": ASKED}
+    results: dict[str, list[dict[str, Any]]] = {"chats": [], "preferences": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = write_chats(folder / "chats.jsonl", chats[:CHATS])
+        pairs = write_pairs(folder / "pairs.jsonl", chats[CHATS + ASKED : 2 * CHATS + ASKED])
+
+        def add(part: str, recipe: str, model: str, data: Path, way: str, flags: list[str]) -> None:
+            for seed in DEFAULT_SEEDS if not flags else DEFAULT_SEEDS[:1]:
+                output = folder / f"{part}{len(results[part])}"
+                used = [*flags, "--seed", str(seed)]
+                measured = tune(recipe, model, data, output, used)
+                results[part].append({"way": way, "flags": " ".join(used), **measured, **rates(output, asked)})
+                write(f"finetuning-{device_kind()}", {**head, **results})
+
+        add("chats", "finetune_chat", run_folder, data, "the defaults", [])
+        for way, flags in PREFERENCES.items():
+            add("preferences", "finetune_preferences", str(folder / "chats0"), pairs, way, flags)
+        for way, flags in WAYS.items():
+            add("chats", "finetune_chat", run_folder, data, way, flags)
 
 
 if __name__ == "__main__":

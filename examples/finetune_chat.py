@@ -2,11 +2,13 @@
 
 python -m examples.finetune_chat runs/x --data chats.jsonl                  # one {"messages": [{"role", "content"}, ...]} per line
 python -m examples.finetune_chat runs/x --data chats.jsonl --lora_rank 0    # all weights
+python -m examples.finetune_chat runs/x --data smoltalk                     # the first 20,000 chats of a named data set or a Hub id
 """
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 import warnings
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -15,71 +17,42 @@ from transformers.utils import logging as transformers_logging
 from command_line import run
 from errors import UserError
 from examples.tuning import (
+    MEASURED,
     Learned,
-    Tuning,
+    give_template,
     load,
     lora,
-    losses,
     need,
     parse,
-    read_records,
-    save,
+    read_examples,
+    score,
     shared_settings,
     splits,
+    train_and_save,
 )
 from tokenizer.chat import normalized
 
-# Template for a tokenizer without one. No token is added: a turn of the assistant ends with the end-of-text token, which the
-# model already knows from pre-training. TRL computes the loss on the text between the `generation` tags.
-PLAIN_TURNS = """\
-{%- for message in messages %}
-{%- set content = message['content'] | replace(eos_token, '') | trim %}
-{%- if message['role'] == 'assistant' %}
-{{- 'Assistant:\\n' }}{% generation %}{{ content + eos_token }}{% endgeneration %}
-{%- else %}
-{{- (message['role'] | capitalize) + ':\\n' + content + '\\n\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"""
+Messages = list[dict[str, str]]
 
 
-def read_chats(tuning: Tuning) -> Dataset:
-    """Return the chats, each as `messages`; raise a `UserError` for a line that is not a chat with an assistant's turn."""
-    chats = []
-    for number, record in read_records(tuning.data):
-        chat = normalized(record.get("messages", record.get("conversations")))
-        if chat is None or not any(message["role"] == "assistant" for message in chat):
-            raise UserError(
-                f"{tuning.data}, line {number} is not a chat with an assistant; each line must be "
-                '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}.'
-            )
-        chats.append({"messages": chat})
-    return Dataset.from_list(chats)
-
-
-def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Give the tokenizer a chat template if it has none; return the id of the token that ends the assistant's turn.
-
-    Raise a `UserError` if there is no such token.
-    """
-    if tokenizer.chat_template is None and tokenizer.eos_token is None:
-        raise UserError(
-            f"The tokenizer of {len(tokenizer)} tokens has no end-of-text token, so answers would never stop; use a model "
-            "with a BPE tokenizer."
+def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
+    """Return the chat of a record as `messages`; raise a `ValueError` if it has no assistant's turn that answers another one."""
+    chat = normalized(record.get("messages", record.get("conversations")))
+    if chat is None or not any(message["role"] == "assistant" for message in chat[1:]):
+        raise ValueError(
+            "is not a chat with an assistant; each record must be "
+            '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
         )
-    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TURNS
-    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    ids = tokenizer.apply_chat_template(chat)["input_ids"]
-    ends = [i for i in ids[-2:] if i in tokenizer.added_tokens_decoder]  # a line break may follow
-    if not ends:
-        raise UserError("The tokenizer's chat template ends the assistant's turn without a special token; correct it.")
-    return ends[-1]
+    return {"messages": chat}
 
 
-def question(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the prompt for the assistant's first turn."""
-    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    return tokenizer.apply_chat_template(messages[:first], tokenize=False, add_generation_prompt=True)
+def first_answer(messages: Messages, tokenizer: PreTrainedTokenizerBase, turn_end: int) -> tuple[list[int], list[int]]:
+    """Return the ids of the prompt for the assistant's first answer, and of this answer with the token that ends it."""
+    first = next(i for i, message in enumerate(messages) if i and message["role"] == "assistant")
+    prompt = tokenizer.apply_chat_template(messages[:first], add_generation_prompt=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(messages[: first + 1])["input_ids"]
+    start = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt))
+    return ids[:start], ids[start : len(ids) - ids[::-1].index(turn_end)]
 
 
 def main(arguments: list[str]) -> None:
@@ -89,7 +62,7 @@ def main(arguments: list[str]) -> None:
     from trl import SFTConfig, SFTTrainer
     from trl.chat_template_utils import has_generation_markers
 
-    chats = splits(read_chats(tuning), tuning, shuffle=True)
+    chats = splits(Dataset.from_list(read_examples(tuning, chat_of)), tuning, shuffle=True)
     model, tokenizer, original = load(tuning)
     turn_end = give_template(tokenizer)
     model.generation_config.eos_token_id = sorted({turn_end, tokenizer.eos_token_id} - {None})
@@ -103,7 +76,7 @@ def main(arguments: list[str]) -> None:
             **shared_settings(tuning),
         ),
         train_dataset=chats["train"],
-        eval_dataset={"chats": chats["test"], **original.held_out},
+        eval_dataset=chats["test"],
         processing_class=tokenizer,
         peft_config=lora(tuning),
     )
@@ -111,17 +84,21 @@ def main(arguments: list[str]) -> None:
     print(
         f"{whole} of {len(chats['train'])} chats are shorter than the context of {context} tokens; the others are cut."
     )
-    if not (len(trainer.train_dataset) and len(trainer.eval_dataset["chats"])):  # TRL drops examples without an answer
+    if not (len(trainer.train_dataset) and len(trainer.eval_dataset)):  # TRL drops examples without an answer
         raise UserError(
             f"In {tuning.data}, the assistant's turns start after the context of {context} tokens; shorten the chats."
         )
-    learned = Learned(len(trainer.train_dataset), len(trainer.eval_dataset["chats"]), "chats")
+    answers = [first_answer(chat, tokenizer, turn_end) for chat in chats["test"][:MEASURED]["messages"]]
+
+    def measure() -> dict[str, float]:
+        is_exact = [is_greedy for _, is_greedy in score(trainer.model, answers)]
+        return {"loss": trainer.evaluate()["eval_loss"], "exact match": sum(is_exact) / len(is_exact)}
+
+    prompt = tokenizer.decode(answers[0][0], clean_up_tokenization_spaces=False)
+    sizes = len(trainer.train_dataset), len(trainer.eval_dataset)
     tokens = trainer.train_dataset.select_columns(["input_ids", "labels"])
     trainer.train_dataset = original.mixed_into(tokens, tuning.replay_fraction)
-
-    before = losses(trainer)
-    trainer.train()
-    save(trainer, tokenizer, tuning, before, learned, question(chats["test"][0]["messages"], tokenizer))
+    train_and_save(trainer, tokenizer, tuning, original, Learned("fine-tuned", *sizes, "chats", prompt, measure))
 
 
 if __name__ == "__main__":

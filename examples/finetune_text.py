@@ -1,47 +1,47 @@
 """Fine-tune a model on text with Transformers' Trainer, by default with LoRA.
 
-python -m examples.finetune_text runs/x --data recipes.txt                  # or a jsonl file: one {"text": "..."} per line
+python -m examples.finetune_text runs/x --data recipes.txt                  # or records, such as a jsonl file: one {"text": "..."} per line
 python -m examples.finetune_text runs/x --data recipes.txt --lora_rank 0    # all weights
 """
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from command_line import run
-from errors import UserError
 from examples.tuning import (
     Learned,
     Tuning,
     load,
     lora,
-    losses,
     need,
     parse,
-    read_records,
+    read_examples,
     read_text,
-    save,
     shared_settings,
     splits,
+    train_and_save,
 )
+from tokenizer.corpus import kind_of
 
 OPENING_TOKENS = 8  # of held-out text, used as a prompt
 
 
 def read_texts(tuning: Tuning) -> list[str]:
-    """Return the documents: the `text` of each jsonl record, or the whole file. Raise a `UserError` if there is no text."""
-    if Path(tuning.data).suffix != ".jsonl":
+    """Return the documents: the `text` of each record, or the whole file. Raise a `UserError` if there is no text."""
+    if tuning.hub is None and kind_of(tuning.data) == "text":
         return [read_text(tuning.data)]
-    texts = []
-    for number, record in read_records(tuning.data):
-        if not isinstance(record.get("text"), str):
-            raise UserError(f'{tuning.data}, line {number} has no text; each line must be {{"text": "..."}}.')
-        texts.append(record["text"])
-    return texts
+    return read_examples(tuning, text_of)
+
+
+def text_of(record: dict[str, Any]) -> str:
+    if not isinstance(record.get("text"), str):
+        raise ValueError('has no text; each record must be {"text": "..."}')
+    return record["text"]
 
 
 def windows(texts: list[str], tokenizer: PreTrainedTokenizerBase, context: int) -> Dataset:
@@ -57,7 +57,8 @@ def main(arguments: list[str]) -> None:
     need(*["peft"] * bool(tuning.lora_rank))
 
     model, tokenizer, original = load(tuning)
-    texts = splits(windows(read_texts(tuning), tokenizer, model.config.max_position_embeddings), tuning, shuffle=False)
+    context = model.config.max_position_embeddings
+    texts = splits(windows(read_texts(tuning), tokenizer, context), tuning, shuffle=False)
     if tuning.lora_rank:
         from peft import get_peft_model
 
@@ -67,15 +68,15 @@ def main(arguments: list[str]) -> None:
         model,
         TrainingArguments(**shared_settings(tuning)),
         train_dataset=original.mixed_into(texts["train"], tuning.replay_fraction),
-        eval_dataset={"text": texts["test"], **original.held_out},
+        eval_dataset=texts["test"],
     )
-    before = losses(trainer)
-    trainer.train()
-    learned = Learned(
-        len(texts["train"]), len(texts["test"]), f"windows of {model.config.max_position_embeddings} tokens"
-    )
+
+    def measure() -> dict[str, float]:
+        return {"loss": trainer.evaluate()["eval_loss"]}
+
     opening = tokenizer.decode(texts["test"][0]["input_ids"][:OPENING_TOKENS])
-    save(trainer, tokenizer, tuning, before, learned, opening)
+    sizes, unit = (len(texts["train"]), len(texts["test"])), f"windows of {context} tokens"
+    train_and_save(trainer, tokenizer, tuning, original, Learned("fine-tuned", *sizes, unit, opening, measure))
 
 
 if __name__ == "__main__":

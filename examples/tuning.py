@@ -1,15 +1,19 @@
-"""Shared parts of the recipes: flags, LoRA, the original text, and the output folder.
+"""Shared parts of the recipes: flags, new examples, LoRA, the original text, measurements, and the output folder.
 
 OUT/
     config.json, model.safetensors, tokenizer.json ...   a complete model; a LoRA adapter is merged into it
-    README.md      model card: base model, data, method, and losses before and after
+    README.md      model card: base model, data, method, and measurements before and after
     adapter/       with LoRA: the adapter as saved by PEFT
+    finetuning.json    the steps so far and the store of the original text, for the next recipe; never published
 """
 
+import itertools
 import json
 import shlex
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,30 +23,64 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from huggingface_hub import ModelCardData
+from torch.nn import functional as F  # noqa: N812  the usual name
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from command_line import FlagParser
 from errors import UserError, counted
 from limits import setting
-from tokenizer import vocabulary
+from tokenizer import files, vocabulary
+from tokenizer.byte_range import ByteRange
+from tokenizer.corpus import kind_of
+from tokenizer.hub import HubDataset
+from tokenizer.named_data import dataset_of
+from tokenizer.records import records
 from tokenizer.store import TokenStore
 from training.evaluate import store_and_masking
 from training.loading import check_store, find_model, load_with_tokenizer
+from training.scoring import eval_metrics
 
 EXAMPLE = "python -m examples.finetune_chat runs/x --data chats.jsonl"
 HELD_OUT = 0.1  # fraction of the new text
+MEASURED = 200  # held-out prompts whose answers are scored
 ORIGINAL_WINDOWS = 200  # of the original validation text, each of one context
 REPLAY = 0.5  # measured in benchmarks/results/finetuning-cpu.json
+HUB_RECORDS = 20_000  # of a Hub dataset
+RECORD = "finetuning.json"
+
+# Template for a tokenizer without one. No token is added: a turn of the assistant ends with the end-of-text token, which the
+# model already knows from pre-training. TRL computes the loss on the text between the `generation` tags.
+PLAIN_TURNS = """\
+{%- for message in messages %}
+{%- set content = message['content'] | replace(eos_token, '') | trim %}
+{%- if message['role'] == 'assistant' %}
+{{- 'Assistant:\\n' }}{% generation %}{{ content + eos_token }}{% endgeneration %}
+{%- else %}
+{{- (message['role'] | capitalize) + ':\\n' + content + '\\n\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"""
+
+# Explanations of the rows of the results.
+MEANINGS = {
+    "loss": "nats per token on the held-out {unit}",
+    "exact match": "share of {scored} held-out {unit} whose first or chosen answer greedy generation gives exactly, to its end",
+    "preference accuracy": "share of {scored} held-out pairs whose chosen answer has the higher log-likelihood",
+    "original, bits per byte": "on held-out text of the pre-training",
+}
 
 
 @dataclass
 class Tuning:
-    model: str | None = setting(
+    model: str | None = setting(None, "A run, a checkpoint, a model folder or a Hub id.", needed=("a model", EXAMPLE))
+    data: str | None = setting(
         None,
-        "A run, a checkpoint, a model folder or a Hub id.",
-        needed=("a model", EXAMPLE),
+        "File with the new text or chats, a name of `python -m tokenizer.pretokenize --list`, or a Hub dataset.",
+        needed=("a file", EXAMPLE),
     )
-    data: str | None = setting(None, "File with the new text or chats.", needed=("a file", EXAMPLE))
+    max_documents: int | None = setting(
+        None, f"Use only the first so many records; default: {HUB_RECORDS:,} of a Hub dataset.", minimum=1
+    )
     output_dir: str | None = setting(None, "New folder for the model; default: runs/MODEL-DATA.")
     lora_rank: int = setting(16, "Rank of the adapters; 0 trains all weights, without LoRA.", maximum=1024)
     learning_rate: float | None = setting(
@@ -59,7 +97,7 @@ class Tuning:
     @property
     def folder(self) -> Path:
         """Output folder."""
-        return Path(self.output_dir or f"runs/{self.name}-{Path(self.data).stem}")
+        return Path(self.output_dir or f"runs/{self.name}-{Path(self.data.split(':')[0].split('@')[0]).stem}")
 
     @property
     def name(self) -> str:
@@ -67,16 +105,25 @@ class Tuning:
         path = Path(self.model)
         return path.parent.name if path.name == "model" else path.name
 
+    @cached_property
+    def hub(self) -> HubDataset | None:
+        """Dataset on the Hub at its current commit, or None for a file."""
+        dataset = dataset_of(self.data)
+        return dataset and dataset.pinned()
+
     def check(self) -> None:
-        if not Path(self.data).is_file():
-            raise UserError(f"{self.data} is not a file.")
+        if not Path(self.data).is_file() and dataset_of(self.data) is None:
+            raise UserError(f"{self.data} is not a file, a named data set or a Hub dataset.")
         if self.folder.exists():
             raise UserError(f"{self.folder} already exists; choose a new folder with --output_dir.")
+
+    def default_rate(self, width: int) -> float:
+        return default_rate(width, self.lora_rank > 0)
 
     def decide(self, width: int, has_original: bool) -> None:
         """Set options that were left out, for a model of this width, and print them."""
         if self.learning_rate is None:
-            self.learning_rate = default_rate(width, self.lora_rank > 0)
+            self.learning_rate = self.default_rate(width)
         if self.replay_fraction is None:
             self.replay_fraction = REPLAY if has_original else 0.0
         replay = f"{self.replay_fraction:.0%} of the examples are" if self.replay_fraction else "no example is"
@@ -85,16 +132,14 @@ class Tuning:
 
 def default_rate(width: int, lora: bool) -> float:
     """Return the learning rate of `get_lr` in the Tinker cookbook (Thinking Machines) for models like Llama, to two digits.
-
-    LoRA uses ten times this rate: Schulman et al. 2025, "LoRA Without Regret", with `lora_alpha` 32 as here.
-    """
+    LoRA uses ten times this rate: Schulman et al. 2025, "LoRA Without Regret", with `lora_alpha` 32 as here."""
     return float(f"{(5e-4 if lora else 5e-5) * (2000 / width) ** 0.781:.2g}")
 
 
-def parse(documentation: str, arguments: list[str]) -> Tuning:
+def parse(documentation: str, arguments: list[str], kind: type[Tuning] = Tuning) -> Any:
     """Return the settings of the flags; raise a `UserError` with all problems."""
-    parser = FlagParser((Tuning,), documentation.splitlines()[0], positional="model")
-    (tuning,) = parser.parse(arguments, check=Tuning.check)
+    parser = FlagParser((kind,), documentation.splitlines()[0], positional="model")
+    (tuning,) = parser.parse(arguments, check=kind.check)
     return tuning
 
 
@@ -116,17 +161,40 @@ def read_text(path: str) -> str:
         raise UserError(f"{path} is not UTF-8 text.") from error
 
 
-def read_records(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line number and object of each line of a jsonl file; raise a `UserError` for a line that is not a JSON object."""
-    for number, line in enumerate(read_text(path).split("\n"), start=1):  # a string may contain other line breaks
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}, line {number} is not JSON: {error}.") from error
-            if not isinstance(record, dict):
-                raise UserError(f"{path}, line {number} is not a JSON object.")
-            yield number, record
+class UselessError(ValueError):
+    """Error for a record that is left out and counted, also in a file."""
+
+
+def read_examples(tuning: Tuning, example_of: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    """Return `example_of` each record of a file, or of the beginning of a Hub dataset.
+    It raises a `ValueError` for a wrong record. In a file this is a `UserError` with the line; in a Hub dataset, which a user cannot
+    correct, the record is left out and counted."""
+    limit, left_out, examples = tuning.max_documents, Counter(), []
+    if tuning.hub is not None:
+        limit = limit or HUB_RECORDS
+        print(f"Reading the first {limit:,} records of {tuning.hub}.")
+        found = ((record, {"record": i}) for i, record in enumerate(tuning.hub.records(), start=1))
+    elif (kind := kind_of(tuning.data)) == "text":
+        raise UserError(f"{tuning.data} has no records; pass a jsonl, json, csv, parquet or arrow file.")
+    else:
+        found = records(ByteRange(tuning.data, kind))
+    for record, place in itertools.islice(found, limit):
+        try:
+            if record is None:
+                raise ValueError("is not a JSON object")
+            json.dumps(record, ensure_ascii=False, default=str).encode()
+            examples.append(example_of(record))
+        except ValueError as error:
+            reason = "is not UTF-8 text" if isinstance(error, UnicodeError) else str(error)
+            if tuning.hub is None and not isinstance(error, UselessError):
+                unit, number = next(iter(place.items()))
+                if unit == "byte":
+                    unit, number = "line", files.line_number(tuning.data, number)
+                raise UserError(f"{tuning.data}, {unit} {number:,} {reason}.") from error
+            left_out[reason] += 1
+    for reason, number in left_out.items():
+        print(f"Left out {counted(number, 'record')} of {tuning.data}: each {reason}.")
+    return examples
 
 
 def splits(examples: Dataset, tuning: Tuning, shuffle: bool) -> DatasetDict:
@@ -148,10 +216,15 @@ class OriginalText:
     store: TokenStore | None
     context: int
 
-    @property
-    def held_out(self) -> dict[str, Dataset]:
-        """Fixed windows of the validation split, to measure forgetting."""
-        return {} if self.store is None else {"original": self._windows("val", ORIGINAL_WINDOWS)}
+    def bits_per_byte(self, model: PreTrainedModel) -> dict[str, float]:
+        """Measure forgetting on fixed windows of the validation split, if it is available."""
+        if self.store is None:
+            return {}
+        windows = self._windows("val", ORIGINAL_WINDOWS)["input_ids"]
+        tokens = sum(len(ids) - 1 for ids in windows)
+        nats = -sum(likelihood for likelihood, _ in score(model, [(ids[:1], ids[1:]) for ids in windows]))
+        metrics = eval_metrics(nats / tokens, tokens, self.store.metadata.val)
+        return {"original, bits per byte": metrics["eval_bits_per_byte"]}
 
     def mixed_into(self, new: Dataset, fraction: float) -> Dataset:
         """Return `new` with windows of the original training split, which are `fraction` of all examples."""
@@ -170,9 +243,7 @@ class OriginalText:
 
 def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, OriginalText]:
     """Load the model in fp32, its tokenizer and its original text; set the options that `tuning` leaves open.
-
-    Raise a `UserError` if the model cannot be loaded, or the requested original text is missing or of another tokenizer.
-    """
+    Raise a `UserError` if the model cannot be loaded, or the requested original text is missing or of another tokenizer."""
     source = find_model(tuning.model)
     model, tokenizer = load_with_tokenizer(source, torch.float32)
     store = original_store(tuning, source, tokenizer)
@@ -180,10 +251,19 @@ def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Orig
     return model, tokenizer, OriginalText(store, model.config.max_position_embeddings)
 
 
+def record_of(tuning: Tuning) -> dict[str, Any]:
+    """Return what the recipe that made the model recorded, or a new record."""
+    path = Path(tuning.model) / RECORD
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    base = None if Path(tuning.model).exists() else tuning.model
+    return {"steps": [tuning.name], "base_model": base, "datasets": [], "original_data": None}
+
+
 def original_store(tuning: Tuning, source: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore | None:
-    """Return the store of `original_data` or of the run; None if it is missing and was not requested."""
+    """Return the store of `original_data`, of the model's record or of the run; None if it is missing and was not requested."""
     try:
-        store, _ = store_and_masking(tuning.model, tuning.original_data)
+        store, _ = store_and_masking(tuning.model, tuning.original_data or record_of(tuning)["original_data"])
     except UserError as error:
         if tuning.original_data is not None or tuning.replay_fraction:
             raise
@@ -193,15 +273,61 @@ def original_store(tuning: Tuning, source: str, tokenizer: PreTrainedTokenizerBa
     return store
 
 
+def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Give the tokenizer a chat template if it has none; return the id of the token that ends the assistant's turn.
+    Raise a `UserError` if there is no such token."""
+    if tokenizer.chat_template is None and tokenizer.eos_token is None:
+        raise UserError(
+            f"The tokenizer of {len(tokenizer)} tokens has no end-of-text token, so answers would never stop; use a model "
+            "with a BPE tokenizer."
+        )
+    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TURNS
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    ids = tokenizer.apply_chat_template(chat)["input_ids"]
+    ends = [i for i in ids[-2:] if i in tokenizer.added_tokens_decoder]  # a line break may follow
+    if not ends:
+        raise UserError("The tokenizer's chat template ends the assistant's turn without a special token; correct it.")
+    return ends[-1]
+
+
+# ---- measurements ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, answers: Iterable[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+    """Return the log-likelihood of each answer after its prompt in nats, and whether it is the greedy answer, from pairs of ids.
+    As in lm-eval, an answer is greedy if each token is the most likely one after the tokens before it: greedy generation repeats
+    exactly this answer. An answer that does not fit the context is cut, and is not greedy."""
+    model.eval()
+    context, scores = model.config.max_position_embeddings, []
+    for prompt, answer in answers:
+        ids, start = torch.tensor([*prompt, *answer][:context], device=model.device), max(1, len(prompt))
+        targets = ids[start:]
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, start - 1 :].float()
+        is_greedy = len(targets) == len(answer) and bool((logits.argmax(-1) == targets).all())
+        scores.append((-F.cross_entropy(logits, targets, reduction="sum").item(), is_greedy))
+    return scores
+
+
+@dataclass(frozen=True)
+class Learned:
+    """New examples, without the replayed ones, and what is measured on the held-out ones."""
+
+    method: str  # fine-tuned
+    trained: int
+    held_out: int
+    unit: str  # chats, windows of 64 tokens
+    prompt: str
+    measure: Callable[[], dict[str, float]]
+
+
 # ---- training and output ---------------------------------------------------------------------------------------------
 
 
 def lora(tuning: Tuning):
     """Return PEFT's configuration, or None for training all weights.
-
     PEFT knows default layers only for architectures in its own list. `all-linear` means the four matrices of each block, in
-    attention and MLP, but not the head: a tied head stays tied.
-    """
+    attention and MLP, but not the head: a tied head stays tied."""
     from peft import LoraConfig
 
     if tuning.lora_rank == 0:
@@ -210,7 +336,7 @@ def lora(tuning: Tuning):
 
 
 def shared_settings(tuning: Tuning) -> dict[str, Any]:
-    """Return the settings shared by `TrainingArguments` and `SFTConfig`."""
+    """Return the settings shared by `TrainingArguments`, `SFTConfig` and `DPOConfig`."""
     return {
         "output_dir": str(tuning.folder),
         "learning_rate": tuning.learning_rate,
@@ -228,31 +354,13 @@ def shared_settings(tuning: Tuning) -> dict[str, Any]:
     }
 
 
-def losses(trainer: Trainer) -> dict[str, float]:
-    """Return the loss on each held-out text, in nats per token."""
-    metrics = trainer.evaluate()
-    return {name: metrics[f"eval_{name}_loss"] for name in trainer.eval_dataset}
-
-
-@dataclass(frozen=True)
-class Learned:
-    """Number of new examples, without the replayed ones."""
-
-    trained: int
-    held_out: int
-    unit: str  # chats, windows of 64 tokens
-
-
-def save(
-    trainer: Trainer,
-    tokenizer: PreTrainedTokenizerBase,
-    tuning: Tuning,
-    before: dict[str, float],
-    learned: Learned,
-    prompt: str,
+def train_and_save(
+    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, original: OriginalText, learned: Learned
 ) -> None:
-    """Write the output folder; print the losses before and after, and the next commands with `prompt`."""
-    after = losses(trainer)
+    """Train, and write the output folder; print the measurements before and after, and the next commands."""
+    before = learned.measure() | original.bits_per_byte(trainer.model)
+    trainer.train()
+    after = learned.measure() | original.bits_per_byte(trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if tuning.lora_rank:
         model.save_pretrained(tuning.folder / "adapter")
@@ -260,13 +368,24 @@ def save(
     model.config.use_cache = True  # Trainer turns it off, which would make generation slow
     model.save_pretrained(tuning.folder)
     vocabulary.save(tokenizer, tuning.folder, model.config.max_position_embeddings)
+    record = record_of(tuning)
+    source = str(tuning.hub or Path(tuning.data).name)
+    record["steps"] += [f"{learned.method} on {learned.trained:,} {learned.unit} of {source}"]
+    record["datasets"] += [tuning.hub.name] if tuning.hub else []
+    if original.store is not None:
+        record["original_data"] = str(original.store.folder.resolve())
+    (tuning.folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     rows = (f"| {name} | {old:.4f} | {after[name]:.4f} | {after[name] - old:+.4f} |" for name, old in before.items())
-    table = "\n".join(["| held-out loss | before | after | change |", "|---|--:|--:|--:|", *rows])
-    (tuning.folder / "README.md").write_text(card(model, trainer, tokenizer, tuning, table, learned), encoding="utf-8")
+    table = "\n".join(["| held out | before | after | change |", "|---|--:|--:|--:|", *rows])
+    scored = min(MEASURED, learned.held_out)
+    meanings = "\n".join(f"- {name}: {MEANINGS[name].format(unit=learned.unit, scored=scored)}" for name in before)
+    results = f"{table}\n\n{learned.held_out:,} {learned.unit} were held out.\n\n{meanings}"
+    text = card(model, trainer, tokenizer, tuning, results, learned, record)
+    (tuning.folder / "README.md").write_text(text, encoding="utf-8")
     folder = shlex.quote(str(tuning.folder))
     print(
         f"{table}\nThe model is in {tuning.folder}. Next:\n"
-        f"  python generate.py {folder} --prompt {shlex.quote(prompt)}\n"
+        f"  python generate.py {folder} --prompt {shlex.quote(learned.prompt)}\n"
         f"  python push_to_hub.py {folder} --repo_id YOUR_NAME/{shlex.quote(tuning.folder.name)}"
     )
 
@@ -276,23 +395,25 @@ def card(
     trainer: Trainer,
     tokenizer: PreTrainedTokenizerBase,
     tuning: Tuning,
-    table: str,
+    results: str,
     learned: Learned,
+    record: dict[str, Any],
 ) -> str:
     """Return the model card, without local paths. Publishing replaces its section Use."""
-    base = None if Path(tuning.model).exists() else tuning.model
-    tags = ["gpt2scratch", "fine-tuned"]
-    metadata = ModelCardData(library_name="transformers", pipeline_tag="text-generation", base_model=base, tags=tags)
+    metadata = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=record["base_model"],
+        datasets=sorted(set(record["datasets"])) or None,
+        tags=["gpt2scratch", "fine-tuned"],
+    )
     method = f"LoRA of rank {tuning.lora_rank} on attention and MLP, merged" if tuning.lora_rank else "all weights"
     libraries = dict.fromkeys([type(trainer).__module__.split(".")[0], "transformers", "torch"])
     libraries |= {"peft": None} if tuning.lora_rank else {}
     context, replayed = model.config.max_position_embeddings, len(trainer.train_dataset) - learned.trained
     share = (
-        f"{replayed:,} windows of {context} tokens, {tuning.replay_fraction:.0%} of all examples"
-        if replayed
-        else "none"
+        f"{replayed:,} windows of {context} tokens, {tuning.replay_fraction:.0%} of examples" if replayed else "none"
     )
-    original = ", and on held-out text of the pre-training (`original`)" if "| original |" in table else ""
     name = tuning.folder.name if tuning.folder.is_absolute() else tuning.folder.as_posix()
     prompt = '[{"role": "user", "content": "Hello"}]' if tokenizer.chat_template else '"Once"'
     return f"""---
@@ -301,14 +422,12 @@ def card(
 
 # {tuning.folder.name}
 
-{tuning.name}, fine-tuned on {learned.trained:,} {learned.unit} of {Path(tuning.data).name}: {model.num_parameters():,}
+{", ".join(record["steps"])}: {model.num_parameters():,}
 parameters, a context of {context} tokens.
 
 ## Results
 
-{table}
-
-Loss in nats per token on {learned.held_out:,} held-out {learned.unit} of the same file{original}.
+{results}
 
 ## Training
 

@@ -330,7 +330,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     "training.evaluate": {"model": "x"},
     "publishing.demo": {"models": "x"},
     "publishing.gguf_file": {"paths": "x"},
-    "examples.finetune_chat": {"model": "x", "data": __file__},
+    **{f"examples.finetune_{name}": {"model": "x", "data": __file__} for name in ("chat", "preferences")},
     **{f"benchmarks.{name}": {} for name in ("generate", "kills", "ladder", "saving", "train_step")},
 }
 WRONG = ("nan", "inf", "-inf", "-1", str(10**30), "1e300", "9" * 5000)

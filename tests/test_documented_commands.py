@@ -80,6 +80,7 @@ INSTEAD = {
     "tests/test_publishing.py": {
         f"{PUSH} runs/x --repo_id YOUR_NAME/x --dry_run": "ran for runs/my",
         f"{PUSH} runs/x --repo_id YOUR_NAME/x --license mit --language en": "needs the Hub",
+        f"{PUSH} runs/x-chats-pairs --repo_id YOUR_NAME/x-chat --format both --gguf f16": "needs the Hub",
         "hf auth login": "needs the Hub",
     },
     "tests/test_sizing.py": {
@@ -91,6 +92,9 @@ INSTEAD = {
     "tests/test_finetuning.py": {
         "python -m examples.finetune_chat runs/x --data chats.jsonl": "needs TRL",
         "python -m examples.finetune_text runs/x --data recipes.txt": "needs PEFT",
+        "python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl": "needs TRL",
+        "python -m examples.finetune_chat runs/x --data smoltalk": "needs the Hub",
+        "python -m examples.finetune_preferences runs/x-chats --data trl-lib/ultrafeedback_binarized": "needs the Hub",
     },
     "tests/test_several_processes.py": {
         f"{GPUS}/one_node.yaml --num_processes 4 train_accelerate.py --config presets/gpt2.yaml --data data/my": "needs GPUs",

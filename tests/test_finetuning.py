@@ -20,12 +20,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import push_to_hub
 from conftest import MODERN_RUN, assert_user_error, prose, tokenized, trained
 from errors import UserError
-from examples import finetune_chat, finetune_text
+from examples import finetune_chat, finetune_preferences, finetune_text
+from examples.tuning import PLAIN_TURNS
+from hub_server import File, Repository, serving
+from publishing.gguf_file import write_gguf
+from publishing.hub_folder import write_native
 from tokenizer.vocabulary import character_tokenizer
 
 ANSWERS = {"Who is he?": "He is not at it.", "Are they on it?": "They are.", "Was it his?": "It was not his."}
 BIGGER = {"n_embd": 64, "n_positions": 48, "tokens_per_step": 192, "tie_word_embeddings": True, "max_steps": 150}
 QUICK = {"eval_steps": 150, "save_steps": 150, "logging_steps": 60, "sample_tokens": 0, "warmup_steps": 5}
+ORIGINAL = "original, bits per byte"
 SMALL_STEPS = ["--per_device_train_batch_size", "4"]
 
 
@@ -50,8 +55,16 @@ def chats_file(path, each=30):
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
         for question, answer in list(ANSWERS.items()) * each
     ]
+    return jsonl_file(path, *records)
+
+
+def jsonl_file(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def pair(question="Who is he?", chosen="They are.", rejected="He is not at it.") -> dict[str, str]:
+    return {"prompt": question, "chosen": chosen, "rejected": rejected}
 
 
 def tune(recipe, model, data, output, *flags: str) -> None:
@@ -63,8 +76,8 @@ def assert_refused(sentence: str, *arguments) -> None:
 
 
 def table(output: str) -> dict[str, tuple[float, float]]:
-    """Return the losses before and after fine-tuning, by held-out text."""
-    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|", output, re.MULTILINE)
+    """Return the measurements before and after fine-tuning, by name."""
+    rows = re.findall(r"^\| ([a-z, ]+) \| ([\d.]+) \| ([\d.]+) \|", output, re.MULTILINE)
     return {name: (float(before), float(after)) for name, before, after in rows}
 
 
@@ -91,17 +104,19 @@ def tuned(run, launch, tmp_path_factory):
 
 
 def test_chats_are_learned_and_forgetting_and_settings_are_reported(tuned):
-    losses = table(tuned[1])
-    assert list(losses) == ["chats", "original"]
-    assert losses["chats"][1] < losses["chats"][0] - 1.5
-    assert losses["original"][1] < losses["original"][0] + 0.2
-    assert table((tuned[0] / "README.md").read_text()) == losses
+    measured = table(tuned[1])
+    assert list(measured) == ["loss", "exact match", ORIGINAL]
+    assert measured["loss"][1] < measured["loss"][0] - 1.5
+    assert measured[ORIGINAL][1] < measured[ORIGINAL][0] + 0.2
+    assert table((tuned[0] / "README.md").read_text()) == measured
     assert "Peak learning rate 0.0074 (width 64); 50% of the examples are replayed original text." in tuned[1]
     card = (tuned[0] / "README.md").read_text()
     assert "| learning rate, epochs, seed | 0.0074, 3, 1337 |" in card
     assert "fine-tuned on 405 chats of chats.jsonl: 122,368\nparameters" in card
-    assert "| replayed original text | 405 windows of 48 tokens, 50% of all examples |" in card
-    assert "Loss in nats per token on 45 held-out chats of the same file, and on held-out text" in card
+    assert "| replayed original text | 405 windows of 48 tokens, 50% of examples |" in card
+    assert (
+        "\n45 chats were held out.\n\n- loss: nats per token on the held-out chats\n- exact match: share of 45" in card
+    )
     commands = tuned[1].split("Next:\n")[1]
     assert f"  python push_to_hub.py {tuned[0]} --repo_id YOUR_NAME/model\n" in commands
     [_, prompt] = shlex.split(commands.split("\n  python push")[0])[-2:]
@@ -140,9 +155,66 @@ def test_a_tuned_model_answers_and_stops_at_the_end_of_the_turn(tuned, tmp_path,
     assert all(0 < len(answer) < 40 and "<|" not in answer for answer in seen["answers"].values())
 
 
+def test_gguf_file_and_native_twin_have_the_template(tuned, tmp_path):
+    gguf = pytest.importorskip("gguf", reason="gguf is an extra")
+    write_gguf(tuned[0], tmp_path / "model.gguf", "f16", "Tiny")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    write_native(tuned[0], tmp_path / "native")
+    template = AutoTokenizer.from_pretrained(tmp_path / "native").chat_template
+    assert fields["tokenizer.chat_template"].contents() == template == PLAIN_TURNS
+    assert json.loads((tmp_path / "native" / "generation_config.json").read_text())["eos_token_id"] == [0]
+
+
+@pytest.mark.parametrize("rank", [16, 0], ids=["lora", "all"])
+def test_preferences_are_learned_from_a_chat_model(tuned, tmp_path, capsys, rank):
+    pairs = [pair(question, "They are.", ANSWERS[question]) for question in ("Who is he?", "Was it his?")]
+    data = jsonl_file(tmp_path / "pairs.jsonl", *pairs * 40, pair(rejected="They are."))
+    flags = ("--lora_rank", str(rank), "--num_train_epochs", "6", "--learning_rate", "0.003")
+    tune(finetune_preferences, tuned[0], data, tmp_path / "model", *flags)
+    output, card = capsys.readouterr().out, (tmp_path / "model" / "README.md").read_text()
+    assert f"Left out 1 record of {data}: each has equal answers, chosen and rejected." in output
+    measured = table(output)
+    assert list(measured) == [
+        "preference accuracy",
+        "exact match",
+        ORIGINAL,
+    ]  # the chat model's record names the run's text
+    assert measured["preference accuracy"][0] < 0.6
+    assert measured["preference accuracy"][1] == 1
+    assert table(card) == measured
+    assert (
+        "tiny, fine-tuned on 405 chats of chats.jsonl, trained with DPO (beta 0.1, sft_weight 1) on 72 pairs of" in card
+    )
+    for name in ("generation_config.json", "chat_template.jinja"):
+        assert (tuned[0] / name).read_text() == (tmp_path / "model" / name).read_text()
+
+
+def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
+    user, good, bad = ({"role": role, "content": role[0]} for role in ("user", "assistant", "tool"))
+    shared = {"chosen": [{"from": "human", "value": "u"}, good], "rejected": [user, bad]}
+    for record in (pair("u", "a", [bad]), pair([user], "a", [bad]), {"prompt": "u"} | shared, shared):
+        assert finetune_preferences.pair_of(record) == pair([user], [good], [bad])
+    assert finetune_preferences.pair_of({"chosen": "u: a", "rejected": "u: b"}) == pair("u:", " a", " b")
+
+
+def test_a_named_data_set_is_read_up_to_max_documents(run, tmp_path, launch):
+    config = b"---\nconfigs:\n- {config_name: all, data_files: [{split: train, path: all.jsonl}]}\n---\n"
+    chats = b'{"messages": []}\n' + chats_file(tmp_path / "chats.jsonl").read_bytes()
+    files = {"README.md": File(config, False), "all.jsonl": File(chats, False)}
+    with serving() as (hub, address):
+        hub.repositories["datasets/HuggingFaceTB/smoltalk"] = Repository(False, {"1" * 40: files}, {"main": "1" * 40})
+        online = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+        flags = ("--data", "smoltalk", "--max_documents", "41", "--output_dir", tmp_path / "out")
+        done = launch("-m", "examples.finetune_chat", run, *flags, **online)
+    assert "Left out 1 record of smoltalk: each is not a chat with an assistant" in done.stdout, done.stderr
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert f"tiny, fine-tuned on 36 chats of HuggingFaceTB/smoltalk:all@{'1' * 40}: " in card.text
+    assert card.data.datasets == ["HuggingFaceTB/smoltalk"]
+
+
 def test_the_output_folder_has_the_files_of_a_model(run, tuned):
-    names = {path.name for path in tuned[0].iterdir()}
-    assert names - {path.name for path in (run / "model").iterdir()} == {"README.md", "adapter", "chat_template.jinja"}
+    names, old_names = ({path.name for path in folder.iterdir()} for folder in (tuned[0], run / "model"))
+    assert names - old_names == {"README.md", "adapter", "chat_template.jinja", "finetuning.json"}
     configs = [json.loads((folder / "config.json").read_text()) for folder in (run / "model", tuned[0])]
     assert configs[0] == configs[1]
     keys = [set(safe_open(folder / "model.safetensors", "pt").keys()) for folder in (run / "model", tuned[0])]
@@ -174,7 +246,9 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, ca
     data, model = chats_file(tmp_path / "new.jsonl"), tmp_path / "model"
     memorizing = ["--learning_rate", "0.005", "--num_train_epochs", "8", "--replay_fraction", "0", *SMALL_STEPS]
     tune(finetune_chat, run, data, model, "--lora_rank", "0", *memorizing)
-    assert table(capsys.readouterr().out)["chats"][1] < 0.1
+    measured = table(capsys.readouterr().out)
+    assert measured["loss"][1] < 0.1
+    assert measured["exact match"] == (0, 1)
     end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
     assert answers_to_a_user(launch, model, tmp_path) == {"wrong": [], "answers": ANSWERS, "ends": [end] * 3}
     assert not (model / "adapter").exists()
@@ -186,10 +260,10 @@ def test_text_is_learned(run, store, tmp_path, capsys, rank, family):
     data, model = tmp_path / "new.jsonl", tmp_path / "model"
     data.write_text((json.dumps({"text": "They are not at it."}) + "\n") * 400)
     tune(finetune_text, run, data, model, "--lora_rank", str(rank), *SMALL_STEPS)
-    losses = table(capsys.readouterr().out)
-    assert list(losses) == ["text", "original"]
-    assert losses["text"][1] < losses["text"][0] - 1
-    assert losses["original"][1] < losses["original"][0] + 0.5
+    measured = table(capsys.readouterr().out)
+    assert list(measured) == ["loss", ORIGINAL]
+    assert measured["loss"][1] < measured["loss"][0] - 1
+    assert measured[ORIGINAL][1] < measured[ORIGINAL][0] + 0.3
     _, loading = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
@@ -204,7 +278,7 @@ def test_a_model_without_its_run_is_tuned_without_replay(run, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "Forgetting is not measured, because there is no --original_data" in output
     assert "no example is replayed original text" in output
-    assert list(table(output)) == ["text"]
+    assert list(table(output)) == ["loss"]
 
 
 def test_chats_longer_than_the_context_are_cut_or_refused(run, tmp_path, capsys):
@@ -223,19 +297,23 @@ def test_chats_longer_than_the_context_are_cut_or_refused(run, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("recipe", "line", "expected"),
     [
-        ('{"text": "Hi"}', "line 2 is not a chat with an assistant"),
-        ('{"messages": [{"role": "user", "content": "Hi"}]}', "line 2 is not a chat with an assistant"),
-        ('{"messages": ', "line 2 is not JSON"),
-        ("[]", "line 2 is not a JSON object"),
+        (finetune_chat, '{"text": "Hi"}', "is not a chat with an assistant"),
+        (finetune_chat, '{"messages": [{"role": "user", "content": "Hi"}]}', "is not a chat with an assistant"),
+        (finetune_chat, '{"messages": ', "is not a JSON object"),
+        (finetune_chat, r'{"messages": "\ud800"}', "is not UTF-8 text"),
+        (finetune_preferences, '{"prompt": "a", "chosen": "b", "rejected": ""}', "has no rejected; each record needs"),
+        (finetune_preferences, '{"prompt": "a"}', "has no chosen and no rejected"),
+        (finetune_preferences, '{"prompt": "a", "chosen": 3, "rejected": "b"}', "has a part that is neither text nor"),
+        (finetune_preferences, '{"chosen": "a", "rejected": "b"}', "has no prompt, and its answers have no common"),
     ],
 )
-def test_a_line_that_is_not_a_chat_is_named(run, tmp_path, line, expected):
-    data = chats_file(tmp_path / "chats.jsonl")
-    first, *_ = data.read_text().splitlines()
-    data.write_text(f"{first}\n{line}\n")
-    assert_refused(expected, finetune_chat, run, data, tmp_path / "out")
+def test_a_wrong_line_is_named(run, tmp_path, recipe, line, expected):
+    data = chats_file(tmp_path / "lines.jsonl")
+    chat = json.loads(data.read_text().splitlines()[0])
+    data.write_text(f"{json.dumps(chat | pair())}\n{line}\n")
+    assert_refused(f"lines.jsonl, line 2 {expected}", recipe, run, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -244,6 +322,7 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     wrong = ("--lora_rank", "-1", "--replay_fraction", "1")
     assert_refused("lora_rank is -1.*\n.*is 1.0", finetune_chat, run, data, new, *wrong)
     assert_refused("nothing.jsonl is not a file", finetune_chat, run, "nothing.jsonl", new)
+    assert_refused("test_finetuning.py has no records", finetune_chat, run, __file__, new)
     assert_refused("already exists; choose", finetune_chat, run, data, run)
     assert_refused("holds no model", finetune_chat, tmp_path, data, new)
     assert_refused("line 1 has no text", finetune_text, run, data, new)
@@ -252,7 +331,9 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
         finetune_chat.give_template(character_tokenizer(["abc"]))
 
 
-@pytest.mark.parametrize(("missing", "recipe"), [("trl", finetune_chat), ("peft", finetune_text)])
+@pytest.mark.parametrize(
+    ("missing", "recipe"), [("trl", finetune_chat), ("trl", finetune_preferences), ("peft", finetune_text)]
+)
 def test_a_missing_package_is_reported_with_the_install_command(run, tmp_path, monkeypatch, missing, recipe):
     monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
     sentence = rf"needs {missing}: run pip install -e '\.\[finetuning\]'"

@@ -1,0 +1,123 @@
+"""Train a chat model to prefer one of two answers with TRL's DPOTrainer, by default with LoRA.
+
+python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl                  # one {"prompt", "chosen", "rejected"} per line
+python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl --lora_rank 0    # all weights
+"""
+
+import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from transformers.utils import logging as transformers_logging
+
+from command_line import run
+from errors import UserError
+from examples.tuning import (
+    MEASURED,
+    Learned,
+    Tuning,
+    UselessError,
+    give_template,
+    load,
+    lora,
+    need,
+    parse,
+    read_examples,
+    score,
+    shared_settings,
+    splits,
+    train_and_save,
+)
+from limits import setting
+from tokenizer.chat import normalized
+
+RATE = 0.1  # of the rate for chats
+
+
+@dataclass
+class PreferenceTuning(Tuning):
+    replay_fraction: float = setting(0.0, "Always 0: DPO trains on pairs only.", maximum=0)
+    beta: float = setting(0.1, "Weight of staying close to the model before training.", above=0, maximum=100)
+    # Without it, DPO can lower the likelihood of both answers: measured in docs/finetuning.md.
+    sft_weight: float = setting(1.0, "Weight of the chosen answer's own loss; 0 is plain DPO.", maximum=100)
+
+    def default_rate(self, width: int) -> float:
+        return float(f"{RATE * super().default_rate(width):.2g}")
+
+
+def pair_of(record: dict[str, Any]) -> dict[str, Any]:
+    """Return `prompt`, `chosen` and `rejected` of a record as messages; raise a `ValueError` if one is missing.
+    Text with a prompt becomes turns of the user and the assistant. Without a prompt, or if the answers repeat it, the prompt is their
+    common beginning; answers that are text then stay text."""
+    from trl import extract_prompt
+
+    if missing := [name for name in ("chosen", "rejected") if not record.get(name)]:
+        raise ValueError(f"has no {' and no '.join(missing)}; each record needs chosen and rejected")
+    pair = {name: record[name] for name in ("prompt", "chosen", "rejected") if record.get(name)}
+    if "prompt" in pair:
+        turns = {name: [{"role": "user" if name == "prompt" else "assistant", "content": pair[name]}] for name in pair}
+        pair = {name: turns[name] if isinstance(pair[name], str) else pair[name] for name in pair}
+    if not all(isinstance(part, str) for part in pair.values()):
+        pair = {name: normalized(part) for name, part in pair.items()}
+    if None in pair.values():
+        raise ValueError("has a part that is neither text nor a list of messages with role and content")
+    if pair["chosen"] == pair["rejected"]:
+        raise UselessError("has equal answers, chosen and rejected")
+    if "prompt" not in pair or pair["chosen"][0]["role"] != "assistant":
+        pair = extract_prompt(pair) if pair["chosen"][0] == pair["rejected"][0] else {}
+    if not pair.get("prompt"):
+        raise ValueError("has no prompt, and its answers have no common beginning")
+    return pair
+
+
+def main(arguments: list[str]) -> None:
+    tuning = parse(__doc__, arguments, PreferenceTuning)
+    need("trl", *["peft"] * bool(tuning.lora_rank))
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # TRL uses the old name of the option
+    from trl import DPOConfig, DPOTrainer
+
+    pairs = read_examples(tuning, pair_of)
+    if len({type(pair["prompt"]) for pair in pairs}) > 1:
+        raise UserError(f"{tuning.data} has records with messages and records with text only; convert all to messages.")
+    pairs = splits(Dataset.from_list(pairs), tuning, shuffle=True)
+    model, tokenizer, original = load(tuning)
+    model.generation_config.eos_token_id = sorted({give_template(tokenizer), tokenizer.eos_token_id} - {None})
+    context = model.config.max_position_embeddings
+    settings = {"max_length": context, "gradient_checkpointing": False, "beta": tuning.beta, **shared_settings(tuning)}
+    trainer = DPOTrainer(
+        model,
+        None if tuning.lora_rank else copy.deepcopy(model),  # with LoRA, the model without its adapter is the reference
+        DPOConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, tuning.sft_weight], **settings),
+        train_dataset=pairs["train"],
+        eval_dataset=pairs["test"],
+        processing_class=tokenizer,
+        peft_config=lora(tuning),
+    )
+    if not (len(trainer.train_dataset) and len(trainer.eval_dataset)):  # TRL drops pairs whose prompt fills the context
+        raise UserError(f"In {tuning.data}, the prompts fill the context of {context} tokens; shorten them.")
+    held_out = trainer.eval_dataset[:MEASURED]
+
+    def measure() -> dict[str, float]:
+        chosen, rejected = (
+            score(trainer.model, zip(held_out["prompt_ids"], held_out[name], strict=True))
+            for name in ("chosen_ids", "rejected_ids")
+        )
+        wins = sum(good > bad for (good, _), (bad, _) in zip(chosen, rejected, strict=True))
+        exact = sum(is_greedy for _, is_greedy in chosen)
+        return {"preference accuracy": wins / len(chosen), "exact match": exact / len(chosen)}
+
+    prompt = tokenizer.decode(held_out["prompt_ids"][0], clean_up_tokenization_spaces=False)
+    method, sizes = (
+        f"trained with DPO (beta {tuning.beta:g}, sft_weight {tuning.sft_weight:g})",
+        (len(trainer.train_dataset), len(trainer.eval_dataset)),
+    )
+    train_and_save(trainer, tokenizer, tuning, original, Learned(method, *sizes, "pairs", prompt, measure))
+
+
+if __name__ == "__main__":
+    transformers_logging.disable_progress_bar()
+    run(main)
