@@ -321,7 +321,7 @@ class Accepted(Exception):  # noqa: N818
 
 
 COMMANDS: dict[str, dict[str, str]] = {
-    "train_accelerate": {"data": "STORE", "n_positions": "16", "tokens_per_step": "64", "torch_compile": "false"},
+    "train_accelerate": {"data": "STORE", "n_positions": "16", "tokens_per_step": "256", "torch_compile": "false"},
     "generate": {"model": "x"},
     "push_to_hub": {"run": "STORE", "repo_id": "me/x"},
     "tokenizer.pretokenize": {"input": "STORE/../text0.txt", "output": "new"},
