@@ -40,6 +40,7 @@ WAYS = {  # other than the defaults
 PREFERENCES = {
     "the defaults": [],
     "all weights": ["--lora_rank", "0"],
+    "all weights, 10 times the rate": ["--lora_rank", "0", "--learning_rate", "3e-4"],
     "plain DPO": ["--sft_weight", "0"],
 }
 DECLINED = "I do not know."
