@@ -21,6 +21,7 @@ from examples.tuning import (
     Learned,
     Tuning,
     UselessError,
+    default_rate,
     give_template,
     load,
     lora,
@@ -35,8 +36,6 @@ from examples.tuning import (
 from limits import setting
 from tokenizer.chat import normalized
 
-RATE = 0.1  # of the rate for chats
-
 
 @dataclass
 class PreferenceTuning(Tuning):
@@ -46,7 +45,7 @@ class PreferenceTuning(Tuning):
     sft_weight: float = setting(1.0, "Weight of the chosen answer's own loss; 0 is plain DPO.", maximum=100)
 
     def default_rate(self, width: int) -> float:
-        return float(f"{RATE * super().default_rate(width):.2g}")
+        return default_rate(width, lora=False)  # with LoRA, a tenth of the rate for chats
 
 
 def pair_of(record: dict[str, Any]) -> dict[str, Any]:
