@@ -42,7 +42,7 @@ WORDS = "the of and a to in is was he for it with as his on be at by had not are
 # Settings for a model of a few thousand parameters and a run of a few seconds.
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "tokens_per_step": 64, "max_steps": 6}
 TINY |= {"learning_rate": 0.01, "min_learning_rate": 0.0, "warmup_steps": 2, "logging_steps": 1, "eval_steps": 3}
-TINY |= {"save_steps": 3, "sample_tokens": 8, "sample_prompts": "the", "max_eval_samples": 512, "weight_decay": 0.1}
+TINY |= {"save_steps": 3, "sample_tokens": 8, "sample_prompts": "the", "max_eval_samples": 512}
 TINY |= {"torch_compile": "false", "mixed_precision": "no"}
 # GPT-2 and AdamW in place of the quickstart's family and optimizer.
 TINY |= {"rope_theta": 0, "normalization": "layer_norm", "use_bias": "true", "activation_function": "gelu"}
