@@ -135,13 +135,21 @@ def continue_tab(models: dict[str, DemoModel], chosen: list[str], examples: list
 
 
 def chat_tab(models: dict[str, DemoModel], chosen: list[str]) -> None:
+    def refusal_of(source: str) -> str:
+        """Return why a model cannot chat, or an empty text if it can."""
+        try:
+            can_chat = models[source].load()[1].chat_template is not None
+        except loading.ModelError as error:
+            return str(error)
+        return "" if can_chat else f"{models[source].name} has no chat template: it continues text. Use Continue."
+
+    def first_chat_model(source: str) -> str:
+        """Return the picked model, or if it cannot chat, the first one that can."""
+        return next((other for other in (source, *chosen) if not refusal_of(other)), source)
+
     def offer(source: str) -> tuple[str, gradio.Column]:
         """Show the chat, or the reason why the model cannot chat."""
-        try:
-            is_base = models[source].load()[1].chat_template is None
-            problem = f"{models[source].name} has no chat template: it continues text. Use Continue." if is_base else ""
-        except loading.ModelError as error:
-            problem = str(error)
+        problem = refusal_of(source)
         return str(PARTS.note(Continuation(state="refused", problem=problem))), gradio.Column(visible=not problem)
 
     def reply(values: dict, request: gradio.Request) -> Iterator[dict]:
@@ -167,7 +175,8 @@ def chat_tab(models: dict[str, DemoModel], chosen: list[str]) -> None:
                 note = gradio.HTML(elem_classes="examples")
                 start = start_button("Send")
             controls = sampling("chat_")
-    gradio.on([tab.select, picked.change], offer, picked, [refusal, room], **QUEUED)
+    picked.change(offer, picked, [refusal, room], **QUEUED)
+    tab.select(first_chat_model, picked, picked, **QUEUED).then(offer, picked, [refusal, room], **QUEUED)
     several = {history, message, picked, *controls.values()}
     gradio.on([start.click, message.submit], reply, several, [history, talk, message, note], **QUEUED)
     talk.clear(lambda: ([], ""), None, [history, note], **AT_ONCE)
