@@ -2,20 +2,14 @@
 
 python -m benchmarks.finetuning runs/quickstart       # writes benchmarks/results/finetuning-DEVICE.json
 
-The chats are about the functions of Python's standard library, taken from its sources. Each function has exactly one chat, so
-training never covers a held-out function. A small model cannot know the module of a function, and invents one: the pairs prefer
-`DECLINED` as the answer to such questions, and the answer itself for all others.
+The chats and pairs are those of `examples.python_chats`.
 """
 
-import ast
 import importlib.metadata
-import json
 import os
-import random
 import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 from statistics import mean
@@ -28,9 +22,10 @@ import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from benchmarks.results import REPOSITORY, about, device_kind, write
 from command_line import run
 from errors import UserError
+from examples.python_chats import CHATS, DECLINED, MODULE, questions_and_answers
+from examples.python_chats import write as write_data
 
-CHATS = 540
-ASKED = 100  # questions to answer, about functions that are in none of the training chats
+ASKED = 100  # questions to answer, about functions that are in none of the training data
 DEFAULT_SEEDS = (1337, 1, 2)
 WAYS = {  # other than the defaults
     "without replay": ["--replay_fraction", "0"],
@@ -43,62 +38,11 @@ PREFERENCES = {
     "all weights, a tenth of the rate": ["--lora_rank", "0", "--learning_rate", "3.1e-5"],
     "plain DPO": ["--sft_weight", "0"],
 }
-DECLINED = "I do not know."
-QUESTIONS = {
-    "purpose": ("What does {} do?", "What is {} for?", "Explain {}."),
-    "arguments": ("Which arguments does {} take?", "What do I pass to {}?", "Arguments of {}?"),
-    "module": ("Which module has {}?", "Where is {} defined?", "Where do I find {}?"),
-}
-MODULE = "It is in the module "
 KINDS = ("It takes ", MODULE, "")  # how an answer starts: a purpose may start with any words
-NO_LIBRARY = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
-
-
-def library_chats() -> list[tuple[str, str]]:
-    """Return (question, answer) pairs in a fixed random order: short answers, one pair per function."""
-    chats: dict[str, tuple[str, str]] = {}
-    library = Path(sysconfig.get_path("stdlib"))
-    chance = random.Random(0)
-    for path in sorted(library.rglob("*.py")):
-        inside = path.relative_to(library)
-        if NO_LIBRARY.intersection(inside.parts):
-            continue
-        module = ".".join(inside.with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or node.name in chats:
-                continue
-            arguments = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
-            answers = {
-                "purpose": (ast.get_docstring(node) or "").split("\n")[0],
-                "arguments": f"It takes {' and '.join(arguments)}." if arguments else "",
-                "module": f"It is in the module {module}.",
-            }
-            kind = chance.choice([kind for kind, answer in answers.items() if 0 < len(answer) <= 60])
-            question = chance.choice(QUESTIONS[kind]).format(node.name)
-            chats[node.name] = (question, answers[kind])
-    chats = dict(sorted(chats.items()))
-    return chance.sample(list(chats.values()), len(chats))
 
 
 def kind_of(answer: str) -> str:
     return next(kind for kind in KINDS if answer.startswith(kind))
-
-
-def write_chats(path: Path, chats: list[tuple[str, str]]) -> Path:
-    records = (
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-        for question, answer in chats
-    )
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
-def write_pairs(path: Path, chats: list[tuple[str, str]]) -> Path:
-    for question, answer in chats:
-        chosen, rejected = (DECLINED, answer) if answer.startswith(MODULE) else (answer, DECLINED)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"prompt": question, "chosen": chosen, "rejected": rejected}) + "\n")
-    return path
 
 
 @torch.no_grad()
@@ -146,15 +90,14 @@ def main(arguments: list[str]) -> None:
     if len(arguments) != 1:
         raise UserError("Pass exactly one run folder: python -m benchmarks.finetuning runs/quickstart.")
     [run_folder] = arguments
-    chats = library_chats()
-    asked = chats[CHATS : CHATS + ASKED]
+    found = questions_and_answers()
+    asked = found[2 * CHATS :][:ASKED]
     libraries = {name: importlib.metadata.version(name) for name in ("peft", "trl")}
     head = {**about("finetuning", [run_folder]), **libraries, "number_of_chats": CHATS, "asked": ASKED}
     results: dict[str, list[dict[str, Any]]] = {"chats": [], "preferences": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        data = write_chats(folder / "chats.jsonl", chats[:CHATS])
-        pairs = write_pairs(folder / "pairs.jsonl", chats[CHATS + ASKED : 2 * CHATS + ASKED])
+        chats, pairs = write_data(folder, found)
 
         def add(part: str, recipe: str, model: str, data: Path, way: str, flags: list[str]) -> None:
             for seed in DEFAULT_SEEDS if not flags else DEFAULT_SEEDS[:1]:
@@ -164,11 +107,11 @@ def main(arguments: list[str]) -> None:
                 results[part].append({"way": way, "flags": " ".join(used), **measured, **rates(output, asked)})
                 write(f"finetuning-{device_kind()}", {**head, **results})
 
-        add("chats", "finetune_chat", run_folder, data, "the defaults", [])
+        add("chats", "finetune_chat", run_folder, chats, "the defaults", [])
         for way, flags in PREFERENCES.items():
             add("preferences", "finetune_preferences", str(folder / "chats0"), pairs, way, flags)
         for way, flags in WAYS.items():
-            add("chats", "finetune_chat", run_folder, data, way, flags)
+            add("chats", "finetune_chat", run_folder, chats, way, flags)
 
 
 if __name__ == "__main__":

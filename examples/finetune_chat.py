@@ -94,11 +94,10 @@ def main(arguments: list[str]) -> None:
         is_exact = [is_greedy for _, is_greedy in score(trainer.model, answers)]
         return {"loss": trainer.evaluate()["eval_loss"], "exact match": sum(is_exact) / len(is_exact)}
 
-    prompt = tokenizer.decode(answers[0][0], clean_up_tokenization_spaces=False)
     sizes = len(trainer.train_dataset), len(trainer.eval_dataset)
     tokens = trainer.train_dataset.select_columns(["input_ids", "labels"])
     trainer.train_dataset = original.mixed_into(tokens, tuning.replay_fraction)
-    train_and_save(trainer, tokenizer, tuning, original, Learned("fine-tuned", *sizes, "chats", prompt, measure))
+    train_and_save(trainer, tokenizer, tuning, original, Learned("fine-tuned", *sizes, "chats", "--chat", measure))
 
 
 if __name__ == "__main__":

@@ -109,12 +109,11 @@ def main(arguments: list[str]) -> None:
         exact = sum(is_greedy for _, is_greedy in chosen)
         return {"preference accuracy": wins / len(chosen), "exact match": exact / len(chosen)}
 
-    prompt = tokenizer.decode(held_out["prompt_ids"][0], clean_up_tokenization_spaces=False)
     method, sizes = (
         f"trained with DPO (beta {tuning.beta:g}, sft_weight {tuning.sft_weight:g})",
         (len(trainer.train_dataset), len(trainer.eval_dataset)),
     )
-    train_and_save(trainer, tokenizer, tuning, original, Learned(method, *sizes, "pairs", prompt, measure))
+    train_and_save(trainer, tokenizer, tuning, original, Learned(method, *sizes, "pairs", "--chat", measure))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ python -m examples.finetune_text runs/x --data recipes.txt --lora_rank 0    # al
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
+import shlex
 from typing import Any
 
 from datasets import Dataset
@@ -74,9 +75,10 @@ def main(arguments: list[str]) -> None:
     def measure() -> dict[str, float]:
         return {"loss": trainer.evaluate()["eval_loss"]}
 
-    opening = tokenizer.decode(texts["test"][0]["input_ids"][:OPENING_TOKENS])
+    opening = shlex.quote(tokenizer.decode(texts["test"][0]["input_ids"][:OPENING_TOKENS]))
     sizes, unit = (len(texts["train"]), len(texts["test"])), f"windows of {context} tokens"
-    train_and_save(trainer, tokenizer, tuning, original, Learned("fine-tuned", *sizes, unit, opening, measure))
+    learned = Learned("fine-tuned", *sizes, unit, f"--prompt {opening}", measure)
+    train_and_save(trainer, tokenizer, tuning, original, learned)
 
 
 if __name__ == "__main__":

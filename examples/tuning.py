@@ -317,7 +317,7 @@ class Learned:
     trained: int
     held_out: int
     unit: str  # chats, windows of 64 tokens
-    prompt: str
+    use: str  # flags of generate.py
     measure: Callable[[], dict[str, float]]
 
 
@@ -385,7 +385,7 @@ def train_and_save(
     folder = shlex.quote(str(tuning.folder))
     print(
         f"{table}\nThe model is in {tuning.folder}. Next:\n"
-        f"  python generate.py {folder} --prompt {shlex.quote(learned.prompt)}\n"
+        f"  python generate.py {folder} {learned.use}\n"
         f"  python push_to_hub.py {folder} --repo_id YOUR_NAME/{shlex.quote(tuning.folder.name)}"
     )
 

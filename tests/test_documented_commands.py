@@ -24,6 +24,7 @@ PUSH = "python push_to_hub.py"
 # Commands that are run, and the flags that make them short or keep them from needing the Hub.
 RUN = {
     'python generate.py runs/quickstart --prompt "def "': "",
+    "python -m examples.python_chats": "",
     f"{TRAIN} --data my.txt": SMALL,
     "accelerate launch train_accelerate.py --data my.txt": f"{SMALL} --output_dir runs/launched",
     'python generate.py runs/my --prompt "Once upon a time"': "",
@@ -56,6 +57,10 @@ TINY_SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/d
 BIBLE = "echo 'Genesis 1:1-Revelation 22:21' | bible -f | grep -E '^[0-9]?[A-Z][a-z]+[0-9]+:' | sed -E 's/^[^ ]+ //' > bible.txt"
 STORIES = ("tinystories_15m", "tinystories_15m_modern")
 NIGHT = "--max_bytes 12GB --max_train_tokens 2500000000"
+CURL = (
+    "curl http://localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
+    """-d '{"model": "runs/x-chats-hub", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100}'"""
+)
 GPUS = "accelerate launch --quiet --config_file launch"
 
 # Commands that are not run: the reason, by the command or the file of tests that is run in their place.
@@ -76,10 +81,10 @@ INSTEAD = {
         "python -m publishing.demo runs/a runs/b": "runs until Ctrl-C",
         "python -m publishing.demo YOUR_NAME/a YOUR_NAME/b --space YOUR_NAME/demo": "needs the Hub",
     },
-    "tests/test_conversion.py": {f"{CONVERT} openai-community/gpt2 models/gpt2": "needs the Hub"},
     "tests/test_publishing.py": {
         f"{PUSH} runs/x --repo_id YOUR_NAME/x --dry_run": "ran for runs/my",
         f"{PUSH} runs/x --repo_id YOUR_NAME/x --license mit --language en": "needs the Hub",
+        f"{PUSH} runs/x-chats --repo_id YOUR_NAME/x-chat --format native --gguf f16 --dry_run": "needs a chat model",
         f"{PUSH} runs/x-chats-pairs --repo_id YOUR_NAME/x-chat --format both --gguf f16": "needs the Hub",
         "hf auth login": "needs the Hub",
     },
@@ -94,6 +99,8 @@ INSTEAD = {
         "python -m examples.finetune_text runs/x --data recipes.txt": "needs PEFT",
         "python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl": "needs TRL",
         "python -m examples.finetune_chat runs/x --data smoltalk": "needs the Hub",
+        "python -m examples.finetune_chat runs/quickstart --data data/chats.jsonl": "needs TRL",
+        "python -m examples.finetune_preferences runs/quickstart-chats --data data/pairs.jsonl": "needs TRL",
         "python -m examples.finetune_preferences runs/x-chats --data trl-lib/ultrafeedback_binarized": "needs the Hub",
     },
     "tests/test_several_processes.py": {
@@ -111,7 +118,9 @@ INSTEAD = {
         "python -m training.evaluate runs/x --compare_with openai-community/gpt2 --compare_documents 200": "needs the Hub",
         f"{EVALUATE} --memorization": "takes long, and ran with --compare",
     },
-    "tests/test_generate.py": {"python generate.py runs/x-chats --chat": "needs a chat model"},
+    "tests/test_generate.py": {
+        f"python generate.py runs/{name} --chat": "needs a chat model" for name in ("x-chats", "quickstart-chats-pairs")
+    },
     "tests/test_lm_eval.py": {
         "python -m training.evaluate runs/x --tasks hellaswag,arc_easy,lambada_openai": "needs the Hub"
     },
@@ -119,7 +128,7 @@ INSTEAD = {
         "python -m publishing.gguf_file runs/x x-f16.gguf": "needs the extra gguf",
         "python -m publishing.gguf_file runs/x x-q8_0.gguf --type q8_0": "needs the extra gguf",
         'llama-completion -m x-f16.gguf -p "Once upon a time" -n 100 -no-cnv': "needs llama.cpp",
-        "llama-server -m x-f16.gguf": "needs llama.cpp",
+        "llama-server -m runs/x-chats-hub/x-chat-F16.gguf": "needs llama.cpp",
         'ollama create x -f Modelfile && ollama run x "Once upon a time"': "needs ollama",
     },
     f"{BOOKS} --output data/crawl --vocab_size 300 --shard 0/1": {
@@ -160,7 +169,15 @@ INSTEAD = {
     f"python -m training.sweep --vary learning_rate=1e-3 --validation_fraction 0.01 {SMALL}": {
         "python -m training.sweep --max_steps 70 --vary learning_rate=1e-2,2e-2,4e-2": "takes long"
     },
-    "tests/vllm/run.sh": {"vllm serve YOUR_NAME/x --trust-remote-code": "needs vLLM"},
+    "tests/vllm/run.sh": {
+        "vllm serve runs/x-chats-hub --host 127.0.0.1": "needs vLLM",
+        "vllm serve runs/x-chats --trust-remote-code --host 127.0.0.1": "needs vLLM",
+    },
+    "tests/test_conversion.py": {
+        f"{CONVERT} openai-community/gpt2 models/gpt2": "needs the Hub",
+        "transformers serve runs/x-chats-hub": "runs until Ctrl-C",
+        CURL: "needs a server",
+    },
     "mkdir -p drive": {"mkdir -p /content/drive/MyDrive/runs": "the path is Colab's"},
     f"{TRAIN} --config presets/gpt2.yaml --data data/my --backup_dir drive --max_hours 11.5 {SMALL}": {
         f"{TRAIN} --config presets/gpt2.yaml --data data/my {TO_MY_DRIVE}": "the path is Colab's"

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 import sys
 
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import push_to_hub
 from conftest import MODERN_RUN, assert_user_error, prose, tokenized, trained
 from errors import UserError
-from examples import finetune_chat, finetune_preferences, finetune_text
+from examples import finetune_chat, finetune_preferences, finetune_text, python_chats
 from examples.tuning import PLAIN_TURNS
 from hub_server import File, Repository, serving
 from publishing.gguf_file import write_gguf
@@ -117,10 +116,27 @@ def test_chats_are_learned_and_forgetting_and_settings_are_reported(tuned):
     assert (
         "\n45 chats were held out.\n\n- loss: nats per token on the held-out chats\n- exact match: share of 45" in card
     )
-    commands = tuned[1].split("Next:\n")[1]
-    assert f"  python push_to_hub.py {tuned[0]} --repo_id YOUR_NAME/model\n" in commands
-    [_, prompt] = shlex.split(commands.split("\n  python push")[0])[-2:]
-    assert re.fullmatch(r"User:\n(Who is he|Are they on it|Was it his)\?\n\nAssistant:\n", prompt)
+    [chat, push] = tuned[1].split("Next:\n")[1].splitlines()
+    assert chat == f"  python generate.py {tuned[0]} --chat"
+    assert push == f"  python push_to_hub.py {tuned[0]} --repo_id YOUR_NAME/model"
+
+
+def test_the_chats_about_python_name_each_function_once_and_replace_no_file(tmp_path):
+    python_chats.main([str(tmp_path)])
+    chats, pairs = (
+        [*map(json.loads, (tmp_path / name).read_text().splitlines())] for name in ("chats.jsonl", "pairs.jsonl")
+    )
+    assert [len(chats), len(pairs)] == [2_000, 2_000]
+    questions = [chat["messages"][0]["content"] for chat in chats] + [pair["prompt"] for pair in pairs]
+    ends = [template.split("{}") for several in python_chats.QUESTIONS.values() for template in several]
+    names = {
+        it.removeprefix(a).removesuffix(b) for it in questions for a, b in ends if it.startswith(a) and it.endswith(b)
+    }
+    assert len(names) == 4_000
+    for pair in pairs:
+        asks_module = pair["prompt"].startswith(("Which module", "Where"))
+        assert (pair["chosen"] == "I do not know.") == asks_module
+    assert_user_error("already exist", python_chats.main, [str(tmp_path)])
 
 
 def test_the_published_card_describes_the_published_model(tuned, tmp_path, launch, monkeypatch):
