@@ -180,7 +180,7 @@ def test_configs_splits_revisions_tables_and_chats_are_read(found, entry, units)
         ("user/name:nothing", rf"user/name:nothing@{NEWEST} cannot be read from the Hub: .*'nothing' not found.*\."),
         ("user/name:default:nothing", r".*:nothing@2+ cannot be read from the Hub: Bad split: nothing\. .*[^.]\."),
         ("user/name:secret", r"user/name:secret@2+ cannot be read from the Hub: 403 Forbidden.*[^.]\."),
-        ("user/name:broken", r"Reading user/name:broken@2+ stopped: .*\. The same command resumes from here\."),
+        ("user/name:broken", r"Reading user/name:broken@2+ stopped: .*\. Run the same command again\."),
     ],
 )
 def test_unreadable_datasets_end_in_one_sentence(found, entry, sentence):
@@ -203,7 +203,7 @@ def test_lost_connection_ends_in_one_sentence_and_the_command_resumes_at_the_sam
         again = launch(*command, **environment(address, tmp_path / "home"))
     assert (first.returncode, "Traceback" in first.stderr) == (1, False), first.stderr
     [error] = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
-    assert re.fullmatch(rf"error: Reading user/name@{FIRST} stopped: .*\. The same command resumes from here\.", error)
+    assert re.fullmatch(rf"error: Reading user/name@{FIRST} stopped: .*\. Run the same command again\.", error)
     assert again.returncode == 0, again.stderr
     assert "store: 1 of 2 units of work are done." in again.stdout
     store = TokenStore(tmp_path / "store")

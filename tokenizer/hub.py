@@ -126,9 +126,7 @@ class HubDataset:
         try:
             yield from stream
         except Exception as error:
-            raise UserError(
-                f"Reading {self} stopped: {shortened(error)}. The same command resumes from here."
-            ) from error
+            raise UserError(f"Reading {self} stopped: {shortened(error)}. Run the same command again.") from error
 
 
 @cache
