@@ -22,7 +22,7 @@ import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from benchmarks.results import REPOSITORY, about, device_kind, write
 from command_line import run
 from errors import UserError
-from examples.python_chats import CHATS, DECLINED, MODULE, questions_and_answers
+from examples.python_chats import DECLINED, IN_CHATS, IN_PAIRS, MODULE, questions_and_answers
 from examples.python_chats import write as write_data
 
 ASKED = 100  # questions to answer, about functions that are in none of the training data
@@ -91,9 +91,15 @@ def main(arguments: list[str]) -> None:
         raise UserError("Pass exactly one run folder: python -m benchmarks.finetuning runs/quickstart.")
     [run_folder] = arguments
     found = questions_and_answers()
-    asked = found[2 * CHATS :][:ASKED]
+    asked = found[IN_CHATS + IN_PAIRS :][:ASKED]
     libraries = {name: importlib.metadata.version(name) for name in ("peft", "trl")}
-    head = {**about("finetuning", [run_folder]), **libraries, "number_of_chats": CHATS, "asked": ASKED}
+    head = {
+        **about("finetuning", [run_folder]),
+        **libraries,
+        "questions_in_chats": IN_CHATS,
+        "pairs_of_answers": IN_PAIRS,
+        "asked": ASKED,
+    }
     results: dict[str, list[dict[str, Any]]] = {"chats": [], "preferences": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

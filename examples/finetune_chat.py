@@ -73,6 +73,7 @@ def main(arguments: list[str]) -> None:
             max_length=context,
             assistant_only_loss=has_generation_markers(tokenizer.chat_template),
             gradient_checkpointing=False,
+            train_sampling_strategy="group_by_length",  # batches of short chats, and of windows of the original text
             **shared_settings(tuning),
         ),
         train_dataset=chats["train"],

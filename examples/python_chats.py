@@ -3,22 +3,23 @@
 python -m examples.python_chats          # writes data/chats.jsonl and data/pairs.jsonl
 python -m examples.python_chats FOLDER
 
-Each function has exactly one question, so training never covers a held-out function. A small model cannot know the module of a
-function, and invents one: the pairs prefer `DECLINED` as the answer to such questions, and the answer itself to all others.
+Each function has exactly one question, so training never covers a held-out function. Every third conversation has two
+questions. A small model cannot know the module of a function, and invents one: the pairs prefer `DECLINED` as the answer to such
+questions, and the answer itself to all others.
 """
 
 import ast
+import itertools
 import json
 import random
 import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from command_line import run
 from errors import UserError
 
-CHATS = 2_000  # and as many pairs, about other functions; a tenth is held out
+IN_CHATS, IN_PAIRS = 2_667, 2_000  # questions; a tenth of the chats and of the pairs is held out
 DECLINED = "I do not know."
 QUESTIONS = {
     "purpose": ("What does {} do?", "What is {} for?", "Explain {}."),
@@ -54,34 +55,54 @@ def questions_and_answers() -> list[tuple[str, str]]:
     return chance.sample(list(found.values()), len(found))
 
 
-def chat(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+def asked(question: str) -> dict[str, str]:
+    return {"role": "user", "content": question}
 
 
-def pair(question: str, answer: str) -> dict[str, Any]:
-    chosen, rejected = (DECLINED, answer) if answer.startswith(MODULE) else (answer, DECLINED)
-    return {"prompt": question, "chosen": chosen, "rejected": rejected}
+def said(answer: str) -> dict[str, str]:
+    return {"role": "assistant", "content": answer}
 
 
-def write(folder: Path, found: Iterable[tuple[str, str]]) -> tuple[Path, Path]:
+def chats(found: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return conversations of one, one and two questions in turn."""
+    remaining, lengths = iter(found), itertools.cycle((1, 1, 2))
+    several = iter(lambda: list(itertools.islice(remaining, next(lengths))), [])
+    return [
+        {"messages": [turn for question, answer in some for turn in (asked(question), said(answer))]}
+        for some in several
+    ]
+
+
+def pairs(found: list[tuple[str, str]], before: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return two answers to each question of `found`, for every third one in a conversation with a question of `before`."""
+    records = []
+    for i, ((question, answer), (earlier, its_answer)) in enumerate(zip(found, before, strict=False)):
+        prompt = [*[asked(earlier), said(its_answer)] * (i % 3 == 2), asked(question)]
+        chosen, rejected = (DECLINED, answer) if answer.startswith(MODULE) else (answer, DECLINED)
+        records.append({"prompt": prompt, "chosen": [said(chosen)], "rejected": [said(rejected)]})
+    return records
+
+
+def write(folder: Path, found: list[tuple[str, str]]) -> list[Path]:
     """Write `chats.jsonl` and `pairs.jsonl` into the folder, and return their paths. Raise a `UserError` if one exists."""
-    paths = folder / "chats.jsonl", folder / "pairs.jsonl"
-    if existing := [str(path) for path in paths if path.exists()]:
+    contents = {
+        folder / "chats.jsonl": chats(found[:IN_CHATS]),
+        folder / "pairs.jsonl": pairs(found[IN_CHATS:][:IN_PAIRS], found),
+    }
+    if existing := [str(path) for path in contents if path.exists()]:
         raise UserError(f"{' and '.join(existing)} already exist; move them, or pass another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    found = list(found)
-    for path, make, part in zip(paths, (chat, pair), (found[:CHATS], found[CHATS : 2 * CHATS]), strict=True):
-        path.write_text("".join(json.dumps(make(*said)) + "\n" for said in part), encoding="utf-8")
-    return paths
+    for path, records in contents.items():
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        print(f"{path}: {len(records):,} records")
+    return [*contents]
 
 
 def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise UserError("Pass at most one folder: python -m examples.python_chats data.")
-    chats, pairs = write(Path(*arguments or ["data"]), questions_and_answers())
-    print(
-        f"{chats} and {pairs}: {CHATS:,} records each. Next:\n  python -m examples.finetune_chat runs/quickstart --data {chats}"
-    )
+    path, _ = write(Path(*arguments or ["data"]), questions_and_answers())
+    print(f"Next:\n  python -m examples.finetune_chat runs/quickstart --data {path}")
 
 
 if __name__ == "__main__":

@@ -119,7 +119,8 @@ INSTEAD = {
         f"{EVALUATE} --memorization": "takes long, and ran with --compare",
     },
     "tests/test_generate.py": {
-        f"python generate.py runs/{name} --chat": "needs a chat model" for name in ("x-chats", "quickstart-chats-pairs")
+        f"python generate.py runs/{name}": "needs a chat model"
+        for name in ("x-chats --chat", "quickstart-chats-pairs --chat --temperature 0")
     },
     "tests/test_lm_eval.py": {
         "python -m training.evaluate runs/x --tasks hellaswag,arc_easy,lambada_openai": "needs the Hub"

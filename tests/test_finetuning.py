@@ -126,16 +126,17 @@ def test_the_chats_about_python_name_each_function_once_and_replace_no_file(tmp_
     chats, pairs = (
         [*map(json.loads, (tmp_path / name).read_text().splitlines())] for name in ("chats.jsonl", "pairs.jsonl")
     )
-    assert [len(chats), len(pairs)] == [2_000, 2_000]
-    questions = [chat["messages"][0]["content"] for chat in chats] + [pair["prompt"] for pair in pairs]
+    assert [len(chats), len(pairs)] == [2_001, 2_000]
+    turns = [turn for chat in chats for turn in chat["messages"]] + [pair["prompt"][-1] for pair in pairs]
+    questions = [turn["content"] for turn in turns if turn["role"] == "user"]
     ends = [template.split("{}") for several in python_chats.QUESTIONS.values() for template in several]
-    names = {
-        it.removeprefix(a).removesuffix(b) for it in questions for a, b in ends if it.startswith(a) and it.endswith(b)
-    }
-    assert len(names) == 4_000
+    found = (
+        [it.removeprefix(a).removesuffix(b) for a, b in ends if it.startswith(a) and it.endswith(b)] for it in questions
+    )
+    assert len({name for [name] in found}) == len(questions) == 4_667
     for pair in pairs:
-        asks_module = pair["prompt"].startswith(("Which module", "Where"))
-        assert (pair["chosen"] == "I do not know.") == asks_module
+        asks_module = pair["prompt"][-1]["content"].startswith(("Which module", "Where"))
+        assert (pair["chosen"][0]["content"] == "I do not know.") == asks_module
     assert_user_error("already exist", python_chats.main, [str(tmp_path)])
 
 
@@ -183,18 +184,14 @@ def test_gguf_file_and_native_twin_have_the_template(tuned, tmp_path):
 
 @pytest.mark.parametrize("rank", [16, 0], ids=["lora", "all"])
 def test_preferences_are_learned_from_a_chat_model(tuned, tmp_path, capsys, rank):
-    pairs = [pair(question, "They are.", ANSWERS[question]) for question in ("Who is he?", "Was it his?")]
-    data = jsonl_file(tmp_path / "pairs.jsonl", *pairs * 40, pair(rejected="They are."))
+    pairs = [pair("Are they on it?", "He is not at it.", "They are.")] * 80
+    data = jsonl_file(tmp_path / "pairs.jsonl", *pairs, pair(rejected="They are."))
     flags = ("--lora_rank", str(rank), "--num_train_epochs", "6", "--learning_rate", "0.003")
     tune(finetune_preferences, tuned[0], data, tmp_path / "model", *flags)
     output, card = capsys.readouterr().out, (tmp_path / "model" / "README.md").read_text()
     assert f"Left out 1 record of {data}: each has equal answers, chosen and rejected." in output
     measured = table(output)
-    assert list(measured) == [
-        "preference accuracy",
-        "exact match",
-        ORIGINAL,
-    ]  # the chat model's record names the run's text
+    assert list(measured) == ["preference accuracy", "exact match", ORIGINAL]  # the chat model's record names its text
     assert measured["preference accuracy"][0] < 0.6
     assert measured["preference accuracy"][1] == 1
     assert table(card) == measured
