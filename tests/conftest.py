@@ -108,6 +108,12 @@ def reset_accelerate() -> None:
     GradientState._reset_state()
 
 
+@pytest.fixture(autouse=True)
+def initial_accelerate():
+    """Start each test without Accelerate's state of the test before, because `Accelerator()` takes its precision from it."""
+    reset_accelerate()
+
+
 def trained(store, output_dir: Path, *more: str, **settings) -> Path:
     reset_accelerate()
     settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}

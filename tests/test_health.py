@@ -7,7 +7,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from conftest import reset_accelerate
 from training.batches import START
 from training.checkpoint import TrainState
 from training.health import WINDOW, Health, HealthArguments
@@ -16,8 +15,6 @@ from training.loss import DivergenceError
 
 @pytest.fixture
 def health():
-    reset_accelerate()
-
     def make(**arguments) -> Health:
         return Health(Accelerator(cpu=True), HealthArguments(**arguments), TrainState(START, {}))
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conftest import REPOSITORY, TINY, flags, reset_accelerate
+from conftest import REPOSITORY, TINY, flags
 from tokenizer import corpus
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need: pip install nbclient ipykernel")
@@ -100,7 +100,6 @@ def test_a_lesson_runs(lesson, monkeypatch, capfd):
     monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(lesson.parent)
-    reset_accelerate()
     names = {"__name__": "__main__"}
     for cell in nbformat.read(lesson, as_version=4).cells:
         if cell.cell_type == "code":

@@ -145,7 +145,6 @@ def test_plan_prints_the_model_variant(store, tmp_path, capsys, settings, varian
 @pytest.mark.parametrize("preset", sorted((REPOSITORY / "presets").glob("*.yaml")), ids=lambda path: path.stem)
 def test_store_overrides_the_vocab_size_of_a_preset(store, tmp_path, capsys, preset):
     arguments = flags(config=preset, data=store.folder, output_dir=tmp_path / "run", plan_steps=0)
-    reset_accelerate()
     train_accelerate.main([*arguments, "--plan"])
     said = capsys.readouterr().out
     assert ", vocabulary 300, " in said

@@ -70,7 +70,6 @@ def test_a_resumed_run_needs_no_pretrained_model(gpt2, store, tmp_path):
 def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tmp_path):
     (tmp_path / "more.txt").write_text(prose(99), encoding="utf-8")
     given = {"tokens_per_step": 64, "torch_compile": "false", "mixed_precision": "no", "max_steps": 1}
-    reset_accelerate()
     command = flags(init_from=run, data=tmp_path / "more.txt", output_dir=tmp_path / "second", **given)
     train_accelerate.main([*command, "--learning_rate", "1e-30", "--min_learning_rate", "0"])
     assert_equal(weights(tmp_path / "second"), weights(run))

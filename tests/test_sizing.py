@@ -75,7 +75,6 @@ def test_the_verdict_has_the_numbers_of_budget_and_need():
 )
 def test_impossible_budgets_are_refused_in_one_sentence(store, tmp_path, settings, sentence):
     settings = {"data": store.folder, "output_dir": tmp_path / "run", "torch_compile": "false"} | settings
-    reset_accelerate()
     assert_user_error(sentence, train_accelerate.main, [part for part in flags(**settings) if part != "True"])
     assert not (tmp_path / "run").exists()
 
@@ -148,7 +147,6 @@ def test_the_plan_for_the_a100_of_the_training_report(store):
 
 def test_the_plan_prints_a_choice_that_runs(store, tmp_path, capsys):
     arguments = "--budget 6e9flops --plan_steps 0 --torch_compile false --plan".split()
-    reset_accelerate()
     train_accelerate.main([*flags(data=store.folder, output_dir=tmp_path / "run"), *arguments])
     said = capsys.readouterr().out
     assert "Choice:  modern family, 1 layer of width 64" in said

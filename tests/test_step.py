@@ -157,7 +157,6 @@ def test_masked_documents_compile_once_into_one_graph():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("where", ["ram", "device"])
 def test_a_step_never_waits_for_the_device(where):
-    reset_accelerate()
     accelerator = Accelerator(mixed_precision="bf16")
     placed = tokens(accelerator.device, where)
     batches = TrainBatches(placed, WindowOrder(len(TOKENS), 16, 1), BatchPlan(16, 4, 1, 1), 0)
