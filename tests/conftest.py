@@ -5,10 +5,12 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -234,6 +236,26 @@ def launch():
         )
 
     return run
+
+
+@pytest.fixture
+def spawn():
+    """Function that starts a command like a user, in a session of its own, whose processes end with the test."""
+    started = []
+
+    def begin(*command: str, **environment: str | None) -> subprocess.Popen:
+        environment = clean_environment() | {"OMP_NUM_THREADS": "1"} | environment
+        environment = {name: value for name, value in environment.items() if value is not None}
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        command = [sys.executable, *map(str, command)]
+        started.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, **options))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def pytest_sessionfinish(session):

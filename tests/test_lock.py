@@ -2,11 +2,10 @@
 
 import re
 import subprocess
-import sys
 
 import pytest
 
-from conftest import REPOSITORY, error_of
+from conftest import error_of
 from training.guard.lock import RunLock
 
 WITHOUT_FLOCK = """
@@ -34,21 +33,14 @@ os.execv(sys.executable, [sys.executable, "-c", {HOLD!r}, *sys.argv[1:]])
 
 
 @pytest.fixture
-def start():
+def start(spawn):
     """Start a script with arguments; return it and the first line that it prints."""
-    started = []
 
     def run(script: str, *arguments) -> tuple[subprocess.Popen, str]:
-        command = [sys.executable, "-c", script, *map(str, arguments)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, cwd=REPOSITORY, **pipes)
-        started.append(process)
+        process = spawn("-c", script, *arguments)
         return process, process.stdout.readline().strip()
 
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
+    return run
 
 
 def refusal(folder) -> str:

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from conftest import (
     assert_equal,
     assert_same_run,
     assert_user_error,
-    clean_environment,
     error_of,
     flags,
     lines,
@@ -62,25 +60,12 @@ def run(finished_copy):
 
 
 @pytest.fixture
-def start(store):
-    started = []
-
+def start(spawn, store):
     def begin(output_dir: Path, *more: str, launch=(), threads: str | None = "1", **settings) -> subprocess.Popen:
         settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
-        command = [sys.executable, *launch, "train_accelerate.py", *flags(**settings), *more]
-        environment = clean_environment() | ({"OMP_NUM_THREADS": threads} if threads else {})
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True, **pipes)
-        started.append(process)
-        return process
+        return spawn(*launch, "train_accelerate.py", *flags(**settings), *more, OMP_NUM_THREADS=threads)
 
-    yield begin
-    for process in started:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdout, process.stderr):
-            pipe.close()
+    return begin
 
 
 def steps_logged(run) -> int:
