@@ -144,38 +144,19 @@ def test_lossy_tokenizer_is_refused(tmp_path, text):
     assert f"{tmp_path / 'lossy'} cannot encode this text: " in refused(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], "--input is required. See --help.\n--output is required. See --help."),
-        (
-            ["--input", "no.txt"],
-            "--output is required. See --help.\nno.txt matches no local file or folder and is neither a Hub dataset nor a name in "
-            "`python -m tokenizer.pretokenize --list`; check the path.",
-        ),
-        (
-            ["--inptu", "a.txt", "--sample_bytes", "0"],
-            "Unknown flag --inptu. Did you mean --input?\nsample_bytes is 0; it must be at least 1.\n--output is required. See --help.",
-        ),
-        (["my.txt", "--input", __file__, "--output", "store"], "Unknown flag my.txt. See --help for the list."),
-    ],
-)
-def test_missing_and_unknown_flags_are_named(arguments, sentence):
-    assert error_of(main, arguments) == sentence
+def test_missing_and_unknown_flags_are_named():
+    required = ["--input is required. See --help.", "--output is required. See --help."]
+    assert error_of(main, []).splitlines() == required
+    wrong = ["Unknown flag --inptu. Did you mean --input?", "sample_bytes is 0; it must be at least 1."]
+    assert error_of(main, ["--inptu", "a.txt", "--sample_bytes", "0"]).splitlines() == [*wrong, required[1]]
+    assert error_of(main, ["--input", "no.txt"]).startswith(f"{required[1]}\nno.txt matches no local file or folder")
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "sentence"),
-    [
-        ("--cleaning", "strikt", "Unknown cleaning stage strikt. Did you mean strict?"),
-        ("--shard", "3/3", "shard is 3/3; it must be i/n with i from 0 to n - 1"),
-        ("--shard", "1", "shard is 1; it must be i/n"),
-        ("--shard", "0/0", "shard is 0/0; it must be i/n"),
-        ("--tokenizer", "/nowhere/at/all", "No tokenizer can be loaded from /nowhere/at/all"),
-    ],
-)
-def test_invalid_values_are_reported_in_one_sentence(tmp_path, text, flag, value, sentence):
-    assert sentence in refused("--input", text, "--output", tmp_path / "store", flag, value)
+def test_invalid_values_are_reported_in_one_sentence(tmp_path, text):
+    command = ("--input", text, "--output", tmp_path / "store")
+    for shard in ("3/3", "1", "0/0"):
+        assert f"shard is {shard}; it must be i/n with i from 0 to n - 1" in refused(*command, "--shard", shard)
+    assert "No tokenizer can be loaded from /nowhere" in refused(*command, "--tokenizer", "/nowhere/at/all")
     assert not (tmp_path / "store").exists()
 
 
