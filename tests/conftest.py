@@ -66,9 +66,7 @@ def prose(seed: int, words: int = 4000) -> str:
     return "\n".join(sentence.capitalize() + "." for sentence in sentences) + "\n"
 
 
-def tokenized(
-    text: Path, output: Path, corpus: dict | None = None, clean="normalize", seed=1, **vocabulary
-) -> TokenStore:
+def tokenized(text: Path, output: Path, corpus=None, clean="normalize", seed=1, **vocabulary) -> TokenStore:
     corpus, cleaning = CorpusArguments(**corpus or {}), CleaningArguments([clean])
     recipe = Recipe([str(text)], corpus, VocabularyArguments(**vocabulary), cleaning, seed=seed)
     return pretokenize(recipe, output, say=lambda text: None)
@@ -247,6 +245,8 @@ def spawn():
         environment = clean_environment() | {"OMP_NUM_THREADS": "1"} | environment
         environment = {name: value for name, value in environment.items() if value is not None}
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        # If the tests run in the background, they may ignore Ctrl-C, and their processes would inherit that.
+        options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
         command = [sys.executable, *map(str, command)]
         started.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, **options))
         return started[-1]
@@ -267,6 +267,12 @@ def pytest_sessionfinish(session):
     for reason in sorted(reason for reason in reasons if not re.search(expected, reason)):
         reporter.write_line(f"\nUnexpected skip: {reason}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def online(address: str, home: Path) -> dict[str, str]:
+    """Return the environment in which a process uses the local Hub as its logged-in user."""
+    settings = {"ENDPOINT": address, "HOME": home, "TOKEN": TOKEN, "HUB_OFFLINE": 0, "HUB_DISABLE_XET": 1}
+    return {f"HF_{name}": str(value) for name, value in settings.items()}
 
 
 @pytest.fixture

@@ -113,7 +113,8 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path))
         body = self.body()
-        if body is None or (self.command == "POST" and not self.is_known()):
+        is_public = self.command != "POST" or path == "/api/validate-yaml"
+        if body is None or not (is_public or self.is_known()):
             return
         for pattern, answer in ROUTES[self.command]:
             if found := re.fullmatch(pattern, path):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
-from conftest import MODERN, Bomb
+from conftest import MODERN, Bomb, online
 from hub_server import File, Repository, serving
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2, main, to_gpt2, to_native
@@ -297,8 +297,7 @@ def test_a_seed_checkpoint_on_the_hub_converts_by_its_id_and_with_any_model_type
         hub.repositories["models/someone/seed"] = Repository(private=False)
         files = {path.name: File(path.read_bytes(), is_lfs=False) for path in folder.iterdir()}
         hub["someone/seed"].commit("main", files)
-        online = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        done = launch(*COMMAND, "someone/seed", tmp_path / "ours", HF_HOME=str(tmp_path / "hf"), **online)
+        done = launch(*COMMAND, "someone/seed", tmp_path / "ours", **online(address, tmp_path / "hf"))
     assert done.returncode == 0, done.stderr
     ids = tokens(1, 32, vocab_size=seed.head.out_features)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
@@ -348,6 +347,10 @@ def with_state(change):
     return build
 
 
+def without(state, missing):
+    return {name: tensor for name, tensor in state.items() if name != missing}
+
+
 def with_config(**changes):
     return lambda folder: write_seed(folder, **changes)[0]
 
@@ -384,10 +387,7 @@ WRONG_SOURCES = {
     "missing bin": (with_file(BIN, lambda content: None), "pytorch_model.bin is missing"),
     "truncated bin": (with_file(BIN, lambda old: old[:-2000]), f"{BIN} is damaged or not a plain state dict"),
     "a whole trainer state": (with_state(lambda state: {"model": state, "step": 3}), "pytorch_model.bin"),
-    "a missing tensor": (
-        with_state(lambda state: {name: state[name] for name in state if name != "ln_f.bias"}),
-        "transformer.ln_f.bias is missing",
-    ),
+    "a missing tensor": (with_state(lambda state: without(state, "ln_f.bias")), "transformer.ln_f.bias is missing"),
     "an unknown tensor": (with_state(lambda state: state | {"blocks.1.weight": torch.zeros(1)}), "is unknown"),
     "wrong shapes": (with_config(max_seq_len=64), "transformer.wpe.weight is (32, 16) instead of (64, 16)"),
     "fewer layers in config.json": (with_config(num_layers=1), "transformer.h.1.attn.c_attn.bias is unknown"),

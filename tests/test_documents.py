@@ -183,7 +183,7 @@ def test_utf16_text_is_refused_as_utf16(tmp_path, name, encoding):
     assert refusal(path) == f"{path} is UTF-16 text; save it as UTF-8."
 
 
-def test_binary_files_are_skipped_and_invalid_bytes_replaced(tmp_path):
+def test_binary_files_are_skipped_and_counted_once_and_invalid_bytes_replaced(tmp_path, monkeypatch):
     write(tmp_path / "a.txt", "one\0two" + GOOD)
     write(tmp_path / "b.txt", b"one" + b"\0two" * 100)
     texts, counts = read(tmp_path)
@@ -194,6 +194,8 @@ def test_binary_files_are_skipped_and_invalid_bytes_replaced(tmp_path):
     bad = "\ufffd"
     assert texts == [f"na{bad}ve {bad * 3} {bad * 2} {bad * 4} " + "plain words " * 100 + bad * 2]
     assert (counts.bad_bytes, counts.first["bad_bytes"]) == (12, [str(tmp_path / "a.txt"), {}])
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 10)  # many units of one binary file
+    assert pieces(tmp_path / "b.txt")[1].binary_files == 1
 
 
 def test_megabytes_of_white_space_are_one_blank_document_unless_text_follows(tmp_path):
@@ -328,15 +330,6 @@ def test_units_contain_all_records_of_a_file(tmp_path, monkeypatch, unit_bytes):
     found, counts = pieces(path)
     assert [piece.text for piece in found] == texts
     assert (counts.documents, counts.empty_records) == (len(texts), 0)
-
-
-def test_words_across_units_are_kept_and_binary_files_counted_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 10)
-    found, counts = pieces(write(tmp_path / "a.txt", "one two threefourfive six seven"))
-    assert [piece.text for piece in found if piece.text] == ["one two threefourfive", " six seven"]
-    assert counts.cut_words == 0
-    found, counts = pieces(write(tmp_path / "a.dat", b"\0\1" * 1000 + b"some text here" * 1000))
-    assert (found, counts.binary_files) == ([], 1)
 
 
 def test_shortened_files_are_refused_and_grown_files_read_to_the_end(tmp_path):

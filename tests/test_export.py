@@ -1,15 +1,13 @@
 """Export as a Hub dataset, which `datasets` reads, and indexes for Megatron, byte for byte those of its IndexedDataset."""
 
 import struct
-import subprocess
-import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from huggingface_hub import DatasetCard
 from pyarrow import parquet
+from test_merge import ids_of_documents
 
 from conftest import assert_user_error, prose, tokenized
 from tokenizer import export, megatron, vocabulary
@@ -31,15 +29,11 @@ def rows(folder: Path, split: str) -> list[tuple[int, list[int]]]:
     return [(row["document"], row["input_ids"]) for file in files for row in parquet.read_table(file).to_pylist()]
 
 
-def documents(store: TokenStore, split: str) -> list[list[int]]:
-    return [store.memory_map(split)[start:end].tolist() for start, end in pairwise(store.offsets(split))]
-
-
 def test_each_row_is_a_document(made):
     folder = export.to_parquet(made)
     assert folder == made.folder.with_name("books-parquet")
     for ours, theirs in (("train", "train"), ("val", "validation")):
-        assert rows(folder, theirs) == list(enumerate(documents(made, ours)))
+        assert rows(folder, theirs) == list(enumerate(ids_of_documents(made, ours)))
     assert parquet.read_schema(next(folder.glob("data/train-*"))).field("input_ids").type.value_type == "uint16"
 
 
@@ -53,17 +47,17 @@ def test_long_documents_span_rows_and_large_splits_span_files(made, monkeypatch)
     for document, ids in rows(folder, "train"):
         assert 0 < len(ids) <= 100
         joined.setdefault(document, []).extend(ids)
-    assert list(joined.items()) == list(enumerate(documents(made, "train")))
+    assert list(joined.items()) == list(enumerate(ids_of_documents(made, "train")))
 
 
-def test_datasets_loads_both_splits_and_the_card_names_no_local_folder(made, tmp_path):
+def test_datasets_loads_both_splits_and_the_card_names_no_local_folder(launch, made, tmp_path):
     folder = export.to_parquet(made)
     program = (
         "import os, sys, datasets; loaded = datasets.load_dataset(sys.argv[1], streaming=True); "
         "print({split: sum(len(row['input_ids']) for row in rows) for split, rows in loaded.items()}, flush=True); "
         "os._exit(0)"  # pyarrow's threads, which read ahead, abort an interpreter that exits normally
     )
-    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False)
+    done = launch("-c", program, folder)
     assert done.returncode == 0, done.stderr
     tokens = {"train": made.metadata.train.tokens, "validation": made.metadata.val.tokens}
     assert done.stdout.strip() == str(tokens)

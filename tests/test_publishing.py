@@ -7,9 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import huggingface_hub
@@ -21,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import push_to_hub
-from conftest import MODERN_RUN, REPOSITORY, assert_one_sentence, assert_user_error, error_of, metrics, trained
+from conftest import MODERN_RUN, assert_one_sentence, assert_user_error, error_of, metrics, online, trained, wait_until
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchConfig
 from publishing.card import FolderArguments, model_card
@@ -425,18 +422,12 @@ def test_generated_text_cannot_end_its_code_block_in_the_report(tmp_path):
 # ---- the Hub
 
 
-def logged_in(address: str, home: Path) -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": address, "HF_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    return environment | {"HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
-
-
-def test_publishing_works_end_to_end_in_separate_processes(run, tmp_path):
+def test_publishing_works_end_to_end_in_separate_processes(launch, run, tmp_path):
     """The upload contains no secret, no local path and no unrequested file, and the examples of the card work."""
     with serving() as (hub, address):
-        with_token = logged_in(address, tmp_path / "home")
-        command = [sys.executable, "push_to_hub.py", str(run), "--repo_id", "me/tiny", "--private", "--format", "both"]
-        done = subprocess.run(command, env=with_token, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+        environment = online(address, tmp_path / "home")
+        command = ("push_to_hub.py", run, "--repo_id", "me/tiny", "--private", "--format", "both")
+        done = launch(*command, **environment)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("Verified in a fresh process") == 2
         assert "(from the Hub)" in done.stdout
@@ -455,8 +446,7 @@ def test_publishing_works_end_to_end_in_separate_processes(run, tmp_path):
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         code = "import sys; sys.modules['modeling_gpt2scratch'] = None\n" + "\n".join(blocks)
-        command = [sys.executable, "-P", "-c", code]
-        done = subprocess.run(command, env=with_token, cwd=elsewhere, capture_output=True, text=True, check=False)
+        done = launch("-P", "-c", code, folder=elsewhere, **environment)
         assert done.returncode == 0, done.stderr
         assert 0 < float(done.stdout.splitlines()[-1]) < 8
 
@@ -526,21 +516,14 @@ def test_an_upload_that_lost_its_connection_changes_nothing_and_resumes(folder, 
     assert hub["me/tiny"].files().keys() == ALWAYS | {".gitattributes"}
 
 
-def test_an_interrupted_upload_reports_how_to_resume(run, tmp_path):
+def test_an_interrupted_upload_reports_how_to_resume(spawn, run, tmp_path):
     with serving() as (hub, address):
         hub.hold.clear()
-        environment = logged_in(address, tmp_path)
-        command = [sys.executable, "push_to_hub.py", str(run), "--repo_id", "me/tiny"]
-        # If the tests run in the background, they may ignore Ctrl-C, and their processes would inherit that.
-        more = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-        more |= {"env": environment, "cwd": REPOSITORY, "stderr": subprocess.PIPE, "text": True}
-        with subprocess.Popen(command, **more) as process:
-            while not hub.uploads():
-                assert process.poll() is None
-                time.sleep(0.05)
-            process.send_signal(signal.SIGINT)
-            hub.hold.set()
-            _, output = process.communicate(timeout=600)
+        process = spawn("push_to_hub.py", run, "--repo_id", "me/tiny", **online(address, tmp_path))
+        wait_until(lambda: hub.uploads() or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        hub.hold.set()
+        _, output = process.communicate(timeout=600)
         assert process.returncode == 130
         last = (
             "Interrupted, could not upload to me/tiny; run this command again; files that arrived are not sent twice."

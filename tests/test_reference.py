@@ -35,9 +35,7 @@ def test_a_run_of_the_same_settings_and_text_is_compared_and_others_are_not(fini
 def test_losses_between_validations_are_interpolated_and_silent_beyond_the_curve():
     curve = Reference("x", [10, 20], [3.0, 2.0], 1_000_000)
     assert curve.compared({"step": 15, "eval_loss": 2.75}) == "0.25 above the reference x at 15M tokens"
-    assert (
-        curve.compared({"step": 20, "eval_loss": 9.0, "eval_sampled_loss": 1.9})
-        == "0.10 below the reference x at 20M tokens"
-    )
+    sampled = {"step": 20, "eval_loss": 9.0, "eval_sampled_loss": 1.9}
+    assert curve.compared(sampled) == "0.10 below the reference x at 20M tokens"
     assert curve.compared({"step": 20, "eval_loss": 2.004}) == "within 0.01 of the reference x at 20M tokens"
     assert curve.compared({"step": 21, "eval_loss": 2.0}) == ""

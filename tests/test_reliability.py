@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 import generate
 from conftest import (
     ACCELERATE,
-    REPOSITORY,
     TINY,
     TWO_PROCESSES,
     Bomb,
@@ -43,6 +42,7 @@ from publishing.source import find_source
 from publishing.upload import Repository
 from removal import mark
 from training.checkpoint import _seal, complete_checkpoints, damage
+from training.guard.lock import RunLock
 from training.run_folder import RunFolder
 from training.saver import refuse_full_disk
 
@@ -206,18 +206,6 @@ def test_resume_command_names_the_launch_file(launch):
         command = (*ACCELERATE, *how, "--no_python", sys.executable, "-c", code)
         result = launch(*command, ACCELERATE_USE_CPU="true")
         assert result.stdout == f"accelerate launch --quiet {options} train_accelerate.py\n", result.stderr
-
-
-def test_ctrl_c_during_tokenization_prints_one_word(start, tmp_path):
-    for i in range(40):
-        (tmp_path / f"{i}.txt").write_text(prose(i, 50_000))
-    text = str(tmp_path / "*.txt")
-    process = start(tmp_path / "run", data=text, data_placement="mmap", cleaning="strict", dedup="near", num_proc=None)
-    assert process.stdout.readline().startswith("Reading ")
-    os.killpg(process.pid, signal.SIGINT)  # a terminal sends Ctrl-C to all processes of the group
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "interrupted\n")
-    assert not list((REPOSITORY / "data").glob(f"{tmp_path.name}-*/metadata.json"))
 
 
 def test_sigterm_and_ctrl_c_save_print_the_resume_command_and_the_run_resumes_exactly(train, start, tmp_path):
@@ -559,13 +547,9 @@ def test_a_run_killed_before_its_config_was_written_can_start(train, tmp_path):
     train(tmp_path / "run", max_steps=1)
 
 
-def test_two_runs_in_one_folder_are_refused(start, train, tmp_path):
-    first = start(tmp_path / "run", max_steps=10**6)
-    wait_until(lambda: steps_logged(tmp_path / "run") > 0)
-    assert_user_error(f"is in use by process {first.pid} on ", train, tmp_path / "run", max_steps=10**6)
-    first.kill()
-    first.wait()
-    train(tmp_path / "run", "--overwrite_output_dir", max_steps=1)
+def test_two_runs_in_one_folder_are_refused(train, tmp_path):
+    with RunLock(tmp_path / "run"):
+        assert_user_error(f"is in use by process {os.getpid()} on ", train, tmp_path / "run")
 
 
 def test_a_finished_run_updates_its_backup(run, train, tmp_path):

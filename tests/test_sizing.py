@@ -12,7 +12,7 @@ import yaml
 
 import train_accelerate
 from benchmarks import scaling as benchmark
-from conftest import assert_user_error, flags, lines, reset_accelerate
+from conftest import TWO_PROCESSES, assert_user_error, flags, lines, reset_accelerate
 from settings_file import read_yaml
 from tokenizer.store import TokenStore
 from training import scaling
@@ -163,9 +163,7 @@ BUDGET = {"budget": "40s", "n_layer": 2, "tokens_per_step": 256, "n_positions": 
 BUDGET |= {"mixed_precision": "no", "sample_tokens": 0, "max_train_tokens": 100_000}
 
 
-@pytest.mark.parametrize(
-    "launcher", [[], ["-m", "accelerate.commands.launch", "--config_file", "launch/two_cpu_processes.yaml"]]
-)
+@pytest.mark.parametrize("launcher", [(), TWO_PROCESSES], ids=["alone", "two processes"])
 def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, launcher):
     run = tmp_path / "run"
     arguments = flags(data=store.folder, output_dir=run, **BUDGET)
@@ -215,8 +213,7 @@ def test_the_law_of_small_models_is_the_fit_of_the_result_file():
 def test_the_choice_is_at_most_3_percent_above_its_neighbors(flops):
     _, found = benchmark.read(benchmark.PATH)
     runs = benchmark.neighbors(benchmark.choice_of(flops, found))
-    means = {
-        name: statistics.mean(found[benchmark.key(run)]["eval_loss"] for run in seeds) for name, seeds in runs.items()
-    }
+    losses = {name: [found[benchmark.key(run)]["eval_loss"] for run in seeds] for name, seeds in runs.items()}
+    means = {name: statistics.mean(values) for name, values in losses.items()}
     assert len(means) == 7
     assert means["the choice"] < 1.03 * min(means.values())

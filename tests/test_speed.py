@@ -63,9 +63,7 @@ def test_pauses_and_earlier_time_do_not_count(clock, monkeypatch):
     assert it.measured()["data_share"] == 0.25
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"), [("NVIDIA H100 80GB HBM3", "989.4 TFLOP/s"), ("NVIDIA H1000", "MFU unknown")]
-)
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H100 80GB HBM3", "989.4 TFLOP/s"), ("H1000", "MFU unknown")])
 def test_the_device_line_names_the_peak(monkeypatch, name, peak):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
     accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)

@@ -121,9 +121,10 @@ def loss_of_documents_alone(model: GPT2ScratchForCausalLM) -> torch.Tensor:
     return nats / 26
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_masked_documents_train_as_if_separate(attention):
-    packed, alone = (GPT2ScratchForCausalLM._from_config(CONFIG, attn_implementation=attention) for _ in range(2))
+@pytest.mark.parametrize(("attention", "tied"), [("eager", False), ("sdpa", False), ("sdpa", True)])
+def test_masked_documents_train_as_if_separate(attention, tied):
+    config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"tie_word_embeddings": tied})
+    packed, alone = (GPT2ScratchForCausalLM._from_config(config, attn_implementation=attention) for _ in range(2))
     alone.load_state_dict(packed.state_dict())
     inputs, targets, positions = packed_batch()
     ours, expected = NextTokenLoss(packed)(inputs, targets, 26, positions), loss_of_documents_alone(alone)

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 import psutil
 import pytest
@@ -100,7 +102,10 @@ class Job:
         wait_until(lambda: not is_running(self.pid(rank)), seconds)
         return self.lines(rank)
 
-    def clean_up(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for pid in [self.started.pid, *(self.pid(rank) for rank in (0, 1) if self.lines(rank))]:
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -111,15 +116,8 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path):
-    started = []
-
-    def start(launcher: tuple[str, ...], *arguments: str, **options) -> Job:
-        started.append(Job(tmp_path, JOB, launcher, *arguments, **options))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.clean_up()
+    with ExitStack() as jobs:
+        yield lambda *arguments, **options: jobs.enter_context(Job(tmp_path, JOB, *arguments, **options))
 
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "the launcher died"])

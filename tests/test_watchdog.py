@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from contextlib import ExitStack
 
 import pytest
 from test_stopping import TWO, Job
@@ -63,16 +64,14 @@ REMEDY = "The run ends; resume it with the same command."
 
 @pytest.fixture
 def job(tmp_path):
-    started = []
+    with ExitStack() as jobs:
 
-    def start(*arguments: str) -> Job:
-        started.append(Job(tmp_path, JOB, TWO, *arguments))
-        started[-1].wait_for("step 3 1 {}", 1)
-        return started[-1]
+        def start(*arguments: str) -> Job:
+            two = jobs.enter_context(Job(tmp_path, JOB, TWO, *arguments))
+            two.wait_for("step 3 1 {}", 1)
+            return two
 
-    yield start
-    for one in started:
-        one.clean_up()
+        yield start
 
 
 def errors(job: Job) -> list[str]:

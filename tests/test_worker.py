@@ -152,10 +152,10 @@ def test_killed_worker_is_reported_in_one_sentence(tmp_path):
 def test_ctrl_c_ends_all_processes_and_the_same_command_resumes(texts, expected, tmp_path):
     # A shell ignores Ctrl-C for background jobs, and their processes inherit that.
     heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    with start(command(texts, "--num_proc", 2), tmp_path, **heard) as process:
+    with start(command(texts, "--num_proc", 2), tmp_path, start_new_session=True, **heard) as process:
         wait_until((tmp_path / ".store.unfinished" / "parts" / "000000.json").exists)
         workers = workers_of(process)
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends Ctrl-C to all processes of the group
         _, wrong = process.communicate(timeout=600)
     assert (process.returncode, wrong) == (130, "interrupted\n")
     assert not any(worker.is_running() for worker in workers)
