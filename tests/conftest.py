@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -192,6 +192,17 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2 // 8 * 8] ^= 1
     path.write_bytes(content)
+
+
+@contextmanager
+def without_root():
+    """Become a user without permissions if the tests run as root, which may read everything."""
+    user = os.getuid()
+    os.setresuid(user or 65534, user or 65534, user)
+    try:
+        yield
+    finally:
+        os.setresuid(user, user, user)
 
 
 class Bomb:

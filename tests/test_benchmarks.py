@@ -22,27 +22,6 @@ def test_a_page_matches_its_results(name, pages):
     assert (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8") == pages.page()
 
 
-def test_the_plan_of_tokens_to_loss_keeps_finished_runs(tmp_path, monkeypatch):
-    measured = []
-
-    def measure(run, store):
-        measured.append(run)
-        loss = 10 / run["tokens"] ** 0.05 - ("rope_theta" in run) + 10 * abs(run["learning_rate"] - 0.012)
-        numbers = dict.fromkeys(("training_seconds", "seconds_per_step", "parameters", "parameters_in_products"), 1)
-        times = {"cpu_seconds": 60, "curve": [[place, place, loss] for place in range(8)]}
-        return {"settings": run, "eval_loss": loss, "eval_bits_per_byte": loss} | numbers | times
-
-    (tmp_path / "tokens_to_loss.md").write_text((REPOSITORY / "docs" / "tokens_to_loss.md").read_text())
-    make_store(tmp_path / "store", 300)
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(tokens_to_loss, "DOCS", tmp_path)
-    monkeypatch.setattr(tokens_to_loss, "measure", measure)
-    for hours in ("0.1", "6"):
-        tokens_to_loss.main(["--data", str(tmp_path / "store"), "--tokens", "98304", "--budget_hours", hours])
-    assert len({str(run) for run in measured}) == len(measured)
-    assert "with **1/3 of the tokens**" in tokens_to_loss.page()
-
-
 def test_plan_estimates_are_close_to_the_measured_runs():
     for path in results.RESULTS.glob("plan-*.json"):
         for run in json.loads(path.read_text())["runs"].values():

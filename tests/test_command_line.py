@@ -190,12 +190,8 @@ def test_help_names_the_command(launch):
     ("given", "hint"),
     [
         ("lr", "Use --learning_rate."),
-        ("batch_size", "Use --per_device_train_batch_size, --tokens_per_step."),
-        ("epochs", "Use --num_train_epochs."),
         ("block-size", "Use --n_positions."),
         ("dropout", "Use --embd_pdrop, --attn_pdrop, --resid_pdrop."),
-        ("wandb", "Use --report_to."),
-        ("fp16", "Use --mixed_precision."),
         ("xy", "See --help for the list."),
     ],
 )

@@ -14,8 +14,7 @@ import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
 from datasets.arrow_writer import ArrowWriter
 
-from conftest import assert_user_error, error_of
-from errors import UserError
+from conftest import assert_user_error, error_of, without_root
 from tokenizer import corpus as corpus_module
 from tokenizer import documents as documents_module
 from tokenizer.corpus import STANDARD_LIBRARY, Corpus, CorpusArguments
@@ -374,8 +373,8 @@ def test_intermediate_check_uses_the_total_size(tmp_path):
     source = corpus(write(tmp_path / "a.txt", GOOD))
     source.check(Counts(), is_all=False)
     source.check(Counts(documents=1, bytes=300, bad_bytes=11, empty_records=1), is_all=False)
-    with pytest.raises(UserError, match="12 of 1,100 bytes are invalid"):
-        source.check(Counts(documents=1, bytes=300, bad_bytes=12), is_all=False)
+    counts = Counts(documents=1, bytes=300, bad_bytes=12)
+    assert_user_error("12 of 1,100 bytes are invalid", source.check, counts, is_all=False)
     [unit] = source.units()
     (tmp_path / "a.txt").unlink()
     sentence = r"a\.txt cannot be read: No such file or directory; fix it or exclude it\.$"
@@ -455,17 +454,11 @@ def test_file_without_permission_is_skipped_in_a_folder():
         write(Path(temporary) / "in" / "secret.txt", "secret")
         for path, mode in ((Path(temporary), 0o755), (folder, 0), (Path(temporary) / "in" / "secret.txt", 0)):
             path.chmod(mode)
-        user = os.getuid()
-        if user == 0:
-            os.setresuid(65534, 65534, 0)
-        try:
+        with without_root():
             counts = read(Path(temporary) / "in")[1]
             assert (counts.documents, counts.unreadable_files, counts.unreadable_bytes) == (1, 2, 6)
             assert "secret.txt cannot be read: Permission denied" in refusal(Path(temporary) / "in" / "secret.txt")
-        finally:
-            if user == 0:
-                os.setresuid(0, 0, 0)
-            folder.chmod(0o755)
+        folder.chmod(0o755)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from conftest import assert_equal, assert_user_error, metrics, weights
-from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training import evaluate
 from training.data import choose_placement, processes_of_this_machine
@@ -54,12 +53,12 @@ def test_placement_depends_on_free_memory(free, asked, n_bytes, device, local_pr
 
 def test_too_little_memory_is_refused_with_both_sizes(free):
     free(ram=8 * GB, gpu=2 * GB)
-    with pytest.raises(UserError, match=r"the tokens need 3\.0 GB and the device has 2\.0 GB free; use ram"):
-        choose_placement("device", 3 * GB, GPU, 1)
-    with pytest.raises(UserError, match=r"is ram, but the tokens need 9\.0 GB of RAM for 3 processes and 8\.0 GB"):
-        choose_placement("ram", 3 * GB, GPU, 3)
-    with pytest.raises(UserError, match=r"is device, but the tokens need 9\.0 GB of RAM for 1 process and"):
-        choose_placement("device", 9 * GB, CPU, 1)
+    for sentence, *arguments in (
+        (r"the tokens need 3\.0 GB and the device has 2\.0 GB free; use ram", "device", 3 * GB, GPU, 1),
+        (r"is ram, but the tokens need 9\.0 GB of RAM for 3 processes and 8\.0 GB", "ram", 3 * GB, GPU, 3),
+        (r"is device, but the tokens need 9\.0 GB of RAM for 1 process and", "device", 9 * GB, CPU, 1),
+    ):
+        assert_user_error(sentence, choose_placement, *arguments)
 
 
 def test_only_processes_of_this_machine_are_counted(monkeypatch):
@@ -105,5 +104,5 @@ def test_resume_with_mask_documents_is_exact_and_refuses_a_changed_setting(train
     run = train(tmp_path / "run", max_steps=1)
     assert_user_error(r"another run \(mask_documents False -> True\)", train, run, mask_documents="true", max_steps=1)
     monkeypatch.setattr("training.device._attention", lambda asked, *_: asked)  # as if it were installed
-    with pytest.raises(UserError, match="mask_documents needs attn_implementation sdpa, eager or flex_attention"):
-        train(tmp_path / "other", "--mask_documents", "true", attn_implementation="flash_attention_2")
+    sentence, flash = "mask_documents needs attn_implementation sdpa, eager or flex", "flash_attention_2"
+    assert_user_error(sentence, train, tmp_path / "other", mask_documents="true", attn_implementation=flash)

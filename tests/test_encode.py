@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from conftest import prose
-from errors import UserError
+from conftest import assert_user_error, prose
 from tokenizer import encode, vocabulary
 from tokenizer.bpe import byte_level_alphabet
 from tokenizer.encode import NOTHING, CharacterEncoder, RustEncoder, WordEncoder, encoder, text_lengths, token_bytes
@@ -220,8 +219,8 @@ def test_other_tokenizers_are_encoded_by_rust(make, fuzz):
 
 def test_text_without_a_token_is_refused():
     rust = Tokenizer(models.Unigram([("a", -1.0), ("b", -2.0)]))
-    with pytest.raises(UserError, match=r"tokenizer cannot encode this text \(.*unknown token.*\); use another token"):
-        encoder(rust, np.dtype("<u2"))([b"ab", b"c"], [NOTHING, NOTHING])
+    sentence = r"tokenizer cannot encode this text \(.*unknown token.*\); use another token"
+    assert_user_error(sentence, encoder(rust, np.dtype("<u2")), [b"ab", b"c"], [NOTHING, NOTHING])
 
 
 def characters_of(text: str) -> Tokenizer:

@@ -13,7 +13,6 @@ import generate
 import train_accelerate
 from atomic import file_sha256
 from conftest import REPOSITORY, assert_user_error, contents, reset_accelerate
-from errors import UserError
 from tokenizer import export, inspect, pretokenize, unpack
 from tokenizer.recipe import Recipe
 from tokenizer.store import TokenStore
@@ -106,8 +105,8 @@ def test_older_evaluations_are_read(old):
 
 def test_cached_stores_of_a_run_and_of_older_versions_are_named(old, monkeypatch):
     monkeypatch.setattr(data, "CACHE", old)
-    with pytest.raises(UserError, match=r"the run was trained on \S+/store_v2, so resume it with --data \S+/store_v2"):
-        train("--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v1")
+    sentence = r"the run was trained on \S+/store_v2, so resume it with --data \S+/store_v2"
+    assert_user_error(sentence, train, "--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v1")
     monkeypatch.setattr(data, "CACHE", old / "cache")
     shutil.copytree(old / "store_v1", old / "cache" / "text-0123456789ab")
     said = []

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from atomic import file_sha256
-from conftest import assert_one_sentence, assert_user_error, error_of, tokenized
+from conftest import assert_one_sentence, assert_user_error, error_of, tokenized, without_root
 from tokenizer import inspect, vocabulary
 from tokenizer.store import TokenStore
 from tokenizer.vocabulary import character_tokenizer
@@ -141,9 +141,7 @@ def edit(folder: Path, **values) -> None:
         (lambda f: edit(f, tokenizer_sha256="0"), r"its SHA-256 of tokenizer/tokenizer\.json is '0'"),
         (lambda f: edit(f, settings={"input": ["a"], "weights": [None]}), r"\.weights\[0\] is None, not a number"),
         (lambda f: edit(f, sources="a"), r"sources is 'a', not a list"),
-        (lambda f: edit(f, more=1), r"it has the unknown key 'more'"),
         (lambda f: edit(f, repeated_documents=float("nan")), r"it contains NaN"),
-        (lambda f: (f / "metadata.json").write_text("[" * 100_000), r"it is nested too deeply"),
         (lambda f: replaced(f / "train.bin", Path.mkdir), r"train\.bin is not a regular file"),
         (lambda f: replaced(f / "val.bin", os.mkfifo), r"val\.bin is not a regular file"),
         (lambda f: replaced(f / "val.bin.index", lambda p: p.symlink_to(p)), r"val\.bin\.index is not a regular file"),
@@ -168,18 +166,14 @@ def test_metadata_of_another_tokenizer_are_refused(finished, values):
     assert_user_error(sentence, TokenStore(finished).load_tokenizer)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, because root has all permissions")
 @pytest.mark.parametrize("name", ["metadata.json", "train.bin", "tokenizer/tokenizer.json", "tokenizer", "."])
 def test_store_without_read_permission_is_refused(finished, name):
     (finished / name).chmod(0)
     for folder in list(finished.parents)[:-2]:
         folder.chmod(folder.stat().st_mode | 0o555)
-    os.setresuid(65534, 65534, 0)
-    try:
+    with without_root():
         assert_user_error(r"^\S+ cannot be read or written \(Permission denied\); .*$", inspect.main, [str(finished)])
-    finally:
-        os.setresuid(0, 0, 0)
-        (finished / name).chmod(0o700)
+    (finished / name).chmod(0o700)
 
 
 def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finished):

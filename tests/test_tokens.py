@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from errors import UserError
+from conftest import assert_user_error
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.tokens import IGNORED, Documents, MemoryMap, Tokens
 
@@ -65,8 +65,8 @@ def test_a_file_with_an_unknown_id_is_refused(tmp_path):
         ids[700] = bad
         tokens = mapped(tmp_path / "train.bin", ids, 300)
         tokens.batch(np.array([0, 500]), 64)
-        with pytest.raises(UserError, match=rf"train\.bin holds token id {bad}, beyond its vocabulary of 300"):
-            tokens.batch(np.array([0, 690]), 64)
+        sentence = rf"train\.bin holds token id {bad}, beyond its vocabulary of 300"
+        assert_user_error(sentence, tokens.batch, np.array([0, 690]), 64)
 
 
 class Advice(bytes):
