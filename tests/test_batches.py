@@ -4,16 +4,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from test_tokens import held
 
 from conftest import assert_user_error
 from training.batches import BatchArguments, BatchPlan, DataPosition, TrainBatches, WindowOrder, permute, plan_batches
-from training.tokens import Documents, Tokens
-
-CPU = torch.device("cpu")
-
-
-def held(ids: np.ndarray, documents: Documents | None = None) -> Tokens:
-    return Tokens(torch.from_numpy(ids.view(f"<i{ids.itemsize}")), CPU, documents)
+from training.tokens import Documents
 
 
 def permuted(n: int, key: int) -> np.ndarray:

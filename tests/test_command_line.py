@@ -60,9 +60,6 @@ def yaml(tmp_path):
     return write
 
 
-# ---- precedence -----------------------------------------------------------------------------------------------------
-
-
 def test_flags_override_the_values_of_a_file(yaml):
     path = yaml("n_layer: 6\nlearning_rate: 3e-4\ntorch_compile: true\nlr_scheduler_type: linear\ninput: [a, b c]\n")
     model, _, in_file = parse("--config", path, "--n_layer", "2")
@@ -105,9 +102,6 @@ def test_leading_arguments_without_a_flag_fill_the_positional_field():
     assert model == Model(n_layer=2, name="runs/x")
     (model,) = FlagParser((Model,), "A command.", positional="input").parse(["runs/x", "runs/y", "--n_layer", "2"])
     assert model == Model(n_layer=2, input=["runs/x", "runs/y"])
-
-
-# ---- wrong flags ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -233,9 +227,6 @@ def test_wrong_flags_keys_and_values_are_reported_together(yaml):
     assert "max_steps is" not in refused("--config", f"{path}.yaml", "--zzz", check=check)  # no file, no values
 
 
-# ---- wrong files ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -306,9 +297,6 @@ def test_a_missing_config_file_is_answered_with_the_closest_name(yaml, tmp_path)
     assert refused("--config=/nowhere/a.yaml") == "Config file /nowhere/a.yaml does not exist."
 
 
-# ---- values ----------------------------------------------------------------------------------------------------------
-
-
 class Accepted(Exception):  # noqa: N818
     """Raised to end a command after its settings were checked."""
 
@@ -363,9 +351,6 @@ def test_every_value_of_every_setting_is_accepted_or_refused_in_one_sentence(com
                 if is_name or (value in WRONG and not (signed and value in ("-1", str(10**30)))):
                     assert name in " ".join(found), where
     assert list(tmp_path.iterdir()) == []
-
-
-# ---- exit codes -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

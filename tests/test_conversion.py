@@ -41,9 +41,6 @@ def assert_same_logits(ours, gpt2):
     torch.testing.assert_close(ours(ids).logits, gpt2(ids).logits, rtol=0, atol=atol)
 
 
-# Transformers' GPT-2
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -139,9 +136,6 @@ def test_the_command_converts_a_gpt2_folder_in_both_directions(tmp_path):
         assert AutoTokenizer.from_pretrained(tmp_path / name)(TEXTS)["input_ids"] == bpe_ids(TEXTS)
 
 
-# The seed author's model, reconstructed from the names and shapes in its checkpoints
-
-
 class SeedAttention(nn.Module):
     def __init__(self, width, heads, context):
         super().__init__()
@@ -171,6 +165,8 @@ class SeedBlock(nn.Module):
 
 
 class SeedModel(nn.Module):
+    """The seed author's model, reconstructed from the names and shapes in its checkpoints."""
+
     def __init__(self, vocab_size, embed_dim, num_heads, num_layers, ff_dim, max_seq_len):
         super().__init__()
         self.token_embedding = nn.Embedding(vocab_size, embed_dim)
@@ -327,9 +323,6 @@ def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path, launch):
     assert done.returncode == 1
     torch.load(folder / "pytorch_model.bin", weights_only=False)
     assert target.exists()  # unpickling would have executed it
-
-
-# Wrong sources and destinations
 
 
 def assert_one_sentence(stderr, words):

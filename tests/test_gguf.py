@@ -16,8 +16,8 @@ from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import to_native
 from publishing.gguf_file import difference, main, write_gguf
 from publishing.hub_folder import write_native
-from tokenizer.chat import CHATML, CHATML_TOKENS
-from tokenizer.vocabulary import character_tokenizer, save, train_bpe
+from tokenizer.chat import CHATML
+from tokenizer.vocabulary import character_tokenizer, save
 
 gguf = pytest.importorskip("gguf", reason="gguf is an extra")
 
@@ -37,12 +37,7 @@ AWKWARD = [
 ]
 
 
-def bpe():
-    tokenizer = train_bpe([prose(1), *AWKWARD[:-1]], 420, special_tokens=CHATML_TOKENS)
-    tokenizer.chat_template = CHATML
-    return tokenizer
-
-
+bpe = partial(test_native.bpe, [prose(1), *AWKWARD[:-1]], 420)
 ascii_characters = partial(character_tokenizer, [prose(1)])
 characters = partial(character_tokenizer, [prose(1), "äöü 日本語 🙂👩‍👩‍👧 á\n"])
 
@@ -85,9 +80,6 @@ def some_ids(model, length=48):
 
 def kinds_of(file):
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
-
-
-# llama.cpp
 
 
 @pytest.fixture

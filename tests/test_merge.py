@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_corpus import write_records
 
 from conftest import assert_user_error, prose
 from tokenizer import corpus, encode, merge
@@ -40,11 +41,8 @@ def small_units(monkeypatch):
 
 def written(folder: Path, *inputs: list[str]) -> list[str]:
     """Write one file of records per input, with one document per text."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for i, texts in enumerate(inputs):
-        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-        (folder / f"{i}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return [str(folder / f"{i}.jsonl") for i in range(len(inputs))]
+    records = ([{"text": text} for text in texts] for texts in inputs)
+    return [str(write_records(folder / f"{i}.jsonl", each)) for i, each in enumerate(records)]
 
 
 def builder_of(paths, output, weights=(), dedup="no", fraction=0.1, tokenizer_type="bpe", seed=SEED) -> StoreBuilder:

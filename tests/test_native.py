@@ -17,8 +17,8 @@ SPECIAL = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
 characters = partial(character_tokenizer, [prose(1)])
 
 
-def bpe():
-    tokenizer = train_bpe([prose(1)], 320, special_tokens=CHATML_TOKENS)
+def bpe(texts=None, vocab_size=320):
+    tokenizer = train_bpe(texts or [prose(1)], vocab_size, special_tokens=CHATML_TOKENS)
     tokenizer.chat_template = CHATML
     return tokenizer
 

@@ -70,9 +70,6 @@ def test_groups_of_parameters_have_their_own_rate_and_decay():
     assert adamw["h.0.mlp.c_fc.bias"] == ("adam", 0.02, 0.0)
 
 
-# Muon
-
-
 def reference_update(gradients, step_of_momentum):
     """Nesterov momentum, then five Newton-Schulz steps, of one matrix, as in Jordan et al. 2024."""
     buffer = torch.zeros_like(gradients[0])

@@ -21,7 +21,7 @@ from tokenizer.store import TokenStore
 from tokenizer.store_builder import StoreBuilder
 from tokenizer.store_builder import pretokenize as make
 from tokenizer.vocabulary import VocabularyArguments, train_bpe
-from tokenizer.worker import Workers, share
+from tokenizer.worker import Workers
 
 LINES = "".join(f"Line {i} of a text, naïve and short.\n" for i in range(300))
 SMALL = ("--vocab_size", "300")
@@ -121,18 +121,6 @@ def test_changed_text_kind_or_tokenizer_requires_another_output(tmp_path):
     pretokenize(*command, theirs)
     vocabulary.save(train_bpe(["quite another text " * 20], 280), theirs)
     assert "text or settings (tokenizer_json was '" in refused(*command, theirs)
-
-
-def test_several_inputs_become_one_store(tmp_path, text, capsys):
-    records = tmp_path / "more records.jsonl"
-    records.write_text("".join(json.dumps({"id": i, "body": f"record {i}"}) + "\n" for i in range(40)))
-    flags = ("--text_column", "body", "--validation_fraction", "0.1", "--seed", "7")
-    pretokenize("--input", text, records, "--output", tmp_path / "store", *SMALL, *flags)
-    assert "41 documents" in capsys.readouterr().out
-    metadata = TokenStore(tmp_path / "store").metadata
-    assert metadata.sources == [str(text), str(records)]
-    found = [LINES, *(f"record {i}" for i in range(40))]
-    assert metadata.val.documents == sum(share(document.encode(), 7) < 0.1 for document in found)
 
 
 def test_lossy_tokenizer_is_refused(tmp_path, text):

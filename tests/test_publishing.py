@@ -70,9 +70,6 @@ def assert_refused(run: Path, sentence: str, *more: str) -> None:
     assert_one_sentence(sentence, push, run, "--dry_run", *more)
 
 
-# ---- published files
-
-
 def test_a_dry_run_assembles_only_allowed_files_of_the_checkpoint(a_copy, capsys):
     newest = a_copy / "checkpoints" / "step_00000006"
     (newest / ".env").write_text("HF_TOKEN=hf_secret")
@@ -289,9 +286,6 @@ def test_wrong_arguments_are_refused(run, arguments, expected):
     assert_user_error(expected, push_to_hub.main, [argument.replace("RUN", str(run)) for argument in arguments])
 
 
-# ---- the card
-
-
 def card_of(folder: Path, wanted: str | None = None) -> str:
     return model_card(find_source(folder, wanted), MINE, FolderArguments())
 
@@ -417,9 +411,6 @@ def test_generated_text_cannot_end_its_code_block_in_the_report(tmp_path):
     write_samples(path, 6, [("", "later")])
     assert read_samples(path) == {3: texts, 6: ["later"]}
     assert fenced(texts[0]).startswith("`````text\n")
-
-
-# ---- the Hub
 
 
 def test_publishing_works_end_to_end_in_separate_processes(launch, run, tmp_path):

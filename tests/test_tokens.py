@@ -19,8 +19,8 @@ def mapped(path, ids: np.ndarray, vocab_size: int) -> Tokens:
     return Tokens(file.tensor(), CPU, None, file)
 
 
-def held(ids: np.ndarray) -> Tokens:
-    return Tokens(torch.from_numpy(ids.view(f"<i{ids.itemsize}")), CPU)
+def held(ids: np.ndarray, documents: Documents | None = None) -> Tokens:
+    return Tokens(torch.from_numpy(ids.view(f"<i{ids.itemsize}")), CPU, documents)
 
 
 @pytest.mark.parametrize(("dtype", "vocab_size"), [("<u2", 300), ("<u2", 65_000), ("<u4", 2**31 - 1)])
@@ -103,7 +103,7 @@ def test_a_batch_announces_itself_and_the_next(tmp_path, rank):
 
 def test_batch_positions_continue_beyond_the_end_of_the_text():
     ids = np.arange(12, dtype=np.uint16)
-    tokens = Tokens(torch.from_numpy(ids.view(np.int16)), CPU, Documents(np.array([0, 4, 6, 12]), has_eos=True))
+    tokens = held(ids, Documents(np.array([0, 4, 6, 12]), has_eos=True))
     _, targets, found = tokens.batch(np.array([0, 8, 12]), 8)
     assert found.dtype == torch.int64
     assert found.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4], list(range(8))]

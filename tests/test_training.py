@@ -132,13 +132,13 @@ def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tm
 IN_ONE_EPOCH = {"max_steps": 10, "save_steps": 5}
 ACROSS_EPOCHS = {"max_steps": None, "num_train_epochs": 3, "tokens_per_step": 1024, "save_steps": 20}
 ACROSS_EPOCHS |= {"resid_pdrop": 0.2, "attn_pdrop": 0.2, "per_device_train_batch_size": 2}
-WITHIN_A_LOG_LINE = {"logging_steps": 4, "save_steps": 3, "max_steps": 8}
+WITHIN_A_LOG_LINE = {"logging_steps": 4, "save_steps": 3, "max_steps": 8, "mask_documents": "true"}
 
 
 @pytest.mark.parametrize(
     "settings",
     [IN_ONE_EPOCH, ACROSS_EPOCHS, WITHIN_A_LOG_LINE],
-    ids=["in one epoch", "across epochs, dropout", "within a log line"],
+    ids=["in one epoch", "across epochs, dropout", "within a log line, masked documents"],
 )
 def test_resuming_is_exact(train, tmp_path, settings):
     straight = train(tmp_path / "straight", eval_strategy="no", **settings)
