@@ -44,6 +44,12 @@ def test_bf16_residual_changes_the_residual_stream_but_not_the_weights(bf16_resi
     assert streams == [torch.float32] * 2
 
 
+def test_gradient_checkpointing_is_enabled_on_request():
+    for asked in (False, True):
+        setup = Setup("no", False, "sdpa", (), gradient_checkpointing=asked)
+        assert build_model(CONFIG, setup, 0).is_gradient_checkpointing is asked
+
+
 @pytest.mark.parametrize(
     ("dropout", "mask_documents", "kernel"), [(0.0, False, "flash"), (0.0, True, "flash"), (0.1, False, "math")]
 )

@@ -141,9 +141,6 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-# Sizes and initial weights
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_exactly_the_published_number_of_parameters(name):
     preset = yaml.safe_load((REPOSITORY / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -198,9 +195,6 @@ def test_all_problems_of_a_config_are_reported_together_also_on_loading_and_savi
         config.save_pretrained(tmp_path)
 
 
-# The same function as in Transformers
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("family", "activation"), [("gpt2", "gelu"), ("gpt2", "gelu_new"), ("modern", "relu2")])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -253,9 +247,6 @@ def test_each_kind_of_dropout_acts_only_in_training(tiny, kind, attention):
     assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
-# Padding and packing
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_padding_does_not_change_logits_without_position_ids(tiny, attention):
@@ -289,9 +280,6 @@ def test_packed_documents_do_not_see_each_other_even_beyond_the_context(tiny, us
     logits = forward(row, position_ids=positions, use_cache=use_cache).logits
     alone = torch.cat([model(document).logits for document in documents], dim=1)
     torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
-
-
-# Beyond the context
 
 
 def grow_static_cache(model):
@@ -337,9 +325,6 @@ def test_a_compiled_model_refuses_input_beyond_the_context_without_crashing(laun
     done = launch("-c", BEYOND_COMPILED)
     assert done.returncode == 0, done.stderr  # negative if the process aborted
     assert done.stdout == "True\nTrue\n"
-
-
-# Generation
 
 
 @torch.no_grad()
@@ -455,9 +440,6 @@ def test_a_left_padded_batch_generates_the_text_of_each_row_and_stops_at_the_con
     assert warned == [STOPS]
 
 
-# Inputs and outputs
-
-
 @torch.no_grad()
 def test_embeddings_give_the_logits_of_ids_and_passing_both_or_neither_is_refused(tiny):
     model, ids = tiny(), tokens(2, 8)
@@ -531,9 +513,6 @@ def test_the_vocabulary_can_grow(tiny, tied):
     assert (model.lm_head.weight is model.transformer.wte.weight) == tied
 
 
-# Compiling and exporting
-
-
 @pytest.mark.parametrize("more", [{}, {"use_cache": False}, {"attention_mask": torch.ones(2, 8).long()}], ids=list)
 def test_causal_attention_without_padding_uses_no_mask(tiny, more):
     with Calls(F.scaled_dot_product_attention) as calls:
@@ -564,9 +543,6 @@ def test_an_exported_model_accepts_any_batch_size(tiny):
     others = tokens(5, 8, seed=2)
     logits = exported(input_ids=others, use_cache=False).logits
     torch.testing.assert_close(logits, model(others).logits, rtol=0, atol=1e-5)
-
-
-# Loading
 
 
 @torch.no_grad()
@@ -601,9 +577,6 @@ def test_a_device_map_places_the_model(tiny, device_map, second_block, tmp_path)
     assert {parameter.device.type for parameter in placed.transformer.h[1].parameters()} == {second_block}
     assert torch.equal(placed(ids).logits, model(ids).logits)
     assert torch.equal(greedy(placed, ids), greedy(model, ids))
-
-
-# Several devices and other programs
 
 
 def modules_matching(plan_name, model):

@@ -18,9 +18,7 @@ from training.plan import Plan
 
 
 def planned(store, tmp_path, capsys, *more: str, **settings) -> str:
-    settings = {"data": store.folder, "output_dir": tmp_path / "run", **TINY, **settings}
-    reset_accelerate()
-    train_accelerate.main([*flags(**settings), "--plan", *more])
+    trained(store, tmp_path / "run", "--plan", *more, **settings)
     return capsys.readouterr().out
 
 
