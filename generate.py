@@ -9,6 +9,7 @@ python generate.py runs/x-chats --chat
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -99,10 +100,10 @@ def main(arguments: list[str]) -> None:
 
 def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, config: GenerationConfig) -> None:
     """Answer `prompt`, if given, and the lines of stdin. Ctrl-C stops an answer."""
-    with model_errors():  # there may be no chat template, or one that renders no chat
-        chat_ids(tokenizer, [{"role": "user", "content": ""}], sys.maxsize)
-    config.eos_token_id, config.pad_token_id = end_tokens(model) or None, model.config.pad_token_id
     most, context = config.max_new_tokens, model.config.max_position_embeddings
+    with model_errors():  # there may be no chat template, or one that renders no chat
+        chat_ids(tokenizer, [{"role": "user", "content": ""}], context * 3 // 4)
+    config.eos_token_id, config.pad_token_id = end_tokens(model) or None, model.config.pad_token_id
     note = partial(print, file=sys.stderr, flush=True)
     system, turns = [], []  # messages
     for line in map(str.strip, lines(prompt)):
@@ -114,7 +115,7 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
             if command == "/system":
                 system = [{"role": "system", "content": text.strip()}] if text else []
         elif command[:1] == "/" and command[1:].isalpha():  # also an unknown command
-            print(CHAT_HELP)
+            note(CHAT_HELP)
         elif line:
             asked = [*turns, {"role": "user", "content": line}]
             try:
@@ -138,6 +139,7 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
 
 def lines(prompt: str) -> Iterator[str]:
     """Yield `prompt`, if given, and the lines of stdin. In a terminal, lines can be edited."""
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 (None if stdin was closed)
     sys.stdin.reconfigure(errors="replace")
     if is_terminal := sys.stdin.isatty():
         print(CHAT_HELP)

@@ -184,6 +184,8 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
     masked = [message | {"content": message["content"].translate(masks)} for message in messages]
     with one_sentence("The chat template", "does not render this chat"):
         text = tokenizer.apply_chat_template(masked, add_generation_prompt=True, tokenize=False)
+        if not text:
+            raise ModelError("it renders an empty text")
     if not is_masked:
         return _encode(tokenizer, text)
     unmasked, ids = {mask: first for first, mask in masks.items()}, []

@@ -164,9 +164,9 @@ def test_chats_are_encoded_as_for_training_and_old_turns_are_left_out(run):
         assert chat_ids(tokenizer, chat, len(expected)) == (expected, 0)
         last, _ = chat_ids(tokenizer, [system, chat[2]], 99)
         assert chat_ids(tokenizer, [system, *chat], len(expected)) == (last, 2)
-    tokenizer.chat_template = "{{ x.y }}"
-    with pytest.raises(ModelError, match="does not render this chat: 'x' is undefined"):
-        chat_ids(tokenizer, chat, 99)
+    for tokenizer.chat_template, why in (("{{ x.y }}", "'x' is undefined"), ("", "it renders an empty text")):
+        with pytest.raises(ModelError, match=f"does not render this chat: {why}"):
+            chat_ids(tokenizer, chat, 99)
 
 
 def test_a_chat_keeps_its_history_and_survives_a_full_context_and_ctrl_c(a_copy, monkeypatch, capsys):
