@@ -29,6 +29,7 @@ from training.loading import find_model, load_with_tokenizer, model_errors
 from training.sampling import TextStream, compiled, continue_texts, continue_tokens, generation_config
 
 AT_ONCE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
+CONTROL = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")  # all but tab and line breaks
 CHAT_HELP = """\
 /reset  forget the conversation     /system TEXT  also set the system message
 /exit   end the chat, like Ctrl-D   Ctrl-C        stop an answer"""
@@ -86,7 +87,6 @@ def main(arguments: list[str]) -> None:
     number, context = options.max_new_tokens or 100, model.config.max_position_embeddings
     if len(ids) >= context:
         print(f"The prompt has {len(ids)} tokens; only the last {context - 1} are used.", file=sys.stderr)
-    write = partial(print, end="", flush=True)
     if options.num_return_sequences == 1:
         write(options.prompt)
         continue_texts(model, tokenizer, options.prompt, 1, number, config, write)
@@ -126,7 +126,7 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
             if left_out:
                 note(f"The context of {context:,} tokens is full: the oldest {left_out} messages are left out.")
             limit = min(most, context - len(ids))
-            stream, new = TextStream(tokenizer, partial(print, end="", flush=True)), []
+            stream, new = TextStream(tokenizer, write), []
             with suppress(KeyboardInterrupt):
                 [new] = continue_tokens(model, torch.tensor([ids], device=model.device), limit, config, stream)
             print()
@@ -135,6 +135,11 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
                 note(f"The answer ends here: {why}.")
             said = tokenizer.decode(stream.ids, skip_special_tokens=True)
             turns = [*asked[left_out:], {"role": "assistant", "content": said}]
+
+
+def write(text: str) -> None:
+    """Print a piece of text. In a terminal, control characters become U+FFFD, because a model can generate escape codes."""
+    print(text.translate(CONTROL) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def lines(prompt: str) -> Iterator[str]:
