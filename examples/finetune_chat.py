@@ -28,6 +28,7 @@ from examples.tuning import (
     score,
     shared_settings,
     splits,
+    template_errors,
     train_and_save,
 )
 from tokenizer.chat import normalized
@@ -55,6 +56,7 @@ def first_answer(messages: Messages, tokenizer: PreTrainedTokenizerBase, turn_en
     return ids[:start], ids[start : len(ids) - ids[::-1].index(turn_end)]
 
 
+@template_errors()
 def main(arguments: list[str]) -> None:
     tuning = parse(__doc__, arguments)
     need("trl", *["peft"] * bool(tuning.lora_rank))

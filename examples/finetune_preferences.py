@@ -31,6 +31,7 @@ from examples.tuning import (
     score,
     shared_settings,
     splits,
+    template_errors,
     train_and_save,
 )
 from limits import setting
@@ -73,6 +74,7 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
     return pair
 
 
+@template_errors()
 def main(arguments: list[str]) -> None:
     tuning = parse(__doc__, arguments, PreferenceTuning)
     need("trl", *["peft"] * bool(tuning.lora_rank))

@@ -11,7 +11,8 @@ import itertools
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from huggingface_hub import ModelCardData
+from jinja2 import TemplateError
 from torch.nn import functional as F  # noqa: N812  the usual name
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
@@ -114,7 +116,7 @@ class Tuning:
     def check(self) -> None:
         if not Path(self.data).is_file() and dataset_of(self.data) is None:
             raise UserError(f"{self.data} is not a file, a named data set or a Hub dataset.")
-        if self.folder.exists():
+        if self.folder.is_file() or any(self.folder.glob("*")):  # empty after a stopped or refused command
             raise UserError(f"{self.folder} already exists; choose a new folder with --output_dir.")
 
     def default_rate(self, width: int) -> float:
@@ -201,7 +203,7 @@ def splits(examples: Dataset, tuning: Tuning, shuffle: bool) -> DatasetDict:
     """Split into `train` and a held-out tenth, `test`: random examples or the tail. Raise a `UserError` for fewer than two."""
     if len(examples) < 2:
         raise UserError(
-            f"{tuning.data} contains {counted(len(examples), 'example')}; one is held out, so at least 2 are needed."
+            f"{tuning.data} provides {counted(len(examples), 'example')}; one is held out, so at least 2 are needed."
         )
     return examples.train_test_split(test_size=max(1, int(len(examples) * HELD_OUT)), shuffle=shuffle, seed=tuning.seed)
 
@@ -271,6 +273,17 @@ def original_store(tuning: Tuning, source: str, tokenizer: PreTrainedTokenizerBa
         return None
     check_store(source, tokenizer, store)
     return store
+
+
+@contextmanager
+def template_errors() -> Iterator[None]:
+    """Raise a `UserError` if the chat template is damaged or refuses a chat. Used as a decorator."""
+    try:
+        yield
+    except TemplateError as error:
+        raise UserError(
+            f"The model's chat template does not render a chat ({error}); correct chat_template.jinja or the chats."
+        ) from error
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
