@@ -155,12 +155,14 @@ def chat_tab(models: dict[str, DemoModel], chosen: list[str]) -> None:
     def reply(values: dict, request: gradio.Request) -> Iterator[dict]:
         text, before, settings = values[message] or "", values[history], settings_of(controls, values)
         asked = [*before, {"role": "user", "content": text[-LONGEST_PROMPT:]}]
-        for [answer] in side_by_side([models[values[picked]]], asked, settings, stop_of(request)):
+        for i, [answer] in enumerate(side_by_side([models[values[picked]]], asked, settings, stop_of(request))):
             is_refused = answer.state == "refused" and not answer.tokens
             now = before if is_refused else [*asked, {"role": "assistant", "content": answer.text}]
             # Gradio shows HTML in a message even if Markdown is off.
             plain = [said | {"content": [{"type": "text", "text": escape(said["content"] or "…")}]} for said in now]
-            yield {history: now, talk: plain, message: text if is_refused else "", note: str(PARTS.note(answer))}
+            # Later updates leave out the text box, because the next message may be typed during an answer.
+            box = {message: text if is_refused else ""} if is_refused or i == 0 else {}
+            yield {history: now, talk: plain, note: str(PARTS.note(answer))} | box
 
     with gradio.Tab("Chat", elem_classes="tab") as tab, gradio.Column(elem_classes="desk"):
         picked, refusal = picker(models, chosen[0], "Model"), gradio.HTML()
@@ -176,6 +178,7 @@ def chat_tab(models: dict[str, DemoModel], chosen: list[str]) -> None:
                 start = start_button("Send")
             controls = sampling("chat_")
     picked.change(offer, picked, [refusal, room], **QUEUED)
+    picked.change(lambda: "", None, note, **AT_ONCE)
     tab.select(first_chat_model, picked, picked, **QUEUED).then(offer, picked, [refusal, room], **QUEUED)
     several = {history, message, picked, *controls.values()}
     gradio.on([start.click, message.submit], reply, several, [history, talk, message, note], **QUEUED)
