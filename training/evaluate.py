@@ -66,7 +66,9 @@ def find_tasks(given: list[str]) -> tuple[Any, list[str]]:
     manager = TaskManager(include_defaults=not files.keys() >= set(names))  # the default: thousands of files
     found = {name: manager.match_tasks([name]) for name in names} | files
     if unknown := [name for name in found if not found[name]]:
-        raise UserError(f"{unknown[0]} is neither a task in `python -m lm_eval ls tasks` nor a YAML file; correct it.")
+        raise UserError(
+            f"{unknown[0]!r} is neither a task in `python -m lm_eval ls tasks` nor a YAML file; correct it."
+        )
     return manager, [task for name in found for task in found[name]]
 
 
