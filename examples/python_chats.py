@@ -13,11 +13,13 @@ import itertools
 import json
 import random
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line import run
+from command_line import FlagParser, run
 from errors import UserError
+from limits import setting
 
 IN_CHATS, IN_PAIRS = 2_667, 2_000  # questions; a tenth of the chats and of the pairs is held out
 DECLINED = "I do not know."
@@ -28,6 +30,11 @@ QUESTIONS = {
 }
 MODULE = "It is in the module "
 NO_LIBRARY = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+
+
+@dataclass
+class ChatsArguments:
+    folder: str = setting("data", "Folder for both files.")
 
 
 def questions_and_answers() -> list[tuple[str, str]]:
@@ -90,7 +97,7 @@ def write(folder: Path, found: list[tuple[str, str]]) -> list[Path]:
         folder / "pairs.jsonl": pairs(found[IN_CHATS:][:IN_PAIRS], found),
     }
     if existing := [str(path) for path in contents if path.exists()]:
-        raise UserError(f"{' and '.join(existing)} already exist; move them, or pass another folder.")
+        raise UserError(f"This would replace {' and '.join(existing)}; pass another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     for path, records in contents.items():
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -99,9 +106,8 @@ def write(folder: Path, found: list[tuple[str, str]]) -> list[Path]:
 
 
 def main(arguments: list[str]) -> None:
-    if len(arguments) > 1:
-        raise UserError("Pass at most one folder: python -m examples.python_chats data.")
-    path, _ = write(Path(*arguments or ["data"]), questions_and_answers())
+    (options,) = FlagParser((ChatsArguments,), __doc__.splitlines()[0], positional="folder").parse(arguments)
+    path, _ = write(Path(options.folder), questions_and_answers())
     print(f"Next:\n  python -m examples.finetune_chat runs/quickstart --data {path}")
 
 

@@ -137,7 +137,7 @@ def test_the_chats_about_python_name_each_function_once_and_replace_no_file(tmp_
     for pair in pairs:
         asks_module = pair["prompt"][-1]["content"].startswith(("Which module", "Where"))
         assert (pair["chosen"][0]["content"] == "I do not know.") == asks_module
-    assert_user_error("already exist", python_chats.main, [str(tmp_path)])
+    assert_user_error("This would replace", python_chats.main, [str(tmp_path)])
 
 
 def test_the_published_card_describes_the_published_model(tuned, tmp_path, launch, monkeypatch):
