@@ -126,14 +126,15 @@ def test_the_chats_about_python_name_each_function_once_and_replace_no_file(tmp_
     chats, pairs = (
         [*map(json.loads, (tmp_path / name).read_text().splitlines())] for name in ("chats.jsonl", "pairs.jsonl")
     )
-    assert [len(chats), len(pairs)] == [2_001, 2_000]
+    assert len(chats) == 2_001
+    assert 1_500 < len(pairs) <= 2_000  # by the version of Python
     turns = [turn for chat in chats for turn in chat["messages"]] + [pair["prompt"][-1] for pair in pairs]
     questions = [turn["content"] for turn in turns if turn["role"] == "user"]
     ends = [template.split("{}") for several in python_chats.QUESTIONS.values() for template in several]
     found = (
         [it.removeprefix(a).removesuffix(b) for a, b in ends if it.startswith(a) and it.endswith(b)] for it in questions
     )
-    assert len({name for [name] in found}) == len(questions) == 4_667
+    assert len({name for [name] in found}) == len(questions) == 2_667 + len(pairs)
     for pair in pairs:
         asks_module = pair["prompt"][-1]["content"].startswith(("Which module", "Where"))
         assert (pair["chosen"][0]["content"] == "I do not know.") == asks_module
