@@ -178,5 +178,8 @@ def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, tmp_pat
     entries = ModelCard(card).data.eval_results
     assert ("which", "acc", acc) in {(e.dataset_name, e.metric_type, e.metric_value) for e in entries}
     assert_user_error("^'' is neither a task", evaluate.main, ["no/model", "--tasks", "which,"])
+    broken = tmp_path / "broken.yaml"
+    broken.write_text((tasks / "my_text.yaml").read_text().replace(".jsonl", ".missing"))
+    assert_user_error("^lm-evaluation-harness ended with", evaluate.main, ["no/model", "--tasks", str(broken)])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert_user_error("^tasks needs lm-evaluation-harness: run pip", evaluate.main, ["no/model", "--tasks", "which"])

@@ -14,6 +14,8 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -55,8 +57,19 @@ def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
     return open_store(config.recipe, partial(print, file=sys.stderr)), config.batch.mask_documents
 
 
+@contextmanager
+def lm_eval_errors() -> Iterator[None]:
+    """Raise a `UserError` if lm-eval fails, for lack of a network for example."""
+    try:
+        yield
+    except Exception as error:  # of any library that a task uses
+        what = f"{type(error).__name__}: {hub.shortened(error)}"
+        raise UserError(f"lm-evaluation-harness ended with {what}; see docs/evaluation.md.") from error
+
+
 def find_tasks(given: list[str]) -> tuple[Any, list[str]]:
-    """Return lm-eval's task manager, and the names and YAML files of tasks. Raise a `UserError` for an unknown task."""
+    """Return lm-eval's task manager, and the names and YAML files of tasks.
+    Raise a `UserError` for an unknown task, and if a task or its data cannot be loaded."""
     if find_spec("lm_eval") is None:
         raise UserError("tasks needs lm-evaluation-harness: run pip install -e '.[evaluation]'")
     from lm_eval.tasks import TaskManager
@@ -69,21 +82,21 @@ def find_tasks(given: list[str]) -> tuple[Any, list[str]]:
         raise UserError(
             f"{unknown[0]!r} is neither a task in `python -m lm_eval ls tasks` nor a YAML file; correct it."
         )
-    return manager, [task for name in found for task in found[name]]
+    tasks = [task for name in found for task in found[name]]
+    with lm_eval_errors():
+        manager.load(tasks)  # before minutes of scoring; the data are read again from the cache
+    return manager, tasks
 
 
 def run_tasks(model: PreTrainedModel, folder: str, tasks: tuple[Any, list[str]], batch_size: int) -> dict[str, Any]:
-    """Return the results in the form of lm-eval's files. Raise a `UserError` if lm-eval fails, for lack of a network for example."""
+    """Return the results in the form of lm-eval's files."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns that the model is loaded already
-    try:
+    with lm_eval_errors():
         wrapped = HFLM(model, backend="causal", tokenizer=vocabulary.load(folder), batch_size=batch_size)
         found = simple_evaluate(wrapped, tasks=tasks[1], task_manager=tasks[0], log_samples=False)
-    except Exception as error:  # of any library that a task uses
-        what = f"{type(error).__name__}: {hub.shortened(error)}"
-        raise UserError(f"lm-evaluation-harness ended with {what}; see docs/evaluation.md.") from error
     fields = ("dataset_path", "dataset_name", "test_split", "validation_split")
     configs = {name: {key: task.get(key) for key in fields} for name, task in found["configs"].items()}
     return {"configs": configs} | {key: found[key] for key in ("results", "n-shot", "lm_eval_version")}
