@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
-from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, encode_prompt, end_tokens
+from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, check_logits, encode_prompt, end_tokens
 from training.loading import find_model, load_with_tokenizer, model_errors
 from training.sampling import TextStream, compiled, continue_texts, continue_tokens, generation_config
 
@@ -76,10 +76,8 @@ def main(arguments: list[str]) -> None:
     if options.seed is not None:
         torch.manual_seed(options.seed)
     with model_errors():
-        ids = encode_prompt(tokenizer, options.prompt) if not options.chat else [0]
-    with torch.no_grad():
-        if not model(torch.tensor([ids[-1:]], device=model.device)).logits.isfinite().all():
-            raise UserError(f"{source} computes logits that are not finite: its weights or config.json are damaged.")
+        check_logits(source, model)
+        ids = [] if options.chat else encode_prompt(tokenizer, options.prompt)
     if options.chat:
         config.max_new_tokens = options.max_new_tokens or 400
         chat(model, tokenizer, options.prompt, config)

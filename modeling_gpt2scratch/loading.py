@@ -136,6 +136,13 @@ def load_with_tokenizer(
     return model, tokenizer
 
 
+@torch.no_grad()
+def check_logits(source: str | Path, model: PreTrainedModel) -> None:
+    """Raise a `ModelError` if the model computes logits that are not finite."""
+    if not model(torch.tensor([[0]], device=model.device)).logits.isfinite().all():
+        raise ModelError(f"{source} computes logits that are not finite: its weights or config.json are damaged.")
+
+
 def arrange_weights(model: PreTrainedModel) -> None:
     """Store matrices column by column, like GPT-2's `Conv1D`. Shapes and values do not change.
     MKL then multiplies a single fp32 row by them up to twice as fast (AMD EPYC). In bf16 this would be slower."""

@@ -51,6 +51,7 @@ def _load(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             folder = snapshot_download(name, revision=revision, allow_patterns=FILES)
         model, tokenizer = loading.load_with_tokenizer(folder)
         model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+        loading.check_logits(source, model)
     except RevisionNotFoundError as error:
         raise loading.ModelError(f"{name} has no revision {revision} on the Hub.") from error
     except Exception as error:  # also of the Hub's HTTP library, and of a full device
