@@ -111,6 +111,7 @@ class Page:
             self.fill(f"#{name} input[type=number]", value)
 
     def click(self, selector: str) -> None:
+        self.wait_for(f"return [...document.querySelectorAll('{selector}')].some(found => found.checkVisibility())")
         next(it for it in self.browser.find_elements("css selector", selector) if it.is_displayed()).click()
 
     def wait_until_done(self) -> None:
