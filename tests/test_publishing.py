@@ -519,7 +519,7 @@ def test_an_interrupted_upload_reports_how_to_resume(spawn, run, tmp_path):
         last = (
             "Interrupted, could not upload to me/tiny; run this command again; files that arrived are not sent twice."
         )
-        assert output.splitlines()[-1] == last
+        assert last in output.splitlines()  # a progress bar may follow
         assert hub["me/tiny"].files().keys() == {".gitattributes"}
 
 
