@@ -111,10 +111,8 @@ def main(arguments: list[str]) -> None:
         exact = sum(is_greedy for _, is_greedy in chosen)
         return {"preference accuracy": wins / len(chosen), "exact match": exact / len(chosen)}
 
-    method, sizes = (
-        f"trained with DPO (beta {tuning.beta:g}, sft_weight {tuning.sft_weight:g})",
-        (len(trainer.train_dataset), len(trainer.eval_dataset)),
-    )
+    method = f"trained with DPO (beta {tuning.beta:g}, sft_weight {tuning.sft_weight:g})"
+    sizes = len(trainer.train_dataset), len(trainer.eval_dataset)
     train_and_save(trainer, tokenizer, tuning, original, Learned(method, *sizes, "pairs", "--chat", measure))
 
 

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from command_line import FlagParser
 from errors import UserError, counted
 from limits import setting
+from modeling_gpt2scratch.loading import turn_end
 from tokenizer import files, vocabulary
 from tokenizer.byte_range import ByteRange
 from tokenizer.corpus import kind_of
@@ -295,12 +296,9 @@ def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
             "with a BPE tokenizer."
         )
     tokenizer.chat_template = tokenizer.chat_template or PLAIN_TURNS
-    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    ids = tokenizer.apply_chat_template(chat)["input_ids"]
-    ends = [i for i in ids[-2:] if i in tokenizer.added_tokens_decoder]  # a line break may follow
-    if not ends:
+    if (end := turn_end(tokenizer)) is None:
         raise UserError("The tokenizer's chat template ends the assistant's turn without a special token; correct it.")
-    return ends[-1]
+    return end
 
 
 # ---- measurements ----------------------------------------------------------------------------------------------------

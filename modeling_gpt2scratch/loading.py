@@ -159,13 +159,18 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token that ends an assistant's turn in the chat template, or None."""
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    ids = tokenizer.apply_chat_template(chat, return_dict=False)[-2:]
+    return next((id for id in reversed(ids) if id in tokenizer.added_tokens_decoder), None)  # a line break may follow
+
+
 def _add_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add the token that ends a turn to the model's end tokens, which pre-training on chats does not name in its settings."""
-    with suppress(Exception):  # no template, or one that does not render this chat
-        chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-        ids = tokenizer.apply_chat_template(chat, return_dict=False)[-2:]
-        last = [id for id in ids if id in tokenizer.added_tokens_decoder][-1]  # a line break may follow
-        model.generation_config.eos_token_id = list(dict.fromkeys([*end_tokens(model), last]))
+    with suppress(Exception):  # no template, or one that does not render a chat
+        if (last := turn_end(tokenizer)) is not None:
+            model.generation_config.eos_token_id = list(dict.fromkeys([*end_tokens(model), last]))
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], room: int) -> tuple[list[int], int]:
