@@ -26,12 +26,16 @@ from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import distributed, guard, sharding
 from training.batches import BatchPlan, TrainBatches, WindowOrder
+from training.config import read_config
+from training.data import open_store
 from training.device import Setup
 from training.loss import NextTokenLoss
 from training.optim import OptimArguments, build_optimizer
+from training.preflight import make_plan, setup_of
 from training.sharding import Sharding, generating, shard
 from training.step import build_train_step
 from training.tensors import shard_like, whole
+from training.throughput import measure_speed
 from training.tokens import Tokens
 
 # 51 rows are divided into 26 and 25.
@@ -150,6 +154,16 @@ def check_all_write_the_same_text(accelerator: Accelerator) -> None:
         text = model.eval().generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=12, do_sample=True)
     texts = accelerator.gather(text)
     assert torch.equal(texts[0], texts[1])
+
+
+def check_speed_is_measured_over_as_many_steps_by_all(accelerator: Accelerator) -> None:
+    """The clocks of processes differ; another number of steps on one would leave it waiting for the gradients of the other."""
+    config = read_config(json.loads(Path(sys.argv[1]).read_text())[0]["arguments"])
+    store, setup = open_store(config.recipe, lambda _: None), setup_of(config)
+    plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
+    seconds = 0.001 if accelerator.is_main_process else 0.5
+    measured = measure_speed(config, plan, setup, accelerator, store, steps=2, seconds=seconds)
+    assert measured.known.startswith("measured over 2 steps")
 
 
 def check_each_block_is_the_same_graph(accelerator: Accelerator) -> None:

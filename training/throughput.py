@@ -11,6 +11,7 @@ from training.batches import TrainBatches, WindowOrder
 from training.config import TrainConfig
 from training.data import place_tokens
 from training.device import Setup
+from training.distributed import on_main
 from training.hardware import FILLS_A_GPU, MFU_OF_OTHERS, peak_flops, reported_mfu
 from training.plan import Plan
 from training.speed import Speed, flops_per_token, product_parameters
@@ -61,7 +62,7 @@ def measure_speed(
     first_step = time.perf_counter() - began
     do(1, WARM)
     speed.restart()
-    while speed.seconds < seconds:
+    while on_main(accelerator, lambda: speed.seconds < seconds):  # no clock of its own: each step needs all processes
         do(1 + WARM + speed.steps, steps)
     measured = speed.measured()
     known = f"measured over {speed.steps} steps; the first step was done after {first_step:.1f} s"
