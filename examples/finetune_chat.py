@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
     from trl import SFTConfig, SFTTrainer
     from trl.chat_template_utils import has_generation_markers
 
-    chats = splits(Dataset.from_list(read_examples(tuning, chat_of)), tuning, shuffle=True)
+    chats = splits(Dataset.from_list(read_examples(tuning, chat_of)), tuning, "chats", shuffle=True)
     model, tokenizer, original = load(tuning)
     turn_end = give_template(tokenizer)
     model.generation_config.eos_token_id = sorted({turn_end, tokenizer.eos_token_id} - {None})

@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> None:
     pairs = read_examples(tuning, pair_of)
     if len({type(pair["prompt"]) for pair in pairs}) > 1:
         raise UserError(f"{tuning.data} has records with messages and records with text only; convert all to messages.")
-    pairs = splits(Dataset.from_list(pairs), tuning, shuffle=True)
+    pairs = splits(Dataset.from_list(pairs), tuning, "pairs", shuffle=True)
     model, tokenizer, original = load(tuning)
     model.generation_config.eos_token_id = sorted({give_template(tokenizer), tokenizer.eos_token_id} - {None})
     context = model.config.max_position_embeddings

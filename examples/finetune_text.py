@@ -59,7 +59,8 @@ def main(arguments: list[str]) -> None:
 
     model, tokenizer, original = load(tuning)
     context = model.config.max_position_embeddings
-    texts = splits(windows(read_texts(tuning), tokenizer, context), tuning, shuffle=False)
+    unit = f"windows of {context} tokens"
+    texts = splits(windows(read_texts(tuning), tokenizer, context), tuning, unit, shuffle=False)
     if tuning.lora_rank:
         from peft import get_peft_model
 
@@ -76,7 +77,7 @@ def main(arguments: list[str]) -> None:
         return {"loss": trainer.evaluate()["eval_loss"]}
 
     opening = shlex.quote(tokenizer.decode(texts["test"][0]["input_ids"][:OPENING_TOKENS]))
-    sizes, unit = (len(texts["train"]), len(texts["test"])), f"windows of {context} tokens"
+    sizes = len(texts["train"]), len(texts["test"])
     learned = Learned("fine-tuned", *sizes, unit, f"--prompt {opening}", measure)
     train_and_save(trainer, tokenizer, tuning, original, learned)
 

@@ -200,11 +200,11 @@ def read_examples(tuning: Tuning, example_of: Callable[[dict[str, Any]], Any]) -
     return examples
 
 
-def splits(examples: Dataset, tuning: Tuning, shuffle: bool) -> DatasetDict:
+def splits(examples: Dataset, tuning: Tuning, unit: str, shuffle: bool) -> DatasetDict:
     """Split into `train` and a held-out tenth, `test`: random examples or the tail. Raise a `UserError` for fewer than two."""
     if len(examples) < 2:
         raise UserError(
-            f"{tuning.data} provides {counted(len(examples), 'example')}; one is held out, so at least 2 are needed."
+            f"At least 2 {unit} are needed, because one is held out; {tuning.data} provides {len(examples)}."
         )
     return examples.train_test_split(test_size=max(1, int(len(examples) * HELD_OUT)), shuffle=shuffle, seed=tuning.seed)
 
@@ -371,6 +371,10 @@ def train_and_save(
     """Train, and write the output folder; print the measurements before and after, and the next commands."""
     before = learned.measure() | original.bits_per_byte(trainer.model)
     trainer.train()
+    if not all(weights.isfinite().all() for weights in trainer.model.parameters()):
+        raise UserError(
+            f"The weights are not finite after training at a peak rate of {tuning.learning_rate:g}; set a lower --learning_rate."
+        )
     after = learned.measure() | original.bits_per_byte(trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if tuning.lora_rank:

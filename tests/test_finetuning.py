@@ -344,6 +344,11 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     assert_refused(r"does not render a chat \(No system role\); correct", finetune_chat, broken, data, new)
     assert_refused("holds no model", finetune_chat, tmp_path, data, new)
     assert_refused("line 1 has no text", finetune_text, run, data, new)
+    (short := tmp_path / "short.txt").write_text("They are.")
+    assert_refused("At least 2 windows of 48 tokens are needed.*provides 0", finetune_text, run, short, new)
+    assert_refused(
+        "not finite after training at a peak rate of 100", finetune_chat, run, data, new, "--learning_rate", "100"
+    )
     assert_user_error("Name a model and a file", finetune_chat.main, [])
     with pytest.raises(UserError, match="The tokenizer of 3 tokens has no end-of-text token"):
         finetune_chat.give_template(character_tokenizer(["abc"]))

@@ -140,6 +140,8 @@ def keep_evaluation(results: dict[str, Any], model: Path, store: TokenStore) -> 
         if facts is not None and run.report.is_file():
             _write(run, facts, found)
     print(f"Saved in {folder}.", file=sys.stderr)
+    if facts is None and run.report.is_file():
+        print(f"{run.report} was edited, or written by an older version; it is not changed.", file=sys.stderr)
 
 
 def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
