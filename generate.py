@@ -146,7 +146,8 @@ def lines(prompt: str) -> Iterator[str]:
     sys.stdin.reconfigure(errors="replace")
     if is_terminal := sys.stdin.isatty():
         print(CHAT_HELP)
-        import readline  # noqa: F401  line editing for input()
+        with suppress(ImportError):  # Windows lacks it
+            import readline  # noqa: F401  line editing for input()
 
     yield prompt
     with suppress(EOFError):

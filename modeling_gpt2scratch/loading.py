@@ -4,6 +4,7 @@
 knows, and all others are refused. This file is not uploaded with models.
 """
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -161,7 +162,7 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the special token that ends an assistant's turn in the chat template, or None."""
-    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2 3 4"}]  # three tokens or more
     ids = tokenizer.apply_chat_template(chat, return_dict=False)[-2:]
     return next((id for id in reversed(ids) if id in tokenizer.added_tokens_decoder), None)  # a line break may follow
 
@@ -199,17 +200,20 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
         if not text:
             raise ModelError("it renders an empty text")
     if not is_masked:
-        return _encode(tokenizer, text)
+        return encode(tokenizer, text)
     unmasked, ids = {mask: first for first, mask in masks.items()}, []
+    tokenizer = copy.deepcopy(
+        tokenizer
+    )  # `split_special_tokens` sets a flag of the tokenizer, which other threads may use
     for i, part in enumerate(control.split(text)):  # text, control token, text, ..., text
-        ids += _encode(tokenizer, part.translate(unmasked), split_special_tokens=i % 2 == 0)
+        ids += encode(tokenizer, part.translate(unmasked), split_special_tokens=i % 2 == 0)
     return ids
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Return the ids of `prompt`, or the beginning-of-text token if it is empty.
     Raise a `ModelError` if there is no such token or if the tokenizer cannot encode a character."""
-    ids = _encode(tokenizer, prompt)
+    ids = encode(tokenizer, prompt)
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
@@ -219,16 +223,17 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return ids
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
+    """Return the ids of `text`. Raise a `ModelError` if it is not UTF-8 or has a character that the tokenizer cannot encode."""
     try:
         text.encode()
         return tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
     except UnicodeEncodeError as error:
-        raise ModelError("The prompt is not UTF-8 text.") from error
+        raise ModelError("The text is not UTF-8.") from error
     except Exception as error:  # the Rust library raises plain exceptions
         unknown = ", ".join(map(repr, sorted(set(text) - set(tokenizer.get_vocab()))[:10]))
         raise ModelError(
-            f"The prompt contains {unknown}, which is not among this model's {len(tokenizer)} characters; remove it."
+            f"The text contains {unknown}, which is not among this model's {len(tokenizer)} characters; remove it."
         ) from error
 
 

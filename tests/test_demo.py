@@ -171,7 +171,7 @@ def test_an_example_fills_the_prompt_and_an_unknown_character_is_reported(addres
     page.click(".start")
     page.wait_until_done()
     assert page.texts(".prompt") == ["<b>${1+1}</b>"]  # shown as typed, not as HTML
-    refusal = "The prompt contains '$', '+', '/', '1', '{', '}', which is not among this model's"
+    refusal = "The text contains '$', '+', '/', '1', '{', '}', which is not among this model's"
     assert refusal in page.texts(".text")[1]
 
 
@@ -264,7 +264,7 @@ def test_a_seed_reproduces_the_text_and_a_prompt_that_is_not_text_is_refused(let
     assert [continuation.state for continuation in next(writing)] == ["writing", "writing"]
     writing.close()
     *_, [refused] = demo_page.side_by_side([shown], "a\ud800", settings(), threading.Event())
-    assert (refused.state, refused.problem) == ("refused", "The prompt is not UTF-8 text.")
+    assert (refused.state, refused.problem) == ("refused", "The text is not UTF-8.")
 
 
 def test_ten_visitors_at_once_are_all_answered(address):

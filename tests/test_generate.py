@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import generate
 from conftest import assert_user_error
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, end_tokens
+from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, end_tokens, turn_end
 from tokenizer.chat import ChatTemplate
 from tokenizer.vocabulary import character_tokenizer
 from training.loading import load_with_tokenizer
@@ -162,11 +162,14 @@ def test_chats_are_encoded_as_for_training_and_old_turns_are_left_out(run):
             expected += tokenizer.encode(part, split_special_tokens=True) + [1] * (control is not None)
         expected += tokenizer.encode("a")
         assert chat_ids(tokenizer, chat, len(expected)) == (expected, 0)
+        assert not tokenizer._tokenizer.encode_special_tokens  # another thread may use the tokenizer
         last, _ = chat_ids(tokenizer, [system, chat[2]], 99)
         assert chat_ids(tokenizer, [system, *chat], len(expected)) == (last, 2)
     for tokenizer.chat_template, why in (("{{ x.y }}", "'x' is undefined"), ("", "it renders an empty text")):
         with pytest.raises(ModelError, match=f"does not render this chat: {why}"):
             chat_ids(tokenizer, chat, 99)
+    tokenizer.chat_template = "{% for message in messages %}<|endoftext|>{{ message.content }}{% endfor %}"
+    assert turn_end(tokenizer) is None  # it begins the turn
 
 
 def test_a_chat_keeps_its_history_and_survives_a_full_context_and_ctrl_c(a_copy, monkeypatch, capsys):

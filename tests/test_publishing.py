@@ -340,7 +340,9 @@ def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version
     assert card == before.replace("## Data", "## Notes\n\nMy words.\n\n## Data")
     edited = report.read_text()
     evaluate.main([str(a_copy), "--compare"])
-    assert capsys.readouterr().err.endswith("report.md was edited, or written by an older version; it is not changed.\n")
+    assert capsys.readouterr().err.endswith(
+        "report.md was edited, or written by an older version; it is not changed.\n"
+    )
     assert report.read_text() == edited
     assert {"Evaluation", "Notes"} < sections_of(card_of(a_copy)).keys()
     report.write_text(page)
