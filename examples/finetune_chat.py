@@ -10,8 +10,7 @@ import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 import warnings
 from typing import Any
 
-from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from command_line import run
@@ -22,6 +21,7 @@ from examples.tuning import (
     give_template,
     load,
     lora,
+    mean_loss,
     need,
     parse,
     read_examples,
@@ -30,6 +30,7 @@ from examples.tuning import (
     splits,
     template_errors,
     train_and_save,
+    until,
 )
 from tokenizer.chat import normalized
 
@@ -47,13 +48,18 @@ def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
     return {"messages": chat}
 
 
+def prompt_of(messages: Messages) -> Messages:
+    """Return the messages before the assistant's first answer."""
+    return messages[: next(i for i, message in enumerate(messages) if i and message["role"] == "assistant")]
+
+
 def first_answer(messages: Messages, tokenizer: PreTrainedTokenizerBase, turn_end: int) -> tuple[list[int], list[int]]:
     """Return the ids of the prompt for the assistant's first answer, and of this answer with the token that ends it."""
-    first = next(i for i, message in enumerate(messages) if i and message["role"] == "assistant")
-    prompt = tokenizer.apply_chat_template(messages[:first], add_generation_prompt=True)["input_ids"]
-    ids = tokenizer.apply_chat_template(messages[: first + 1])["input_ids"]
+    asked = prompt_of(messages)
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(messages[: len(asked) + 1])["input_ids"]
     start = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt))
-    return ids[:start], ids[start : len(ids) - ids[::-1].index(turn_end)]
+    return ids[:start], until(turn_end, ids[start:])
 
 
 @template_errors()
@@ -64,7 +70,9 @@ def main(arguments: list[str]) -> None:
     from trl import SFTConfig, SFTTrainer
     from trl.chat_template_utils import has_generation_markers
 
-    chats = splits(Dataset.from_list(read_examples(tuning, chat_of)), tuning, "chats", shuffle=True)
+    chats = read_examples(tuning, chat_of)
+    prompts = [prompt_of(chat["messages"]) for chat in chats]
+    train, held_out = splits(chats, prompts, tuning, "chats with different prompts")
     model, tokenizer, original = load(tuning)
     turn_end = give_template(tokenizer)
     model.generation_config.eos_token_id = sorted({turn_end, tokenizer.eos_token_id} - {None})
@@ -78,24 +86,28 @@ def main(arguments: list[str]) -> None:
             train_sampling_strategy="group_by_length",  # batches of short chats, and of windows of the original text
             **shared_settings(tuning),
         ),
-        train_dataset=chats["train"],
-        eval_dataset=chats["test"],
+        train_dataset=train,
+        eval_dataset=held_out,
         processing_class=tokenizer,
         peft_config=lora(tuning),
     )
-    whole = sum(len(ids) < context for ids in trainer.train_dataset["input_ids"])
+    lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
+    whole = sum(length < context for length in lengths)
     print(
-        f"{whole} of {len(chats['train'])} chats are shorter than the context of {context} tokens; the others are cut."
+        f"{whole} of {len(train)} chats are shorter than the context of {context} tokens; {len(lengths) - whole} are cut to it, and "
+        f"{len(train) - len(lengths)} are left out because their answers start after it."
     )
     if not (len(trainer.train_dataset) and len(trainer.eval_dataset)):  # TRL drops examples without an answer
         raise UserError(
             f"In {tuning.data}, the assistant's turns start after the context of {context} tokens; shorten the chats."
         )
-    answers = [first_answer(chat, tokenizer, turn_end) for chat in chats["test"][:MEASURED]["messages"]]
+    answers = [first_answer(chat, tokenizer, turn_end) for chat in held_out["messages"]]
+    answers = [(prompt, answer) for prompt, answer in answers if len(prompt) < context][:MEASURED]
+    scored = trainer.eval_dataset.select(range(min(MEASURED, len(trainer.eval_dataset))))
 
-    def measure() -> dict[str, float]:
-        is_exact = [is_greedy for _, is_greedy in score(trainer.model, answers)]
-        return {"loss": trainer.evaluate()["eval_loss"], "exact match": sum(is_exact) / len(is_exact)}
+    def measure(model: PreTrainedModel) -> dict[str, float]:
+        is_exact = [is_greedy for _, is_greedy in score(model, answers)]
+        return {"loss": mean_loss(model, scored)[0], "exact match": sum(is_exact) / len(is_exact)}
 
     sizes = len(trainer.train_dataset), len(trainer.eval_dataset)
     tokens = trainer.train_dataset.select_columns(["input_ids", "labels"])

@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from command_line import run
@@ -33,6 +33,7 @@ from examples.tuning import (
     splits,
     template_errors,
     train_and_save,
+    until,
 )
 from limits import setting
 from tokenizer.chat import normalized
@@ -67,7 +68,7 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("has a part that is neither text nor a list of messages with role and content")
     if pair["chosen"] == pair["rejected"]:
         raise UselessError("has equal answers, chosen and rejected")
-    if "prompt" not in pair or pair["chosen"][0]["role"] != "assistant":
+    if "prompt" not in pair or any(pair[name][0]["role"] in ("system", "user") for name in ("chosen", "rejected")):
         pair = extract_prompt(pair) if pair["chosen"][0] == pair["rejected"][0] else {}
     if not pair.get("prompt"):
         raise ValueError("has no prompt, and its answers have no common beginning")
@@ -84,29 +85,28 @@ def main(arguments: list[str]) -> None:
     pairs = read_examples(tuning, pair_of)
     if len({type(pair["prompt"]) for pair in pairs}) > 1:
         raise UserError(f"{tuning.data} has records with messages and records with text only; convert all to messages.")
-    pairs = splits(Dataset.from_list(pairs), tuning, "pairs", shuffle=True)
+    train, held_out = splits(pairs, [pair["prompt"] for pair in pairs], tuning, "pairs with different prompts")
     model, tokenizer, original = load(tuning)
-    model.generation_config.eos_token_id = sorted({give_template(tokenizer), tokenizer.eos_token_id} - {None})
+    turn_end = give_template(tokenizer)
+    model.generation_config.eos_token_id = sorted({turn_end, tokenizer.eos_token_id} - {None})
     context = model.config.max_position_embeddings
     settings = {"max_length": context, "gradient_checkpointing": False, "beta": tuning.beta, **shared_settings(tuning)}
     trainer = DPOTrainer(
         model,
         None if tuning.lora_rank else copy.deepcopy(model),  # with LoRA, the model without its adapter is the reference
         DPOConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, tuning.sft_weight], **settings),
-        train_dataset=pairs["train"],
-        eval_dataset=pairs["test"],
+        train_dataset=train,
+        eval_dataset=held_out,
         processing_class=tokenizer,
         peft_config=lora(tuning),
     )
     if not (len(trainer.train_dataset) and len(trainer.eval_dataset)):  # TRL drops pairs whose prompt fills the context
         raise UserError(f"In {tuning.data}, the prompts fill the context of {context} tokens; shorten them.")
-    held_out = trainer.eval_dataset[:MEASURED]
+    scored = trainer.eval_dataset[:MEASURED]
+    answers = {name: [until(turn_end, ids) for ids in scored[f"{name}_ids"]] for name in ("chosen", "rejected")}
 
-    def measure() -> dict[str, float]:
-        chosen, rejected = (
-            score(trainer.model, zip(held_out["prompt_ids"], held_out[name], strict=True))
-            for name in ("chosen_ids", "rejected_ids")
-        )
+    def measure(model: PreTrainedModel) -> dict[str, float]:
+        chosen, rejected = (score(model, zip(scored["prompt_ids"], ids, strict=True)) for ids in answers.values())
         wins = sum(good > bad for (good, _), (bad, _) in zip(chosen, rejected, strict=True))
         exact = sum(is_greedy for _, is_greedy in chosen)
         return {"preference accuracy": wins / len(chosen), "exact match": exact / len(chosen)}

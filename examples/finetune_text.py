@@ -10,24 +10,29 @@ import shlex
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from command_line import run
+from errors import UserError
 from examples.tuning import (
+    HELD_OUT,
+    MEASURED,
     Learned,
     Tuning,
     load,
     lora,
+    mean_loss,
     need,
     parse,
     read_examples,
     read_text,
     shared_settings,
-    splits,
     train_and_save,
 )
+from modeling_gpt2scratch.loading import encode
 from tokenizer.corpus import kind_of
+from training.loading import model_errors
 
 OPENING_TOKENS = 8  # of held-out text, used as a prompt
 
@@ -46,9 +51,11 @@ def text_of(record: dict[str, Any]) -> str:
 
 
 def windows(texts: list[str], tokenizer: PreTrainedTokenizerBase, context: int) -> Dataset:
-    """Concatenate all texts, each with an end-of-text token, and cut them into windows of one context; drop the rest."""
+    """Concatenate all texts, each with an end-of-text token, and cut them into windows of one context; drop the rest.
+    Raise a `UserError` for a character that the tokenizer cannot encode."""
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    ids = [i for text in texts for i in [*tokenizer.encode(text, add_special_tokens=False, verbose=False), *end]]
+    with model_errors():
+        ids = [i for text in texts for i in [*encode(tokenizer, text), *end]]
     rows = [ids[start : start + context] for start in range(0, len(ids) - context + 1, context)]
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
@@ -60,7 +67,10 @@ def main(arguments: list[str]) -> None:
     model, tokenizer, original = load(tuning)
     context = model.config.max_position_embeddings
     unit = f"windows of {context} tokens"
-    texts = splits(windows(read_texts(tuning), tokenizer, context), tuning, unit, shuffle=False)
+    rows = windows(read_texts(tuning), tokenizer, context)
+    if len(rows) < 2:
+        raise UserError(f"At least 2 {unit} are needed, because one is held out; {tuning.data} provides {len(rows)}.")
+    texts = rows.train_test_split(test_size=max(1, int(len(rows) * HELD_OUT)), shuffle=False)  # the end is held out
     if tuning.lora_rank:
         from peft import get_peft_model
 
@@ -70,11 +80,11 @@ def main(arguments: list[str]) -> None:
         model,
         TrainingArguments(**shared_settings(tuning)),
         train_dataset=original.mixed_into(texts["train"], tuning.replay_fraction),
-        eval_dataset=texts["test"],
     )
+    scored = texts["test"].select(range(min(MEASURED, len(texts["test"]))))
 
-    def measure() -> dict[str, float]:
-        return {"loss": trainer.evaluate()["eval_loss"]}
+    def measure(model: PreTrainedModel) -> dict[str, float]:
+        return {"loss": mean_loss(model, scored)[0]}
 
     opening = shlex.quote(tokenizer.decode(texts["test"][0]["input_ids"][:OPENING_TOKENS]))
     sizes = len(texts["train"]), len(texts["test"])

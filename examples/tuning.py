@@ -9,6 +9,7 @@ OUT/
 
 import itertools
 import json
+import random
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict, concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 from huggingface_hub import ModelCardData
 from jinja2 import TemplateError
 from torch.nn import functional as F  # noqa: N812  the usual name
@@ -66,7 +67,7 @@ PLAIN_TURNS = """\
 
 # Explanations of the rows of the results.
 MEANINGS = {
-    "loss": "nats per token on the held-out {unit}",
+    "loss": "nats per token of {scored} held-out {unit}",
     "exact match": "share of {scored} held-out {unit} whose first or chosen answer greedy generation gives exactly, to its end",
     "preference accuracy": "share of {scored} held-out pairs whose chosen answer has the higher log-likelihood",
     "original, bits per byte": "on held-out text of the pre-training",
@@ -200,13 +201,21 @@ def read_examples(tuning: Tuning, example_of: Callable[[dict[str, Any]], Any]) -
     return examples
 
 
-def splits(examples: Dataset, tuning: Tuning, unit: str, shuffle: bool) -> DatasetDict:
-    """Split into `train` and a held-out tenth, `test`: random examples or the tail. Raise a `UserError` for fewer than two."""
-    if len(examples) < 2:
+def splits(examples: list[Any], prompts: list[Any], tuning: Tuning, unit: str) -> tuple[Dataset, Dataset]:
+    """Split into examples for training and a held-out tenth of the prompts, with all of their examples. A prompt may be a list of
+    messages. Raise a `UserError` for fewer than two prompts."""
+    keys = [json.dumps(prompt) for prompt in prompts]
+    shuffled = list(dict.fromkeys(keys))
+    if len(shuffled) < 2:
         raise UserError(
-            f"At least 2 {unit} are needed, because one is held out; {tuning.data} provides {len(examples)}."
+            f"At least 2 {unit} are needed, because one is held out; {tuning.data} provides {len(shuffled)}."
         )
-    return examples.train_test_split(test_size=max(1, int(len(examples) * HELD_OUT)), shuffle=shuffle, seed=tuning.seed)
+    random.Random(tuning.seed).shuffle(shuffled)
+    held_out = set(shuffled[: max(1, int(len(shuffled) * HELD_OUT))])
+    parts = ([], [])
+    for key, example in zip(keys, examples, strict=True):
+        parts[key in held_out].append(example)
+    return tuple(map(Dataset.from_list, parts))
 
 
 # ---- the model and its original text ---------------------------------------------------------------------------------
@@ -223,11 +232,8 @@ class OriginalText:
         """Measure forgetting on fixed windows of the validation split, if it is available."""
         if self.store is None:
             return {}
-        windows = self._windows("val", ORIGINAL_WINDOWS)["input_ids"]
-        tokens = sum(len(ids) - 1 for ids in windows)
-        nats = -sum(likelihood for likelihood, _ in score(model, [(ids[:1], ids[1:]) for ids in windows]))
-        metrics = eval_metrics(nats / tokens, tokens, self.store.metadata.val)
-        return {"original, bits per byte": metrics["eval_bits_per_byte"]}
+        loss, tokens = mean_loss(model, self._windows("val", ORIGINAL_WINDOWS))
+        return {"original, bits per byte": eval_metrics(loss, tokens, self.store.metadata.val)["eval_bits_per_byte"]}
 
     def mixed_into(self, new: Dataset, fraction: float) -> Dataset:
         """Return `new` with windows of the original training split, which are `fraction` of all examples."""
@@ -305,6 +311,19 @@ def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 @torch.no_grad()
+def mean_loss(model: PreTrainedModel, rows: Iterable[dict[str, list[int]]]) -> tuple[float, int]:
+    """Return the loss in nats per token and the number of tokens, of rows with `input_ids` and `labels` (-100: not counted)."""
+    model.eval()
+    nats, tokens = 0.0, 0
+    for row in rows:
+        ids, labels = (torch.tensor(row[name], device=model.device) for name in ("input_ids", "labels"))
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0].float()
+        nats += F.cross_entropy(logits, labels[1:], reduction="sum").item()
+        tokens += int((labels[1:] != -100).sum())
+    return nats / tokens, tokens
+
+
+@torch.no_grad()
 def score(model: PreTrainedModel, answers: Iterable[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
     """Return the log-likelihood of each answer after its prompt in nats, and whether it is the greedy answer, from pairs of ids.
     As in lm-eval, an answer is greedy if each token is the most likely one after the tokens before it: greedy generation repeats
@@ -320,6 +339,12 @@ def score(model: PreTrainedModel, answers: Iterable[tuple[list[int], list[int]]]
     return scores
 
 
+def until(end: int, ids: list[int]) -> list[int]:
+    """Return the ids to the last one that equals `end`: after the token that ends a turn, a template may write a line break. All of
+    them if there is none, because the answer was cut."""
+    return ids[: len(ids) - ids[::-1].index(end)] if end in ids else ids
+
+
 @dataclass(frozen=True)
 class Learned:
     """New examples, without the replayed ones, and what is measured on the held-out ones."""
@@ -329,7 +354,7 @@ class Learned:
     held_out: int
     unit: str  # chats, windows of 64 tokens
     use: str  # flags of generate.py
-    measure: Callable[[], dict[str, float]]
+    measure: Callable[[PreTrainedModel], dict[str, float]]
 
 
 # ---- training and output ---------------------------------------------------------------------------------------------
@@ -339,10 +364,10 @@ def lora(tuning: Tuning):
     """Return PEFT's configuration, or None for training all weights.
     PEFT knows default layers only for architectures in its own list. `all-linear` means the four matrices of each block, in
     attention and MLP, but not the head: a tied head stays tied."""
-    from peft import LoraConfig
-
     if tuning.lora_rank == 0:
         return None
+    from peft import LoraConfig
+
     return LoraConfig(r=tuning.lora_rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -353,11 +378,10 @@ def shared_settings(tuning: Tuning) -> dict[str, Any]:
         "learning_rate": tuning.learning_rate,
         "num_train_epochs": tuning.num_train_epochs,
         "per_device_train_batch_size": tuning.per_device_train_batch_size,
-        "per_device_eval_batch_size": tuning.per_device_train_batch_size,
         "seed": tuning.seed,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.05,  # fraction of all steps
-        "bf16": torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        "bf16": torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False),
         "logging_steps": 10,
         "save_strategy": "no",
         "dataloader_pin_memory": torch.cuda.is_available(),
@@ -369,14 +393,15 @@ def train_and_save(
     trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, original: OriginalText, learned: Learned
 ) -> None:
     """Train, and write the output folder; print the measurements before and after, and the next commands."""
-    before = learned.measure() | original.bits_per_byte(trainer.model)
+    before = learned.measure(trainer.model) | original.bits_per_byte(trainer.model)
     trainer.train()
-    if not all(weights.isfinite().all() for weights in trainer.model.parameters()):
+    model = trainer.accelerator.unwrap_model(
+        trainer.model, keep_fp32_wrapper=False
+    )  # measured without autocast, as before
+    if not all(weights.isfinite().all() for weights in model.parameters()):
         raise UserError(
             f"The weights are not finite after training at a peak rate of {tuning.learning_rate:g}; set a lower --learning_rate."
         )
-    after = learned.measure() | original.bits_per_byte(trainer.model)
-    model = trainer.accelerator.unwrap_model(trainer.model)
     if tuning.lora_rank:
         model.save_pretrained(tuning.folder / "adapter")
         model = model.merge_and_unload()
@@ -390,6 +415,7 @@ def train_and_save(
     if original.store is not None:
         record["original_data"] = str(original.store.folder.resolve())
     (tuning.folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    after = learned.measure(model) | original.bits_per_byte(model)
     rows = (f"| {name} | {old:.4f} | {after[name]:.4f} | {after[name] - old:+.4f} |" for name, old in before.items())
     table = "\n".join(["| held out | before | after | change |", "|---|--:|--:|--:|", *rows])
     scored = min(MEASURED, learned.held_out)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
 
 import pytest
 
@@ -20,7 +21,7 @@ import push_to_hub
 from conftest import MODERN_RUN, assert_user_error, prose, tokenized, trained
 from errors import UserError
 from examples import finetune_chat, finetune_preferences, finetune_text, python_chats
-from examples.tuning import PLAIN_TURNS
+from examples.tuning import PLAIN_TURNS, Tuning, splits
 from hub_server import File, Repository, serving
 from publishing.gguf_file import write_gguf
 from publishing.hub_folder import write_native
@@ -42,7 +43,7 @@ _, loading = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code
 chat = pipeline("text-generation", model=sys.argv[1], trust_remote_code=True)
 answers, ends = {}, []
 for question in json.loads(sys.argv[2]):
-    asked = [{"role": "user", "content": question}]
+    asked = [{"role": "user", "content": f"7 {question}"}]
     answers[question] = chat(asked, do_sample=False)[0]["generated_text"][-1]["content"]
     ends.append(chat(asked, do_sample=False, return_tensors=True)[0]["generated_token_ids"][-1])
 print(json.dumps({"wrong": [*loading["missing_keys"], *loading["unexpected_keys"]], "answers": answers, "ends": ends}))
@@ -51,8 +52,9 @@ print(json.dumps({"wrong": [*loading["missing_keys"], *loading["unexpected_keys"
 
 def chats_file(path, each=30):
     records = [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-        for question, answer in list(ANSWERS.items()) * each
+        {"messages": [{"role": "user", "content": f"{i % 10} {question}"}, {"role": "assistant", "content": answer}]}
+        for i in range(each)  # equal prompts are all held out, or none of them
+        for question, answer in ANSWERS.items()
     ]
     return jsonl_file(path, *records)
 
@@ -114,7 +116,7 @@ def test_chats_are_learned_and_forgetting_and_settings_are_reported(tuned):
     assert "fine-tuned on 405 chats of chats.jsonl: 122,368\nparameters" in card
     assert "| replayed original text | 405 windows of 48 tokens, 50% of examples |" in card
     assert (
-        "\n45 chats were held out.\n\n- loss: nats per token on the held-out chats\n- exact match: share of 45" in card
+        "\n45 chats were held out.\n\n- loss: nats per token of 45 held-out chats\n- exact match: share of 45" in card
     )
     [chat, push] = tuned[1].split("Next:\n")[1].splitlines()
     assert chat == f"  python generate.py {tuned[0]} --chat"
@@ -185,7 +187,7 @@ def test_gguf_file_and_native_twin_have_the_template(tuned, tmp_path):
 
 @pytest.mark.parametrize("rank", [16, 0], ids=["lora", "all"])
 def test_preferences_are_learned_from_a_chat_model(tuned, tmp_path, capsys, rank):
-    pairs = [pair("Are they on it?", "He is not at it.", "They are.")] * 80
+    pairs = [pair(f"{i} Are they on it?", "He is not at it.", "They are.") for i in range(80)]
     data = jsonl_file(tmp_path / "pairs.jsonl", *pairs, pair(rejected="They are."))
     flags = ("--lora_rank", str(rank), "--num_train_epochs", "6", "--learning_rate", "0.003")
     tune(finetune_preferences, tuned[0], data, tmp_path / "model", *flags)
@@ -208,7 +210,18 @@ def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
     shared = {"chosen": [{"from": "human", "value": "u"}, good], "rejected": [user, bad]}
     for record in (pair("u", "a", [bad]), pair([user], "a", [bad]), {"prompt": "u"} | shared, shared):
         assert finetune_preferences.pair_of(record) == pair([user], [good], [bad])
+    with pytest.raises(ValueError, match="no common beginning"):
+        finetune_preferences.pair_of(pair("u", "a", [user, bad]))  # only one of them repeats the prompt
     assert finetune_preferences.pair_of({"chosen": "u: a", "rejected": "u: b"}) == pair("u:", " a", " b")
+
+
+def test_all_examples_of_a_prompt_are_held_out_or_none():
+    examples = [{"prompt": i % 20, "number": i} for i in range(60)]
+    tuning = Tuning(data="x.jsonl", seed=1)
+    trained, held_out = splits(examples, [example["prompt"] for example in examples], tuning, "chats")
+    assert sorted([*trained["number"], *held_out["number"]]) == [*range(60)]
+    assert sorted(Counter(held_out["prompt"]).values()) == [3, 3]
+    assert not {*held_out["prompt"]} & {*trained["prompt"]}
 
 
 def test_a_named_data_set_is_read_up_to_max_documents(run, tmp_path, launch):
@@ -304,8 +317,8 @@ def test_chats_longer_than_the_context_are_cut_or_refused(run, tmp_path, capsys)
     data.write_text(data.read_text() + 6 * chat("Who?", prose(1, 100)))
     tune(finetune_chat, run, data, tmp_path / "out")
     output = capsys.readouterr().out
-    assert "5 of 11 chats are shorter than the context of 48 tokens; the others are cut." in output
-    data.write_text(4 * chat(prose(1, 100), "They are."))
+    assert "5 of 11 chats are shorter than the context of 48 tokens; 6 are cut to it, and 0 are left out" in output
+    data.write_text("".join(chat(prose(i, 100), "They are.") for i in range(4)))
     sentence = "assistant's turns start after the context of 48 tokens"
     assert_refused(sentence, finetune_chat, run, data, tmp_path / "other")
 
@@ -352,6 +365,8 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     assert_user_error("Name a model and a file", finetune_chat.main, [])
     with pytest.raises(UserError, match="The tokenizer of 3 tokens has no end-of-text token"):
         finetune_chat.give_template(character_tokenizer(["abc"]))
+    with pytest.raises(UserError, match="The text contains 'é', which is not among this model's 3 characters"):
+        finetune_text.windows(["abcé"], character_tokenizer(["abc"]), 2)
 
 
 @pytest.mark.parametrize(
