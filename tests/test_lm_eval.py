@@ -177,6 +177,18 @@ def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, tmp_pat
         assert f"| which, acc | {acc:.4f} | {stderr:.4f} |\n" in page
     entries = ModelCard(card).data.eval_results
     assert ("which", "acc", acc) in {(e.dataset_name, e.metric_type, e.metric_value) for e in entries}
+    assert "my_text: at least" not in (run / "report.md").read_text()
+    long = [{"query": prose(i, 40), "choices": ["was", "he"], "label": 0} for i in range(3)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
+    alone = MULTIPLE_CHOICE.replace("FOLDER/which", f"{tmp_path}/long").replace("task: which", "task: long")
+    (tmp_path / "long.yaml").write_text(alone)
+    evaluate.main([str(run), "--tasks", str(tmp_path / "long.yaml")])
+    assert "long: at least 6 requests exceeded the context and lost the beginning." in (run / "report.md").read_text()
+    (tmp_path / "long.yaml").write_text(alone.replace("multiple_choice", "generate_until"))
+    (run / "evaluation" / "evaluation.json").unlink()
+    sentence = "^lm-evaluation-harness ended with"
+    assert_user_error(sentence, evaluate.main, [str(run), "--compare", "--tasks", str(tmp_path / "long.yaml")])
+    assert "panel" in json.loads((run / "evaluation" / "evaluation.json").read_text())
     assert_user_error("^'' is neither a task", evaluate.main, ["no/model", "--tasks", "which,"])
     broken = tmp_path / "broken.yaml"
     broken.write_text((tasks / "my_text.yaml").read_text().replace(".jsonl", ".missing"))

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,17 +90,30 @@ def find_tasks(given: list[str]) -> tuple[Any, list[str]]:
 
 
 def run_tasks(model: PreTrainedModel, folder: str, tasks: tuple[Any, list[str]], batch_size: int) -> dict[str, Any]:
-    """Return the results in the form of lm-eval's files."""
+    """Return the results in the form of lm-eval's files, and the number of requests cut to the context, by task."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns that the model is loaded already
+    def is_shown(record: logging.LogRecord) -> bool:  # otherwise lm-eval prints a line per request
+        cut[-1] += "runcat" in record.getMessage()  # "Truncating ..." or "Left truncation ..."
+        return record.levelno >= logging.ERROR
+
+    cut, results = [0], {"configs": {}, "results": {}, "n-shot": {}, "cut_requests": {}}
+    logging.getLogger("lm_eval.models.huggingface").filters = [is_shown]
     with lm_eval_errors():
         wrapped = HFLM(model, backend="causal", tokenizer=vocabulary.load(folder), batch_size=batch_size)
-        found = simple_evaluate(wrapped, tasks=tasks[1], task_manager=tasks[0], log_samples=False)
-    fields = ("dataset_path", "dataset_name", "test_split", "validation_split")
-    configs = {name: {key: task.get(key) for key in fields} for name, task in found["configs"].items()}
-    return {"configs": configs} | {key: found[key] for key in ("results", "n-shot", "lm_eval_version")}
+        for task in tasks[1]:
+            cut.append(0)
+            found = simple_evaluate(wrapped, tasks=[task], task_manager=tasks[0], log_samples=False)
+            for name in ("configs", "results", "n-shot"):
+                results[name] |= found[name]
+            results["cut_requests"][Path(task.removesuffix(".yaml")).name] = cut[-1]
+    for name, config in results["configs"].items():
+        kept = {key: config.get(key) for key in ("dataset_path", "dataset_name", "test_split", "validation_split")}
+        if Path(kept["dataset_path"] or "json").exists():
+            kept["dataset_path"] = None  # a local path is not published
+        results["configs"][name] = kept
+    return results | {"lm_eval_version": version("lm_eval")}
 
 
 @dataclass
@@ -165,14 +179,16 @@ def main(arguments: list[str]) -> None:
     if given.memorization:
         sizes = (given.memorization_texts, given.memorization_span)
         results["memorization"] = memorization(model, store, *sizes, given.seed, accelerator)
-    if tasks is not None:
-        results["tasks"] = run_tasks(model, folder, tasks, given.per_device_eval_batch_size)
-    if given.json or not sys.stdout.isatty():
-        print(json.dumps(results))
-    else:
-        show_evaluation(results)
-    if given.compare or given.compare_with or given.memorization or given.tasks:
-        keep_evaluation(results, Path(chosen), store)
+    try:
+        if tasks is not None:
+            results["tasks"] = run_tasks(model, folder, tasks, given.per_device_eval_batch_size)
+    finally:  # if a task fails or is interrupted, the other results are kept
+        if given.json or not sys.stdout.isatty():
+            print(json.dumps(results))
+        else:
+            show_evaluation(results)
+        if given.compare or given.compare_with or given.memorization or given.tasks:
+            keep_evaluation(results, Path(chosen), store)
 
 
 if __name__ == "__main__":

@@ -127,8 +127,8 @@ def keep_evaluation(results: dict[str, Any], model: Path, store: TokenStore) -> 
         if "panel" in results:
             plot_panel(results["panel"]["rows"], picture)
         if "tasks" in results and "tasks" in before and is_same:
-            for name in ("configs", "results", "n-shot"):
-                results["tasks"][name] = before["tasks"][name] | results["tasks"][name]
+            for name in ("configs", "results", "n-shot", "cut_requests"):
+                results["tasks"][name] = before["tasks"].get(name, {}) | results["tasks"][name]
         content = {"format_version": EVALUATION_FORMAT} | (before if is_same else {}) | results | identity
         write_atomic(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         found = evaluation_of(run, run.model)
