@@ -105,7 +105,8 @@ def stop_of(request: gradio.Request) -> threading.Event:
 
 
 def stop_writing(request: gradio.Request) -> None:
-    stop_of(request).set()
+    if (stop := _stops.pop(request.session_hash, None)) is not None:  # a new text has its own event
+        stop.set()
 
 
 def continue_tab(models: dict[str, DemoModel], chosen: list[str], examples: list[str]) -> None:
