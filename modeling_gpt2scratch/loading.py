@@ -184,7 +184,8 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]],
         ids = _encode_chat(tokenizer, system + messages[start:])
         if len(ids) <= room:
             return ids, start - len(system)
-    raise ModelError(f"The message takes {len(ids)} tokens (with the system message) of at most {room}; shorten it.")
+    both = "The message and the system message have" if system else "The message has"
+    raise ModelError(f"{both} {len(ids)} tokens, but at most {room} fit; write a shorter text.")
 
 
 def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:

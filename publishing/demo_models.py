@@ -55,7 +55,8 @@ def _load(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     except RevisionNotFoundError as error:
         raise loading.ModelError(f"{name} has no revision {revision} on the Hub.") from error
     except Exception as error:  # also of the Hub's HTTP library, and of a full device
-        raise loading.ModelError(sentence(error, f"{source} cannot be loaded").replace(folder, source)) from error
+        why = error if isinstance(error, loading.ModelError) else f"{source} cannot be loaded: {_short(error)}."
+        raise loading.ModelError(str(why).replace(folder, source)) from error
     loading.arrange_weights(model)
     return model, tokenizer
 
@@ -70,10 +71,15 @@ def on_hub(source: str) -> list[DemoModel]:
     return [DemoModel(name, name, []) for name in names]
 
 
-def sentence(error: Exception, what: str) -> str:
-    """Return the text of a `ModelError`, or any other error as one sentence about `what`."""
-    reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-    return str(error) if isinstance(error, loading.ModelError) else f"{what}: {reason}."
+def sentence(error: Exception, shown: DemoModel) -> str:
+    """Return one sentence about an error of a model, with its name in place of its path, for visitors."""
+    if isinstance(error, loading.ModelError):
+        return str(error).replace(shown.source, shown.name)
+    return f"{shown.name} stopped with an error: {_short(error)}."
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ def score(shown: DemoModel, text: str) -> dict:
             raise loading.ModelError("The first token has no loss; enter a text of at least two tokens.")
         losses = cross_entropy(model(ids[None]).logits[0, :-1].float(), ids[1:], reduction="none").tolist()
     except Exception as error:  # the other model is scored
-        return {"problem": sentence(error, f"{shown.name} stopped with an error"), "pieces": {}}
+        return {"problem": sentence(error, shown), "pieces": {}}
     pieces: dict[int, float | None] = {}
     for end, loss in zip(accumulate((end for _, end in encoded.offset_mapping), max), [None, *losses], strict=False):
         pieces[end] = loss if pieces.get(end) is None else pieces[end] + loss

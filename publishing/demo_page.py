@@ -32,6 +32,11 @@ STYLE, TEMPLATE = Path(__file__).with_suffix(".css"), Path(__file__).with_suffix
 PARTS = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True).module  # macros that return HTML
 AT_ONCE = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
 QUEUED = AT_ONCE | {"queue": True, "concurrency_limit": VISITORS, "concurrency_id": "models"}
+LOADING = QUEUED | {"concurrency_id": "loading"}  # does not wait for visitors whose texts are being written
+# Shown until the first answer of the server, which may have to finish the texts of other visitors.
+WAIT = """() => document.querySelectorAll(".card > footer, .bar .note, #losses .note").forEach(part => {
+    if (part.checkVisibility()) part.textContent = "Waiting ...";
+})"""
 SLIDERS = {  # by setting: label, explanation, minimum, maximum, step and default
     "temperature": ("Temperature", "0 always picks the most likely token", 0, 2, 0.05, 0.8),
     "max_new_tokens": ("Length", "new tokens", 1, 1000, 1, 200),
@@ -76,7 +81,7 @@ def write(shown: DemoModel, prompt: str | list[dict], settings: Settings, into: 
             begun = time.perf_counter()
         into.state = "complete" if len(written) == settings.max_new_tokens else "ended"
     except Exception as error:  # the other models continue
-        into.problem, into.state = sentence(error, f"{shown.name} stopped with an error"), "refused"
+        into.problem, into.state = sentence(error, shown), "refused"
 
 
 def side_by_side(
@@ -111,7 +116,7 @@ def stop_writing(request: gradio.Request) -> None:
 
 def continue_tab(models: dict[str, DemoModel], chosen: list[str], examples: list[str]) -> None:
     def answer(values: dict, request: gradio.Request) -> Iterator[str]:
-        text = (values[prompt] or "")[-LONGEST_PROMPT:]  # the page enforces the same limit
+        text = entered(values[prompt])
         some, settings = [models[source] for source in values[picked][:MAX_MODELS]], settings_of(controls, values)
         for continuations in side_by_side(some, text, settings, stop_of(request)):
             yield str(PARTS.cards([*zip(some, continuations, strict=True)], text, settings))
@@ -131,6 +136,7 @@ def continue_tab(models: dict[str, DemoModel], chosen: list[str], examples: list
                 start = start_button("Continue")
             controls = sampling()
         shown = gradio.HTML(no_text(chosen), elem_id="answers")
+    gradio.on([start.click, prompt.submit], js=WAIT, **AT_ONCE)
     gradio.on([start.click, prompt.submit], answer, {prompt, picked, *controls.values()}, shown, **QUEUED)
     picked.change(no_text, picked, shown, **AT_ONCE)
 
@@ -141,7 +147,7 @@ def chat_tab(models: dict[str, DemoModel], chosen: list[str]) -> None:
         try:
             can_chat = models[source].load()[1].chat_template is not None
         except loading.ModelError as error:
-            return str(error)
+            return sentence(error, models[source])
         return "" if can_chat else f"{models[source].name} has no chat template: it continues text. Use Continue."
 
     def first_chat_model(source: str) -> str:
@@ -153,43 +159,69 @@ def chat_tab(models: dict[str, DemoModel], chosen: list[str]) -> None:
         problem = refusal_of(source)
         return str(PARTS.note(Continuation(state="refused", problem=problem))), gradio.Column(visible=not problem)
 
-    def reply(values: dict, request: gradio.Request) -> Iterator[dict]:
-        text, before, settings = values[message] or "", values[history], settings_of(controls, values)
-        asked = [*before, {"role": "user", "content": text[-LONGEST_PROMPT:]}]
-        for i, [answer] in enumerate(side_by_side([models[values[picked]]], asked, settings, stop_of(request))):
+    def bubbles(turns: list[dict[str, str]]) -> list[dict]:
+        """Return the messages for the page. Gradio shows HTML in a message even if Markdown is off."""
+        return [said | {"content": [{"type": "text", "text": escape(said["content"] or "…")}]} for said in turns]
+
+    def answers(values: dict, before: list[dict[str, str]], text: str, request: gradio.Request) -> Iterator[dict]:
+        shown, settings = models[values[picked]], settings_of(controls, values)
+        told = [{"role": "system", "content": entered(values[system])}] if (values[system] or "").strip() else []
+        asked = [*before, {"role": "user", "content": text}]
+        for i, [answer] in enumerate(side_by_side([shown], told + asked, settings, stop_of(request))):
             is_refused = answer.state == "refused" and not answer.tokens
             now = before if is_refused else [*asked, {"role": "assistant", "content": answer.text}]
-            # Gradio shows HTML in a message even if Markdown is off.
-            plain = [said | {"content": [{"type": "text", "text": escape(said["content"] or "…")}]} for said in now]
             # Later updates leave out the text box, because the next message may be typed during an answer.
             box = {message: text if is_refused else ""} if is_refused or i == 0 else {}
-            yield {history: now, talk: plain, note: str(PARTS.note(answer))} | box
+            yield {history: now, talk: bubbles(now), note: str(PARTS.note(answer, shown, settings))} | box
 
+    def reply(values: dict, request: gradio.Request) -> Iterator[dict]:
+        if (text := entered(values[message])).strip():
+            yield from answers(values, values[history], text, request)
+        else:
+            yield {note: ""}  # gradio shows only a value that changes
+            yield {note: no_note}
+
+    def reply_again(values: dict, request: gradio.Request) -> Iterator[dict]:
+        """Replace the last answer. A message that is being typed stays."""
+        *before, asked, _ = values[history]
+        for update in answers(values, before, asked["content"], request):
+            yield {part: value for part, value in update.items() if part is not message}
+
+    def undo(turns: list[dict[str, str]]) -> tuple:
+        *before, asked, _ = turns
+        return before, bubbles(before), asked["content"], no_note
+
+    no_note = str(PARTS.note(Continuation(state="empty")))
     with gradio.Tab("Chat", elem_classes="tab") as tab, gradio.Column(elem_classes="desk"):
-        picked, refusal = picker(models, chosen[0], "Model"), gradio.HTML()
+        picked = picker(models, chosen[0], "Model")
+        refusal = gradio.HTML(str(PARTS.note(Continuation(state="loading"))))
         with gradio.Column(visible=False) as room:
             history = gradio.State([])
             talk = gradio.Chatbot(  # not an input, because gradio creates components that a message in it names
-                show_label=False, height="26rem", buttons=[], feedback_options=None, elem_id="talk", allow_tags=False,
+                show_label=False, buttons=[], feedback_options=None, elem_id="talk", allow_tags=False,
                 render_markdown=False, latex_delimiters=[],
             )  # fmt: skip
-            message = text_box("Message", "")
+            message = text_box("Message", "", lines=1)  # Enter sends
             with gradio.Row(elem_classes="bar"):
-                note = gradio.HTML(elem_classes="examples")
+                note = gradio.HTML(no_note, elem_classes="examples")
                 start = start_button("Send")
             controls = sampling("chat_")
-    picked.change(offer, picked, [refusal, room], **QUEUED)
-    picked.change(lambda: "", None, note, **AT_ONCE)
-    tab.select(first_chat_model, picked, picked, **QUEUED).then(offer, picked, [refusal, room], **QUEUED)
-    several = {history, message, picked, *controls.values()}
-    gradio.on([start.click, message.submit], reply, several, [history, talk, message, note], **QUEUED)
-    talk.clear(lambda: ([], ""), None, [history, note], **AT_ONCE)
+            system = text_box("System message", "", lines=1)
+    picked.change(offer, picked, [refusal, room], **LOADING)
+    picked.input(stop_writing, **AT_ONCE)
+    tab.select(first_chat_model, picked, picked, **LOADING).then(offer, picked, [refusal, room], **LOADING)
+    several, shown = {history, message, picked, system, *controls.values()}, [history, talk, message, note]
+    gradio.on([start.click, message.submit, talk.retry], js=WAIT, **AT_ONCE)
+    gradio.on([start.click, message.submit], reply, several, shown, **QUEUED)
+    talk.retry(reply_again, several, shown, **QUEUED)
+    talk.undo(undo, history, shown, **AT_ONCE)
+    talk.clear(lambda: ([], no_note), None, [history, note], **AT_ONCE)
 
 
 def loss_tab(models: dict[str, DemoModel], chosen: list[str], examples: list[str]) -> None:
     def watch(text: str, *sources: str) -> Iterator[str]:
         yield str(PARTS.note(Continuation(state="scoring")))
-        text, pair = text[:LONGEST_PROMPT], [models[source] for source in dict.fromkeys(sources)]
+        text, pair = entered(text), [models[source] for source in dict.fromkeys(sources)]
         scores = [score(shown, text) for shown in pair]
         change = difference(scores[0]["pieces"], scores[-1]["pieces"])
         yield str(PARTS.losses([*zip(pair, scores, strict=True)], change, text))
@@ -203,14 +235,16 @@ def loss_tab(models: dict[str, DemoModel], chosen: list[str], examples: list[str
             with gradio.Row(elem_classes="bar"):
                 gradio.HTML(str(PARTS.legend()), elem_classes="examples")
                 start = start_button("Score")
-        shown = gradio.HTML(elem_id="losses")
+        shown = gradio.HTML(str(PARTS.note(Continuation(state="empty"))), elem_id="losses")
+    gradio.on([start.click, text.submit], js=WAIT, **AT_ONCE)
     gradio.on([start.click, text.submit], watch, [text, *picked], shown, **QUEUED)
 
 
 def build(groups: list[list[DemoModel]], title: str, examples: list[str]) -> gradio.Blocks:
     """Return the page for `serve`. The first model of each group is chosen at first."""
-    models = {shown.source: shown for group in groups for shown in group}
-    chosen = list(dict.fromkeys(group[0].source for group in groups))
+    sources = {shown.source: shown for group in groups for shown in group}
+    models = dict(zip(map(str, range(len(sources))), sources.values(), strict=True))  # visitors see no paths
+    chosen = [key for key, shown in models.items() if shown.source in {group[0].source for group in groups}]
     with gradio.Blocks(title=title, analytics_enabled=False) as page:
         gradio.HTML(str(PARTS.head(title)))
         with gradio.Tabs():
@@ -225,10 +259,15 @@ def picker(models: dict[str, DemoModel], value: str | list[str], label: str, **o
     return gradio.Dropdown(choices, value=value, label=label, visible=len(models) > 1, elem_classes="picker", **options)
 
 
-def text_box(label: str, text: str) -> gradio.Textbox:
+def entered(text: str | None) -> str:
+    """Return the text of a box up to the limit, which the page enforces too, and with ? for surrogates, which JSON cannot hold."""
+    return (text or "")[-LONGEST_PROMPT:].encode("utf-8", "replace").decode()
+
+
+def text_box(label: str, text: str, lines: int = 3) -> gradio.Textbox:
     return gradio.Textbox(
-        text, lines=3, max_lines=12, show_label=False, container=False, label=label, placeholder=label,
-        max_length=LONGEST_PROMPT, elem_id=label.lower(), elem_classes="text-box",
+        text, lines=lines, max_lines=12, show_label=False, container=False, label=label, placeholder=label,
+        max_length=LONGEST_PROMPT, elem_id=label.lower().replace(" ", "_"), elem_classes="text-box",
     )  # fmt: skip
 
 
@@ -247,7 +286,8 @@ def sampling(prefix: str = "") -> dict[str, gradio.components.Component]:
             own = {"label": label, "info": info, "elem_id": prefix + label.lower().replace(" ", "_").replace("-", "_")}
             controls[name] = gradio.Slider(low, high, value, step=step, buttons=[], **own)
         controls["seed"] = gradio.Number(
-            None, label="Seed", info="the same seed gives the same text", placeholder="random",
+            lambda: None, label="Seed",  # gradio shows a plain None as 0
+             info="the same seed gives the same text", placeholder="random",
             precision=0, minimum=0, maximum=10**15, elem_id=f"{prefix}seed", elem_classes="seed",
         )  # fmt: skip
     return controls

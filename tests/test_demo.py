@@ -106,7 +106,8 @@ class Page:
 
     def set(self, **settings: str) -> None:
         self.click(".settings > button")
-        self.wait_for("return document.querySelector('#seed')?.checkVisibility()")
+        self.wait_for("return document.querySelector('#seed input')?.checkVisibility()")
+        self.wait_for("return document.querySelector('#seed input').value === ''")  # a random seed
         for name, value in settings.items():
             self.fill(f"#{name} input[type=number]", value)
 
@@ -115,7 +116,9 @@ class Page:
         next(it for it in self.browser.find_elements("css selector", selector) if it.is_displayed()).click()
 
     def wait_until_done(self) -> None:
-        self.wait_for("return !document.querySelector('.card.writing, .card.empty')")
+        self.wait_for(
+            "return !document.querySelector('.card.writing, .card.empty') && !document.body.textContent.includes('Waiting')"
+        )
 
     def texts(self, inside: str) -> list[str]:
         found = self.browser.find_elements("css selector", f".card {inside}")
@@ -202,6 +205,16 @@ def test_losses_and_chats_are_shown_as_plain_text(address, browser):
     page.fill("#message textarea", "<b>the")
     page.click(".start")
     page.wait_for("return document.querySelector('#talk').innerText.startsWith('<b>the')")
+    page.click("#talk button[aria-label=Retry]")
+    page.wait_for("return document.querySelector('.bar .note').textContent.includes('letters, seed ')")
+    assert browser.find_element("css selector", "#talk").text.count("<b>the") == 1
+    page.click("#talk button[aria-label=Undo]")
+    page.wait_for("return document.querySelector('#message textarea').value === '<b>the'")
+    assert not browser.find_element("css selector", "#talk").text
+    page.fill("#message textarea", " ")
+    page.click(".start")  # a blank message is not sent
+    page.wait_for("return document.querySelector('.bar .note').textContent === ''")
+    assert not browser.find_element("css selector", "#talk").text
     page.click(".picker input")  # the first model, which is not the default here
     page.click("[role=option][aria-label=tiny]")
     page.wait_for("return document.body.textContent.includes('tiny has no chat template')")
@@ -232,7 +245,7 @@ def test_a_model_that_fails_does_not_stop_the_others(letters, tmp_path, monkeypa
     monkeypatch.setattr(demo_page, "new_tokens", failing)
     *_, last = demo_page.side_by_side([damaged, second, model_at(letters)], "The", settings(), threading.Event())
     assert [into.state for into in last] == ["refused", "refused", "ended"]
-    assert last[0].problem.startswith(f"{damaged.source} cannot be loaded: ")
+    assert last[0].problem.startswith("damaged cannot be loaded: ")  # visitors see no paths
     assert last[1].problem == "second stopped with an error: out of memory."
 
 

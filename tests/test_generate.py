@@ -197,5 +197,9 @@ def test_a_chat_keeps_its_history_and_survives_a_full_context_and_ctrl_c(a_copy,
     assert chats[4:] == [["e", "d"], ["e", "d", tokenizer.decode([50]), "f"]]
     out, err = capsys.readouterr()
     assert out.startswith(f"{first}\n")
-    ends = ("context of 16 tokens is full.", "oldest 2 messages are left out.", "of at most 12; shorten it.")
+    ends = (
+        "context of 16 tokens is full.",
+        "oldest 2 messages are left out.",
+        "but at most 12 fit; write a shorter text.",
+    )
     assert [err.count(end) for end in ends] == [4, 2, 1]
