@@ -1,4 +1,4 @@
-"""Train a chat model to prefer one of two answers with TRL's DPOTrainer, by default with LoRA.
+"""Train a chat model to prefer the better of two answers with TRL's DPOTrainer, by default with LoRA.
 
 python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl                  # one {"prompt", "chosen", "rejected"} per line
 python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl --lora_rank 0    # all weights
@@ -42,7 +42,7 @@ from tokenizer.chat import normalized
 @dataclass
 class PreferenceTuning(Tuning):
     replay_fraction: float = setting(0.0, "Always 0: DPO trains on pairs only.", maximum=0)
-    beta: float = setting(0.1, "Weight of staying close to the model before training.", above=0, maximum=100)
+    beta: float = setting(0.1, "A higher value keeps the model closer to the one before.", above=0, maximum=100)
     # Without it, DPO can lower the likelihood of both answers: measured in docs/finetuning.md.
     sft_weight: float = setting(1.0, "Weight of the chosen answer's own loss; 0 is plain DPO.", maximum=100)
 

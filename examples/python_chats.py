@@ -1,4 +1,4 @@
-"""Write chats and pairs of answers about the functions of Python's standard library, to try the recipes without a download.
+"""Write chats and pairs of answers about the functions of Python's standard library, to try fine-tuning without a download.
 
 python -m examples.python_chats          # writes data/chats.jsonl and data/pairs.jsonl
 python -m examples.python_chats FOLDER

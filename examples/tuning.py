@@ -79,18 +79,18 @@ class Tuning:
     model: str | None = setting(None, "A run, a checkpoint, a model folder or a Hub id.", needed=("a model", EXAMPLE))
     data: str | None = setting(
         None,
-        "File with the new text or chats, a name of `python -m tokenizer.pretokenize --list`, or a Hub dataset.",
+        "File with the new text, chats or pairs, a name of `python -m tokenizer.pretokenize --list`, or a Hub dataset.",
         needed=("a file", EXAMPLE),
     )
     max_documents: int | None = setting(
-        None, f"Use only the first so many records; default: {HUB_RECORDS:,} of a Hub dataset.", minimum=1
+        None, f"Use only the first N records; default: {HUB_RECORDS:,} of a Hub dataset, all of a file.", minimum=1
     )
     output_dir: str | None = setting(None, "New folder for the model; default: runs/MODEL-DATA.")
     lora_rank: int = setting(16, "Rank of the adapters; 0 trains all weights, without LoRA.", maximum=1024)
     learning_rate: float | None = setting(
         None, "Peak learning rate; default: from the model's width.", above=0, maximum=100
     )
-    num_train_epochs: float = setting(3.0, "Passes over the file.", above=0, maximum=10**6)
+    num_train_epochs: float = setting(3.0, "Passes over the new data.", above=0, maximum=10**6)
     per_device_train_batch_size: int = setting(16, "Examples per step and device.", minimum=1, maximum=65_536)
     replay_fraction: float | None = setting(
         None, f"Fraction of examples from the original training text; default: {REPLAY} if it is available.", below=1

@@ -119,7 +119,7 @@ def run_tasks(model: PreTrainedModel, folder: str, tasks: tuple[Any, list[str]],
 @dataclass
 class EvaluateArguments:
     model: str | None = setting(
-        None, "A run folder or a model folder.", needed=("a model", "python -m training.evaluate runs/x")
+        None, "A run, a checkpoint or a model folder.", needed=("a model", "python -m training.evaluate runs/x")
     )
     checkpoint: str | None = setting(
         None, "Checkpoint of a run: last, best (by validation loss) or a step. Default: the run's model/."
@@ -128,7 +128,7 @@ class EvaluateArguments:
     per_device_eval_batch_size: int = setting(16, "Sequences per batch.", minimum=1, maximum=65_536)
     compare: bool = setting(False, "Compare bits per byte with n-grams and compressors on the same text.")
     compare_with: list[str] = setting(
-        [], "Like compare, also with these runs, checkpoints, model folders or Hub ids of causal models."
+        [], "Compare also with these runs, checkpoints, model folders or Hub ids of causal models; implies compare."
     )
     compare_documents: int | None = setting(None, "Evenly spaced documents to compare on. Default: all.", minimum=1)
     memorization: bool = setting(False, "Measure how much generated text occurs verbatim in the training text.")
