@@ -32,7 +32,7 @@ AT_ONCE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per 
 CONTROL = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")  # all but tab and line breaks
 CHAT_HELP = """\
 /reset  forget the conversation     /system TEXT  also set the system message
-/exit   end the chat, like Ctrl-D   Ctrl-C        stop an answer"""
+/exit   end the chat, like Ctrl-D   Ctrl-C        stop an answer or a line"""
 
 
 @dataclass
@@ -112,8 +112,9 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
             turns = []
             if command == "/system":
                 system = [{"role": "system", "content": text.strip()}] if text else []
-        elif command[:1] == "/" and command[1:].isalpha():  # also an unknown command
-            note(CHAT_HELP)
+            note(f"A new conversation starts, {'with' if system else 'without'} a system message.")
+        elif command[:1] == "/" and command[1:].isalpha():
+            note(CHAT_HELP if command == "/help" else f"There is no command {command}.\n{CHAT_HELP}")
         elif line:
             asked = [*turns, {"role": "user", "content": line}]
             try:
@@ -141,7 +142,8 @@ def write(text: str) -> None:
 
 
 def lines(prompt: str) -> Iterator[str]:
-    """Yield `prompt`, if given, and the lines of stdin. In a terminal, lines can be edited."""
+    """Yield `prompt`, if given, and the lines of stdin. In a terminal, lines can be edited, and Ctrl-C clears one: an answer may end just
+    before it is stopped. Ctrl-C twice ends the chat."""
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 (None if stdin was closed)
     sys.stdin.reconfigure(errors="replace")
     if is_terminal := sys.stdin.isatty():
@@ -150,9 +152,17 @@ def lines(prompt: str) -> Iterator[str]:
             import readline  # noqa: F401  line editing for input()
 
     yield prompt
+    was_cleared = False
     with suppress(EOFError):
         while True:
-            yield input("\n> " if is_terminal else "")
+            try:
+                yield input("\n> " if is_terminal else "")
+                was_cleared = False
+            except KeyboardInterrupt:
+                if was_cleared or not is_terminal:
+                    raise
+                was_cleared = True
+                print("\nCtrl-C again or Ctrl-D ends the chat.", end="")
     print(end="\n" * is_terminal)
 
 

@@ -38,14 +38,31 @@ Messages = list[dict[str, str]]
 
 
 def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
-    """Return the chat of a record as `messages`; raise a `ValueError` if it has no assistant's turn that answers another one."""
-    chat = normalized(record.get("messages", record.get("conversations")))
-    if chat is None or not any(message["role"] == "assistant" for message in chat[1:]):
+    """Return the chat of a record as `messages`: of `messages`, of ShareGPT's `conversations`, of TRL's `prompt` and `completion`, or of
+    Alpaca's `instruction`, `input` and `output`. Raise a `ValueError` if it has no assistant's turn that answers another one."""
+    found = record.get("messages", record.get("conversations"))
+    if found is None and {"prompt", "completion"} <= record.keys():
+        found = turns(record["prompt"], "user") + turns(record["completion"], "assistant")
+    if found is None and {"instruction", "output"} <= record.keys():
+        asked = "\n\n".join(str(part) for part in (record["instruction"], record.get("input")) if part)
+        found = turns(asked, "user") + turns(record["output"], "assistant")
+    if found is None:
+        hint = "; examples.finetune_preferences reads pairs" if "rejected" in record else ""
         raise ValueError(
-            "is not a chat with an assistant; each record must be "
+            f"has no chat, but only {', '.join(record) or 'no field'}{hint}; each record must be "
             '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
         )
+    if (chat := normalized(found)) is None:
+        raise ValueError("has a message without a role or without text; each message needs both (role and content)")
+    roles = [message["role"] for message in chat]
+    if "assistant" not in roles[1:]:
+        raise ValueError(f"has no answer of the role assistant, but only {', '.join(dict.fromkeys(roles))}")
     return {"messages": chat}
+
+
+def turns(said: Any, role: str) -> Messages:
+    """Return a text as a message of `role`; messages stay."""
+    return said if isinstance(said, list) else [{"role": role, "content": said}]
 
 
 def prompt_of(messages: Messages) -> Messages:
@@ -94,8 +111,9 @@ def main(arguments: list[str]) -> None:
     lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
     whole = sum(length < context for length in lengths)
     print(
-        f"{whole} of {len(train)} chats are shorter than the context of {context} tokens; {len(lengths) - whole} are cut to it, and "
-        f"{len(train) - len(lengths)} are left out because their answers start after it."
+        f"{whole} of {len(train)} chats are shorter than the context of {context} tokens"
+        + f"; {len(lengths) - whole} are cut to it, and {len(train) - len(lengths)} are left out because their answers start after it."
+        * (whole < len(train))
     )
     if not (len(trainer.train_dataset) and len(trainer.eval_dataset)):  # TRL drops examples without an answer
         raise UserError(

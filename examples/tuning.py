@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, concatenate_datasets, disable_progress_bars
 from huggingface_hub import ModelCardData
 from jinja2 import TemplateError
 from torch.nn import functional as F  # noqa: N812  the usual name
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerState
 
 from command_line import FlagParser
 from errors import UserError, counted
@@ -41,6 +41,7 @@ from tokenizer.named_data import dataset_of
 from tokenizer.records import records
 from tokenizer.store import TokenStore
 from training.evaluate import store_and_masking
+from training.guard.lock import RunLock
 from training.loading import check_store, find_model, load_with_tokenizer
 from training.scoring import eval_metrics
 
@@ -107,6 +108,8 @@ class Tuning:
     def name(self) -> str:
         """Name of the base model."""
         path = Path(self.model)
+        if path.parent.name == "checkpoints":
+            return f"{path.parent.parent.name}-{path.name}"
         return path.parent.name if path.name == "model" else path.name
 
     @cached_property
@@ -142,6 +145,7 @@ def default_rate(width: int, lora: bool) -> float:
 
 def parse(documentation: str, arguments: list[str], kind: type[Tuning] = Tuning) -> Any:
     """Return the settings of the flags; raise a `UserError` with all problems."""
+    disable_progress_bars()  # of `datasets`: short, and several for each step of TRL
     parser = FlagParser((kind,), documentation.splitlines()[0], positional="model")
     (tuning,) = parser.parse(arguments, check=kind.check)
     return tuning
@@ -272,11 +276,13 @@ def record_of(tuning: Tuning) -> dict[str, Any]:
 def original_store(tuning: Tuning, source: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore | None:
     """Return the store of `original_data`, of the model's record or of the run; None if it is missing and was not requested."""
     try:
-        store, _ = store_and_masking(tuning.model, tuning.original_data or record_of(tuning)["original_data"])
+        store, _ = store_and_masking(
+            tuning.model, tuning.original_data or record_of(tuning)["original_data"], "original_data"
+        )
     except UserError as error:
         if tuning.original_data is not None or tuning.replay_fraction:
             raise
-        print(f"Forgetting is not measured, because there is no --original_data: {error}")
+        print(f"Forgetting is not measured: {error}")
         return None
     check_store(source, tokenizer, store)
     return store
@@ -360,6 +366,15 @@ class Learned:
 # ---- training and output ---------------------------------------------------------------------------------------------
 
 
+class Progress(ProgressCallback):
+    """Transformers' progress bar, with a line of the loss in place of a dict of all values."""
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if self.training_bar is not None and "loss" in logs:
+            values = f"loss {float(logs['loss']):.3f}  norm {float(logs['grad_norm']):.2f}  lr {float(logs['learning_rate']):.1e}"
+            self.training_bar.write(f"step {state.global_step}/{state.max_steps}  {values}")
+
+
 def lora(tuning: Tuning):
     """Return PEFT's configuration, or None for training all weights.
     PEFT knows default layers only for architectures in its own list. `all-linear` means the four matrices of each block, in
@@ -392,9 +407,24 @@ def shared_settings(tuning: Tuning) -> dict[str, Any]:
 def train_and_save(
     trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, original: OriginalText, learned: Learned
 ) -> None:
-    """Train, and write the output folder; print the measurements before and after, and the next commands."""
+    """Train, and write the output folder; print the measurements before and after, and the next commands.
+    Raise a `UserError` if the folder is in use, or if the weights are not finite."""
+    with RunLock(tuning.folder, patience=0):
+        tuning.check()  # another command may have written it
+        _train_and_save(trainer, tokenizer, tuning, original, learned)
+
+
+def _train_and_save(
+    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, original: OriginalText, learned: Learned
+) -> None:
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Progress)
     before = learned.measure(trainer.model) | original.bits_per_byte(trainer.model)
-    trainer.train()
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        print("\nNothing is saved before the end. The same command starts again.")
+        raise
     model = trainer.accelerator.unwrap_model(
         trainer.model, keep_fp32_wrapper=False
     )  # measured without autocast, as before
@@ -424,11 +454,9 @@ def train_and_save(
     text = card(model, trainer, tokenizer, tuning, results, learned, record)
     (tuning.folder / "README.md").write_text(text, encoding="utf-8")
     folder = shlex.quote(str(tuning.folder))
-    print(
-        f"{table}\nThe model is in {tuning.folder}. Next:\n"
-        f"  python generate.py {folder} {learned.use}\n"
-        f"  python push_to_hub.py {folder} --repo_id YOUR_NAME/{shlex.quote(tuning.folder.name)}"
-    )
+    print(f"{table}\nThe model is in {tuning.folder}. Next:\n  python generate.py {folder} {learned.use}")
+    if model.config.model_type == "gpt2scratch":
+        print(f"  python push_to_hub.py {folder} --repo_id YOUR_NAME/{shlex.quote(tuning.folder.name)}")
 
 
 def card(

@@ -165,9 +165,9 @@ def chat_tab(models: dict[str, DemoModel], chosen: list[str]) -> None:
 
     def answers(values: dict, before: list[dict[str, str]], text: str, request: gradio.Request) -> Iterator[dict]:
         shown, settings = models[values[picked]], settings_of(controls, values)
-        told = [{"role": "system", "content": entered(values[system])}] if (values[system] or "").strip() else []
+        first = [{"role": "system", "content": entered(values[system])}] if (values[system] or "").strip() else []
         asked = [*before, {"role": "user", "content": text}]
-        for i, [answer] in enumerate(side_by_side([shown], told + asked, settings, stop_of(request))):
+        for i, [answer] in enumerate(side_by_side([shown], first + asked, settings, stop_of(request))):
             is_refused = answer.state == "refused" and not answer.tokens
             now = before if is_refused else [*asked, {"role": "assistant", "content": answer.text}]
             # Later updates leave out the text box, because the next message may be typed during an answer.

@@ -26,6 +26,7 @@ from hub_server import File, Repository, serving
 from publishing.gguf_file import write_gguf
 from publishing.hub_folder import write_native
 from tokenizer.vocabulary import character_tokenizer
+from training.guard.lock import RunLock
 
 ANSWERS = {"Who is he?": "He is not at it.", "Are they on it?": "They are.", "Was it his?": "It was not his."}
 BIGGER = {"n_embd": 64, "n_positions": 48, "tokens_per_step": 192, "tie_word_embeddings": True, "max_steps": 150}
@@ -215,6 +216,13 @@ def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
     assert finetune_preferences.pair_of({"chosen": "u: a", "rejected": "u: b"}) == pair("u:", " a", " b")
 
 
+def test_chats_of_other_formats_are_read():
+    asked, answer = {"role": "user", "content": "a\n\nb"}, {"role": "assistant", "content": "c"}
+    alpaca = {"instruction": "a", "input": "b", "output": "c"}
+    for record in (alpaca, {"prompt": "a\n\nb", "completion": "c"}, {"prompt": [asked], "completion": [answer]}):
+        assert finetune_chat.chat_of(record) == {"messages": [asked, answer]}
+
+
 def test_all_examples_of_a_prompt_are_held_out_or_none():
     examples = [{"prompt": i % 20, "number": i} for i in range(60)]
     tuning = Tuning(data="x.jsonl", seed=1)
@@ -233,9 +241,11 @@ def test_a_named_data_set_is_read_up_to_max_documents(run, tmp_path, launch):
         online = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
         flags = ("--data", "smoltalk", "--max_documents", "41", "--output_dir", tmp_path / "out")
         done = launch("-m", "examples.finetune_chat", run, *flags, **online)
-    assert "Left out 1 record of smoltalk: each is not a chat with an assistant" in done.stdout, done.stderr
+    assert "Left out 1 record of smoltalk: each has a message without a role or without text" in done.stdout, (
+        done.stderr
+    )
     card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert f"tiny, fine-tuned on 36 chats of HuggingFaceTB/smoltalk:all@{'1' * 40}: " in card.text
+    assert f"tiny, fine-tuned on 35 chats of HuggingFaceTB/smoltalk:all@{'1' * 40}: " in card.text
     assert card.data.datasets == ["HuggingFaceTB/smoltalk"]
 
 
@@ -303,7 +313,7 @@ def test_a_model_without_its_run_is_tuned_without_replay(run, tmp_path, capsys):
     data.write_text("They are not at it.\n" * 100)
     tune(finetune_text, model, data, tmp_path / "out")
     output = capsys.readouterr().out
-    assert "Forgetting is not measured, because there is no --original_data" in output
+    assert "For another model, name a token store with --original_data." in output
     assert "no example is replayed original text" in output
     assert list(table(output)) == ["loss"]
 
@@ -326,8 +336,17 @@ def test_chats_longer_than_the_context_are_cut_or_refused(run, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("recipe", "line", "expected"),
     [
-        (finetune_chat, '{"text": "Hi"}', "is not a chat with an assistant"),
-        (finetune_chat, '{"messages": [{"role": "user", "content": "Hi"}]}', "is not a chat with an assistant"),
+        (finetune_chat, '{"text": "Hi"}', "has no chat, but only text; each record must be"),
+        (
+            finetune_chat,
+            '{"chosen": "a", "rejected": "b"}',
+            r"has no chat, .*; examples\.finetune_preferences reads pairs",
+        ),
+        (
+            finetune_chat,
+            '{"messages": [{"role": "user", "content": "Hi"}]}',
+            "has no answer of the role assistant, but only user",
+        ),
         (finetune_chat, '{"messages": ', "is not a JSON object"),
         (finetune_chat, r'{"messages": "\ud800"}', "is not UTF-8 text"),
         (finetune_preferences, '{"prompt": "a", "chosen": "b", "rejected": ""}', "has no rejected; each record needs"),
@@ -357,6 +376,8 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     assert_refused(r"does not render a chat \(No system role\); correct", finetune_chat, broken, data, new)
     assert_refused("holds no model", finetune_chat, tmp_path, data, new)
     assert_refused("line 1 has no text", finetune_text, run, data, new)
+    with RunLock(new):
+        assert_refused("out is in use by process", finetune_chat, run, data, new)
     (short := tmp_path / "short.txt").write_text("They are.")
     assert_refused("At least 2 windows of 48 tokens are needed.*provides 0", finetune_text, run, short, new)
     assert_refused(

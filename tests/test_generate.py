@@ -3,6 +3,7 @@
 import io
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,3 +204,20 @@ def test_a_chat_keeps_its_history_and_survives_a_full_context_and_ctrl_c(a_copy,
         "but at most 12 fit; write a shorter text.",
     )
     assert [err.count(end) for end in ends] == [4, 2, 1]
+
+
+def test_ctrl_c_at_the_prompt_clears_the_line_and_twice_ends_the_chat(monkeypatch, capsys):
+    typed = iter([KeyboardInterrupt, "a", KeyboardInterrupt, KeyboardInterrupt])
+
+    def read(_prompt: str) -> str:
+        if (line := next(typed)) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True, reconfigure=lambda **_: None))
+    lines = generate.lines("first")
+    assert [next(lines), next(lines)] == ["first", "a"]
+    with pytest.raises(KeyboardInterrupt):
+        next(lines)
+    assert capsys.readouterr().out.count("Ctrl-C again or Ctrl-D ends the chat.") == 2

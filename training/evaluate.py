@@ -44,13 +44,14 @@ from training.scoring import score
 from training.sharding import keep_accelerate_from_sharding
 
 
-def store_and_masking(model: str, data: str | None) -> tuple[TokenStore, bool]:
-    """Return the store to score and whether to mask documents. Both default to the values of the run of `model`."""
+def store_and_masking(model: str, data: str | None, flag: str = "data") -> tuple[TokenStore, bool]:
+    """Return the store to score and whether to mask documents. Both default to the values of the run of `model`.
+    Raise a `UserError`, which names `flag`, if there is neither a run nor a store."""
     try:
         run_folder = run_of(Path(model))
-    except UserError:
+    except UserError as error:
         if data is None:
-            raise
+            raise UserError(f"{error} For another model, name a token store with --{flag}.") from error
         return TokenStore(data), False  # a model that is not in a run folder
     config = read_config(["--config", str(run_folder / CONFIG_FILE)])
     if data is not None:
