@@ -7,7 +7,7 @@ python generate.py runs/x --prompt "Once" --num_return_sequences 32 --dtype bflo
 python generate.py runs/x-chats --chat
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import os
 import sys

@@ -5,7 +5,7 @@ python -m examples.finetune_chat runs/x --data chats.jsonl --lora_rank 0    # al
 python -m examples.finetune_chat runs/x --data smoltalk                     # the first 20,000 chats of a named data set or a Hub id
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import warnings
 from typing import Any

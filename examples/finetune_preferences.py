@@ -4,7 +4,7 @@ python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl         
 python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl --lora_rank 0    # all weights
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import copy
 import warnings

@@ -5,7 +5,7 @@ python -m publishing.demo runs/a/checkpoints/step_00001000 runs/a openai-communi
 python -m publishing.demo user/a user/b --space user/demo          # as a Space on the Hub; --dry_run does not upload
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import json
 import shutil

@@ -226,7 +226,7 @@ def train(store):
 
 def clean_environment() -> dict[str, str]:
     """Return the environment without the variables of an outer launcher."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP"))}
+    return {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP", "GOMP"))}
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,13 @@ def test_freed_memory_is_kept_for_reuse(launch):
     assert int(launch("-c", code).stdout) < 1000
 
 
+def test_threads_spin_only_shortly_unless_the_user_chose(launch):
+    """Otherwise a process that uses a core makes a training step several times slower."""
+    code = "import os, generate; print(os.environ.get('GOMP_SPINCOUNT'))"
+    chosen = ({}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"})
+    assert [launch("-c", code, **environment).stdout.strip() for environment in chosen] == ["1000", "None", "7"]
+
+
 CHILD = (
     "import os, training.threads, training.launcher as e; print(os.environ['OMP_NUM_THREADS'], e.is_alone_by_mistake())"
 )

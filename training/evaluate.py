@@ -8,7 +8,7 @@ python -m training.evaluate runs/x --memorization                   # share of i
 python -m training.evaluate runs/x --tasks hellaswag,arc_easy      # benchmarks of lm-evaluation-harness
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import json
 import logging

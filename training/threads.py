@@ -1,4 +1,4 @@
-"""Number of CPU threads. Import this before torch, which reads the number when it loads."""
+"""Number of CPU threads, and how they wait. Import this before torch, which reads both when it loads."""
 
 import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
@@ -26,3 +26,7 @@ def _is_asked_for() -> bool:
 # two threads takes a fifth longer (docs/log.md).
 if not _is_asked_for():
     os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+# Threads wait for each other in every step. By default they spin for milliseconds, and a step takes several times longer if another
+# process uses a core. This is libgomp's own value for more threads than cores; it costs 3% if the cores are free (docs/log.md).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
