@@ -110,17 +110,17 @@ def main(arguments: list[str]) -> None:
     )
     lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
     whole = sum(length < context for length in lengths)
+    others = f"{len(lengths) - whole} are cut to it, and {len(train) - len(lengths)}, whose answers start after it, are left out"
     print(
         f"{whole} of {len(train)} chats are shorter than the context of {context} tokens"
-        + f"; {len(lengths) - whole} are cut to it, and {len(train) - len(lengths)} are left out because their answers start after it."
-        * (whole < len(train))
+        f"{f'; {others}' if whole < len(train) else ''}."
     )
-    if not (len(trainer.train_dataset) and len(trainer.eval_dataset)):  # TRL drops examples without an answer
+    answers = [first_answer(chat, tokenizer, turn_end) for chat in held_out["messages"]]
+    answers = [(prompt, answer) for prompt, answer in answers if len(prompt) < context][:MEASURED]
+    if not (lengths and len(trainer.eval_dataset) and answers):  # TRL drops examples without an answer
         raise UserError(
             f"In {tuning.data}, the assistant's turns start after the context of {context} tokens; shorten the chats."
         )
-    answers = [first_answer(chat, tokenizer, turn_end) for chat in held_out["messages"]]
-    answers = [(prompt, answer) for prompt, answer in answers if len(prompt) < context][:MEASURED]
     scored = trainer.eval_dataset.select(range(min(MEASURED, len(trainer.eval_dataset))))
 
     def measure(model: PreTrainedModel) -> dict[str, float]:

@@ -425,9 +425,8 @@ def _train_and_save(
     except KeyboardInterrupt:
         print("\nNothing is saved before the end. The same command starts again.")
         raise
-    model = trainer.accelerator.unwrap_model(
-        trainer.model, keep_fp32_wrapper=False
-    )  # measured without autocast, as before
+    # Without autocast, so that both measurements are in fp32.
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     if not all(weights.isfinite().all() for weights in model.parameters()):
         raise UserError(
             f"The weights are not finite after training at a peak rate of {tuning.learning_rate:g}; set a lower --learning_rate."

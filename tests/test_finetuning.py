@@ -327,7 +327,7 @@ def test_chats_longer_than_the_context_are_cut_or_refused(run, tmp_path, capsys)
     data.write_text(data.read_text() + 6 * chat("Who?", prose(1, 100)))
     tune(finetune_chat, run, data, tmp_path / "out")
     output = capsys.readouterr().out
-    assert "5 of 11 chats are shorter than the context of 48 tokens; 6 are cut to it, and 0 are left out" in output
+    assert "5 of 11 chats are shorter than the context of 48 tokens; 6 are cut to it, and 0, whose answers" in output
     data.write_text("".join(chat(prose(i, 100), "They are.") for i in range(4)))
     sentence = "assistant's turns start after the context of 48 tokens"
     assert_refused(sentence, finetune_chat, run, data, tmp_path / "other")
