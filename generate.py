@@ -114,7 +114,7 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
                 system = [{"role": "system", "content": text.strip()}] if text else []
             note(f"A new conversation starts, {'with' if system else 'without'} a system message.")
         elif command[:1] == "/" and command[1:].isalpha():
-            note(CHAT_HELP if command == "/help" else f"There is no command {command}.\n{CHAT_HELP}")
+            note(CHAT_HELP if command == "/help" else f"Unknown command {command}.\n{CHAT_HELP}")
         elif line:
             asked = [*turns, {"role": "user", "content": line}]
             try:

@@ -203,9 +203,7 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
     if not is_masked:
         return encode(tokenizer, text)
     unmasked, ids = {mask: first for first, mask in masks.items()}, []
-    tokenizer = copy.deepcopy(
-        tokenizer
-    )  # `split_special_tokens` sets a flag of the tokenizer, which other threads may use
+    tokenizer = copy.deepcopy(tokenizer)  # for `split_special_tokens`, a flag that other threads would see
     for i, part in enumerate(control.split(text)):  # text, control token, text, ..., text
         ids += encode(tokenizer, part.translate(unmasked), split_special_tokens=i % 2 == 0)
     return ids

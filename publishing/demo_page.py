@@ -287,8 +287,8 @@ def sampling(prefix: str = "") -> dict[str, gradio.components.Component]:
             own = {"label": label, "info": info, "elem_id": prefix + label.lower().replace(" ", "_").replace("-", "_")}
             controls[name] = gradio.Slider(low, high, value, step=step, buttons=[], **own)
         controls["seed"] = gradio.Number(
-            lambda: None, label="Seed",  # gradio shows a plain None as 0
-             info="the same seed gives the same text", placeholder="random",
+            lambda: None,  # gradio shows a plain None as 0
+            label="Seed", info="the same seed gives the same text", placeholder="random",
             precision=0, minimum=0, maximum=10**15, elem_id=f"{prefix}seed", elem_classes="seed",
         )  # fmt: skip
     return controls
