@@ -369,7 +369,6 @@ def saved(model):
 BIN, SAFE = "pytorch_model.bin", "model.safetensors"
 SWIN = b'{"model_type": "swin", "embed_dim": 96}'
 
-
 WRONG_SOURCES = {
     "no such source": (lambda folder: folder / "nowhere", "nowhere is neither a local folder nor a model on the Hub"),
     "no config.json": (lambda folder: folder.mkdir() or folder, "config.json is missing"),

@@ -16,7 +16,6 @@ from training.loss import NextTokenLoss
 BATCH = torch.randint(0, 7, (4, 16), generator=torch.Generator().manual_seed(0))  # each id several times
 DOCUMENTS = (torch.arange(16) % 5).expand(4, 16).contiguous()  # positions that restart
 
-
 TINY = {"vocab_size": 30, "n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}
 
 

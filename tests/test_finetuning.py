@@ -34,7 +34,6 @@ QUICK = {"eval_steps": 150, "save_steps": 150, "logging_steps": 60, "sample_toke
 ORIGINAL = "original, bits per byte"
 SMALL_STEPS = ["--per_device_train_batch_size", "4"]
 
-
 # Code of a user who has only the model, run in an empty folder. Prints JSON as its last line.
 USER_CODE = """
 import json, sys

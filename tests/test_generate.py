@@ -4,6 +4,7 @@ import io
 import shutil
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -207,14 +208,8 @@ def test_a_chat_keeps_its_history_and_survives_a_full_context_and_ctrl_c(a_copy,
 
 
 def test_ctrl_c_at_the_prompt_clears_the_line_and_twice_ends_the_chat(monkeypatch, capsys):
-    typed = iter([KeyboardInterrupt, "a", KeyboardInterrupt, KeyboardInterrupt])
-
-    def read(_prompt: str) -> str:
-        if (line := next(typed)) is KeyboardInterrupt:
-            raise KeyboardInterrupt
-        return line
-
-    monkeypatch.setattr("builtins.input", read)
+    typed = Mock(side_effect=[KeyboardInterrupt, "a", KeyboardInterrupt, KeyboardInterrupt])
+    monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True, reconfigure=lambda **_: None))
     lines = generate.lines("first")
     assert [next(lines), next(lines)] == ["first", "a"]

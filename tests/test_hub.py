@@ -328,7 +328,6 @@ def test_large_datasets_are_estimated_from_their_number_of_records(tmp_path, lau
 NO_NETWORK = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}
 RUN = REPOSITORY / "tests" / "formats" / "run_v2"
 
-
 RUN_EACH = """
 import shlex, sys
 from errors import UserError

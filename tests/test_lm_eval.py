@@ -178,16 +178,15 @@ def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, tmp_pat
     entries = ModelCard(card).data.eval_results
     assert ("which", "acc", acc) in {(e.dataset_name, e.metric_type, e.metric_value) for e in entries}
     assert "my_text: at least" not in (run / "report.md").read_text()
-    long = [{"query": prose(i, 40), "choices": ["was", "he"], "label": 0} for i in range(3)]
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
-    alone = MULTIPLE_CHOICE.replace("FOLDER/which", f"{tmp_path}/long").replace("task: which", "task: long")
-    (tmp_path / "long.yaml").write_text(alone)
-    evaluate.main([str(run), "--tasks", str(tmp_path / "long.yaml")])
+    rows = (CHOICES[0] | {"query": prose(i, 40), "choices": ["was", "he"]} for i in range(3))
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (long := tmp_path / "long.yaml").write_text(MULTIPLE_CHOICE.replace("FOLDER/which", f"{tmp_path}/long"))
+    long.write_text(long.read_text().replace("task: which", "task: long"))
+    evaluate.main([str(run), "--tasks", str(long)])
     assert "long: at least 6 requests exceeded the context and lost the beginning." in (run / "report.md").read_text()
-    (tmp_path / "long.yaml").write_text(alone.replace("multiple_choice", "generate_until"))
+    long.write_text(long.read_text().replace("multiple_choice", "generate_until"))
     (run / "evaluation" / "evaluation.json").unlink()
-    sentence = "^lm-evaluation-harness ended with"
-    assert_user_error(sentence, evaluate.main, [str(run), "--compare", "--tasks", str(tmp_path / "long.yaml")])
+    assert_user_error("^lm-evaluation-harness ended", evaluate.main, [str(run), "--compare", "--tasks", str(long)])
     assert "panel" in json.loads((run / "evaluation" / "evaluation.json").read_text())
     assert_user_error("^'' is neither a task", evaluate.main, ["no/model", "--tasks", "which,"])
     broken = tmp_path / "broken.yaml"
