@@ -14,13 +14,14 @@
 source .venv/bin/activate
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds to save, of the 300 before the time limit
 
+# Training saves at SIGTERM. USR1 would kill it, so Slurm sends USR1 to this shell only (B:). SIGTERM comes from scancel or from
+# preemption: then the job is not requeued here, because Slurm does that if it preempts. Without a trap, either signal would end
+# this shell and leave the training behind, so both traps are set before it starts.
+trap 'requeue=yes; kill -TERM $!' USR1
+trap 'kill -TERM $!' TERM
+
 accelerate launch --quiet --config_file launch/one_node.yaml --num_processes "$SLURM_GPUS_ON_NODE" train_accelerate.py "$@" &
 run=$!
-
-# Training saves at SIGTERM. USR1 would kill it, so Slurm sends USR1 to this shell only (B:). SIGTERM comes from scancel or from
-# preemption: then the job is not requeued here, because Slurm does that if it preempts.
-trap 'requeue=yes; kill -TERM "$run"' USR1
-trap 'kill -TERM "$run"' TERM
 
 wait "$run"
 code=$?
