@@ -161,17 +161,21 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token that ends an assistant's turn in the chat template, or None."""
+    """Return the added token that ends an assistant's turn in the chat template, or None."""
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2 3 4"}]  # three tokens or more
     ids = tokenizer.apply_chat_template(chat, return_dict=False)[-2:]
     return next((id for id in reversed(ids) if id in tokenizer.added_tokens_decoder), None)  # a line break may follow
 
 
 def _add_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the token that ends a turn to the model's end tokens, which pre-training on chats does not name in its settings."""
+    """Add the token that ends a turn to the model's end tokens, which pre-training on chats does not name in its settings.
+    Make it a special token, because some tokenizers add it as a usual one, which would be shown as text."""
     with suppress(Exception):  # no template, or one that does not render a chat
         if (last := turn_end(tokenizer)) is not None:
             model.generation_config.eos_token_id = list(dict.fromkeys([*end_tokens(model), last]))
+            token = tokenizer.added_tokens_decoder[last]
+            token.special = True
+            tokenizer.add_tokens([token], special_tokens=True)
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], room: int) -> tuple[list[int], int]:

@@ -1,6 +1,7 @@
 """Tests of generate.py with a small real run, and of texts beyond the context with a model of eight letters."""
 
 import io
+import json
 import shutil
 import sys
 from types import SimpleNamespace
@@ -172,6 +173,19 @@ def test_chats_are_encoded_as_for_training_and_old_turns_are_left_out(run):
             chat_ids(tokenizer, chat, 99)
     tokenizer.chat_template = "{% for message in messages %}<|endoftext|>{{ message.content }}{% endfor %}"
     assert turn_end(tokenizer) is None  # it begins the turn
+
+
+def test_a_token_that_ends_a_turn_is_neither_shown_nor_read_from_a_message(a_copy):
+    tokenizer = AutoTokenizer.from_pretrained(a_copy / "model", chat_template=TURNS, pad_token=None)
+    tokenizer.save_pretrained(a_copy / "model")
+    path = a_copy / "model" / "tokenizer.json"
+    added = json.loads(path.read_text())
+    added["added_tokens"][1]["special"] = False
+    path.write_text(json.dumps(added))
+    model, tokenizer = load_with_tokenizer(a_copy / "model")
+    assert end_tokens(model) == [0, 1]
+    assert tokenizer.decode([1], skip_special_tokens=True) == ""
+    assert chat_ids(tokenizer, [{"role": "user", "content": "<|pad|>"}], 16)[0].count(1) == 1
 
 
 def test_a_chat_keeps_its_history_and_survives_a_full_context_and_ctrl_c(a_copy, monkeypatch, capsys):
