@@ -11,27 +11,14 @@ import warnings
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
-from command_line import run
 from errors import UserError
-from examples.tuning import (
-    MEASURED,
-    Learned,
-    give_template,
-    load,
-    lora,
-    mean_loss,
-    need,
-    parse,
-    read_examples,
-    score,
-    shared_settings,
-    splits,
-    template_errors,
-    train_and_save,
-    until,
-)
+from examples.tuning.base import load
+from examples.tuning.measurements import MEASURED, Learned, mean_loss, score, until
+from examples.tuning.records import read_examples, splits
+from examples.tuning.settings import need, parse, start
+from examples.tuning.template import give_template, template_errors
+from examples.tuning.trainer import lora, shared_settings, train_and_save
 from tokenizer.chat import normalized
 
 Messages = list[dict[str, str]]
@@ -134,5 +121,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    transformers_logging.disable_progress_bar()
-    run(main)
+    start(main)

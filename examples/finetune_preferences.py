@@ -12,29 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
-from command_line import run
 from errors import UserError
-from examples.tuning import (
-    MEASURED,
-    Learned,
-    Tuning,
-    UselessError,
-    default_rate,
-    give_template,
-    load,
-    lora,
-    need,
-    parse,
-    read_examples,
-    score,
-    shared_settings,
-    splits,
-    template_errors,
-    train_and_save,
-    until,
-)
+from examples.tuning.base import load
+from examples.tuning.measurements import MEASURED, Learned, score, until
+from examples.tuning.records import UselessError, read_examples, splits
+from examples.tuning.settings import Tuning, default_rate, need, parse, start
+from examples.tuning.template import give_template, template_errors
+from examples.tuning.trainer import lora, shared_settings, train_and_save
 from limits import setting
 from tokenizer.chat import normalized
 
@@ -117,5 +102,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    transformers_logging.disable_progress_bar()
-    run(main)
+    start(main)

@@ -11,25 +11,13 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
-from transformers.utils import logging as transformers_logging
 
-from command_line import run
 from errors import UserError
-from examples.tuning import (
-    HELD_OUT,
-    MEASURED,
-    Learned,
-    Tuning,
-    load,
-    lora,
-    mean_loss,
-    need,
-    parse,
-    read_examples,
-    read_text,
-    shared_settings,
-    train_and_save,
-)
+from examples.tuning.base import load
+from examples.tuning.measurements import MEASURED, Learned, mean_loss
+from examples.tuning.records import HELD_OUT, read_examples, read_text
+from examples.tuning.settings import Tuning, need, parse, start
+from examples.tuning.trainer import lora, shared_settings, train_and_save
 from modeling_gpt2scratch.loading import encode
 from tokenizer.corpus import kind_of
 from training.loading import model_errors
@@ -93,5 +81,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    transformers_logging.disable_progress_bar()
-    run(main)
+    start(main)

@@ -117,7 +117,6 @@ def test_settings_of_the_user_are_distinguished_from_those_of_the_launcher(launc
         (["sm_75", "sm_80", "sm_90", "sm_120"], (10, 0), False),
         (["sm_80", "compute_90"], (10, 0), True),  # compiled on load
         (["sm_90a", "sm_100f"], (9, 0), True),
-        (["sm_90", "sm_120"], (8, 0), False),
     ],
 )
 def test_gpu_supports_binaries_of_its_major_version_and_any_earlier_compute_target(built_for, capability, expected):

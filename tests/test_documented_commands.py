@@ -99,6 +99,7 @@ INSTEAD = {
         "python -m examples.finetune_text runs/x --data recipes.txt": "needs PEFT",
         "python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl": "needs TRL",
         "python -m examples.finetune_chat runs/x --data smoltalk": "needs the Hub",
+        f"{GPUS}/one_node.yaml --num_processes 2 -m examples.finetune_chat runs/x --data chats.jsonl": "needs GPUs",
         "python -m examples.finetune_chat runs/quickstart --data data/chats.jsonl": "needs TRL",
         "python -m examples.finetune_preferences runs/quickstart-chats --data data/pairs.jsonl": "needs TRL",
         "python -m examples.finetune_preferences runs/x-chats --data trl-lib/ultrafeedback_binarized": "needs the Hub",

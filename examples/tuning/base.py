@@ -1,0 +1,97 @@
+"""Base model: its weights and tokenizer, how it was made, and its original text."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, concatenate_datasets
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from errors import UserError
+from examples.tuning.measurements import Learned, mean_loss
+from examples.tuning.settings import Tuning
+from tokenizer.store import TokenStore
+from training.evaluate import store_and_masking
+from training.loading import check_store, find_model, load_with_tokenizer
+from training.scoring import eval_metrics
+
+ORIGINAL_WINDOWS = 200  # of the original validation text, each of one context
+RECORD = "finetuning.json"
+
+
+@dataclass(frozen=True)
+class OriginalText:
+    """Pre-training text of the model, if it is available."""
+
+    store: TokenStore | None
+    context: int
+
+    def bits_per_byte(self, model: PreTrainedModel) -> dict[str, float]:
+        """Measure forgetting on fixed windows of the validation split, if it is available."""
+        if self.store is None:
+            return {}
+        loss, tokens = mean_loss(model, self._windows("val", ORIGINAL_WINDOWS))
+        return {"original, bits per byte": eval_metrics(loss, tokens, self.store.metadata.val)["eval_bits_per_byte"]}
+
+    def mixed_into(self, new: Dataset, fraction: float) -> Dataset:
+        """Return `new` with windows of the original training split, which are `fraction` of all examples."""
+        if fraction == 0:
+            return new
+        windows = self._windows("train", round(len(new) * fraction / (1 - fraction)))
+        return concatenate_datasets([new, windows.cast(new.features)])
+
+    def _windows(self, split: str, number: int) -> Dataset:
+        """Return `number` evenly spaced windows of one context; in a small text they overlap."""
+        tokens = self.store.memory_map(split)
+        starts = np.linspace(0, max(0, len(tokens) - self.context), number).astype(int)
+        windows = [tokens[start : start + self.context].tolist() for start in starts]
+        return Dataset.from_dict({"input_ids": windows, "labels": windows})
+
+
+def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, OriginalText]:
+    """Load the model in fp32, its tokenizer and its original text; set the options that `tuning` leaves open.
+    Raise a `UserError` if the model cannot be loaded, or the requested original text is missing or of another tokenizer."""
+    source = find_model(tuning.model)
+    model, tokenizer = load_with_tokenizer(source, torch.float32)
+    store = original_store(tuning, source, tokenizer)
+    tuning.decide(model.config.hidden_size, store is not None)
+    return model, tokenizer, OriginalText(store, model.config.max_position_embeddings)
+
+
+def record_of(tuning: Tuning) -> dict[str, Any]:
+    """Return what the recipe that made the model recorded, or a new record."""
+    path = Path(tuning.model) / RECORD
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    base = None if Path(tuning.model).exists() else tuning.model
+    return {"steps": [tuning.name], "base_model": base, "datasets": [], "original_data": None}
+
+
+def extend_record(tuning: Tuning, learned: Learned, original: OriginalText) -> dict[str, Any]:
+    """Write the record with this step into the output folder, and return it."""
+    record = record_of(tuning)
+    source = str(tuning.hub or Path(tuning.data).name)
+    record["steps"] += [f"{learned.method} on {learned.trained:,} {learned.unit} of {source}"]
+    record["datasets"] += [tuning.hub.name] if tuning.hub else []
+    if original.store is not None:
+        record["original_data"] = str(original.store.folder.resolve())
+    (tuning.folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return record
+
+
+def original_store(tuning: Tuning, source: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore | None:
+    """Return the store of `original_data`, of the model's record or of the run; None if it is missing and was not requested."""
+    try:
+        store, _ = store_and_masking(
+            tuning.model, tuning.original_data or record_of(tuning)["original_data"], "original_data"
+        )
+    except UserError as error:
+        if tuning.original_data is not None or tuning.replay_fraction:
+            raise
+        print(f"Forgetting is not measured: {error}")
+        return None
+    check_store(source, tokenizer, store)
+    return store

@@ -1,0 +1,81 @@
+"""New text, chats or pairs: the records of a file or a Hub dataset, and the held-out ones."""
+
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from errors import UserError, counted
+from examples.tuning.settings import HUB_RECORDS, Tuning
+from tokenizer import files
+from tokenizer.byte_range import ByteRange
+from tokenizer.corpus import kind_of
+from tokenizer.records import records
+
+HELD_OUT = 0.1  # fraction of the new text
+
+
+def read_text(path: str) -> str:
+    """Return the text of a file; raise a `UserError` if it is not UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text.") from error
+
+
+class UselessError(ValueError):
+    """Error for a record that is left out and counted, also in a file."""
+
+
+def read_examples(tuning: Tuning, example_of: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    """Return `example_of` each record of a file, or of the beginning of a Hub dataset.
+    It raises a `ValueError` for a wrong record. In a file this is a `UserError` with the line; in a Hub dataset, which a user cannot
+    correct, the record is left out and counted."""
+    limit, left_out, examples = tuning.max_documents, Counter(), []
+    if tuning.hub is not None:
+        limit = limit or HUB_RECORDS
+        print(f"Reading the first {limit:,} records of {tuning.hub}.")
+        found = ((record, {"record": i}) for i, record in enumerate(tuning.hub.records(), start=1))
+    elif (kind := kind_of(tuning.data)) == "text":
+        raise UserError(f"{tuning.data} has no records; pass a jsonl, json, csv, parquet or arrow file.")
+    else:
+        found = records(ByteRange(tuning.data, kind))
+    for record, place in itertools.islice(found, limit):
+        try:
+            if record is None:
+                raise ValueError("is not a JSON object")
+            json.dumps(record, ensure_ascii=False, default=str).encode()
+            examples.append(example_of(record))
+        except ValueError as error:
+            reason = "is not UTF-8 text" if isinstance(error, UnicodeError) else str(error)
+            if tuning.hub is None and not isinstance(error, UselessError):
+                unit, number = next(iter(place.items()))
+                if unit == "byte":
+                    unit, number = "line", files.line_number(tuning.data, number)
+                raise UserError(f"{tuning.data}, {unit} {number:,} {reason}.") from error
+            left_out[reason] += 1
+    for reason, number in left_out.items():
+        print(f"Left out {counted(number, 'record')} of {tuning.data}: each {reason}.")
+    return examples
+
+
+def splits(examples: list[Any], prompts: list[Any], tuning: Tuning, unit: str) -> tuple[Dataset, Dataset]:
+    """Split into examples for training and a held-out tenth of the prompts, with all of their examples. A prompt may be a list of
+    messages. Raise a `UserError` for fewer than two prompts."""
+    keys = [json.dumps(prompt) for prompt in prompts]
+    shuffled = list(dict.fromkeys(keys))
+    if len(shuffled) < 2:
+        raise UserError(
+            f"At least 2 {unit} are needed, because one is held out; {tuning.data} provides {len(shuffled)}."
+        )
+    random.Random(tuning.seed).shuffle(shuffled)
+    held_out = set(shuffled[: max(1, int(len(shuffled) * HELD_OUT))])
+    parts = ([], [])
+    for key, example in zip(keys, examples, strict=True):
+        parts[key in held_out].append(example)
+    return tuple(map(Dataset.from_list, parts))

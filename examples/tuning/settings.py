@@ -1,0 +1,117 @@
+"""Flags of the recipes."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from datasets import disable_progress_bars
+from transformers.utils import logging as transformers_logging
+
+from command_line import FlagParser, run
+from errors import UserError
+from limits import setting
+from tokenizer.hub import HubDataset
+from tokenizer.named_data import dataset_of
+
+EXAMPLE = "python -m examples.finetune_chat runs/x --data chats.jsonl"
+REPLAY = 0.5  # measured in benchmarks/results/finetuning-cpu.json
+HUB_RECORDS = 20_000  # of a Hub dataset
+
+
+@dataclass
+class Tuning:
+    model: str | None = setting(None, "A run, a checkpoint, a model folder or a Hub id.", needed=("a model", EXAMPLE))
+    data: str | None = setting(
+        None,
+        "File with the new text, chats or pairs, a name of `python -m tokenizer.pretokenize --list`, or a Hub dataset.",
+        needed=("a file", EXAMPLE),
+    )
+    max_documents: int | None = setting(
+        None, f"Use only the first N records; default: {HUB_RECORDS:,} of a Hub dataset, all of a file.", minimum=1
+    )
+    output_dir: str | None = setting(None, "New folder for the model; default: runs/MODEL-DATA.")
+    lora_rank: int = setting(16, "Rank of the adapters; 0 trains all weights, without LoRA.", maximum=1024)
+    learning_rate: float | None = setting(
+        None, "Peak learning rate; default: from the model's width.", above=0, maximum=100
+    )
+    num_train_epochs: float = setting(3.0, "Passes over the new data.", above=0, maximum=10**6)
+    per_device_train_batch_size: int = setting(16, "Examples per step and device.", minimum=1, maximum=65_536)
+    replay_fraction: float | None = setting(
+        None, f"Fraction of examples from the original training text; default: {REPLAY} if it is available.", below=1
+    )
+    original_data: str | None = setting(None, "Token store of the original text; default: the run's own.")
+    seed: int = setting(1337, "Random seed for order, adapters and the held-out split.", below=2**32)
+
+    @property
+    def folder(self) -> Path:
+        """Output folder."""
+        return Path(self.output_dir or f"runs/{self.name}-{Path(self.data.split(':')[0].split('@')[0]).stem}")
+
+    @property
+    def name(self) -> str:
+        """Name of the base model."""
+        path = Path(self.model)
+        if path.parent.name == "checkpoints":
+            return f"{path.parent.parent.name}-{path.name}"
+        return path.parent.name if path.name == "model" else path.name
+
+    @cached_property
+    def hub(self) -> HubDataset | None:
+        """Dataset on the Hub at its current commit, or None for a file."""
+        dataset = dataset_of(self.data)
+        return dataset and dataset.pinned()
+
+    def check(self) -> None:
+        if not Path(self.data).is_file() and dataset_of(self.data) is None:
+            raise UserError(f"{self.data} is not a file, a named data set or a Hub dataset.")
+        if self.folder.is_file() or any(self.folder.glob("*")):  # empty after a stopped or refused command
+            raise UserError(f"{self.folder} already exists; choose a new folder with --output_dir.")
+
+    def default_rate(self, width: int) -> float:
+        return default_rate(width, self.lora_rank > 0)
+
+    def decide(self, width: int, has_original: bool) -> None:
+        """Set options that were left out, for a model of this width, and print them."""
+        if self.learning_rate is None:
+            self.learning_rate = self.default_rate(width)
+        if self.replay_fraction is None:
+            self.replay_fraction = REPLAY if has_original else 0.0
+        replay = f"{self.replay_fraction:.0%} of the examples are" if self.replay_fraction else "no example is"
+        print(f"Peak learning rate {self.learning_rate:g} (width {width}); {replay} replayed original text.")
+
+
+def default_rate(width: int, lora: bool) -> float:
+    """Return the learning rate of `get_lr` in the Tinker cookbook (Thinking Machines) for models like Llama, to two digits.
+    LoRA uses ten times this rate: Schulman et al. 2025, "LoRA Without Regret", with `lora_alpha` 32 as here."""
+    return float(f"{(5e-4 if lora else 5e-5) * (2000 / width) ** 0.781:.2g}")
+
+
+def start(recipe: Callable[[list[str]], None]) -> None:
+    """Run a recipe as a command. Of several processes, only the first one prints to stdout. Without a launcher, only the first GPU is
+    visible: Trainer would use all of them in one process (`DataParallel`)."""
+    disable_progress_bars()  # of `datasets`: short, and several for each step of TRL
+    transformers_logging.disable_progress_bar()
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until the process ends
+    if "RANK" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    run(recipe)
+
+
+def parse(documentation: str, arguments: list[str], kind: type[Tuning] = Tuning) -> Any:
+    """Return the settings of the flags; raise a `UserError` with all problems."""
+    parser = FlagParser((kind,), documentation.splitlines()[0], positional="model")
+    (tuning,) = parser.parse(arguments, check=kind.check)
+    return tuning
+
+
+def need(*packages: str) -> None:
+    """Raise a `UserError` if a package is not installed."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise UserError(f"Fine-tuning needs {' and '.join(missing)}: run pip install -e '.[finetuning]'")
