@@ -21,6 +21,7 @@ from tokenizer import encode, vocabulary
 from training.checkpoint import MANIFEST
 from training.data import find_store
 from training.report.report import environment, evaluation_of, facts_of, sections_of
+from training.run_folder import RunFolder
 from training.sampling import read_samples
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -60,7 +61,7 @@ def model_card(
     """Return the card, built from the run's report or from the README.md of a model folder. `gguf`: facts about the GGUF files."""
     run, measured = source.run, harness_results(source)
     # The run may have evaluated other weights than the published ones.
-    evaluation = (evaluation_of(run, source.model) if run is not None else None) or {}
+    evaluation = evaluation_of(run or RunFolder(source.model), source.model) or {}
     in_index = [*measured, *_entries(evaluation.get("tasks", {"configs": {}}))]
     facts = facts_of(run) if run is not None else None
     brought, sections = _page(source) if facts is None else ({}, {})

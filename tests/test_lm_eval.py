@@ -162,7 +162,7 @@ def test_the_card_shows_harness_results_only_of_its_own_weights(results, models,
     assert harness_results(source) == []
 
 
-def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, tmp_path, monkeypatch):
+def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, store, tmp_path, monkeypatch):
     run = shutil.copytree(models["checkpoint"].parents[1], tmp_path / "run", ignore=shutil.ignore_patterns("lm_eval"))
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_defaults: manager)
@@ -172,16 +172,18 @@ def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, tmp_pat
     for task in ("my_text", "which"):
         assert numbers(kept, task) == numbers(results["checkpoint"][0], task)
     acc, stderr = (kept["results"]["which"][f"acc{name},none"] for name in ("", "_stderr"))
-    card = model_card(find_source(run, None), Repository("me/tiny"), FolderArguments())
-    for page in (card, (run / "report.md").read_text()):
+    alone = shutil.copytree(run / "model", tmp_path / "alone")  # a model without a run
+    evaluate.main([str(alone), "--data", str(store.folder), "--tasks", "which"])
+    cards = [model_card(find_source(folder, None), Repository("me/tiny"), FolderArguments()) for folder in (run, alone)]
+    for page in (*cards, (run / "report.md").read_text()):
         assert f"| which, acc | {acc:.4f} | {stderr:.4f} |\n" in page
-    entries = ModelCard(card).data.eval_results
-    assert ("which", "acc", acc) in {(e.dataset_name, e.metric_type, e.metric_value) for e in entries}
+    for entries in (ModelCard(card).data.eval_results for card in cards):
+        assert ("which", "acc", acc) in {(e.dataset_name, e.metric_type, e.metric_value) for e in entries}
     assert "my_text: at least" not in (run / "report.md").read_text()
     rows = (CHOICES[0] | {"query": prose(i, 40), "choices": ["was", "he"]} for i in range(3))
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (long := tmp_path / "long.yaml").write_text(MULTIPLE_CHOICE.replace("FOLDER/which", f"{tmp_path}/long"))
-    long.write_text(long.read_text().replace("task: which", "task: long"))
+    long = tmp_path / "long.yaml"
+    long.write_text(MULTIPLE_CHOICE.replace("FOLDER", str(tmp_path)).replace("which", "long"))
     evaluate.main([str(run), "--tasks", str(long)])
     assert "long: at least 6 requests exceeded the context and lost the beginning." in (run / "report.md").read_text()
     long.write_text(long.read_text().replace("multiple_choice", "generate_until"))
@@ -189,8 +191,7 @@ def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, tmp_pat
     assert_user_error("^lm-evaluation-harness ended", evaluate.main, [str(run), "--compare", "--tasks", str(long)])
     assert "panel" in json.loads((run / "evaluation" / "evaluation.json").read_text())
     assert_user_error("^'' is neither a task", evaluate.main, ["no/model", "--tasks", "which,"])
-    broken = tmp_path / "broken.yaml"
-    broken.write_text((tasks / "my_text.yaml").read_text().replace(".jsonl", ".missing"))
+    (broken := tmp_path / "broken.yaml").write_text((tasks / "my_text.yaml").read_text().replace(".jsonl", ".missing"))
     assert_user_error("^lm-evaluation-harness ended with", evaluate.main, ["no/model", "--tasks", str(broken)])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert_user_error("^tasks needs lm-evaluation-harness: run pip", evaluate.main, ["no/model", "--tasks", "which"])

@@ -110,12 +110,14 @@ def show_evaluation(results: dict[str, Any]) -> None:
 
 
 def keep_evaluation(results: dict[str, Any], model: Path, store: TokenStore) -> None:
-    """Write the results into the run folder of `model`, if it belongs to a run, and replace the earlier results in report.md. A
-    page that was edited, or written by an older version, is not changed."""
+    """Write the results into the run folder of `model`, or into the folder of a model without a run, and replace the earlier results
+    in report.md. A page that was edited, or written by an older version, is not changed."""
     try:
         run = RunFolder(run_of(model))
     except UserError:
-        return
+        run = RunFolder(results["model"])
+        if not os.access(run.path, os.W_OK):  # a model of the Hub, or of someone else
+            return
     identity = {"weights_sha256": _hashes(Path(results["model"])), "tokens_sha256": store.metadata.identity}
     folder, picture = run.evaluation, run.evaluation / "panel.png"
     with disk_errors(folder, RESUMES):
@@ -145,7 +147,7 @@ def keep_evaluation(results: dict[str, Any], model: Path, store: TokenStore) -> 
 
 
 def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
-    """Return the results for exactly these weights, for a public page.
+    """Return the results for exactly these weights, for a public page. `run` may be the folder of a model without a run.
     They contain no paths of this machine and no training text."""
     results = _read(run.evaluation)
     if results.get("weights_sha256") != _hashes(model):
@@ -156,7 +158,7 @@ def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
             row["name"] = Path(name).name
     if "memorization" in results:
         results["memorization"]["example"] = None
-    return results | {"model": "this model", "data": "held-out text of the sources below"}
+    return results | {"model": "this model", "data": "held-out text"}
 
 
 def _read(folder: Path) -> dict[str, Any]:
