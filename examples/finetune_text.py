@@ -15,21 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from errors import UserError
 from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, mean_loss
-from examples.tuning.records import HELD_OUT, read_examples, read_text
-from examples.tuning.settings import Tuning, need, parse, start
+from examples.tuning.records import HELD_OUT, read_examples, read_texts
+from examples.tuning.settings import need, parse, start
 from examples.tuning.trainer import lora, shared_settings, train_and_save
 from modeling_gpt2scratch.loading import encode
-from tokenizer.corpus import kind_of
 from training.loading import model_errors
 
 OPENING_TOKENS = 8  # of held-out text, used as a prompt
-
-
-def read_texts(tuning: Tuning) -> list[str]:
-    """Return the documents: the `text` of each record, or the whole file. Raise a `UserError` if there is no text."""
-    if tuning.hub is None and kind_of(tuning.data) == "text":
-        return [read_text(tuning.data)]
-    return read_examples(tuning, text_of)
 
 
 def text_of(record: dict[str, Any]) -> str:
@@ -55,7 +47,8 @@ def main(arguments: list[str]) -> None:
     model, tokenizer, original = load(tuning)
     context = model.config.max_position_embeddings
     unit = f"windows of {context} tokens"
-    rows = windows(read_texts(tuning), tokenizer, context)
+    texts = read_texts(tuning) if tuning.is_text else read_examples(tuning, text_of)
+    rows = windows(texts, tokenizer, context)
     if len(rows) < 2:
         raise UserError(f"At least 2 {unit} are needed, because one is held out; {tuning.data} provides {len(rows)}.")
     texts = rows.train_test_split(test_size=max(1, int(len(rows) * HELD_OUT)), shuffle=False)  # the end is held out

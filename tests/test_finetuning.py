@@ -306,7 +306,7 @@ def test_two_processes_train_like_one_with_twice_the_batch_here_without_replay(r
     measured = []
     for command, size in (((*TWO_PROCESSES, "-m"), "2"), (("-m",), "4")):
         flags = ("--per_device_train_batch_size", size, "--lora_rank", "0", "--output_dir", tmp_path / size)
-        done = launch(*command, "examples.finetune_text", model, "--data", tmp_path / "new.txt", *flags)
+        done = launch(*command, "examples.finetune_text", model, "--data", tmp_path / "*.txt", *flags)
         assert done.stdout.count("no example is replayed original text") == 1, done.stderr
         assert done.stdout.count("For another model, name a token store with --original_data.") == 1
         measured.append(table(done.stdout))
@@ -318,14 +318,15 @@ def test_chats_longer_than_the_context_are_cut_or_refused(run, tmp_path, capsys)
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         return json.dumps({"messages": messages}) + "\n"
 
-    data = chats_file(tmp_path / "chats.jsonl", each=2)
-    data.write_text(data.read_text() + 6 * chat("Who?", prose(1, 100)))
-    tune(finetune_chat, run, data, tmp_path / "out")
+    (folder := tmp_path / "folder").mkdir()
+    chats_file(folder / "a.jsonl", each=2)
+    (data := folder / "b.jsonl").write_text(6 * chat("Who?", prose(1, 100)))
+    (folder / "README.md").write_text("not a chat")
+    tune(finetune_chat, run, folder, tmp_path / "out")
     output = capsys.readouterr().out
     assert "5 of 11 chats are shorter than the context of 48 tokens; 6 are cut to it, and 0, whose answers" in output
     data.write_text("".join(chat(prose(i, 100), "They are.") for i in range(4)))
-    sentence = "assistant's turns start after the context of 48 tokens"
-    assert_refused(sentence, finetune_chat, run, data, tmp_path / "other")
+    assert_refused("assistant's turns start after the context of 48", finetune_chat, run, data, tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +355,7 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     data, new = chats_file(tmp_path / "chats.jsonl"), tmp_path / "out"
     wrong = ("--lora_rank", "-1", "--replay_fraction", "1")
     assert_refused("lora_rank is -1.*\n.*is 1.0", finetune_chat, run, data, new, *wrong)
-    assert_refused("nothing.jsonl is not a file", finetune_chat, run, "nothing.jsonl", new)
+    assert_refused("nothing.jsonl matches no local file", finetune_chat, run, "nothing.jsonl", new)
     assert_refused("test_finetuning.py has no records", finetune_chat, run, __file__, new)
     assert_refused("already exists; choose", finetune_chat, run, data, run)
     broken = shutil.copytree(run / "model", tmp_path / "broken")
@@ -370,10 +371,9 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     rate = ("--learning_rate", "100")
     assert_refused("not finite after training at a peak rate of 100", finetune_chat, run, data, new, *rate)
     assert_user_error("Name a model and a file", finetune_chat.main, [])
-    with pytest.raises(UserError, match="The tokenizer of 3 tokens has no end-of-text token"):
-        finetune_chat.give_template(character_tokenizer(["abc"]))
-    with pytest.raises(UserError, match="The text contains 'é', which is not among this model's 3 characters"):
-        finetune_text.windows(["abcé"], character_tokenizer(["abc"]), 2)
+    letters = character_tokenizer(["abc"])
+    assert_user_error("The tokenizer of 3 tokens has no end-of-text", finetune_chat.give_template, letters)
+    assert_user_error("contains 'é', which is not among this model's 3", finetune_text.windows, ["abcé"], letters, 2)
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,15 @@ from tokenizer.records import records
 HELD_OUT = 0.1  # fraction of the new text
 
 
-def read_text(path: str) -> str:
-    """Return the text of a file; raise a `UserError` if it is not UTF-8."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text.") from error
+def read_texts(tuning: Tuning) -> list[str]:
+    """Return the text of each file; raise a `UserError` if it is not UTF-8."""
+    texts = []
+    for path in tuning.files[: tuning.max_documents]:
+        try:
+            texts.append(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 text.") from error
+    return texts
 
 
 class UselessError(ValueError):
@@ -33,19 +36,20 @@ class UselessError(ValueError):
 
 
 def read_examples(tuning: Tuning, example_of: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    """Return `example_of` each record of a file, or of the beginning of a Hub dataset.
+    """Return `example_of` each record of the files, or of the beginning of a Hub dataset.
     It raises a `ValueError` for a wrong record. In a file this is a `UserError` with the line; in a Hub dataset, which a user cannot
     correct, the record is left out and counted."""
     limit, left_out, examples = tuning.max_documents, Counter(), []
     if tuning.hub is not None:
         limit = limit or HUB_RECORDS
         print(f"Reading the first {limit:,} records of {tuning.hub}.")
-        found = ((record, {"record": i}) for i, record in enumerate(tuning.hub.records(), start=1))
-    elif (kind := kind_of(tuning.data)) == "text":
-        raise UserError(f"{tuning.data} has no records; pass a jsonl, json, csv, parquet or arrow file.")
+        found = (("", record, {}) for record in tuning.hub.records())
+    elif tuning.is_text:
+        raise UserError(f"{tuning.data} has no records; pass jsonl, json, csv, parquet or arrow files.")
     else:
-        found = records(ByteRange(tuning.data, kind))
-    for record, place in itertools.islice(found, limit):
+        parts = (ByteRange(path, kind_of(path)) for path in tuning.files)
+        found = ((part.path, *of_part) for part in parts for of_part in records(part))
+    for path, record, place in itertools.islice(found, limit):
         try:
             if record is None:
                 raise ValueError("is not a JSON object")
@@ -56,8 +60,8 @@ def read_examples(tuning: Tuning, example_of: Callable[[dict[str, Any]], Any]) -
             if tuning.hub is None and not isinstance(error, UselessError):
                 unit, number = next(iter(place.items()))
                 if unit == "byte":
-                    unit, number = "line", files.line_number(tuning.data, number)
-                raise UserError(f"{tuning.data}, {unit} {number:,} {reason}.") from error
+                    unit, number = "line", files.line_number(path, number)
+                raise UserError(f"{path}, {unit} {number:,} {reason}.") from error
             left_out[reason] += 1
     for reason, number in left_out.items():
         print(f"Left out {counted(number, 'record')} of {tuning.data}: each {reason}.")

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from command_line import FlagParser, run
 from errors import UserError
 from limits import setting
+from tokenizer.corpus import Corpus, CorpusArguments, kind_of
 from tokenizer.hub import HubDataset
 from tokenizer.named_data import dataset_of
 
@@ -28,7 +29,7 @@ class Tuning:
     model: str | None = setting(None, "A run, a checkpoint, a model folder or a Hub id.", needed=("a model", EXAMPLE))
     data: str | None = setting(
         None,
-        "File with the new text, chats or pairs, a name of `python -m tokenizer.pretokenize --list`, or a Hub dataset.",
+        "File, folder or pattern of the new text, chats or pairs, a name of `python -m tokenizer.pretokenize --list`, or a Hub dataset.",
         needed=("a file", EXAMPLE),
     )
     max_documents: int | None = setting(
@@ -50,7 +51,9 @@ class Tuning:
     @property
     def folder(self) -> Path:
         """Output folder."""
-        return Path(self.output_dir or f"runs/{self.name}-{Path(self.data.split(':')[0].split('@')[0]).stem}")
+        data = Path(self.data.split(":")[0].split("@")[0]).resolve()
+        name = data.parent.name if set("*?[") & set(data.name) else data.stem
+        return Path(self.output_dir or f"runs/{self.name}-{name}")
 
     @property
     def name(self) -> str:
@@ -66,9 +69,19 @@ class Tuning:
         dataset = dataset_of(self.data)
         return dataset and dataset.pinned()
 
+    @cached_property
+    def files(self) -> list[str]:
+        """Files of `data`, of records if there are any: a folder of them may have a README.md, for example."""
+        paths = [file.path for file in Corpus([self.data], CorpusArguments()).all_files]
+        return [path for path in paths if kind_of(path) != "text"] or paths
+
+    @property
+    def is_text(self) -> bool:
+        return self.hub is None and all(kind_of(path) == "text" for path in self.files)
+
     def check(self) -> None:
-        if not Path(self.data).is_file() and dataset_of(self.data) is None:
-            raise UserError(f"{self.data} is not a file, a named data set or a Hub dataset.")
+        if dataset_of(self.data) is None:
+            _ = self.files  # raises a `UserError` if there are none
         if self.folder.is_file() or any(self.folder.glob("*")):  # empty after a stopped or refused command
             raise UserError(f"{self.folder} already exists; choose a new folder with --output_dir.")
 
