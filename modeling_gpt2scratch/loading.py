@@ -164,7 +164,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the added token that ends an assistant's turn in the chat template, or None."""
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2 3 4"}]  # three tokens or more
     ids = tokenizer.apply_chat_template(chat, return_dict=False)[-2:]
-    return next((id for id in reversed(ids) if id in tokenizer.added_tokens_decoder), None)  # a line break may follow
+    added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
+    return next((id for id in reversed(ids) if added.get(id, "").strip()), None)  # a line break may follow
 
 
 def _add_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

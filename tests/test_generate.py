@@ -18,7 +18,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, end_tokens, turn_end
 from tokenizer.chat import ChatTemplate
 from tokenizer.vocabulary import character_tokenizer
-from training.loading import load_with_tokenizer
+from training.loading import check_store, load_with_tokenizer
 from training.sampling import SamplingArguments, continue_texts, continue_tokens, generation_config, sample
 
 
@@ -175,7 +175,7 @@ def test_chats_are_encoded_as_for_training_and_old_turns_are_left_out(run):
     assert turn_end(tokenizer) is None  # it begins the turn
 
 
-def test_a_token_that_ends_a_turn_is_neither_shown_nor_read_from_a_message(a_copy):
+def test_a_token_that_ends_a_turn_is_neither_shown_nor_read_from_a_message(a_copy, store):
     tokenizer = AutoTokenizer.from_pretrained(a_copy / "model", chat_template=TURNS, pad_token=None)
     tokenizer.save_pretrained(a_copy / "model")
     path = a_copy / "model" / "tokenizer.json"
@@ -185,6 +185,7 @@ def test_a_token_that_ends_a_turn_is_neither_shown_nor_read_from_a_message(a_cop
     model, tokenizer = load_with_tokenizer(a_copy / "model")
     assert end_tokens(model) == [0, 1]
     assert tokenizer.decode([1], skip_special_tokens=True) == ""
+    check_store(a_copy, tokenizer, store)  # it is still the store's tokenizer
     assert chat_ids(tokenizer, [{"role": "user", "content": "<|pad|>"}], 16)[0].count(1) == 1
 
 

@@ -70,6 +70,8 @@ def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: T
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> dict:
-    """Return the settings of a tokenizer that determine ids, without the truncation and padding that a loader may set."""
+    """Return the settings of a tokenizer that determine ids, without those that a loader may set: truncation, padding, and which
+    added tokens are special."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules["added_tokens"] = [token | {"special": None} for token in rules["added_tokens"]]
     return {name: value for name, value in rules.items() if name not in ("truncation", "padding")}
