@@ -81,7 +81,7 @@ def model_card(
         "native": {"gpt2": "GPT-2", "apertus": "Apertus"}.get(native),
         "gguf": gguf,
         "evaluation": evaluation,
-        "own_evaluation": sections.get("Evaluation", "") if run is None else "",
+        "own_evaluation": sections.get("Evaluation", "") if run is None and not evaluation else "",
         "measured": measured,
         "license": license or NO_LICENSE,
         "citation_key": re.sub(r"\W+", "", repository.id).lower(),
@@ -177,19 +177,19 @@ def validation_results(source: Source) -> list[EvalResult]:
 
 def harness_results(source: Source) -> list[EvalResult]:
     """Return the results of lm-eval for these weights, oldest first."""
-    if source.run is None:
-        return []
-    found: list[EvalResult] = []
-    for path in sorted(source.run.evaluations.glob("**/results_*.json"), key=lambda path: path.stat().st_mtime):
+    run, found = source.run or RunFolder(source.model), []
+    for path in sorted(run.evaluations.glob("**/results_*.json"), key=lambda path: path.stat().st_mtime):
         try:
             measured = json.loads(path.read_text(encoding="utf-8"))
             model, results = Path(measured["model_name"]).resolve(), list(_entries(measured))
             {result.unique_identifier for result in results}  # a card groups results by this identifier
         except NONSENSE as error:
             raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
-        is_newest = model == source.run.model.resolve() and source.step == source.run.newest_step()
-        is_later = path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime  # newer than the weights
-        if model == source.model.resolve() or (is_newest and is_later):
+        is_newest = model == run.model.resolve() and source.step == run.newest_step()
+        # The run's `model/` may have had other weights.
+        if model == source.model.resolve() or (
+            is_newest and path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime
+        ):
             found += results
     return found
 

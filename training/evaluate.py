@@ -102,7 +102,11 @@ def run_tasks(model: PreTrainedModel, folder: str, tasks: tuple[Any, list[str]],
     cut, results = [0], {"configs": {}, "results": {}, "n-shot": {}, "cut_requests": {}}
     logging.getLogger("lm_eval.models.huggingface").filters = [is_shown]
     with lm_eval_errors():
-        wrapped = HFLM(model, backend="causal", tokenizer=vocabulary.load(folder), batch_size=batch_size)
+        tokenizer = vocabulary.load(folder)
+        tokenizer.model_max_length = (
+            sys.maxsize
+        )  # lm-eval cuts texts itself, so a warning about their length would be wrong
+        wrapped = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size)
         for task in tasks[1]:
             cut.append(0)
             found = simple_evaluate(wrapped, tasks=[task], task_manager=tasks[0], log_samples=False)

@@ -26,7 +26,7 @@ from training.hardware import DOLLARS_PER_COLAB_UNIT, GRAMS_OF_CO2_PER_KWH, PRIC
 from training.metrics import read_metrics
 from training.report.facts import gather, read_facts, write_facts
 from training.report.plots import plot_course, plot_loss, plot_panel
-from training.run_folder import RunFolder, run_of
+from training.run_folder import RunFolder, is_checkpoint, run_of
 from training.sampling import fenced
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -116,8 +116,11 @@ def keep_evaluation(results: dict[str, Any], model: Path, store: TokenStore) -> 
         run = RunFolder(run_of(model))
     except UserError:
         run = RunFolder(results["model"])
-        if not os.access(run.path, os.W_OK):  # a model of the Hub, or of someone else
+        is_in_run = is_checkpoint(model) or RunFolder(model).is_run() or RunFolder(model.parent).is_run()
+        if is_in_run or not os.access(run.path, os.W_OK):  # of a damaged or newer run, of the Hub, or of someone else
             return
+    for row in results.get("panel", {}).get("rows", []):
+        row["is_local"] = os.path.exists(row["name"])
     identity = {"weights_sha256": _hashes(Path(results["model"])), "tokens_sha256": store.metadata.identity}
     folder, picture = run.evaluation, run.evaluation / "panel.png"
     with disk_errors(folder, RESUMES):
@@ -154,11 +157,11 @@ def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
         return None
     for row in results.get("panel", {}).get("rows", []):
         name = str(row["name"])
-        if os.path.exists(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # the name is not a Hub id
+        if row.get("is_local", os.path.exists(name)) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # not a Hub id
             row["name"] = Path(name).name
     if "memorization" in results:
         results["memorization"]["example"] = None
-    return results | {"model": "this model", "data": "held-out text"}
+    return results | {"model": "this model", "data": f"held-out text of {Path(results['data']).name}"}
 
 
 def _read(folder: Path) -> dict[str, Any]:
