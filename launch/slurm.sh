@@ -18,7 +18,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds to save, of the 300 before t
 # preemption: then the job is not requeued here, because Slurm does that if it preempts. Without a trap, either signal would end
 # this shell and leave the training behind, so both traps are set before it starts.
 trap 'requeue=yes; kill -TERM $!' USR1
-trap 'kill -TERM $!' TERM
+trap '[ -z "$!" ] && exit 143; kill -TERM $!' TERM
 
 accelerate launch --quiet --config_file launch/one_node.yaml --num_processes "$SLURM_GPUS_ON_NODE" train_accelerate.py "$@" &
 run=$!
