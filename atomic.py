@@ -50,6 +50,15 @@ def _where_possible() -> Iterator[None]:
             raise
 
 
+def set_default_permissions(folder: Path) -> None:
+    """Give every file in a folder the user's default permissions: safetensors writes files that only their owner can read."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
+
+
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file as 64 hexadecimal digits."""
     with path.open("rb") as file:

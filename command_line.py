@@ -114,7 +114,7 @@ class FlagParser(ArgumentParser):
         needed = {f.name: f.metadata["needed"] for part in filled for f in fields(part) if "needed" in f.metadata}
         empty = [name for part in filled for name in vars(part).keys() & needed if not getattr(part, name)]
         if missing := [needed[name] for name in needed if name in set(empty) - found.unsure]:
-            found.add(f"Name {' and '.join(noun for noun, _ in missing)}: {missing[0][1]}")
+            found.add(f"Name {' and '.join(noun for noun, _ in missing)}: {missing[0][1].format(program=_program())}")
         return bool(empty)
 
     def _good_flags(self, arguments: list[str], found: Problems) -> list[str]:
@@ -137,7 +137,9 @@ class FlagParser(ArgumentParser):
             except UserError as error:
                 found.add(str(error), name)
                 continue
-            if rest:
+            if rest and flag != rest[0]:
+                found.add(f"{flag} takes one value, but {rest[0]} follows it; quote a pattern or spaces.", name)
+            elif rest:
                 self._add_unknown("flag", rest[0], found)
             elif problem := limits.problem(name, getattr(parsed, name), self.limits.get(name, {})):
                 found.add(problem, name)

@@ -7,7 +7,6 @@ python -m examples.finetune_chat runs/x --data smoltalk                     # th
 
 import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
-import warnings
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -70,7 +69,6 @@ def first_answer(messages: Messages, tokenizer: PreTrainedTokenizerBase, turn_en
 def main(arguments: list[str]) -> None:
     tuning = parse(__doc__, arguments)
     need("trl", *["peft"] * bool(tuning.lora_rank))
-    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # TRL uses the old name of the option
     from trl import SFTConfig, SFTTrainer
     from trl.chat_template_utils import has_generation_markers
 

@@ -7,7 +7,6 @@ python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl --lora_r
 import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import copy
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,8 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
     from trl import extract_prompt
 
     if missing := [name for name in ("chosen", "rejected") if not record.get(name)]:
-        raise ValueError(f"has no {' and no '.join(missing)}; each record needs chosen and rejected")
+        hint = "; examples.finetune_chat reads chats" if "messages" in record else ""
+        raise ValueError(f"has no {' and no '.join(missing)}; each record needs prompt, chosen and rejected{hint}")
     pair = {name: record[name] for name in ("prompt", "chosen", "rejected") if record.get(name)}
     if "prompt" in pair:
         turns = {name: [{"role": "user" if name == "prompt" else "assistant", "content": pair[name]}] for name in pair}
@@ -64,7 +64,6 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     tuning = parse(__doc__, arguments, PreferenceTuning)
     need("trl", *["peft"] * bool(tuning.lora_rank))
-    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # TRL uses the old name of the option
     from trl import DPOConfig, DPOTrainer
 
     pairs = read_examples(tuning, pair_of)

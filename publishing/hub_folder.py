@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from atomic import file_sha256, write_atomic
+from atomic import file_sha256, set_default_permissions, write_atomic
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, loading
 from modeling_gpt2scratch.conversion_gpt2scratch import convert, native_kind
@@ -53,6 +53,7 @@ def assemble(
         logits, loss = difference(source.model, file, ids)
         gguf.append({"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": ids.numel()})
     write_atomic(destination / "README.md", model_card(source, repository, options, gguf))
+    set_default_permissions(destination)
 
 
 def check_code(source: Source) -> None:

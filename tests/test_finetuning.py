@@ -224,6 +224,7 @@ def test_all_examples_of_a_prompt_are_held_out_or_none():
     examples = [{"prompt": i % 20, "number": i} for i in range(60)]
     tuning = Tuning(data="x.jsonl", seed=1)
     trained, held_out = splits(examples, [example["prompt"] for example in examples], tuning, "chats")
+    assert Tuning("runs/x", "data/**/a*.jsonl").folder.as_posix() == "runs/x-data"
     assert sorted([*trained["number"], *held_out["number"]]) == [*range(60)]
     assert sorted(Counter(held_out["prompt"]).values()) == [3, 3]
     assert not {*held_out["prompt"]} & {*trained["prompt"]}
@@ -249,6 +250,7 @@ def test_the_output_folder_has_the_files_of_a_model(run, tuned):
     assert names - old_names == {"README.md", "adapter", "chat_template.jinja", "finetuning.json"}
     configs = [json.loads((folder / "config.json").read_text()) for folder in (run / "model", tuned[0])]
     assert configs[0] == configs[1]
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in tuned[0].rglob("*"))
     keys = [set(safe_open(folder / "model.safetensors", "pt").keys()) for folder in (run / "model", tuned[0])]
     assert keys[0] == keys[1]
     assert str(run) not in (tuned[0] / "README.md").read_text()

@@ -20,8 +20,7 @@ import pytest
 from conftest import ACCELERATE, REPOSITORY, clean_environment, is_running, wait_until
 from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
 
-# A run without training: 0.1 s per step, with a collective if there are several processes. It logs to its own file,
-# because its terminal may close.
+# A run without training: 0.1 s and, if there are several processes, a collective per step. Its terminal may close: it logs to a file.
 JOB = """
 import os, sys, time
 from datetime import timedelta

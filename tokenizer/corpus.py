@@ -331,7 +331,8 @@ class Corpus:
         if not found:
             what = "matches no local file or folder and is neither a Hub dataset nor a name in `python -m tokenizer.pretokenize --list`"
             if named:
-                what = "has no files except hidden files, links (only a glob follows them) and files that --exclude matches"
+                what = "has no files except hidden files and links (only a glob follows them)"
+                what += ", and files that --exclude matches" * bool(self.arguments.exclude)
             near = difflib.get_close_matches(entry, names(), n=1)
             raise UserError(f"{entry} {what}; {f'did you mean {near[0]}?' if near else 'check the path.'}")
         return found

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from atomic import copy_file, file_sha256, fsync, fsync_path, unfinished_path
+from atomic import copy_file, file_sha256, fsync, fsync_path, set_default_permissions, unfinished_path
 from errors import NONSENSE, UserError, check_format
 from limits import free
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
@@ -131,13 +131,11 @@ def as_os_error(error: Exception) -> OSError:
 
 
 def _seal(folder: Path, step: int) -> None:
-    """Give every file the user's default permissions (safetensors writes 0600), flush it to disk, and write the manifest."""
-    umask = os.umask(0)
-    os.umask(umask)
+    """Give every file the user's default permissions, flush it to disk, and write the manifest."""
+    set_default_permissions(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {}
     for path in paths:
-        path.chmod(0o666 & ~umask)
         fsync_path(path)
         files[str(path.relative_to(folder).as_posix())] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
     manifest = folder / MANIFEST

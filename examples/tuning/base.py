@@ -73,7 +73,7 @@ def record_of(tuning: Tuning) -> dict[str, Any]:
 def extend_record(tuning: Tuning, learned: Learned, original: OriginalText) -> dict[str, Any]:
     """Write the record with this step into the output folder, and return it."""
     record = record_of(tuning)
-    source = str(tuning.hub or Path(tuning.data).name)
+    source = str(tuning.hub or tuning.data_name)
     record["steps"] += [f"{learned.method} on {learned.trained:,} {learned.unit} of {source}"]
     record["datasets"] += [tuning.hub.name] if tuning.hub else []
     if original.store is not None:

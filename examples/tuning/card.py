@@ -55,6 +55,7 @@ parameters, a context of {context} tokens.
 |---|---|
 | method | {method} |
 | learning rate, epochs, seed | {tuning.learning_rate:g}, {tuning.num_train_epochs:g}, {tuning.seed} |
+| examples per step | {tuning.per_device_train_batch_size * trainer.accelerator.num_processes} |
 | replayed original text | {share} |
 | libraries | {", ".join(f"{name} {version(name)}" for name in libraries)} |
 

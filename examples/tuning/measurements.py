@@ -12,9 +12,9 @@ MEASURED = 200  # held-out prompts whose answers are scored
 # Explanations of the rows of the results.
 MEANINGS = {
     "loss": "nats per token of {scored} held-out {unit}",
-    "exact match": "share of {scored} held-out {unit} whose first or chosen answer greedy generation gives exactly, to its end",
+    "exact match": "share of {scored} held-out {unit} whose {answer} answer greedy generation gives exactly, to its end",
     "preference accuracy": "share of {scored} held-out pairs whose chosen answer has the higher log-likelihood",
-    "original, bits per byte": "on held-out text of the pre-training",
+    "original, bits per byte": "on up to 200 windows of the held-out text of the pre-training",
 }
 
 
@@ -73,6 +73,7 @@ def table(before: dict[str, float], after: dict[str, float]) -> str:
 
 def explanation(names: Iterable[str], learned: Learned) -> str:
     """Return what each row of the table means."""
-    scored = min(MEASURED, learned.held_out)
-    meanings = "\n".join(f"- {name}: {MEANINGS[name].format(unit=learned.unit, scored=scored)}" for name in names)
+    shown = {"unit": learned.unit, "answer": "chosen" if learned.unit == "pairs" else "first"}
+    shown["scored"] = min(MEASURED, learned.held_out)
+    meanings = "\n".join(f"- {name}: {MEANINGS[name].format(**shown)}" for name in names)
     return f"{learned.held_out:,} {learned.unit} were held out.\n\n{meanings}"

@@ -5,7 +5,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -14,7 +13,6 @@ from errors import UserError, counted
 from examples.tuning.settings import HUB_RECORDS, Tuning
 from tokenizer import files
 from tokenizer.byte_range import ByteRange
-from tokenizer.corpus import kind_of
 from tokenizer.records import records
 
 HELD_OUT = 0.1  # fraction of the new text
@@ -23,11 +21,13 @@ HELD_OUT = 0.1  # fraction of the new text
 def read_texts(tuning: Tuning) -> list[str]:
     """Return the text of each file; raise a `UserError` if it is not UTF-8."""
     texts = []
-    for path in tuning.files[: tuning.max_documents]:
+    for path in list(tuning.files)[: tuning.max_documents]:
+        with files.readable(path), files.opened(path) as file:
+            content = file.read()
         try:
-            texts.append(Path(path).read_text(encoding="utf-8"))
+            texts.append(content.decode())
         except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text.") from error
+            raise UserError(f"{path} is not UTF-8 text; convert it, or name the other files by a pattern.") from error
     return texts
 
 
@@ -45,9 +45,10 @@ def read_examples(tuning: Tuning, example_of: Callable[[dict[str, Any]], Any]) -
         print(f"Reading the first {limit:,} records of {tuning.hub}.")
         found = (("", record, {}) for record in tuning.hub.records())
     elif tuning.is_text:
-        raise UserError(f"{tuning.data} has no records; pass jsonl, json, csv, parquet or arrow files.")
+        hint = "examples.finetune_text reads text"
+        raise UserError(f"{tuning.data} has no records; pass jsonl, json, csv, parquet or arrow files ({hint}).")
     else:
-        parts = (ByteRange(path, kind_of(path)) for path in tuning.files)
+        parts = itertools.starmap(ByteRange, tuning.files.items())
         found = ((part.path, *of_part) for part in parts for of_part in records(part))
     for path, record, place in itertools.islice(found, limit):
         try:

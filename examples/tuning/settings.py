@@ -1,7 +1,9 @@
 """Flags of the recipes."""
 
 import os
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,13 +15,15 @@ from datasets import disable_progress_bars
 from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, run
-from errors import UserError
+from errors import UserError, counted
 from limits import setting
+from tokenizer import files
 from tokenizer.corpus import Corpus, CorpusArguments, kind_of
 from tokenizer.hub import HubDataset
 from tokenizer.named_data import dataset_of
+from training.sharding import keep_accelerate_from_sharding
 
-EXAMPLE = "python -m examples.finetune_chat runs/x --data chats.jsonl"
+EXAMPLE = "{program} runs/x --data FILE"
 REPLAY = 0.5  # measured in benchmarks/results/finetuning-cpu.json
 HUB_RECORDS = 20_000  # of a Hub dataset
 
@@ -33,7 +37,9 @@ class Tuning:
         needed=("a file", EXAMPLE),
     )
     max_documents: int | None = setting(
-        None, f"Use only the first N records; default: {HUB_RECORDS:,} of a Hub dataset, all of a file.", minimum=1
+        None,
+        f"Use only the first N records or text files; default: {HUB_RECORDS:,} of a Hub dataset, all of a file.",
+        minimum=1,
     )
     output_dir: str | None = setting(None, "New folder for the model; default: runs/MODEL-DATA.")
     lora_rank: int = setting(16, "Rank of the adapters; 0 trains all weights, without LoRA.", maximum=1024)
@@ -51,9 +57,18 @@ class Tuning:
     @property
     def folder(self) -> Path:
         """Output folder."""
-        data = Path(self.data.split(":")[0].split("@")[0]).resolve()
-        name = data.parent.name if set("*?[") & set(data.name) else data.stem
-        return Path(self.output_dir or f"runs/{self.name}-{name}")
+        suffix = files.suffix(self.data_name) if os.path.isfile(self.data) else ""
+        return Path(self.output_dir or f"runs/{self.name}-{self.data_name.removesuffix(suffix)}")
+
+    @property
+    def data_name(self) -> str:
+        """Name of the Hub dataset or the file without compression, or of the folder, for a pattern the one before its first `*`."""
+        if dataset_of(self.data) is not None:
+            return Path(self.data.split(":")[0].split("@")[0]).name
+        if not os.path.lexists(self.data):
+            return Path(os.path.abspath(os.path.dirname(re.split(r"[*?[]", self.data)[0]))).name
+        path = Path(os.path.abspath(self.data))
+        return path.stem if files.is_compressed(path.name) else path.name
 
     @property
     def name(self) -> str:
@@ -70,14 +85,25 @@ class Tuning:
         return dataset and dataset.pinned()
 
     @cached_property
-    def files(self) -> list[str]:
-        """Files of `data`, of records if there are any: a folder of them may have a README.md, for example."""
-        paths = [file.path for file in Corpus([self.data], CorpusArguments()).all_files]
-        return [path for path in paths if kind_of(path) != "text"] or paths
+    def files(self) -> dict[str, str]:
+        """Files of `data`, by kind. Files with records are used if there are any: a folder of them may have a README.md, for
+        example. Otherwise, these are the files that are not binary."""
+        kinds = {file.path: kind_of(file.path) for file in Corpus([self.data], CorpusArguments()).all_files}
+        used = {path: kind for path, kind in kinds.items() if kind != "text"}
+        wanted = "records" if used else "text"
+        for path in () if used else kinds:
+            with files.readable(path):
+                used |= {} if files.is_binary(files.head(path), path) else {path: "text"}
+        if not used:
+            raise UserError(f"{self.data} has only binary files; pass text or records.")
+        if left_out := sorted(kinds.keys() - used.keys()):
+            more = " ..." * (len(left_out) > 1)
+            print(f"Left out {counted(len(left_out), 'file')} without {wanted}: {left_out[0]}{more}")
+        return used
 
     @property
     def is_text(self) -> bool:
-        return self.hub is None and all(kind_of(path) == "text" for path in self.files)
+        return self.hub is None and set(self.files.values()) <= {"text"}
 
     def check(self) -> None:
         if dataset_of(self.data) is None:
@@ -106,13 +132,17 @@ def default_rate(width: int, lora: bool) -> float:
 
 def start(recipe: Callable[[list[str]], None]) -> None:
     """Run a recipe as a command. Of several processes, only the first one prints to stdout. Without a launcher, only the first GPU is
-    visible: Trainer would use all of them in one process (`DataParallel`)."""
+    visible: Trainer would use all of them in one process (`DataParallel`). The model is not sharded, even if the launcher asks for it,
+    because one process saves it."""
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # TRL and PEFT use an old name
+    keep_accelerate_from_sharding()
     disable_progress_bars()  # of `datasets`: short, and several for each step of TRL
     transformers_logging.disable_progress_bar()
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until the process ends
-    if "RANK" not in os.environ:
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if "LOCAL_RANK" not in os.environ else ():
+        if name in os.environ or name.startswith("CUDA"):
+            os.environ[name] = os.environ.get(name, "0").split(",")[0]
     run(recipe)
 
 

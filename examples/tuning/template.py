@@ -44,5 +44,5 @@ def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
         )
     tokenizer.chat_template = tokenizer.chat_template or PLAIN_TURNS
     if (end := turn_end(tokenizer)) is None:
-        raise UserError("The tokenizer's chat template ends the assistant's turn without a special token; correct it.")
+        raise UserError("The tokenizer's chat template ends the assistant's turn without an added token; correct it.")
     return end

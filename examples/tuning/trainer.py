@@ -6,12 +6,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerState
 
+from atomic import set_default_permissions
 from errors import UserError
 from examples.tuning.base import OriginalText, extend_record
 from examples.tuning.card import card
 from examples.tuning.measurements import Learned, explanation, table
 from examples.tuning.settings import Tuning
+from modeling_gpt2scratch.loading import CONFIG
 from tokenizer import vocabulary
+from training.distributed import on_main
 from training.guard.lock import RunLock
 
 
@@ -58,28 +61,45 @@ def shared_settings(tuning: Tuning) -> dict[str, Any]:
 def train_and_save(
     trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, original: OriginalText, learned: Learned
 ) -> None:
-    """Train, and write the output folder; print the measurements before and after, and the next commands.
-    Of several processes, the first one measures and writes. Raise a `UserError` if the folder is in use, or if the weights are not
-    finite."""
+    """Train, and write the output folder. Of several processes, the first one measures and writes.
+    Raise a `UserError` if the folder is in use, or if the weights are not finite."""
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress)
-    if not trainer.is_world_process_zero():
-        trainer.train()  # its first step waits for the first process
-        return
-    with RunLock(tuning.folder, patience=0):
+    lock = RunLock(tuning.folder, lambda _: None, patience=0)
+
+    def measure_first() -> dict[str, float]:
+        lock.acquire()
         tuning.check()  # another command may have written it
-        before = learned.measure(trainer.model) | original.bits_per_byte(trainer.model)
-        try:
-            trainer.train()
-        except KeyboardInterrupt:
+        return learned.measure(trainer.model) | original.bits_per_byte(trainer.model)
+
+    try:
+        before = on_main(trainer.accelerator, measure_first)
+        trainer.train()
+        if trainer.is_world_process_zero():
+            finish(trainer, tokenizer, tuning, original, learned, before)
+    except KeyboardInterrupt:
+        if not (tuning.folder / CONFIG).is_file():
             print("\nNothing is saved before the end. The same command starts again.")
-            raise
-        model = save(trainer, tokenizer, tuning)
-        record = extend_record(tuning, learned, original)
-        after = learned.measure(model) | original.bits_per_byte(model)
-        results = f"{table(before, after)}\n\n{explanation(before, learned)}"
-        text = card(model, trainer, tokenizer, tuning, results, learned, record)
-        (tuning.folder / "README.md").write_text(text, encoding="utf-8")
+        raise
+    finally:
+        lock.release()
+
+
+def finish(
+    trainer: Trainer,
+    tokenizer: PreTrainedTokenizerBase,
+    tuning: Tuning,
+    original: OriginalText,
+    learned: Learned,
+    before: dict[str, float],
+) -> None:
+    """Write the output folder; print the measurements before and after, and the next commands."""
+    model = save(trainer, tokenizer, tuning)
+    record = extend_record(tuning, learned, original)
+    after = learned.measure(model) | original.bits_per_byte(model)
+    results = f"{table(before, after)}\n\n{explanation(before, learned)}"
+    text = card(model, trainer, tokenizer, tuning, results, learned, record)
+    (tuning.folder / "README.md").write_text(text, encoding="utf-8")
     folder = shlex.quote(str(tuning.folder))
     print(
         f"{table(before, after)}\nThe model is in {tuning.folder}. Next:\n  python generate.py {folder} {learned.use}"
@@ -102,4 +122,5 @@ def save(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -
     model.config.use_cache = True  # Trainer turns it off, which would make generation slow
     model.save_pretrained(tuning.folder)
     vocabulary.save(tokenizer, tuning.folder, model.config.max_position_embeddings)
+    set_default_permissions(tuning.folder)
     return model
