@@ -146,11 +146,13 @@ def lines(prompt: str) -> Iterator[str]:
     before it is stopped. Ctrl-C twice ends the chat."""
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 (None if stdin was closed)
     sys.stdin.reconfigure(errors="replace")
+    typed = str
     if is_terminal := sys.stdin.isatty():
         print(CHAT_HELP)
         with suppress(ImportError):  # Windows lacks it
-            import readline  # noqa: F401  line editing for input()
+            import readline  # line editing for input()
 
+            typed = readline.get_line_buffer
     yield prompt
     was_cleared = False
     with suppress(EOFError):
@@ -159,7 +161,7 @@ def lines(prompt: str) -> Iterator[str]:
                 yield input("\n> " if is_terminal else "")
                 was_cleared = False
             except KeyboardInterrupt:
-                if was_cleared or not is_terminal:
+                if not is_terminal or (was_cleared and not typed()):
                     raise
                 was_cleared = True
                 print("\nCtrl-C again or Ctrl-D ends the chat.", end="")
