@@ -65,9 +65,9 @@ class Tuning:
         """Name of the Hub dataset or the file without compression, or of the folder, for a pattern the one before its first `*`."""
         if dataset_of(self.data) is not None:
             return Path(self.data.split(":")[0].split("@")[0]).name
-        if not os.path.lexists(self.data):
-            return Path(os.path.abspath(os.path.dirname(re.split(r"[*?[]", self.data)[0]))).name
-        path = Path(os.path.abspath(self.data))
+        beginning, *pattern = re.split(r"[*?[]", self.data, maxsplit=1)
+        is_pattern = pattern and not os.path.lexists(self.data)
+        path = Path(os.path.abspath(os.path.dirname(beginning) if is_pattern else self.data))
         return path.stem if files.is_compressed(path.name) else path.name
 
     @property
