@@ -161,7 +161,7 @@ def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
             row["name"] = Path(name).name
     if "memorization" in results:
         results["memorization"]["example"] = None
-    return results | {"model": "this model", "data": f"held-out text of {Path(results['data']).name}"}
+    return results | {"model": "this model", "data": f"held-out text of {Path(str(results.get('data', ''))).name}"}
 
 
 def _read(folder: Path) -> dict[str, Any]:
