@@ -138,7 +138,7 @@ class FlagParser(ArgumentParser):
                 found.add(str(error), name)
                 continue
             if rest and flag != rest[0]:
-                found.add(f"{flag} takes one value, but {rest[0]} follows it; quote a pattern or spaces.", name)
+                found.add(f"{rest[0]} after {flag} is one value too many; quote a pattern or spaces.", name)
             elif rest:
                 self._add_unknown("flag", rest[0], found)
             elif problem := limits.problem(name, getattr(parsed, name), self.limits.get(name, {})):

@@ -185,12 +185,12 @@ def harness_results(source: Source) -> list[EvalResult]:
             {result.unique_identifier for result in results}  # a card groups results by this identifier
         except NONSENSE as error:
             raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
-        is_newest = model == run.model.resolve() and source.step == run.newest_step()
-        # The run's `model/` may have had other weights.
-        if model == source.model.resolve() or (
-            is_newest and path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime
-        ):
-            found += results
+        is_own = model == source.model.resolve()
+        if (
+            not is_own and model == run.model.resolve() and source.step == run.newest_step()
+        ):  # it has the newest weights
+            is_own = path.stat().st_mtime >= (source.model / MANIFEST).stat().st_mtime  # and had them when measured
+        found += results if is_own else []
     return found
 
 

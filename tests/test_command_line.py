@@ -110,7 +110,7 @@ def test_leading_arguments_without_a_flag_fill_the_positional_field():
         (["--n_layers", "3"], "Unknown flag --n_layers. Did you mean --n_layer?"),
         (["--learningrate=3"], "Unknown flag --learningrate=3. Did you mean --learning_rate?"),
         (["--n_lay", "3"], "Unknown flag --n_lay. Did you mean --n_layer?"),
-        (["--n_layer", "3", "4"], "--n_layer takes one value, but 4 follows it; quote a pattern or spaces."),
+        (["--n_layer", "3", "4"], "4 after --n_layer is one value too many; quote a pattern or spaces."),
         (["--n_layer", "3.5"], "Argument --n_layer/--n-layer: invalid int value: '3.5'. See --help."),
         (["--n_layer"], "Argument --n_layer/--n-layer: expected one argument. See --help."),
         (["--input", "--n_layer", "2"], "Argument --input: expected at least one argument. See --help."),

@@ -103,9 +103,7 @@ def run_tasks(model: PreTrainedModel, folder: str, tasks: tuple[Any, list[str]],
     logging.getLogger("lm_eval.models.huggingface").filters = [is_shown]
     with lm_eval_errors():
         tokenizer = vocabulary.load(folder)
-        tokenizer.model_max_length = (
-            sys.maxsize
-        )  # lm-eval cuts texts itself, so a warning about their length would be wrong
+        tokenizer.model_max_length = sys.maxsize  # lm-eval cuts texts itself: no warning about their length
         wrapped = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size)
         for task in tasks[1]:
             cut.append(0)
