@@ -44,10 +44,10 @@ def main(arguments: list[str]) -> None:
     tuning = parse(__doc__, arguments)
     need(*["peft"] * bool(tuning.lora_rank))
 
+    texts = read_texts(tuning) if tuning.is_text else read_examples(tuning, text_of)
     model, tokenizer, original = load(tuning)
     context = model.config.max_position_embeddings
     unit = f"windows of {context} tokens"
-    texts = read_texts(tuning) if tuning.is_text else read_examples(tuning, text_of)
     rows = windows(texts, tokenizer, context)
     if len(rows) < 2:
         raise UserError(f"At least 2 {unit} are needed, because one is held out; {tuning.data} provides {len(rows)}.")

@@ -62,7 +62,8 @@ class Tuning:
 
     @property
     def data_name(self) -> str:
-        """Name of the Hub dataset or the file without compression, or of the folder, for a pattern the one before its first `*`."""
+        """Name of the Hub dataset, of the file without the suffix of its compression, or of the folder.
+        A pattern has the name of the folder before its first wildcard."""
         if dataset_of(self.data) is not None:
             return Path(self.data.split(":")[0].split("@")[0]).name
         beginning, *pattern = re.split(r"[*?[]", self.data, maxsplit=1)
@@ -86,14 +87,15 @@ class Tuning:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """Files of `data`, by kind. Files with records are used if there are any: a folder of them may have a README.md, for
-        example. Otherwise, these are the files that are not binary."""
+        """Kind of each file of `data`. These are the files with records, if there are any: a folder of them may also have a
+        README.md, for example. Otherwise, they are the files of text."""
         kinds = {file.path: kind_of(file.path) for file in Corpus([self.data], CorpusArguments()).all_files}
         used = {path: kind for path, kind in kinds.items() if kind != "text"}
         wanted = "records" if used else "text"
         for path in () if used else kinds:
             with files.readable(path):
-                used |= {} if files.is_binary(files.head(path), path) else {path: "text"}
+                if not files.is_binary(files.head(path), path):
+                    used[path] = "text"
         if not used:
             raise UserError(f"{self.data} has only binary files; pass text or records.")
         if left_out := sorted(kinds.keys() - used.keys()):

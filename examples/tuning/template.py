@@ -36,7 +36,7 @@ def template_errors() -> Iterator[None]:
 
 def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
     """Give the tokenizer a chat template if it has none; return the id of the token that ends the assistant's turn.
-    Raise a `UserError` if there is no such token."""
+    Raise a `UserError` if no added token ends it."""
     if tokenizer.chat_template is None and tokenizer.eos_token is None:
         raise UserError(
             f"The tokenizer of {len(tokenizer)} tokens has no end-of-text token, so answers would never stop; use a model "
