@@ -25,10 +25,13 @@ from conftest import reset_accelerate
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import distributed, guard, sharding
-from training.batches import BatchPlan, TrainBatches, WindowOrder
+from training.batches import START, BatchPlan, TrainBatches, WindowOrder
+from training.checkpoint import TrainState
 from training.config import read_config
 from training.data import open_store
 from training.device import Setup
+from training.guard.learning import LearningCheck
+from training.health import Health, HealthArguments
 from training.loss import NextTokenLoss
 from training.optim import OptimArguments, build_optimizer
 from training.preflight import make_plan, setup_of
@@ -138,6 +141,27 @@ def check_the_scaler_of_fp16_sees_what_another_process_found(accelerator: Accele
         scaler.update()
         assert scaler.get_scale() == 2.0
         assert all(torch.equal(a, whole(b.detach())) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def check_processes_with_different_weights_end_the_run(accelerator: Accelerator) -> None:
+    torch.manual_seed(0)
+    model = GPT2ScratchForCausalLM(CONFIG)
+    optimizer = build_optimizer(model, OptimArguments(), accelerator.device)
+    health = Health(accelerator, HealthArguments(), TrainState(START, {}))
+    for synchronized in (True, False):
+        learning = LearningCheck(model, optimizer, accelerator, None, is_new=False)
+        learn(accelerator, NextTokenLoss(model))
+        if synchronized:
+            for parameter in model.parameters():
+                parameter.grad = accelerator.reduce(parameter.grad)
+        optimizer.step()
+        for _ in range(4):
+            health.add(torch.tensor(3.0), torch.tensor(1.0))
+        health.read(4)
+        if synchronized:
+            assert list(learning.check(4, health)) == []
+    with pytest.raises(UserError, match=r"^The processes have different weights: the model does not learn\."):
+        list(learning.check(4, health))
 
 
 def check_all_write_the_same_text(accelerator: Accelerator) -> None:

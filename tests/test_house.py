@@ -24,7 +24,7 @@ RINGS = {
     "on disk": "checkpoint run_folder trackers backup saver loading pretrained",
     "decisions": "memory plan compatibility resume run",
     "while it runs": "health speed screen advice reference log profile report.plots report.facts report.report"
-    " validation guard.lock guard.stopping"
+    " validation guard.learning guard.lock guard.stopping"
     " guard.watchdog guard.faults guard.guard",
     "configuration": "config preflight",
     "leaves": "compare.baselines compare.panel compare.memorization evaluate compare_runs sweep throughput sizing pacer forecast",

@@ -69,7 +69,7 @@ def runs(launch, store, tmp_path_factory) -> Path:
     (folder / "pair.json").write_text(json.dumps(pair))
     result = launch(*TWO_PROCESSES, "tests/several_processes.py", folder / "pair.json")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("passed: check_") == 9
+    assert result.stdout.count("passed: check_") == 10
     assert result.stdout.count("2 processes, model and optimizer sharded") == 8
     compiled = decide(DeviceArguments(), TINY["n_positions"]).torch_compile
     assert result.stdout.count(", compiled, ") == (3 if compiled else 0)

@@ -61,6 +61,8 @@ class Health:
         self.unlogged = start.unlogged
         self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.grad_norm = math.nan  # norm of the last step, before clipping
+        self.largest_norm = 0.0  # of the finite steps of this process
+        self.finite_steps = 0  # steps of this process that changed the weights
         self.lost_since: int | None = None  # start of the latest consecutive steps with a non-finite loss
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
@@ -80,6 +82,8 @@ class Health:
             is_finite = math.isfinite(loss) and math.isfinite(norm)
             if is_finite and (found := self._spike(number, loss)) is not None:
                 spike = found if spike is None else replace(spike, last=number, loss=max(loss, spike.loss))
+            if is_finite:
+                self.finite_steps, self.largest_norm = self.finite_steps + 1, max(self.largest_norm, norm)
             self.losses.append(loss if is_finite else None)
             self.unlogged += 1
             self.grad_norm = norm

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from training.tensors import shard_like
+from training.tensors import local, shard_like
 
 # Steepest slope at zero that still converges into [0.7, 1.2] (Jordan et al. 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -100,9 +100,9 @@ class Muon(torch.optim.Optimizer):
             rows, columns = parameter.shape[0] // group["matrices"], parameter.shape[1]
             matrices = [next(orthogonal) for _ in range(group["matrices"])]
             update = torch.cat([matrix if rows <= columns else matrix.mT for matrix in matrices])
-            rate, shard = group["lr"] * max(1.0, rows / columns) ** 0.5, _local(parameter)
+            rate, shard = group["lr"] * max(1.0, rows / columns) ** 0.5, local(parameter)
             shard.mul_(1.0 - group["lr"] * group["weight_decay"] * kept)
-            shard.sub_(_local(shard_like(update, parameter)).to(shard.dtype) * (rate * kept))
+            shard.sub_(local(shard_like(update, parameter)).to(shard.dtype) * (rate * kept))
 
     def _stack_of_updates(self, members: Members, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Return Nesterov's updates of all matrices as one stack (n, r, c). Their separate copies are free on return."""
@@ -113,19 +113,14 @@ class Muon(torch.optim.Optimizer):
     def _momentum_updates(self, members: Members, found_inf: torch.Tensor | None) -> list[torch.Tensor]:
         """Update the momentum and return Nesterov's update of each parameter, whole. A skipped step does not change the momentum."""
         momentum = members[0][1]["momentum"]  # the same in all groups
-        buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter, _ in members]
-        gradients = [_local(parameter.grad) for parameter, _ in members]
+        buffers = [local(self.state[parameter]["momentum_buffer"]) for parameter, _ in members]
+        gradients = [local(parameter.grad) for parameter, _ in members]
         if found_inf is not None:
             pairs = zip(buffers, gradients, strict=True)
             gradients = [torch.where(found_inf.bool(), buffer, gradient) for buffer, gradient in pairs]
         torch._foreach_lerp_(buffers, gradients, 1.0 - momentum)
         updates = torch._foreach_lerp(gradients, buffers, momentum)
         return [_whole_like(update, parameter) for update, (parameter, _) in zip(updates, members, strict=True)]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of a tensor, or the tensor itself if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

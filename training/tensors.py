@@ -21,6 +21,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of `full`, placed and divided like `parameter`. Every process must pass the same `full`.
     If the parameter is plain or `full` is a scalar (AdamW's step count), `full` is returned as is."""

@@ -13,6 +13,7 @@ from training.console import printer
 from training.device import Setup
 from training.distributed import check_same_command, on_main, start_accelerator, stop_accelerator
 from training.guard.faults import translate
+from training.guard.learning import LearningCheck
 from training.guard.lock import RunLock
 from training.guard.stopping import EXIT_CODES, NOT_SAVED, Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog, is_of_the_group
@@ -79,6 +80,9 @@ class RunGuard:
 
     def steps(self, saver: Saver) -> Iterator[int]:
         """Yield the remaining steps, counted from 0. End early if all processes agree to stop. Save a checkpoint at the end."""
+        start = self.run.start
+        is_new = start.checkpoint is None and start.pretrained is None
+        self.learning = LearningCheck(saver.model, saver.optimizer, self.run.accelerator, self.run.plan, is_new)
         while self.step < self.run.plan.max_steps and not self.stopper.agreed():
             self.watchdog.phase = f"step {self.step + 1:,}"
             yield self.step
@@ -93,12 +97,16 @@ class RunGuard:
         saver.verification.check()  # for the store's files on other machines
 
     def read_losses(self, step: int, saver: Saver) -> None:
-        """Read the losses of the steps until `step`, and wait for the device.
-        Raise a `DivergenceError` if too many were not finite, or a `Restart` if there was a spike and the run rolls back."""
+        """Read the losses of the steps until `step`, and wait for the device. Raise a `UserError` if the model does not learn, a
+        `DivergenceError` if too many losses were not finite, or a `Restart` if there was a spike and the run rolls back."""
         run, spike = self.run, self.health.read(step)
+        say = printer(run.accelerator)
+        for warning in self.learning.check(step, self.health):
+            say(f"WARNING: {warning}")
+            if run.accelerator.is_main_process:
+                record(run.folder.events, "advice", step, about="first loss", text=warning)
         if spike is None:
             return
-        say = printer(run.accelerator)
         say(f"WARNING: {spike}.")
         if run.accelerator.is_main_process:
             numbers = {"loss": spike.loss, "z_score": round(spike.z_score, 2), "last": spike.last}
