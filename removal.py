@@ -1,7 +1,7 @@
-"""Deletion of files that this project wrote. All other files are kept.
+"""Deletion and replacement of files that this project wrote. All other files are kept.
 
 A command deletes a folder only if it contains a mark, which is a file that only this project writes. Within a marked folder, files with
-known names are deleted and all other files are kept.
+known names are deleted and all other files are kept. A single file is replaced only if it contains a mark itself.
 """
 
 import itertools
@@ -15,6 +15,7 @@ from errors import UserError
 
 MARK = ".gpt2scratch.json"
 UNFINISHED_MARK = f"{MARK}.tmp"
+FILE_MARK, HEAD_BYTES = "gpt2scratch.file", 4096  # a key of the metadata in PNG and GGUF, among the first bytes
 # Files that operating systems create, and the temporary file of safetensors.
 LITTER = ("**/.DS_Store", "**/._*", "**/Thumbs.db", "**/desktop.ini", "**/.nfs*", "**/.tmp??????")
 
@@ -37,6 +38,17 @@ def is_marked(folder: Path, kind: str) -> bool:
 
 def _content(kind: str) -> str:
     return json.dumps({"written_by": "GPT2Scratch", "kind": kind}) + "\n"
+
+
+def refuse_replacing(path: Path) -> None:
+    """Raise a `UserError` if anything other than a file with this project's mark is at `path`."""
+    with suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                if FILE_MARK.encode() in file.read(HEAD_BYTES):
+                    return
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists and was not written by this command; move it elsewhere, or name another file.")
 
 
 def renew(folder: Path, kind: str, known: Iterable[str]) -> None:

@@ -31,6 +31,7 @@ from errors import Problems, UserError, disk_errors
 from limits import setting
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import XIELU, native_kind, to_apertus, with_biases
+from removal import FILE_MARK, refuse_replacing
 from tokenizer import encode, vocabulary
 from tokenizer.bpe import byte_level_alphabet, is_plain
 from training.loading import find_model, load_own_model, model_errors
@@ -46,9 +47,10 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
     """Write the model in folder `model` as GPT-2 or Apertus in GGUF v3, atomically.
     `kind`: type of matrices, `f16` or `q8_0`. Vectors and position embeddings stay float32. Matrices whose row length is not a
     multiple of 32 are stored as f16. Programs that run the file show `name` and `license`.
-    Raise a `UserError` if llama.cpp cannot compute this model or read its tokenizer, or the file cannot be written."""
+    Raise a `UserError` if llama.cpp cannot compute this model or read its tokenizer, or the file cannot be written or is another's."""
     if gguf is None:
         raise UserError("Writing GGUF needs the package gguf: run pip install -e '.[gguf]'.")
+    refuse_replacing(destination)
     loaded, tokenizer = load_own_model(model, torch.float32), vocabulary.load(model)
     config, kinds = loaded.config, gguf.GGMLQuantizationType
     with model_errors(f"{model} cannot be converted to GGUF: {{}}."):
@@ -57,6 +59,7 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
     tensors = _tensors(to_apertus(loaded) if is_modern else loaded)
     with disk_errors(destination), unfinished_path(destination, ".tmp") as unfinished:
         writer = gguf.GGUFWriter(unfinished, "apertus" if is_modern else "gpt2")
+        writer.add_string(FILE_MARK, "GGUF")
         writer.add_name(name)
         if license is not None:
             writer.add_license(license)

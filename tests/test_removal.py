@@ -8,11 +8,13 @@ import pytest
 
 from atomic import unfinished_path
 from conftest import REPOSITORY, assert_user_error, contents
+from publishing import gguf_file
 from publishing.demo import assemble_space
 from removal import MARK, discard, is_marked, mark, renew
 from tokenizer.corpus import CorpusArguments
 from tokenizer.recipe import Recipe
 from tokenizer.store_builder import pretokenize
+from training import compare_runs, evaluate, sweep
 from training.run_folder import RunFolder, may_hold_run
 
 THEIRS = ("config.yaml", "report.md", "model/model.safetensors", "checkpoints/epoch-3/model.safetensors")
@@ -62,6 +64,34 @@ def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, tmp_path, ca
         assert there[kept] == written[name]
     assert f"Files in {run} that no run wrote were moved to {run}/model.kept." in capsys.readouterr().out
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003"]
+
+
+def test_files_of_the_user_are_not_replaced_by_files_of_the_same_name(finished_copy, tmp_path, monkeypatch):
+    run, texts = finished_copy, ("thesis.txt", "plot.png", "sweep/comparison.png")
+    before = write(tmp_path / "mine", *texts, "evaluation/evaluation.md")
+    for name in ("link.png", "nothing.png"):
+        (tmp_path / "mine" / name).symlink_to(texts[0] if name == "link.png" else "missing")
+    (run / "evaluation").symlink_to(tmp_path / "mine" / "evaluation")
+    sentence = "exists and was not written by this command; move it elsewhere"
+    for name in (*texts, "link.png", "nothing.png", "evaluation"):
+        path = str(tmp_path / "mine" / name)
+        assert_user_error(sentence, gguf_file.main, [str(run), path])
+        assert_user_error(sentence, compare_runs.main, [str(run), "--output", path])
+    assert_user_error(sentence, evaluate.main, [str(run), "--memorization"])
+    varied = ["--vary", "seed=1", "--data", str(tmp_path / "mine" / "thesis.txt")]
+    assert_user_error(sentence, sweep.main, [*varied, "--output_dir", str(tmp_path / "mine" / "sweep")])
+    monkeypatch.chdir(tmp_path / "mine")
+    Path("comparison.png").write_text("mine")  # the default of --output
+    assert_user_error(sentence, compare_runs.main, [str(run)])
+    assert contents(tmp_path / "mine").items() >= before.items()
+    (run / "evaluation").unlink()
+    for _ in range(2):  # the same command again
+        gguf_file.main([str(run), "mine.gguf"])
+        compare_runs.main([str(run), "--output", "mine.png"])
+        evaluate.main([str(run), "--compare", "--compare_documents", "1"])
+    (run / "evaluation" / MARK).unlink()  # as written by an older version
+    evaluate.main([str(run), "--compare", "--compare_documents", "1"])
+    assert is_marked(run / "evaluation", "evaluation")
 
 
 def test_pruning_keeps_the_files_that_no_run_wrote(train, tmp_path):

@@ -14,8 +14,9 @@ from pathlib import Path
 from rich.console import Console
 
 from command_line import FlagParser, run
-from errors import Problems
+from errors import Problems, disk_errors
 from limits import setting
+from removal import refuse_replacing
 from training.report.facts import summarize
 from training.report.plots import plot_runs
 from training.report.report import Page, environment
@@ -32,6 +33,7 @@ class CompareArguments:
 
 def main(arguments: list[str]) -> None:
     (given,) = FlagParser((CompareArguments,), __doc__.splitlines()[0], positional="runs").parse(arguments)
+    refuse_replacing(Path(given.output))
     problems = Problems()
     folders = [found for path in given.runs if (found := problems.add_of(run_of, [Path(path)]))]
     if not (folders and all(map(os.path.exists, given.runs))):
@@ -52,8 +54,9 @@ def main(arguments: list[str]) -> None:
     page = table.render(runs=runs, differing=differing, is_other_text=is_other_text)
     Console().print(Page(page)) if sys.stdout.isatty() else print(page)
     measure = "eval_bits_per_byte" if is_other_text else "eval_loss"
-    if plot_runs({name: run["entries"] for name, run in runs.items()}, Path(given.output), measure):
-        print(f"Plot: {given.output}", file=sys.stderr)
+    with disk_errors(given.output):
+        if plot_runs({name: run["entries"] for name, run in runs.items()}, Path(given.output), measure):
+            print(f"Plot: {given.output}", file=sys.stderr)
 
 
 if __name__ == "__main__":

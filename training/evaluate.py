@@ -38,7 +38,7 @@ from training.config import read_config
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.device import keep_freed_memory
 from training.loading import check_store, find_model, load_own_model
-from training.report.report import keep_evaluation, show_evaluation
+from training.report.report import evaluated_run, keep_evaluation, show_evaluation
 from training.run_folder import CONFIG_FILE, find_checkpoint, run_of
 from training.scoring import score
 from training.sharding import keep_accelerate_from_sharding
@@ -151,6 +151,8 @@ def main(arguments: list[str]) -> None:
     folder, *others = map(find_model, (chosen, *given.compare_with))
     if len({folder, *others}) <= len(others):
         raise UserError("compare_with names a model twice, or the evaluated model; name each model once.")
+    keeps = given.compare or given.compare_with or given.memorization or given.tasks
+    kept_in = evaluated_run(Path(chosen), folder) if keeps else None
     for other in others:
         vocabulary.load(other)  # report a missing file before minutes of scoring
     store, mask_documents = store_and_masking(chosen, given.data)
@@ -190,8 +192,8 @@ def main(arguments: list[str]) -> None:
             print(json.dumps(results))
         else:
             show_evaluation(results)
-        if given.compare or given.compare_with or given.memorization or given.tasks:
-            keep_evaluation(results, Path(chosen), store)
+        if kept_in is not None:
+            keep_evaluation(results, kept_in, store)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,14 @@ CONFIG_FILE = "config.yaml"
 # A folder with only these names counts as empty.
 EMPTY = (UNFINISHED_MARK, ".gitignore", ".gitkeep", ".ipynb_checkpoints", "lost+found")
 PLOTS = ("loss", "course")
+EVALUATION = ("evaluation.json", "evaluation.md", "panel.png")
 _STEP = f"step_{'[0-9]' * 8}"
 _STEPS = (_STEP, f"damaged_{_STEP}", f".{_STEP}.unfinished", f".{_STEP}.removed", f".damaged_{_STEP}.removed")
 FOLDERS = {  # folders of a run, with the files that the next run in the same folder deletes, in this order
     "model": checkpoints.MODEL_FILES,  # first: checkpoints without a model resume; a model without checkpoints is kept
     "tensorboard": ("**/events.out.tfevents.*", "**/hparams.yml"),
     "profile": ("trace.json.gz", "summary.json"),
-    "evaluation": ("evaluation.json", "evaluation.md", "panel.png"),
+    "evaluation": (*EVALUATION, MARK),
     "lm_eval": ("results_*.json", "samples_*.jsonl", "*/results_*.json", "*/samples_*.jsonl"),
     "checkpoints": tuple(f"{step}/{name}" for step in _STEPS for name in checkpoints.FILES),
 }

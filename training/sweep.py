@@ -17,6 +17,7 @@ from pathlib import Path
 from command_line import HELP, FlagParser, run
 from errors import Problems, UserError
 from limits import setting
+from removal import refuse_replacing
 from settings_file import read_yaml
 from training import compare_runs
 from training.config import read_config
@@ -50,6 +51,7 @@ def main(arguments: list[str]) -> None:
     for name, command in commands.items():
         command += ["--output_dir", str(base / name)]
         configs.append(problems.add_of(read_config, [command, check]))
+    problems.add_of(refuse_replacing, [plot := base / "comparison.png"])
     problems.refuse()
     failed = []
     for command, config in zip(commands.values(), configs, strict=True):
@@ -60,7 +62,7 @@ def main(arguments: list[str]) -> None:
         elif train(command):
             failed.append(str(folder.path))
     if folders := [str(base / name) for name in commands if (base / name).exists()]:  # none with --plan
-        compare_runs.main(["--runs", *folders, "--output", str(base / "comparison.png")])
+        compare_runs.main(["--runs", *folders, "--output", str(plot)])
     if failed:
         raise UserError(f"{len(failed)} of {len(commands)} runs failed: {', '.join(failed)}.")
 

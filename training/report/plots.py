@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from atomic import unfinished_path
+from removal import FILE_MARK
 from training.metrics import comparable_loss, seconds_until
 
 # Legible on white and on black.
@@ -131,10 +133,10 @@ def _save(path: Path, inches: tuple[float, float], draw: Callable[[Any], None]) 
         from matplotlib.figure import Figure
     except Exception:  # many kinds are possible: an unknown MPLBACKEND, an incompatible numpy ...
         return False
-    with matplotlib.rc_context(STYLE):
+    with unfinished_path(path) as unfinished, matplotlib.rc_context(STYLE):
         figure = Figure(figsize=inches)
         draw(figure)
-        figure.savefig(path, format="png")
+        figure.savefig(unfinished, format="png", metadata={FILE_MARK: "plot"})
     return True
 
 

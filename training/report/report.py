@@ -20,13 +20,14 @@ from rich.markdown import Markdown, TableElement
 
 from atomic import file_sha256, write_atomic
 from errors import NONSENSE, UserError, check_format, counted, disk_errors
+from removal import is_marked, mark, refuse_replacing
 from tokenizer.store import RESUMES, TokenStore
 from training.console import clock, perplexity
 from training.hardware import DOLLARS_PER_COLAB_UNIT, GRAMS_OF_CO2_PER_KWH, PRICES_OF
 from training.metrics import read_metrics
 from training.report.facts import gather, read_facts, write_facts
 from training.report.plots import plot_course, plot_loss, plot_panel
-from training.run_folder import RunFolder, is_checkpoint, run_of
+from training.run_folder import EVALUATION, RunFolder, is_checkpoint, run_of
 from training.sampling import fenced
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -109,22 +110,32 @@ def show_evaluation(results: dict[str, Any]) -> None:
     Console().print(Page(_page(results)))
 
 
-def keep_evaluation(results: dict[str, Any], model: Path, store: TokenStore) -> None:
-    """Write the results into the run folder of `model`, or into the folder of a model without a run, and replace the earlier results
-    in report.md. A page that was edited, or written by an older version, is not changed."""
+def evaluated_run(model: Path, folder: str) -> RunFolder | None:
+    """Return the run folder of `model`, or `folder` for a model without a run, to keep results in; None if they cannot be kept.
+    Raise a `UserError` if its evaluation/ has other files with the names of the results."""
     try:
         run = RunFolder(run_of(model))
     except UserError:
-        run = RunFolder(results["model"])
+        run = RunFolder(folder)
         is_in_run = is_checkpoint(model) or RunFolder(model).is_run() or RunFolder(model.parent).is_run()
         if is_in_run or not os.access(run.path, os.W_OK):  # of a damaged or newer run, of the Hub, or of someone else
-            return
+            return None
+    with disk_errors(run.evaluation, RESUMES):  # an older version set no mark
+        is_ours = is_marked(run.evaluation, "evaluation") or "weights_sha256" in _read(run.evaluation)
+        for name in EVALUATION if not is_ours else ():
+            refuse_replacing(run.evaluation / name)
+    return run
+
+
+def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore) -> None:
+    """Write the results into the folder of `evaluated_run`, and replace the earlier results in report.md. A page that was edited, or
+    written by an older version, is not changed."""
     for row in results.get("panel", {}).get("rows", []):
         row["is_local"] = os.path.exists(row["name"])
     identity = {"weights_sha256": _hashes(Path(results["model"])), "tokens_sha256": store.metadata.identity}
     folder, picture = run.evaluation, run.evaluation / "panel.png"
     with disk_errors(folder, RESUMES):
-        folder.mkdir(exist_ok=True)
+        mark(folder, "evaluation")
         before = _read(folder)
         is_same = identity.items() <= before.items()
         if "panel" in results or not is_same:
