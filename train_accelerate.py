@@ -27,7 +27,7 @@ from training.pacer import Pacer
 from training.preflight import check, decide_run, setup_of, with_attention
 from training.profile import Profiler
 from training.restart import restarting
-from training.run import Run, begin_run, finish_again, is_finished, print_end
+from training.run import Run, finish_again, is_finished, print_end
 from training.saver import Saver
 from training.sizing import Sizing, resolve
 from training.step import build_train_step
@@ -54,7 +54,6 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
     accelerator, data, plan, start = run.accelerator, run.data, run.plan, run.start
     forecast = forecast_run(config, run, sizing)
     pacer = Pacer(run, config, sizing and sizing.deadline, forecast.validation_seconds)
-    begin_run(run, config.run, pacer.config_yaml(), forecast.described())
 
     # After any failure from here on, the guard leaves a consistent run folder.
     with RunGuard(run, config.health, config.stopping, watchdog) as guard:
@@ -65,6 +64,7 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
         )
         if start.state.grad_scaler and accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(start.state.grad_scaler)
+        guard.begin(config.run, pacer.config_yaml(), forecast.described())
         validation = Validation(run, train_step, config.evaluation.max_eval_samples)
         print_forecast(run, forecast)
 

@@ -304,9 +304,11 @@ def test_a_full_disk_ends_in_one_sentence_and_keeps_the_last_checkpoint(launch, 
     assert not list((run / "checkpoints").glob(".*"))
     train(None, "--resume_from_checkpoint", str(run))
     assert status(run)["state"] == "finished"
-    refuse_full_disk(tmp_path, 1000)  # checked before the first step
-    sentence = r"^A checkpoint takes 1,333,333\.3 GB, and .* GB free; earlier"
-    assert_user_error(sentence, refuse_full_disk, tmp_path, 10**15)
+    refuse_full_disk(RunFolder(run), 1000)  # checked before the first step
+    sentence = (
+        r"^A checkpoint takes 1,333,333\.3 GB, and .* GB free; \S+step_00000006 is the last good checkpoint: free"
+    )
+    assert_user_error(sentence, refuse_full_disk, RunFolder(run), 10**15)
 
 
 def test_a_store_truncated_during_training_ends_in_one_sentence(store, start, tmp_path):

@@ -60,9 +60,9 @@ def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, tmp_path, ca
     train(run, "--overwrite_output_dir", "--save_total_limit", "1", max_steps=3)
     there = contents(run)
     for name in mine:
-        kept = re.sub("^(model|checkpoints|evaluation|lm_eval)/", r"\1.kept/", name)
+        kept = re.sub("^(model|checkpoints|evaluation|lm_eval)/", r"replaced.kept/\1/", name)
         assert there[kept] == written[name]
-    assert f"Files in {run} that no run wrote were moved to {run}/model.kept." in capsys.readouterr().out
+    assert f"Files in {run} that no run wrote were moved to {run}/replaced.kept." in capsys.readouterr().out
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003"]
 
 
@@ -140,7 +140,7 @@ def test_a_folder_with_another_name_is_not_a_checkpoint(train, tmp_path):
     shutil.copytree(run / "model", run / "checkpoints" / "my_step_00000003" / "model")
     copies = {name: data for name, data in contents(run / "checkpoints").items() if not name.startswith("step_0")}
     train(run, "--overwrite_output_dir", max_steps=3)
-    assert contents(run / "checkpoints.kept") == copies
+    assert contents(run / "replaced.kept" / "checkpoints") == copies
 
 
 def test_a_space_folder_keeps_other_files(tmp_path):

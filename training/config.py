@@ -142,6 +142,12 @@ class TrainConfig:
         for part in (self.run, self.length, self.budget, self.optim, self.settings, self.logging, self.cost):
             yield from part.problems()
         yield from self.backup.problems(self.run.output_dir)
+        sources = {"data": self.data.data, "tokenizer": self.vocabulary.tokenizer, "init_from": self.pretrained_source}
+        sources |= {"resume_from_checkpoint": self.run.resume_from_checkpoint}
+        folder = self.run.folder.path.resolve()
+        for name, source in sources.items() if self.run.overwrite_output_dir else ():
+            if source is not None and os.path.exists(source) and Path(source).resolve().is_relative_to(folder):
+                yield f"{name} {source} is in {self.run.output_dir}, which --overwrite_output_dir replaces; use another --output_dir."
         for name in sorted(self.flags & TEXT_SETTINGS - {"vocab_size"}) if not self.text else ():
             yield f"{name} applies to text only, but {self.data.data} is already a token store; leave it out."
 

@@ -24,7 +24,7 @@ def find_model(name: str) -> str:
         if (candidate / "config.json").is_file():
             return str(candidate)
     if path.exists():
-        hint = " yet: its first checkpoint has not been written" if RunFolder(path).is_run() else ""
+        hint = f" yet: {RunFolder(path).last_good()}" if RunFolder(path).is_run() else ""
         raise UserError(f"{name} holds no model{hint}.")
     if len(name.strip("/").split("/")) != 2 or name.startswith((".", "/", "runs/")):
         raise UserError(f"{name} is neither a local folder nor a Hub id (user/name).")

@@ -109,7 +109,7 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     tokenizer = store.load_tokenizer()
     backup_dir, keep = config.backup.backup_dir, config.checkpoints_kept
     backup = Backup(backup_dir, folder, keep, say) if backup_dir is not None else None
-    choose = partial(choose_checkpoint, config.run, config.settings, backup, bool(restarted()), say)
+    choose = partial(choose_checkpoint, config.run, config.settings, backup, bool(restarted().get("has_begun")), say)
     found = on_main(accelerator, lambda: str(choose() or ""))
     checkpoint = Path(found) if found else None
     state = load_state(checkpoint) if checkpoint is not None else None

@@ -67,6 +67,8 @@ def load_pretrained(source: str, model: nn.Module) -> None:
         found = loading.load_model(source, torch.float32)
         own = found if isinstance(found, GPT2ScratchForCausalLM) else from_gpt2(found)
     weights = own.state_dict()
+    if wrong := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+        raise UserError(f"{source} has weights that are not finite ({', '.join(wrong[:3])}); start from another model.")
     if POSITIONS in weights:
         weights[POSITIONS] = weights[POSITIONS][: model.config.n_positions]
     model.load_state_dict(weights)

@@ -14,7 +14,7 @@ from training.backup import Backup
 from training.batches import START, DataPosition
 from training.checkpoint import TrainState
 from training.compatibility import Settings
-from training.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, run_of
+from training.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, put_back, run_of
 from training.status import check_run_format
 
 
@@ -52,16 +52,18 @@ def choose_checkpoint(
     """Return the checkpoint that this command resumes from, or None for a new run.
     Raise a `UserError` if the command would replace another run, or if a checkpoint is missing or damaged.
     After a restart, the run resumes in its own folder, even if the command asks for a new run. The only files written are
-    those that the backup has and the folder lacks."""
+    those that the backup has and the folder lacks, and those of a run that was replaced in vain."""
     folder, overwrites = arguments.folder, arguments.overwrite_output_dir
     check_run_format(folder.status)
-    has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
     if is_restart:  # newer checkpoints of the backup were rolled back
         backup = None
-        if has_begun:
+        if checkpoints.all_checkpoints(folder.checkpoints):
             return folder.newest_checkpoint(say)
     source = Path(named) if (named := arguments.resume_from_checkpoint) is not None else None
     is_branch = source is not None and run_of(source).resolve() != folder.path.resolve()
+    if source is None or is_branch:
+        put_back(folder)
+    has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
     if source is not None and not (is_branch and has_begun and not overwrites):
         checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, say)
     elif overwrites:
@@ -109,7 +111,7 @@ def _named_checkpoint(source: Path, folder: RunFolder, backup: Backup | None, sa
         newest = _newest(RunFolder(run_of(source)), backup, None, say)
         if newest is None:
             raise UserError(
-                f"{source} has no complete checkpoint to resume from; start the run again with its first command."
+                f"{source} cannot be resumed ({RunFolder(run_of(source)).last_good()}); start it again with its first command."
             )
         return newest
     if not (source / checkpoints.MANIFEST).is_file():

@@ -12,7 +12,7 @@ from atomic import write_atomic
 from errors import counted, disk_errors
 from training import checkpoint as checkpoints
 from training.backup import Backup
-from training.console import printer, say
+from training.console import printer
 from training.data import RunData
 from training.device import Setup, describe
 from training.distributed import on_main
@@ -22,7 +22,7 @@ from training.optim import OptimArguments, cooldown_start
 from training.plan import Plan
 from training.restart import restarted
 from training.resume import ResumePoint
-from training.run_folder import RunArguments, RunFolder, begin, is_checkpoint, run_of
+from training.run_folder import RunArguments, RunFolder, begin, holds_model, is_checkpoint, run_of
 from training.sampling import SamplingArguments
 from training.status import record, starts_in_force, write_status
 
@@ -63,8 +63,9 @@ def _write_beginning(
         events = read_events(RunFolder(run_of(start.checkpoint)).events)
         earlier = [before for before in starts_in_force(events) if before["step"] < start.step]
     with disk_errors(folder.path, "use another --output_dir"):
-        for kept in begin(folder, own):
-            say(f"Files in {folder.path} that no run wrote were moved to {kept}.")
+        if own is None and holds_model(folder):
+            run.data.store.check_hashes()  # before a run is replaced by one that could not save a checkpoint
+        begin(folder, own)
         write_atomic(folder.config, config)
         folder.checkpoints.mkdir(exist_ok=True)
     if run.backup is not None:

@@ -13,9 +13,11 @@ runs/x/
     evaluation/      results of evaluate.py; lm_eval/: results of lm-eval, if its --output_path is this folder
     checkpoints/     see checkpoint.py
     model/           the newest checkpoint's model, without training state; hub/: the published files
+    replaced/        the run that this one replaces, until the first checkpoint of this one is complete
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,8 +25,9 @@ from pathlib import Path
 
 from errors import UserError
 from limits import free, setting
-from removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark
+from removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark, renew
 from training import checkpoint as checkpoints
+from training.console import say
 from training.metrics import best_evaluation, forget_after, read_events, read_metrics
 from training.sampling import forget_samples_after
 from training.status import check_run_format, is_status
@@ -36,25 +39,28 @@ PLOTS = ("loss", "course")
 EVALUATION = ("evaluation.json", "evaluation.md", "panel.png")
 _STEP = f"step_{'[0-9]' * 8}"
 _STEPS = (_STEP, f"damaged_{_STEP}", f".{_STEP}.unfinished", f".{_STEP}.removed", f".damaged_{_STEP}.removed")
-FOLDERS = {  # folders of a run, with the files that the next run in the same folder deletes, in this order
-    "model": checkpoints.MODEL_FILES,  # first: checkpoints without a model resume; a model without checkpoints is kept
-    "tensorboard": ("**/events.out.tfevents.*", "**/hparams.yml"),
-    "profile": ("trace.json.gz", "summary.json"),
-    "evaluation": (*EVALUATION, MARK),
-    "lm_eval": ("results_*.json", "samples_*.jsonl", "*/results_*.json", "*/samples_*.jsonl"),
-    "checkpoints": tuple(f"{step}/{name}" for step in _STEPS for name in checkpoints.FILES),
-}
 HUB_FILES = (  # the published files; push_to_hub.py deletes them with their folder
     *checkpoints.MODEL_FILES,
     *(f"native/{name}" for name in checkpoints.MODEL_FILES),
     *("*-F16.gguf", "*-Q8_0.gguf", "*.gguf.tmp", *(f"{name}.png" for name in PLOTS), "README.md", MARK),
 )
+FOLDERS = {  # folders of a run, with the files that are deleted when another run replaces it
+    "model": checkpoints.MODEL_FILES,
+    "tensorboard": ("**/events.out.tfevents.*", "**/hparams.yml"),
+    "profile": ("trace.json.gz", "summary.json"),
+    "evaluation": (*EVALUATION, MARK),
+    "lm_eval": ("results_*.json", "samples_*.jsonl", "*/results_*.json", "*/samples_*.jsonl"),
+    "hub": HUB_FILES,
+    "checkpoints": tuple(f"{step}/{name}" for step in _STEPS for name in checkpoints.FILES),
+}
 
 
 @dataclass
 class RunArguments:
     output_dir: str | None = free(None, "Run folder. Default: runs/NAME, with the name of the config file or the data.")
-    overwrite_output_dir: bool = free(False, "Delete the run in the folder and start a new one.")
+    overwrite_output_dir: bool = free(
+        False, "Start a new run in the folder; the run in it is deleted after the first checkpoint of the new one."
+    )
     resume_from_checkpoint: str | None = free(None, "Resume from a run folder (its newest checkpoint) or a checkpoint.")
     init_from: str | None = setting(
         None, "Start from the weights, architecture and tokenizer of a model: a run, a folder or a Hub id."
@@ -89,6 +95,7 @@ class RunFolder:
         self.profile = self.path / "profile"
         self.evaluation = self.path / "evaluation"
         self.evaluations = self.path / "lm_eval"
+        self.replaced = self.path / "replaced"
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -122,12 +129,21 @@ class RunFolder:
     def last_good(self) -> str:
         """Describe the checkpoint to resume from, for messages."""
         complete = checkpoints.complete_checkpoints(self.checkpoints)
-        return f"{complete[-1]} is the last good checkpoint" if complete else "there is no checkpoint yet"
+        if complete:
+            return f"{complete[-1]} is the last good checkpoint"
+        before = f", and the run before it is in {self.replaced}" if is_marked(self.replaced, "replaced") else ""
+        return f"there is no checkpoint yet{before}"
 
     def newest_step(self, until: float = math.inf) -> int:
         """Return the step of the newest complete checkpoint, at most `until`, or 0 if there is none."""
         steps = map(checkpoints.step_of, checkpoints.complete_checkpoints(self.checkpoints))
         return max((step for step in steps if step <= until), default=0)
+
+
+REPLACED = (  # files that are deleted with a replaced run
+    *(MARK, UNFINISHED_MARK, *(path.name for path in RunFolder("").files)),
+    *(file if "**" in file else f"{name}/{file}" for name, files in FOLDERS.items() for file in files),
+)
 
 
 def may_hold_run(folder: RunFolder) -> bool:
@@ -181,18 +197,46 @@ def find_checkpoint(path: Path, wanted: str) -> Path:
     return kept[int(wanted)]
 
 
-def begin(folder: RunFolder, checkpoint: Path | None) -> list[Path]:
-    """Prepare the folder: remove the old run before a new one, or everything after its own `checkpoint` before a resume. Return
-    the folders to which files that no run wrote were moved."""
+def holds_model(folder: RunFolder) -> bool:
+    return folder.model.is_dir() or bool(checkpoints.all_checkpoints(folder.checkpoints))
+
+
+def _parts(folder: RunFolder) -> dict[Path, tuple[str, ...]]:
+    """Return the files and folders of a run that exist, config.yaml first and the checkpoints last, with the patterns of a folder."""
+    parts = dict.fromkeys(folder.files, ()) | {folder.path / name: files for name, files in FOLDERS.items()}
+    if not is_marked(folder.hub, "hub"):  # a folder of the user
+        del parts[folder.hub]
+    return {path: files for path, files in parts.items() if os.path.lexists(path)}
+
+
+def put_back(folder: RunFolder) -> None:
+    """Put the replaced run back, and delete the run that replaces it, unless this one has a complete checkpoint."""
+    if is_marked(folder.replaced, "replaced") and not checkpoints.complete_checkpoints(folder.checkpoints):
+        for path, files in _parts(RunFolder(folder.replaced)).items():  # if killed here, the next call completes it
+            discard(folder.path / path.name, files, replacement=path)
+        discard(folder.replaced, (MARK, UNFINISHED_MARK))
+
+
+def forget_replaced(folder: RunFolder) -> None:
+    """Delete the replaced run, and report where the files in it were moved that no run wrote."""
+    is_gone = not os.path.lexists(folder.replaced)  # perhaps a killed process was deleting it
+    if (is_gone or is_marked(folder.replaced, "replaced")) and (kept := discard(folder.replaced, REPLACED)):
+        say(f"Files in {folder.path} that no run wrote were moved to {kept}.")
+
+
+def begin(folder: RunFolder, checkpoint: Path | None) -> None:
+    """Prepare the folder: set the old run aside before a new one, or remove everything after its own `checkpoint` before a resume."""
     mark(folder.path, "run")
     checkpoints.sweep(folder.checkpoints)
+    forget_replaced(folder)
     if checkpoint is None:
-        kept = [discard(folder.path / name, files) for name, files in FOLDERS.items()]
-        if is_marked(folder.hub, "hub"):
-            kept.append(discard(folder.hub, HUB_FILES))
-        for path in reversed(folder.files):  # config.yaml last: if killed here, the command leaves a readable run
-            discard(path, ())
-        return [path for path in kept if path is not None]
+        is_kept, parts = holds_model(folder), reversed(_parts(folder))
+        renew(folder.replaced, "replaced", ())
+        for path in parts:
+            path.rename(folder.replaced / path.name)
+        if not is_kept:
+            forget_replaced(folder)
+        return
     step = checkpoints.step_of(checkpoint)
     for later in checkpoints.all_checkpoints(folder.checkpoints):
         if checkpoints.step_of(later) > step:  # it is damaged, otherwise the run would resume from it
@@ -202,4 +246,3 @@ def begin(folder: RunFolder, checkpoint: Path | None) -> list[Path]:
     checkpoints.renew_model(checkpoint, folder.model)
     forget_after(folder.metrics, step)
     forget_samples_after(folder.samples, step)
-    return []

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +26,7 @@ from training.distributed import on_main
 from training.loss import DivergenceError
 from training.metrics import best_step
 from training.optim import moment_shapes, named_moments
-from training.run_folder import RunFolder
+from training.run_folder import RunFolder, forget_replaced
 from training.status import record, write_status
 from training.step import TrainStep
 from training.tensors import whole
@@ -106,7 +105,7 @@ class Saver(AbstractContextManager):
         # Niceness 19: training on a CPU comes first.
         self.task = BackgroundTask(partial(self._make_room, shapes), THREAD, niceness=19)
         n_bytes = 4 * sum(shape.numel() for shape in shapes.values())
-        on_main(self.accelerator, lambda: refuse_full_disk(folder.checkpoints, n_bytes))
+        on_main(self.accelerator, lambda: refuse_full_disk(folder, n_bytes))
         with torch.device("meta"):  # a model without memory, to write config and code while the real model trains
             self.shell = GPT2ScratchForCausalLM._from_config(deepcopy(self.model.config))  # saving changes the config
         self.shell.generation_config = deepcopy(self.model.generation_config)
@@ -178,10 +177,11 @@ class Saver(AbstractContextManager):
             raise DivergenceError(f"Weights or moments are not finite after step {step:,}, so this step is not saved")
         self.verification.wait()
         try:
-            refuse_full_disk(self.folder.checkpoints, self.snapshot.n_bytes)
+            refuse_full_disk(self.folder, self.snapshot.n_bytes)
             saved = checkpoint.write(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
             seconds = round(time.perf_counter() - begin, 4)
             checkpoint.copy(saved, self.folder.model, model_only=True)
+            forget_replaced(self.folder)
             in_use = self.backup.copying if self.backup is not None else None
             checkpoint.prune(self.folder.checkpoints, self.save_total_limit, best_step(self.folder.metrics), in_use)
         except Exception as error:
@@ -196,7 +196,7 @@ class Saver(AbstractContextManager):
         write_status(self.folder.status, "running", step)
 
 
-def refuse_full_disk(folder: Path, n_bytes: int) -> None:
+def refuse_full_disk(folder: RunFolder, n_bytes: int) -> None:
     """Raise a `UserError` if a checkpoint and the copy of its weights do not fit on the disk."""
-    remedy = "earlier checkpoints are intact: free space and resume"
-    require_room(folder, n_bytes * 4 / 3, "A checkpoint takes", remedy)
+    remedy = f"{folder.last_good()}: free space, and run the same command again"
+    require_room(folder.checkpoints, n_bytes * 4 / 3, "A checkpoint takes", remedy)

@@ -328,7 +328,7 @@ class Sizer:
 
 def _earlier(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the settings and events of the run that this command continues, from its folder or its backup."""
-    if config.run.overwrite_output_dir and not restarted():
+    if config.run.overwrite_output_dir and not restarted().get("has_begun"):
         return {}, []
     folder = earlier_run(config.run.folder, config.backup.backup_dir)
     return ({}, []) if folder is None else (read_yaml(folder.config), read_events(folder.events))

@@ -19,9 +19,9 @@ from training.guard.stopping import EXIT_CODES, NOT_SAVED, Stopper, StoppingArgu
 from training.guard.watchdog import Watchdog, is_of_the_group
 from training.health import Health, HealthArguments, Spike
 from training.loss import DivergenceError
-from training.restart import Restart
-from training.run import Run
-from training.run_folder import RunFolder
+from training.restart import Restart, restarted
+from training.run import Run, begin_run
+from training.run_folder import RunArguments, RunFolder
 from training.saver import Saver
 from training.status import record, write_status
 
@@ -55,6 +55,7 @@ class RunGuard:
         self.run, self.watchdog = run, watchdog
         self.step = run.start.step  # number of steps done
         self.reason: str | None = None  # why the run stopped before its end
+        self.has_begun = restarted().get("has_begun", False)  # until then, nothing in the folder is changed
         self.rolls_back = health.on_spike == "rollback"
         self.health = Health(run.accelerator, health, run.start.state)
         self.stopper = Stopper(stopping, run.accelerator.num_processes)
@@ -77,6 +78,11 @@ class RunGuard:
     @property
     def exit_code(self) -> int:
         return 0 if self.reason is None else EXIT_CODES[self.reason]
+
+    def begin(self, arguments: RunArguments, config: str, planned: dict[str, float | None]) -> None:
+        """Begin the run in its folder, see `begin_run`, after everything that it needs was read."""
+        begin_run(self.run, arguments, config, planned)
+        self.has_begun = True
 
     def steps(self, saver: Saver) -> Iterator[int]:
         """Yield the remaining steps, counted from 0. End early if all processes agree to stop. Save a checkpoint at the end."""
@@ -135,13 +141,14 @@ class RunGuard:
         if isinstance(outcome, Restart) and self.stopper.requested:  # a fresh process would not know of the request
             outcome = UserError(f"Stopped ({self.stopper.requested}); the same command resumes. {outcome}")
         if isinstance(outcome, Restart):
+            outcome.facts["has_begun"] = self.has_begun
             self.watchdog.order(outcome)
         self._end("failed", (str(outcome) or type(outcome).__name__).splitlines()[0])
         if outcome is not error:
             raise outcome from error
 
     def _end(self, state: str, reason: str) -> None:
-        if self.run.accelerator.is_main_process:
+        if self.has_begun and self.run.accelerator.is_main_process:
             write_status(self.run.folder.status, state, self.run.folder.newest_step(), reason)
             record(self.run.folder.events, state, self.step, **({"because": reason} if reason else {}))
             if self.run.backup is not None:
