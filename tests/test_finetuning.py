@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 import sys
 from collections import Counter
 
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import push_to_hub
-from conftest import MODERN_RUN, TWO_PROCESSES, assert_user_error, prose, tokenized, trained
+from conftest import MODERN_RUN, TWO_PROCESSES, assert_user_error, prose, tokenized, trained, wait_until
 from errors import UserError
 from examples import finetune_chat, finetune_preferences, finetune_text, python_chats
 from examples.tuning.records import splits
@@ -300,6 +301,18 @@ def test_text_is_learned(run, store, tmp_path, capsys, rank, family):
     _, loading = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
     assert not {*loading["missing_keys"], *loading["unexpected_keys"]}
     assert (model / "adapter").exists() == (rank > 0)
+
+
+def test_a_recipe_killed_while_it_writes_starts_over(run, tmp_path, spawn):
+    (data := tmp_path / "new.txt").write_text("They are not at it.\n" * 300)
+    for is_killed in (True, False):
+        process = spawn("-m", "examples.finetune_text", run, "--data", data, "--output_dir", tmp_path / "out")
+        if is_killed:
+            wait_until((tmp_path / ".out.unfinished" / "config.json").exists)
+            process.kill()
+        assert process.wait() == (-signal.SIGKILL if is_killed else 0)
+        assert (tmp_path / "out" / "config.json").exists() == (not is_killed)
+    assert not (tmp_path / ".out.unfinished").exists()
 
 
 def test_two_processes_train_like_one_with_twice_the_batch_here_without_replay(run, tmp_path, launch):

@@ -70,15 +70,15 @@ def record_of(tuning: Tuning) -> dict[str, Any]:
     return {"steps": [tuning.name], "base_model": base, "datasets": [], "original_data": None}
 
 
-def extend_record(tuning: Tuning, learned: Learned, original: OriginalText) -> dict[str, Any]:
-    """Write the record with this step into the output folder, and return it."""
+def extend_record(tuning: Tuning, learned: Learned, original: OriginalText, folder: Path) -> dict[str, Any]:
+    """Write the record with this step into `folder`, and return it."""
     record = record_of(tuning)
     source = str(tuning.hub or tuning.data_name)
     record["steps"] += [f"{learned.method} on {learned.trained:,} {learned.unit} of {source}"]
     record["datasets"] += [tuning.hub.name] if tuning.hub else []
     if original.store is not None:
         record["original_data"] = str(original.store.folder.resolve())
-    (tuning.folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return record
 
 

@@ -1,21 +1,25 @@
 """Training with LoRA or of all weights, and the output folder."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerState
 
-from atomic import set_default_permissions
-from errors import UserError
-from examples.tuning.base import OriginalText, extend_record
+from atomic import set_default_permissions, unfinished_path
+from errors import UserError, disk_errors
+from examples.tuning.base import RECORD, OriginalText, extend_record
 from examples.tuning.card import card
 from examples.tuning.measurements import Learned, explanation, table
 from examples.tuning.settings import Tuning
 from modeling_gpt2scratch.loading import CONFIG
 from tokenizer import vocabulary
+from training.checkpoint import MODEL_FILES
 from training.distributed import on_main
 from training.guard.lock import RunLock
+
+FILES = (*MODEL_FILES, RECORD, "README.md", "adapter/*")  # of an output folder
 
 
 class Progress(ProgressCallback):
@@ -94,12 +98,14 @@ def finish(
     before: dict[str, float],
 ) -> None:
     """Write the output folder; print the measurements before and after, and the next commands."""
-    model = save(trainer, tokenizer, tuning)
-    record = extend_record(tuning, learned, original)
-    after = learned.measure(model) | original.bits_per_byte(model)
-    results = f"{table(before, after)}\n\n{explanation(before, learned)}"
-    text = card(model, trainer, tokenizer, tuning, results, learned, record)
-    (tuning.folder / "README.md").write_text(text, encoding="utf-8")
+    with disk_errors(tuning.folder), unfinished_path(tuning.folder, known=FILES) as unfinished:
+        model = save(trainer, tokenizer, tuning, unfinished)
+        record = extend_record(tuning, learned, original, unfinished)
+        after = learned.measure(model) | original.bits_per_byte(model)
+        results = f"{table(before, after)}\n\n{explanation(before, learned)}"
+        text = card(model, trainer, tokenizer, tuning, results, learned, record)
+        (unfinished / "README.md").write_text(text, encoding="utf-8")
+        set_default_permissions(unfinished)
     folder = shlex.quote(str(tuning.folder))
     print(
         f"{table(before, after)}\nThe model is in {tuning.folder}. Next:\n  python generate.py {folder} {learned.use}"
@@ -108,8 +114,8 @@ def finish(
         print(f"  python push_to_hub.py {folder} --repo_id YOUR_NAME/{shlex.quote(tuning.folder.name)}")
 
 
-def save(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -> PreTrainedModel:
-    """Save the trained model, with its adapter merged into it, and the tokenizer; return this model."""
+def save(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, folder: Path) -> PreTrainedModel:
+    """Save the trained model, with its adapter merged into it, and the tokenizer to `folder`; return this model."""
     # Without autocast, so that both measurements are in fp32.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     if not all(weights.isfinite().all() for weights in model.parameters()):
@@ -117,10 +123,9 @@ def save(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -
             f"The weights are not finite after training at a peak rate of {tuning.learning_rate:g}; set a lower --learning_rate."
         )
     if tuning.lora_rank:
-        model.save_pretrained(tuning.folder / "adapter")
+        model.save_pretrained(folder / "adapter")
         model = model.merge_and_unload()
     model.config.use_cache = True  # Trainer turns it off, which would make generation slow
-    model.save_pretrained(tuning.folder)
-    vocabulary.save(tokenizer, tuning.folder, model.config.max_position_embeddings)
-    set_default_permissions(tuning.folder)
+    model.save_pretrained(folder)
+    vocabulary.save(tokenizer, folder, model.config.max_position_embeddings)
     return model
