@@ -27,7 +27,7 @@ from training.pacer import Pacer
 from training.preflight import check, decide_run, setup_of, with_attention
 from training.profile import Profiler
 from training.restart import restarting
-from training.run import Run, finish_again, is_finished, print_end
+from training.run import Run, begin_run, finish_again, is_finished, print_end
 from training.saver import Saver
 from training.sizing import Sizing, resolve
 from training.step import build_train_step
@@ -64,7 +64,9 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
         )
         if start.state.grad_scaler and accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(start.state.grad_scaler)
-        guard.begin(config.run, pacer.config_yaml(), forecast.described())
+        # Begin: only now, after everything was read, a run in the folder may be replaced.
+        begin_run(run, config.run, pacer.config_yaml(), forecast.described())
+        guard.has_begun = True
         validation = Validation(run, train_step, config.evaluation.max_eval_samples)
         print_forecast(run, forecast)
 

@@ -1,36 +1,16 @@
 """Runs that start from a pretrained model (--init_from)."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import train_accelerate
-from conftest import (
-    TINY,
-    assert_equal,
-    assert_user_error,
-    contents,
-    flags,
-    flip,
-    metrics,
-    prose,
-    reset_accelerate,
-    tokenized,
-    trained,
-    wait_until,
-    weights,
-)
-from removal import MARK, mark
+from conftest import TINY, assert_equal, assert_user_error, flags, metrics, prose, reset_accelerate, tokenized, weights
 from settings_file import read_yaml
-from training.loading import find_model
 from training.model import ModelArguments
-from training.pretrained import POSITIONS
-from training.run_folder import RunFolder
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
 SETTINGS = {name: value for name, value in TINY.items() if name not in vars(ModelArguments())}
@@ -96,67 +76,6 @@ def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tm
     assert "model trained from the weights of tiny: " in (tmp_path / "second" / "report.md").read_text()
     config = read_yaml(tmp_path / "second" / "config.yaml")
     assert [config[name] for name in ("optimizer", "weight_decay", "lr_scheduler_type")] == ["adamw", 0.1, "cosine"]
-
-
-def spoil(path: Path) -> None:
-    save_file(load_file(path) | {POSITIONS: torch.full((32, 16), torch.nan)}, path, metadata={"format": "pt"})
-
-
-def test_a_run_is_not_replaced_if_the_new_one_cannot_start(gpt2, store, finished_copy, tmp_path):
-    run, flag = finished_copy, {"overwrite_output_dir": "true"}
-    shutil.copytree(gpt2, run / "model" / "nested")
-    shutil.copytree(store.folder, run / "store")
-    (tmp_path / "link").symlink_to(run / "model")
-    before = contents(run)
-    for source in (run, run / "model", run / "checkpoints" / "step_00000003", tmp_path / "link", run / "model/nested"):
-        sentence = "init_from .* is in .*run, which --overwrite_output_dir replaces; use another --output_dir"
-        assert_user_error(sentence, continued, source, store.folder, run, **flag)
-    assert_user_error("^data .* is in .*run, which", continued, gpt2, run / "store", run, **flag)
-    others = flag | {"tokenizer": run / "store" / "tokenizer", "resume_from_checkpoint": run}
-    assert_user_error("tokenizer .* is in .*\nresume_from_checkpoint .* is in", trained, store, run, **others)
-    for sentence, damage in {
-        "model.safetensors is missing": lambda path: path.unlink(),
-        "cannot be loaded": lambda path: path.write_bytes(path.read_bytes()[:-1000]),
-        "weights do not fit": lambda path: save_file({"a": torch.ones(1)}, path, metadata={"format": "pt"}),
-        r"broken has weights that are not finite \(transformer.wpe": spoil,
-    }.items():
-        broken = shutil.copytree(gpt2, tmp_path / "broken", dirs_exist_ok=True)
-        damage(broken / "model.safetensors")
-        assert_user_error(sentence, continued, broken, store.folder, run, **flag)
-    flip(shutil.copytree(store.folder, tmp_path / "changed") / "train.bin")
-    assert_user_error("train.bin .*", continued, gpt2, tmp_path / "changed", run, **flag)
-    assert contents(run) == before
-
-
-def test_a_replaced_run_is_kept_until_the_first_checkpoint(store, finished_copy, tmp_path, spawn):
-    run, again = finished_copy, ["--overwrite_output_dir"]
-    before = contents(run)
-
-    def kill(*more: str) -> None:
-        long = TINY | {"data": store.folder, "output_dir": run, "max_steps": 10**6, "save_steps": 10**6}
-        process = spawn("train_accelerate.py", *flags(**long), "--seed", "7", *more)
-        wait_until(lambda: len(metrics(run)) > 9 and RunFolder(run).newest_step() == 0)
-        process.kill()
-        process.wait()
-
-    for _ in range(2):  # the same command again
-        kill(*again)
-        assert contents(run / "replaced").items() > before.items() - {(MARK, before[MARK])}
-    sentence = f"run holds no model yet: there is no checkpoint yet, and the run before it is in {run}/replaced"
-    assert_user_error(sentence, find_model, str(run))
-    assert Path(find_model(str(run / "replaced"))) == run / "replaced" / "model"
-    assert_user_error("run before it is in", trained, store, None, resume_from_checkpoint=run)
-    assert_user_error("contains another run .*seed", trained, store, run, seed=7)  # without the flag: it is back
-    assert contents(run) == before
-    for name in ("checkpoints", "model"):  # as if killed between two renames
-        (run / "replaced").mkdir(exist_ok=True)
-        mark(run / "replaced", "replaced")
-        (run / name).rename(run / "replaced" / name)
-    trained(store, run)
-    assert contents(run).items() >= {name: before[name] for name in before if name.startswith("ch")}.items()
-    trained(store, run, *again, seed=7, max_steps=3)
-    assert not (run / "replaced").exists()
-    assert RunFolder(run).newest_step() == 3
 
 
 def test_contradictions_are_refused(gpt2, store, tmp_path):

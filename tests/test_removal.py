@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from atomic import unfinished_path
-from conftest import REPOSITORY, assert_user_error, contents
+from conftest import REPOSITORY, TINY, assert_user_error, contents, flags, flip, wait_until
 from publishing import gguf_file
 from publishing.demo import assemble_space
 from removal import MARK, discard, is_marked, mark, renew
@@ -15,6 +16,8 @@ from tokenizer.corpus import CorpusArguments
 from tokenizer.recipe import Recipe
 from tokenizer.store_builder import pretokenize
 from training import compare_runs, evaluate, sweep
+from training.loading import find_model
+from training.model import ModelArguments
 from training.run_folder import RunFolder, may_hold_run
 
 THEIRS = ("config.yaml", "report.md", "model/model.safetensors", "checkpoints/epoch-3/model.safetensors")
@@ -67,31 +70,77 @@ def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, tmp_path, ca
 
 
 def test_files_of_the_user_are_not_replaced_by_files_of_the_same_name(finished_copy, tmp_path, monkeypatch):
-    run, texts = finished_copy, ("thesis.txt", "plot.png", "sweep/comparison.png")
-    before = write(tmp_path / "mine", *texts, "evaluation/evaluation.md")
-    for name in ("link.png", "nothing.png"):
-        (tmp_path / "mine" / name).symlink_to(texts[0] if name == "link.png" else "missing")
-    (run / "evaluation").symlink_to(tmp_path / "mine" / "evaluation")
+    run, mine = finished_copy, tmp_path / "mine"
+    before = write(mine, "thesis.txt", "comparison.png", "evaluation/evaluation.md")
+    (mine / "link.png").symlink_to("thesis.txt")
+    (run / "evaluation").symlink_to(mine / "evaluation")
+    monkeypatch.chdir(mine)
     sentence = "exists and was not written by this command; move it elsewhere"
-    for name in (*texts, "link.png", "nothing.png", "evaluation"):
-        path = str(tmp_path / "mine" / name)
-        assert_user_error(sentence, gguf_file.main, [str(run), path])
-        assert_user_error(sentence, compare_runs.main, [str(run), "--output", path])
-    assert_user_error(sentence, evaluate.main, [str(run), "--memorization"])
-    varied = ["--vary", "seed=1", "--data", str(tmp_path / "mine" / "thesis.txt")]
-    assert_user_error(sentence, sweep.main, [*varied, "--output_dir", str(tmp_path / "mine" / "sweep")])
-    monkeypatch.chdir(tmp_path / "mine")
-    Path("comparison.png").write_text("mine")  # the default of --output
+    for name in ("thesis.txt", "link.png", "evaluation"):
+        assert_user_error(sentence, gguf_file.main, [str(run), name])
+        assert_user_error(sentence, compare_runs.main, [str(run), "--output", name])
     assert_user_error(sentence, compare_runs.main, [str(run)])
-    assert contents(tmp_path / "mine").items() >= before.items()
+    assert_user_error(sentence, evaluate.main, [str(run), "--memorization"])
+    assert_user_error(sentence, sweep.main, ["--vary", "seed=1", "--output_dir", "."])
+    assert contents(mine).items() >= before.items()
     (run / "evaluation").unlink()
-    for _ in range(2):  # the same command again
+    for _ in range(3):  # the same command again; the last time, the folder is like that of an older version
         gguf_file.main([str(run), "mine.gguf"])
         compare_runs.main([str(run), "--output", "mine.png"])
         evaluate.main([str(run), "--compare", "--compare_documents", "1"])
-    (run / "evaluation" / MARK).unlink()  # as written by an older version
-    evaluate.main([str(run), "--compare", "--compare_documents", "1"])
-    assert is_marked(run / "evaluation", "evaluation")
+        (run / "evaluation" / MARK).unlink()
+
+
+def test_a_run_is_not_replaced_if_the_new_one_cannot_start(train, store, finished, finished_copy, tmp_path):
+    run, own = finished_copy, dict.fromkeys(vars(ModelArguments()))
+    write(run, "mine/a.txt")
+    (tmp_path / "link").symlink_to(run / "model")
+    before = contents(run)
+
+    def refuse(sentence, source, data=store.folder, **more):
+        given = {"init_from": source, "data": data, **own, **more}
+        assert_user_error(sentence, train, run, "--overwrite_output_dir", **given)
+        assert contents(run) == before
+
+    for source in (run, run / "model", run / "checkpoints" / "step_00000003", tmp_path / "link"):
+        refuse("^init_from .* is in .*run, which --overwrite_output_dir replaces; use another --output_dir", source)
+    more = {"tokenizer": run / "model", "resume_from_checkpoint": run}
+    refuse("data .* is in .*\ntokenizer .* is in .*\nresume_from_checkpoint .* is in", None, run / "mine", **more)
+    for damage in (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1000]), spoil):
+        broken = shutil.copytree(finished / "model", tmp_path / "broken", dirs_exist_ok=True)
+        damage(broken / "model.safetensors")
+        refuse(
+            "cannot be loaded" if damage != spoil else r"broken has weights that are not finite \(transformer", broken
+        )
+    flip(shutil.copytree(store.folder, tmp_path / "changed") / "train.bin")
+    refuse("train.bin", finished / "model", tmp_path / "changed")
+
+
+def spoil(path: Path) -> None:
+    spoiled = {name: tensor / 0 for name, tensor in load_file(path).items()}
+    save_file(spoiled, path, metadata={"format": "pt"})
+
+
+def test_a_replaced_run_is_kept_until_the_first_checkpoint(train, store, finished_copy, spawn):
+    run, replaces, before = finished_copy, "--overwrite_output_dir", contents(finished_copy)
+    endless = TINY | {"data": store.folder, "output_dir": run, "max_steps": 10**6, "save_steps": 10**6, "seed": 7}
+    for _ in range(2):  # the same command again
+        process = spawn("train_accelerate.py", *flags(**endless), replaces)
+        wait_until(lambda: not (run / "model").exists() and (run / "metrics.jsonl").exists())
+        process.kill()
+        process.wait()
+        assert contents(run / "replaced").items() > {(name, before[name]) for name in before if name != MARK}
+    where = f"there is no checkpoint yet, and the run before it is in {run}/replaced"
+    assert_user_error(f"run holds no model yet: {where}", find_model, str(run))
+    assert_user_error(where, train, None, resume_from_checkpoint=run)
+    assert_user_error("contains another run .*seed", train, run, seed=7)  # without the flag, the run is put back
+    assert contents(run) == before
+    mark(run / "replaced", "replaced")
+    (run / "checkpoints").rename(run / "replaced" / "checkpoints")  # as if killed after the first of several renames
+    train(run)
+    assert RunFolder(run).newest_step() == 6
+    train(run, replaces, max_steps=3)
+    assert (RunFolder(run).newest_step(), (run / "replaced").exists()) == (3, False)
 
 
 def test_pruning_keeps_the_files_that_no_run_wrote(train, tmp_path):

@@ -22,7 +22,7 @@ from training.optim import OptimArguments, cooldown_start
 from training.plan import Plan
 from training.restart import restarted
 from training.resume import ResumePoint
-from training.run_folder import RunArguments, RunFolder, begin, holds_model, is_checkpoint, run_of
+from training.run_folder import RunArguments, RunFolder, begin, is_checkpoint, run_of
 from training.sampling import SamplingArguments
 from training.status import record, starts_in_force, write_status
 
@@ -63,7 +63,7 @@ def _write_beginning(
         events = read_events(RunFolder(run_of(start.checkpoint)).events)
         earlier = [before for before in starts_in_force(events) if before["step"] < start.step]
     with disk_errors(folder.path, "use another --output_dir"):
-        if own is None and holds_model(folder):
+        if own is None and arguments.overwrite_output_dir:
             run.data.store.check_hashes()  # before a run is replaced by one that could not save a checkpoint
         begin(folder, own)
         write_atomic(folder.config, config)

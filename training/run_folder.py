@@ -197,10 +197,6 @@ def find_checkpoint(path: Path, wanted: str) -> Path:
     return kept[int(wanted)]
 
 
-def holds_model(folder: RunFolder) -> bool:
-    return folder.model.is_dir() or bool(checkpoints.all_checkpoints(folder.checkpoints))
-
-
 def _parts(folder: RunFolder) -> dict[Path, tuple[str, ...]]:
     """Return the files and folders of a run that exist, config.yaml first and the checkpoints last, with the patterns of a folder."""
     parts = dict.fromkeys(folder.files, ()) | {folder.path / name: files for name, files in FOLDERS.items()}
@@ -230,11 +226,12 @@ def begin(folder: RunFolder, checkpoint: Path | None) -> None:
     checkpoints.sweep(folder.checkpoints)
     forget_replaced(folder)
     if checkpoint is None:
-        is_kept, parts = holds_model(folder), reversed(_parts(folder))
+        holds_model = folder.model.is_dir() or checkpoints.all_checkpoints(folder.checkpoints)
+        parts = reversed(_parts(folder))  # the checkpoints first, see `put_back`
         renew(folder.replaced, "replaced", ())
         for path in parts:
             path.rename(folder.replaced / path.name)
-        if not is_kept:
+        if not holds_model:
             forget_replaced(folder)
         return
     step = checkpoints.step_of(checkpoint)

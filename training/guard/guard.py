@@ -20,8 +20,8 @@ from training.guard.watchdog import Watchdog, is_of_the_group
 from training.health import Health, HealthArguments, Spike
 from training.loss import DivergenceError
 from training.restart import Restart, restarted
-from training.run import Run, begin_run
-from training.run_folder import RunArguments, RunFolder
+from training.run import Run
+from training.run_folder import RunFolder
 from training.saver import Saver
 from training.status import record, write_status
 
@@ -55,7 +55,7 @@ class RunGuard:
         self.run, self.watchdog = run, watchdog
         self.step = run.start.step  # number of steps done
         self.reason: str | None = None  # why the run stopped before its end
-        self.has_begun = restarted().get("has_begun", False)  # until then, nothing in the folder is changed
+        self.has_begun = restarted().get("has_begun", False)  # until then, the folder is not changed
         self.rolls_back = health.on_spike == "rollback"
         self.health = Health(run.accelerator, health, run.start.state)
         self.stopper = Stopper(stopping, run.accelerator.num_processes)
@@ -78,11 +78,6 @@ class RunGuard:
     @property
     def exit_code(self) -> int:
         return 0 if self.reason is None else EXIT_CODES[self.reason]
-
-    def begin(self, arguments: RunArguments, config: str, planned: dict[str, float | None]) -> None:
-        """Begin the run in its folder, see `begin_run`, after everything that it needs was read."""
-        begin_run(self.run, arguments, config, planned)
-        self.has_begun = True
 
     def steps(self, saver: Saver) -> Iterator[int]:
         """Yield the remaining steps, counted from 0. End early if all processes agree to stop. Save a checkpoint at the end."""
