@@ -155,6 +155,7 @@ def test_existing_output_is_kept(tmp_path, text, monkeypatch, output):
     (tmp_path / "full" / "notes.txt").write_text("mine")
     assert "choose another --output" in refused("--input", text, "--output", output, *SMALL)
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+    assert not list(tmp_path.glob(".full.lock"))
 
 
 def test_large_seeds_tilde_and_empty_output_folders_are_accepted(tmp_path, text, monkeypatch):

@@ -187,12 +187,16 @@ def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finis
     assert_user_error(r"is an unfinished token store.*python -m tokenizer\.pretokenize --input", TokenStore, finished)
 
 
-@pytest.mark.parametrize("name", ["empty", "nowhere", "file"])
-def test_folders_without_a_store_are_refused(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [(name, f"--input {name} --output data/{name}") for name in ("empty", "file")] + [("nowhere", "TEXT --output nowhere")],
+)
+def test_folders_without_a_store_are_refused(tmp_path, monkeypatch, name, advice):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
-    sentence = rf"{name} is not a token store.*python -m tokenizer\.pretokenize --input"
-    assert_user_error(sentence, TokenStore, tmp_path / name)
+    sentence = rf"{name} is not a token store.*python -m tokenizer\.pretokenize.*{advice}`\.$"
+    assert_user_error(sentence, TokenStore, name)
 
 
 def test_id_beyond_the_vocabulary_is_found(finished):

@@ -233,9 +233,11 @@ def read_metadata(folder: Path) -> Metadata:
     if not TokenStore.is_store(folder):
         unfinished = folder.is_dir() and any((folder / f"{split}.bin").exists() for split in SPLITS)
         what = "an unfinished token store" if unfinished else "not a token store"
+        text = folder if folder.exists() and not unfinished else "TEXT"
+        output = f"data/{folder.resolve().stem}" if folder.exists() else folder  # a store is written to a new folder
         raise UserError(
             f"{folder} is {what}: it has no metadata.json. Create a store with "
-            f"`python -m tokenizer.pretokenize --input TEXT --output {folder}`."
+            f"`python -m tokenizer.pretokenize --input {text} --output {output}`."
         )
     try:
         with disk_errors(path, OTHER_STORE):

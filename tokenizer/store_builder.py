@@ -63,6 +63,7 @@ def pretokenize(
         raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")
     with disk_errors(folder, RESUMES), Workers() as workers:
         builder = StoreBuilder(recipe, folder, say, workers, num_proc or cores(), is_cache)
+        builder.check_writable()  # before a lock file is written next to the folder
         with _locked(folder, "", wait=is_cache or shard is not None):
             if TokenStore.is_store(folder):
                 return builder.open_finished()
@@ -163,7 +164,7 @@ class StoreBuilder:
     @cached_property
     def plan(self) -> Plan:
         """Plan of units, settings and tokenizer: new, or from the interrupted command that this one resumes."""
-        self._check_writable()
+        self.check_writable()
         if (self.work / "plan.json").is_file():
             plan = Plan.read(self.work)
             mark(self.work, "unfinished")  # older versions set no mark
@@ -181,9 +182,10 @@ class StoreBuilder:
         plan.write(self.work)
         return plan
 
-    def _check_writable(self) -> None:
+    def check_writable(self) -> None:
+        """Raise a `UserError` if something else than a store is at the folder. Another process may have just finished the store."""
         has_content = self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir()))
-        if self.folder.is_symlink() or has_content:
+        if self.folder.is_symlink() or (has_content and not TokenStore.is_store(self.folder)):
             raise UserError(f"{self.folder} exists and is not an empty folder; choose another --output.")
 
     # ---- the plan -------------------------------------------------------------------------------------------------------
@@ -347,7 +349,7 @@ class StoreBuilder:
             )
         merger.merge()
         self._describe(counts, outcomes, merger)
-        self._check_writable()  # the folder may have changed in the meantime
+        self.check_writable()  # the folder may have changed in the meantime
         if self.folder.exists():
             self.folder.rmdir()
         self.store.rename(self.folder)
