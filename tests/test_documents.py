@@ -4,9 +4,11 @@ import codecs
 import gzip
 import itertools
 import json
+import pickle
 import random
 import re
 import time
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -104,7 +106,7 @@ def test_short_csv_rows_are_counted_and_long_ones_read(tmp_path):
     rows = [*(f"{i},text {i}" for i in range(200)), "short", "long,text,more,,"]
     texts, counts = read(write(tmp_path / "a.csv", "\n".join(["id,text", *rows])))
     assert texts == [*(f"text {i}" for i in range(200)), "text"]
-    assert (counts.empty_records, counts.first["empty_records"]) == (1, [str(tmp_path / "a.csv"), {"line": 202}])
+    assert (counts.empty_records, counts.first["empty_records"]) == (1, {str(tmp_path / "a.csv"): [1, {"line": 202}]})
 
 
 def test_invalid_bytes_and_surrogates_in_records_are_replaced_and_counted(tmp_path):
@@ -114,7 +116,7 @@ def test_invalid_bytes_and_surrogates_in_records_are_replaced_and_counted(tmp_pa
     assert (counts.bad_bytes, counts.bytes) == (2, len(GOOD) + 8 + 4)
     texts, counts = read(write(tmp_path / "a.jsonl", lines[0].encode() + b'\n{"text": "caf\xe9"}'))
     assert texts == [GOOD, "caf\ufffd"]
-    assert (counts.bad_bytes, counts.first["bad_bytes"][1]) == (1, {"byte": len(GOOD) + 13})
+    assert (counts.bad_bytes, counts.worst()["bad_bytes"][1]["byte"]) == (1, len(GOOD) + 13)
 
 
 def test_too_long_records_and_broken_lists_are_refused_with_the_place(tmp_path, monkeypatch):
@@ -150,7 +152,7 @@ def test_empty_parquet_files_nulls_and_invalid_utf8(tmp_path):
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=2)
     texts, counts = read(tmp_path / "a.parquet")
     assert texts == [GOOD, "caf\ufffd", *["more"] * 150]
-    assert (counts.empty_records, counts.first["empty_records"][1]) == (1, {"record": 2})
+    assert (counts.empty_records, counts.worst()["empty_records"][1]["record"]) == (1, 2)
     assert counts.bad_bytes == 1
 
 
@@ -188,14 +190,42 @@ def test_binary_files_are_skipped_and_counted_once_and_invalid_bytes_replaced(tm
     write(tmp_path / "b.txt", b"one" + b"\0two" * 100)
     texts, counts = read(tmp_path)
     assert texts == ["one\0two" + GOOD]
-    assert (counts.binary_files, counts.first["binary_files"]) == (1, [str(tmp_path / "b.txt"), {}])
+    assert (counts.binary_files, counts.first["binary_files"]) == (1, {str(tmp_path / "b.txt"): [1, {}]})
     content = b"na\xefve \xed\xa0\x80 \xc0\xaf \xf4\x90\x80\x80 " + b"plain words " * 100 + b"\xe2\x82"
     texts, counts = read(write(tmp_path / "a.txt", content))
     bad = "\ufffd"
     assert texts == [f"na{bad}ve {bad * 3} {bad * 2} {bad * 4} " + "plain words " * 100 + bad * 2]
-    assert (counts.bad_bytes, counts.first["bad_bytes"]) == (12, [str(tmp_path / "a.txt"), {}])
+    assert (counts.bad_bytes, counts.first["bad_bytes"]) == (12, {str(tmp_path / "a.txt"): [12, {}]})
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", 10)  # many units of one binary file
-    assert pieces(tmp_path / "b.txt")[1].binary_files == 1
+    folder = write(tmp_path / "in" / "b.txt", (tmp_path / "b.txt").read_bytes()).parent
+    assert "contains no text: 1 binary file; the first in" in refusal(folder)
+
+
+BINARY = {
+    "a.pdf": b"%PDF-1.4\n" + GOOD.encode(),
+    "a.bin": zlib.compress(random.Random(0).randbytes(3000)),
+    "a.pkl": pickle.dumps([GOOD]),
+    "a.tar": b"name".ljust(257, b"\0") + b"ustar" + b"words " * 20_000,
+    "a.safetensors": (1000).to_bytes(8, "little") + b'{"weight": ' + GOOD.encode(),
+    "a.jsonl": zlib.compress(random.Random(1).randbytes(3000)),
+    "a.csv.gz": gzip.compress(b"PK\3\4\x14\0\0\0\x08\0" + GOOD.encode()),
+}
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_binary_files_are_recognized_skipped_in_a_folder_and_refused_by_name(tmp_path, name):
+    write(tmp_path / "words.txt", GOOD)
+    path = write(tmp_path / name, BINARY[name])
+    texts, counts = read(tmp_path)
+    assert (texts, counts.binary_files, list(counts.first["binary_files"])) == ([GOOD], 1, [str(path)])
+    assert refusal(path, tmp_path / "words.txt") == f"{path} is a binary file; unpack it or convert it to text."
+
+
+@pytest.mark.parametrize(
+    "text", ["\x1b[31mred\x1b[0m\n", "N\bNA\bA words\n", "1\x01foo\x01bar\n", "Вначале было слово. "]
+)
+def test_text_with_control_characters_or_in_another_script_is_not_binary(tmp_path, text):
+    assert documents(write(tmp_path / "in" / "a.txt", text * 300).parent) == [text * 300]
 
 
 def test_megabytes_of_white_space_are_one_blank_document_unless_text_follows(tmp_path):
@@ -306,7 +336,7 @@ def whole_documents(text: str, sample_by: str) -> list[str]:
 @pytest.mark.parametrize("unit_bytes", [1, 2, 3, 5, 7, 64, 1000])
 def test_units_contain_all_documents_of_a_file(tmp_path, monkeypatch, sample_by, unit_bytes):
     """Bytes that are not UTF-8 are counted once, for any size of units and of the blocks that are read."""
-    monkeypatch.setattr(files, "NUL_SHARE", 1)  # random texts contain NUL bytes
+    monkeypatch.setattr(files, "check_text", lambda *_: None)  # random texts contain NUL bytes
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
     monkeypatch.setattr(documents_module, "PIECE_BYTES", unit_bytes if unit_bytes > 3 else PIECE_BYTES)
     for content in [*(random_text(seed).encode() for seed in range(40)), *map(random_bytes, range(30))]:

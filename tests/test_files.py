@@ -78,7 +78,7 @@ def test_empty_archives_are_blank_and_concatenated_archives_one_text(tmp_path, s
 def test_uncompressed_zst_named_file_is_not_a_tar(tmp_path):
     header = b"a.txt".ljust(100, b"\0") + b"0000644\0" + bytes(404)
     path = write(tmp_path / "a.tar.gz", gzip.compress(header + b"text".ljust(512, b"\0") + bytes(1024)))
-    assert refusal(path) == f"{path} contains no text: 1 binary file."
+    assert refusal(path) == f"{path} is a binary file; unpack it or convert it to text."
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.99, -1, 20, 5, 1, 0])

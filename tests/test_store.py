@@ -189,7 +189,8 @@ def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finis
 
 @pytest.mark.parametrize(
     ("name", "advice"),
-    [(name, f"--input {name} --output data/{name}") for name in ("empty", "file")] + [("nowhere", "TEXT --output nowhere")],
+    [(name, f"--input {name} --output data/{name}") for name in ("empty", "file")]
+    + [("nowhere", "TEXT --output nowhere")],
 )
 def test_folders_without_a_store_are_refused(tmp_path, monkeypatch, name, advice):
     monkeypatch.chdir(tmp_path)

@@ -26,14 +26,14 @@ from errors import Problems, UserError, counted
 from limits import setting
 from tokenizer import chat, files
 from tokenizer.byte_range import ByteRange
-from tokenizer.documents import NO_LIMIT, Counts, Limit
+from tokenizer.documents import NO_LIMIT, Counts, Limit, place_words
+from tokenizer.files import TOLERATED_SHARE
 from tokenizer.named_data import dataset_of, find, names
 from tokenizer.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, parsed, records, text_column
 
 UNIT_BYTES = 16 << 20
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
-# Up to this share, unclean text is replaced or skipped, and counted. Above it, the corpus is refused.
-TOLERATED_SHARE = 0.01
+SKIPPED_SHARE = 0.5  # share of the bytes up to which files that were found are skipped because they cannot be read
 SAMPLED_RECORDS = 100  # records read at the head of a file to find its text column
 INFLATION = 4.0  # assumed compression ratio of compressed text, for estimates
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -49,7 +49,7 @@ LEFT_OUT = {
     "blank": ("blank document", None),
     "binary_files": ("binary file", None),
     "tables": ("table without a text column", "tables without a text column"),
-    "unreadable_files": ("file that cannot be read", "files that cannot be read"),
+    "unreadable_files": ("file that cannot be read in full", "files that cannot be read in full"),
     "bad_bytes": ("byte that is not UTF-8", "bytes that are not UTF-8"),
     "empty_records": ("record without text", "records without text"),
     "cut_words": ("text run cut without a word boundary", "text runs cut without a word boundary"),
@@ -190,28 +190,36 @@ class Corpus:
     def check(self, counts: Counts, is_all: bool = True) -> None:
         """Raise a `UserError` if too much text is unclean. If `is_all` is false, more text follows, and its size counts, too."""
         where, left_out = ", ".join(self.inputs), self.left_out_words(counts)
-        if counts.documents == 0 and is_all:
-            raise UserError(f"{where} contains no text: {left_out or 'nothing was found'}.")
-        unclean = [name for name in LEFT_OUT if name in counts.first]  # no place is recorded for blank documents
+        unclean = [name for name in LEFT_OUT if counts.first.get(name)]  # no place is recorded for blank documents
         if self.arguments.strict and (unclean or self.links):
-            raise UserError(f"{where} is not clean ({left_out}), which --strict refuses{_first(counts, *unclean)}.")
+            raise UserError(f"{where} is not clean ({left_out}), which --strict refuses{_worst(counts, *unclean)}.")
+        if counts.unreadable_bytes > SKIPPED_SHARE * self.size:
+            raise UserError(
+                f"{where}: {counted(counts.unreadable_files, 'file')} of {counts.unreadable_bytes:,} bytes cannot be read in full, "
+                f"more than half of {self.size:,} bytes{_worst(counts, 'unreadable_files')}; correct that, or skip the file with --exclude."
+            )
+        if counts.documents == 0 and is_all:
+            raise UserError(f"{where} contains no text: {left_out or 'nothing was found'}{_worst(counts, *unclean)}.")
         size = max(counts.bytes - 2 * counts.bad_bytes, 0 if is_all else self.most_bytes)  # U+FFFD takes three bytes
         if counts.bad_bytes > TOLERATED_SHARE * size:
             raise UserError(
-                f"{where} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid{_first(counts, 'bad_bytes')}; "
-                f"convert it to UTF-8."
-            )
-        if counts.unreadable_bytes > TOLERATED_SHARE * self.size:
-            raise UserError(
-                f"{where}: {counts.unreadable_files:,} files of {counts.unreadable_bytes / 1e6:,.1f} MB cannot be read, more "
-                f"than 1% of {self.size / 1e6:,.1f} MB{_first(counts, 'unreadable_files')}. Correct them, or skip them "
-                f"with --exclude."
+                f"{where} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid{_worst(counts, 'bad_bytes')}; "
+                f"convert it to UTF-8{self._or_exclude(counts, 'bad_bytes')}."
             )
         if is_all and counts.empty_records > TOLERATED_SHARE * (counts.documents + counts.empty_records):
+            is_broken = "why" in counts.worst()["empty_records"][1]
+            remedy = "correct that" if is_broken else "name the right column with --text_column"
             raise UserError(
                 f"{where}: {counts.empty_records:,} records have no text and {counts.documents:,} have text"
-                f"{_first(counts, 'empty_records')}; name the right column with --text_column."
+                f"{_worst(counts, 'empty_records')}; {remedy}{self._or_exclude(counts, 'empty_records')}."
             )
+
+    def _or_exclude(self, counts: Counts, name: str) -> str:
+        """Return a second remedy, for a file that was found in a folder."""
+        path = counts.worst().get(name, [""])[0]
+        return (
+            "" if any(file.is_named and file.path == path for file in self.all_files) else " or skip it with --exclude"
+        )
 
     def left_out_words(self, counts: Counts) -> str:
         numbers = vars(counts) | {"links": self.links}
@@ -279,10 +287,15 @@ class Corpus:
         name, size = file.path, file.size
         kind, column = kind_of(name, self.arguments.text_column), None
         if kind != "text":
-            found = (record for record, _ in records(ByteRange(name, kind)))
+            found = (record for record, _ in records(ByteRange(name, kind, may_skip=not file.is_named)))
             column = self._column(name, found, self.arguments.text_column)
             if column is None:
                 return []
+        elif file.is_named or (
+            size > UNIT_BYTES and not files.is_compressed(name)
+        ):  # others are checked when they are read
+            with files.readable(name):
+                files.check_text(files.head(name), name, not file.is_named)
         parts = [(size, 0, None)]
         if kind in ("parquet", "arrow"):
             parts = _row_groups(name, kind)
@@ -439,15 +452,14 @@ def _grouped(ranges: Iterable[tuple[int, ByteRange]]) -> Iterator[tuple[ByteRang
         yield tuple(group)
 
 
-def _first(counts: Counts, *names: str) -> str:
-    """Return the place of the first occurrence of one of `names`, as the end of a sentence."""
-    name = next((name for name in names if name in counts.first), None)
-    if name is None:
+def _worst(counts: Counts, *names: str) -> str:
+    """Return the file with the most of the first of `names`, and the place of its first one, as the end of a sentence."""
+    if not names or names[0] not in (worst := counts.worst()):
         return ""
-    path, place = counts.first[name]
-    if "byte" in place:
-        place = place | {"line": files.line_number(path, place["byte"])}
-    elif name == "bad_bytes" and not place:
-        place = {"line": files.first_bad_line(path)}
-    where = "".join(f", {unit} {place[unit]:,}" for unit in ("line", "record") if unit in place)
-    return f"; the first in {path}{where}" + (f" ({place['why']})" if "why" in place else "")
+    path, place = worst[names[0]]
+    if names[0] == "bad_bytes" and "byte" not in place:
+        place = place | {"line": files.first_bad_line(path)}
+    words = place_words(place, path)
+    if len(place["files"]) == 1 or place["number"] == 1:
+        return f"; the first in {path}{words}"
+    return f"; {place['number']:,} of them in {path}{words.replace(', ', ', the first in ', 1)}"

@@ -18,6 +18,7 @@ from tokenizer.chat import ChatTemplate
 from tokenizer.records import records
 
 PIECE_BYTES = 1 << 20
+LISTED = 20  # number of files that a store names for each problem
 LONGEST_RUN = 16 << 20  # characters; text without a place to cut stays one piece up to this length
 SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -42,25 +43,59 @@ class Counts:
     bad_bytes: int = 0  # bytes that are not UTF-8, and lone surrogates, all replaced by U+FFFD
     empty_records: int = 0  # broken records, and records without text
     cut_words: int = 0  # cuts in runs without a place to cut, which may change tokens
-    first: dict[str, list] = field(default_factory=dict)  # first occurrence of each: a path, and a byte or a line
+    first: dict[str, Any] = field(default_factory=dict)  # number and first place of each problem by path
     tables: int = 0  # number of files of records without a text column
     unreadable_files: int = 0  # number of unreadable files, or parts of files
     unreadable_bytes: int = 0  # total size of these files
 
+    def __post_init__(self):
+        # A copy has dictionaries of its own. Older versions recorded one path and its place.
+        self.first = {
+            name: {found[0]: [1, found[1]]} if isinstance(found, list) else {path: [*found[path]] for path in found}
+            for name, found in self.first.items()
+        }
+
     def note(self, name: str, number: int, path: str, **place: Any) -> None:
         if number:
             setattr(self, name, getattr(self, name) + number)
-            self.first.setdefault(name, [path, place])
+            self._locate(name, path, number, place)
+
+    def _locate(self, name: str, path: str, number: int, place: dict[str, Any]) -> None:
+        self.first.setdefault(name, {}).setdefault(path, [0, place])[0] += number
 
     def note_unreadable(self, path: str, n_bytes: int, error: UserError) -> None:
-        self.note("unreadable_files", 1, path, why=str(error).removesuffix("."))
+        if isinstance(error, files.BinaryError):
+            self.note("binary_files", 1, path)
+            return
+        self.note("unreadable_files", 1, path, why=str(error).removesuffix(".").removeprefix(f"{path} "))
         self.unreadable_bytes += n_bytes
 
     def add(self, later: "Counts") -> None:
         for name, value in vars(later).items():
             if name != "first":
                 setattr(self, name, getattr(self, name) + value)
-        self.first = later.first | self.first
+        for name, found in later.first.items():
+            for path, (number, place) in found.items():
+                self._locate(name, path, number, place)
+
+    def worst(self) -> dict[str, list]:
+        """Return, for each problem, the file with the most, and its first place with the `number` and the places in other `files`."""
+        worst = {}
+        for name, found in self.first.items():
+            path = max(found, key=lambda path: found[path][0], default=None)
+            if path is not None:
+                places = {other: place_words(found[other][1]) for other in [*found][:LISTED]}
+                worst[name] = [path, found[path][1] | {"number": found[path][0], "files": places}]
+        return worst
+
+
+def place_words(place: dict[str, Any], path: str | None = None) -> str:
+    """Return a place as the end of a sentence: `, line 3 (broken)`. With the path of the file, a byte becomes a line."""
+    if path is not None and "byte" in place:
+        place = place | {"line": files.line_number(path, place["byte"])}
+    units = ("line" if "line" in place else "byte", "record")
+    where = "".join(f", {unit} {place[unit]:,}" for unit in units if unit in place)
+    return where + (f" ({place['why']})" if "why" in place else "")
 
 
 class Limit(NamedTuple):
@@ -98,6 +133,7 @@ class Reader:
             return
         held: list[Piece] = []  # the blank head of a document, until visible text follows
         blank, ended = False, True  # a document that continues from an earlier part is not blank
+        bad, good = self.counts.empty_records, self.counts.documents + self.counts.blank
         try:
             for piece in self._of_text(part) if part.kind == "text" else self._of_records(part):
                 text, starts, ends, control = piece
@@ -112,12 +148,24 @@ class Reader:
                     self.counts.blank += 1
                     held = []
             yield from self._counted(held)  # the next part continues it
+            self._check_records(part, bad, good)
         except files.UnreadableError as error:
             if not part.may_skip:
                 raise
             self.counts.note_unreadable(part.path, part.n_bytes, error)
             if not ended:
                 yield Piece("", False, True)
+
+    def _check_records(self, part: ByteRange, bad_before: int, good_before: int) -> None:
+        """Raise an `UnreadableError` instead of counting the records without text if a file that may be skipped has too many."""
+        counts = self.counts
+        bad = counts.empty_records - bad_before
+        number = bad + counts.documents + counts.blank - good_before
+        if part.may_skip and bad > files.TOLERATED_SHARE * number:
+            counts.empty_records -= bad
+            _, place = counts.first["empty_records"].pop(part.path)
+            where = f"{bad:,} of {number:,} records, the first in{place_words(place, part.path)[1:]}"
+            raise files.UnreadableError(f"{part.path} has no text in {where}.")
 
     def _counted(self, pieces: list[Piece]) -> Iterator[Piece]:
         """Count and yield pieces up to the limit. The piece at the limit is cut between words and ends its document."""
@@ -152,6 +200,8 @@ class Reader:
                 segments = [(value, None)] if isinstance(value, str) else self.chat.segments(value) if self.chat else []
             except ValueError as error:
                 segments, place = [], place | {"why": str(error)}
+            if record is None:
+                place = place | {"why": "broken"}
             if not segments:
                 self.counts.note("empty_records", 1, path, **place)
             last = len(segments) - 1
@@ -190,20 +240,19 @@ class Reader:
             yield Piece(rest, starts, stops)
 
     def _blocks(self, part: ByteRange) -> Iterator[str]:
-        """Yield the text of a part of a file in quarters of a piece. Yield nothing for a binary file."""
+        """Yield the text of a part of a file in quarters of a piece."""
         path = part.path
         with files.readable(path):
-            if part.start and files.is_binary(files.head(path), path):
-                return
+            if part.start:
+                files.check_text(files.head(path), path, part.may_skip)
             start, stop, is_between_words = bounds(part, self.sample_by)
             self.counts.note("cut_words", not is_between_words, path)
             decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")(errors="surrogateescape")
             with files.opened(path, part.limit) as file:
                 position, size = file.seek(start) if start else 0, PIECE_BYTES // 4
                 while block := file.read(size if stop is None else min(size, stop - position)):
-                    if position == 0 and files.is_binary(block[: files.HEAD_BYTES], path):
-                        self.counts.note("binary_files", 1, path)
-                        return
+                    if position == 0:
+                        files.check_text(block[: files.HEAD_BYTES], path, part.may_skip)
                     position += len(block)
                     yield self._valid(decoder.decode(block), path)
                 yield self._valid(decoder.decode(b"", final=True), path)

@@ -22,13 +22,21 @@ ZST_BLOCK = 512  # bytes that are decompressed at once: they become 16 MiB in a 
 ZST_WINDOW = 1 << 31  # window of `zstd --long=31`, which large crawls are packed with
 BOMB_BYTES, BOMB_RATIO = 64 << 20, 200  # limits of decompressed text; text compresses by factors of 3 to 10, logs by 50
 BLOCK_BYTES = 1 << 20
-HEAD_BYTES = 8192
-NUL_SHARE = 0.01  # a file with a larger share of NUL bytes is not text
+HEAD_BYTES = 1 << 16
+TOLERATED_SHARE = 0.01  # up to this share, unclean text is replaced or skipped, and counted
 ASCII_TEXT = re.compile(rb"[\t\n\r -~]{8,}")
+# Binary files whose heads can have little more than text: PDF, Parquet, Avro, NumPy, tar.
+SIGNATURES = re.compile(rb"%PDF-|PAR1[^ -~]|Obj\x01|\x93NUMPY|.{257}ustar", re.DOTALL)
+OPENING = 32  # the lengths and versions in the first bytes of most binary files have several NUL bytes
+NOT_OF_TEXT = bytes({*range(32), 127} - {*b"\a\b\t\n\f\r\x1b"})  # control characters
 
 
 class UnreadableError(UserError):
     """Error for a damaged file or a wrong file suffix. If the file was found in a folder, it is skipped and counted."""
+
+
+class BinaryError(UnreadableError):
+    """Error for a binary file."""
 
 
 @contextmanager
@@ -143,13 +151,22 @@ def head(path: str) -> bytes:
         return file.read(HEAD_BYTES)
 
 
-def is_binary(head: bytes, path: str) -> bool:
-    """Return whether a file that begins with `head` is binary. Raise an `UnreadableError` for UTF-16."""
+def check_text(head: bytes, path: str, may_skip: bool = False) -> None:
+    """Raise a `BinaryError` if a file that begins with `head` is binary, and an `UnreadableError` if it is UTF-16, or if it may be
+    skipped and too much of `head` is not UTF-8."""
     has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    even, odd = head[::2], head[1::2]
+    even, odd = head[:512:2], head[1:512:2]
     if has_mark or any(not nul.strip(b"\0") and ASCII_TEXT.fullmatch(text) for text, nul in ((even, odd), (odd, even))):
         raise UnreadableError(f"{path} is UTF-16 text; save it as UTF-8.")
-    return head.count(0) > NUL_SHARE * len(head)
+    most = TOLERATED_SHARE * len(head)
+    valid, length = codecs.utf_8_decode(head, "ignore", False)  # an incomplete last character does not count
+    invalid = 0 if head.isascii() else length - len(valid.encode())
+    is_compressed = invalid > most and len(head) - len(head.translate(None, NOT_OF_TEXT)) > most
+    if is_compressed or SIGNATURES.match(head) or head.count(0) > max(1, most) or head[:OPENING].count(0) > 2:
+        raise BinaryError(f"{path} is a binary file; unpack it or convert it to text.")
+    if may_skip and invalid > most:
+        where = f"{invalid:,} of the first {len(head):,} bytes are invalid, the first in line {first_bad_line(path):,}"
+        raise UnreadableError(f"{path} is not UTF-8 text: {where}; convert it to UTF-8.")
 
 
 def line_number(path: str, byte: int) -> int:

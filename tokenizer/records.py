@@ -27,7 +27,7 @@ def records(part: ByteRange) -> Records:
     """Yield the records of a part. Raise a `UserError` if the file cannot be read to its end or a record is too large."""
     with files.readable(part.path):
         if part.kind in ("jsonl", "json", "csv") and part.start == 0:
-            files.is_binary(files.head(part.path), part.path)  # raises an error for UTF-16
+            files.check_text(files.head(part.path), part.path, part.may_skip)
         yield from itertools.islice(READERS[part.kind](part), part.limit if part.kind == "parquet" else None)
 
 
@@ -81,12 +81,17 @@ def _csv(part: ByteRange) -> Records:
         lines = _lines(file, part)
         header = next(lines, "")
         delimiter = next((mark for mark in "\t,;" if mark in header), ",")
-        reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter)
-        try:
-            for record in reader:
-                yield record, {"line": reader.line_num}
-        except csv.Error as error:
-            raise ValueError(f"{error}, in line {reader.line_num + 1:,}") from error
+        reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=delimiter != "\t")
+        while True:
+            try:
+                record = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if "expected after" not in str(error):  # the error for text after a quoted field
+                    raise ValueError(f"{error}, in line {reader.line_num + 1:,}") from error
+                record = None
+            yield record, {"line": reader.reader.line_num}
 
 
 def _parquet(part: ByteRange) -> Records:

@@ -22,7 +22,7 @@ def summary(store: TokenStore) -> str:
     """Return the last line that the command prints."""
     metadata = store.metadata
     train, val = metadata.train, metadata.val
-    noted = "; ".join(left_out(metadata))
+    noted = "; ".join(left_out(metadata, named=3))
     source = f" from {', '.join(metadata.validation_splits)}" if metadata.validation_splits else ""
     return (
         f"{documents(metadata)}, {metadata.counts['bytes'] / 1e6:,.1f} MB read"
@@ -59,16 +59,15 @@ def tokenizer_kind(metadata: Metadata) -> str:
     return f"{'BPE' if metadata.tokenizer_type == 'bpe' else metadata.tokenizer_type} tokenizer"
 
 
-def left_out(metadata: Metadata, with_places: bool = False) -> list[str]:
-    """Return a list of left-out or changed text, one item per line. `with_places` adds the place of the first occurrence."""
+def left_out(metadata: Metadata, named: int = 0, with_places: bool = False) -> list[str]:
+    """Return a list of left-out or changed text, one item per line. Each names up to `named` files, and the places in them."""
     counts, lines = metadata.counts, []
     for name, words in LEFT_OUT.items():
         if counts.get(name):
-            line = counted(counts[name], *words)
-            if with_places and name in counts["first"]:
-                path, place = counts["first"][name]
-                line += f", the first in {path}" + "".join(f", {unit} {number}" for unit, number in place.items())
-            lines.append(line)
+            path, place = counts["first"].get(name, ("", {}))
+            files = [other + words * with_places for other, words in place.get("files", {path: ""}).items()]
+            names = ", ".join(files[:named]) + " ..." * (len(files) > named)
+            lines.append(counted(counts[name], *words) + (f" ({names})" if named and path else ""))
     dropped = {rule: outcome.documents for rule, outcome in metadata.cleaning.items() if outcome.dropped}
     lines += [f"{counted(number, 'document')} dropped by {rule}" for rule, number in dropped.items()]
     if repeated := metadata.repeated_documents:

@@ -268,7 +268,9 @@ def _check_metadata(metadata: Metadata) -> None:
         problems[f"it counts {split.tokens} tokens and {split.documents} documents for {name}"] = is_empty
     if metadata.format_version != 1:
         counts = dict(metadata.counts)
-        schema.build(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")
+        first = schema.build(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")
+        for _, place in first.values():
+            schema.build(place.get("files", {}), dict[str, str], "counts.first.files")
         schema.build(counts, dict[str, int], "counts")
         for name in ("documents", "bytes", "blank", "empty_records"):
             problems[f"it has no counts.{name}"] = name not in counts

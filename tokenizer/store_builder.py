@@ -391,7 +391,8 @@ class StoreBuilder:
             commits=self._commits(),
             validation_splits=list(dict.fromkeys(sources)),
             settings=self.plan.settings_of_user,
-            counts=asdict(counts) | {"links": self.corpus.links, "tails": len(merger.progress.tails)},
+            counts=asdict(counts)
+            | {"first": counts.worst(), "links": self.corpus.links, "tails": len(merger.progress.tails)},
             cleaning=outcomes,
             repeated_documents=merger.repeated,
             command=shlex.join(["python", *sys.orig_argv[1:]]),

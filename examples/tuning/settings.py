@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -93,9 +94,9 @@ class Tuning:
         used = {path: kind for path, kind in kinds.items() if kind != "text"}
         wanted = "records" if used else "text"
         for path in () if used else kinds:
-            with files.readable(path):
-                if not files.is_binary(files.head(path), path):
-                    used[path] = "text"
+            with files.readable(path), suppress(files.BinaryError):
+                files.check_text(files.head(path), path)
+                used[path] = "text"
         if not used:
             raise UserError(f"{self.data} has only binary files; pass text or records.")
         if left_out := sorted(kinds.keys() - used.keys()):
