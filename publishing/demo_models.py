@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import logits_process
 
+from chat_rendering import limit_tokenizers
 from modeling_gpt2scratch import loading
 
 MAX_MODELS = 4  # number of cards that fit side by side
@@ -23,6 +24,7 @@ ALL_TOKENS = 10**9
 FILES = (loading.CONFIG, loading.GENERATION, loading.ADAPTER, loading.WEIGHTS, loading.SHARDS, loading.INDEX)
 FILES += (*loading.TOKENIZER, *loading.OLD_TOKENIZER)
 _one_at_a_time = threading.Lock()
+limit_tokenizers()
 
 
 @dataclass

@@ -108,10 +108,11 @@ def test_template_is_chatml_or_a_file(tmp_path):
     [
         ("{% for m in messages %}\n{{ m }}\n", r"line 2: Unexpected end of template.*; correct the template\.$"),
         ("\n{{ messages | shout }}", r"line 2: No filter named 'shout'\.?; correct the template\.$"),
+        ("{{ 10**(10**10) }}", r"^The chat template is not used: it takes more than 5 s, .*; give another one\.$"),
         (b"\xff", r"cannot be read \(.*; give a Jinja file, or chatml\.$"),
     ],
 )
-def test_invalid_templates_are_refused_with_the_line(tmp_path, source, sentence):
+def test_invalid_and_endless_templates_are_refused(tmp_path, source, sentence):
     assert_one_sentence(sentence, ChatTemplate.read, str(write(tmp_path / "a.jinja", source)))
 
 

@@ -8,12 +8,15 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from chat_rendering import limit_tokenizers
 from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM, loading
 from tokenizer import hub
 from tokenizer.store import TokenStore
 from training import checkpoint as checkpoints
 from training.run_folder import RunFolder
+
+limit_tokenizers()
 
 
 def find_model(name: str) -> str:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from chat_rendering import TemplateLimitError
 from errors import UserError
 from modeling_gpt2scratch.loading import turn_end
 
@@ -28,7 +29,7 @@ def template_errors() -> Iterator[None]:
     """Raise a `UserError` if the chat template is damaged or refuses a chat. Used as a decorator."""
     try:
         yield
-    except TemplateError as error:
+    except (TemplateError, TemplateLimitError) as error:
         raise UserError(
             f"The model's chat template does not render a chat ({error}); correct chat_template.jinja or the chats."
         ) from error
