@@ -1,6 +1,7 @@
 """Stop requests: real processes under the real launcher, with real signals."""
 
 import fcntl
+import json
 import multiprocessing
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Self
 import psutil
 import pytest
 
-from conftest import ACCELERATE, REPOSITORY, clean_environment, is_running, wait_until
+from conftest import ACCELERATE, REPOSITORY, TINY, clean_environment, flags, is_running, wait_until
 from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
 
 # A run without training: 0.1 s and, if there are several processes, a collective per step. Its terminal may close: it logs to a file.
@@ -247,3 +248,21 @@ def test_ending_a_forked_child_does_not_request_a_stop():
         stopper.request("SIGINT")
         assert EXIT_CODES[stopper.agreed()] == 130
     assert signal.getsignal(signal.SIGINT) is before  # restored
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_compiling_ends_the_run_at_once(spawn, store, tmp_path, number):
+    """The signal also ends the compiler, as Ctrl-C in a terminal does. Nothing is left running."""
+    settings = TINY | {"torch_compile": "true", "data": store.folder, "output_dir": tmp_path / "run"}
+    one = spawn("train_accelerate.py", *flags(**settings), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    process = psutil.Process(one.pid)
+    wait_until(lambda: any("cc1plus" in child.name() for child in process.children(recursive=True)))
+    children = process.children(recursive=True)
+    os.killpg(one.pid, number)
+    said = one.communicate(timeout=60)[1]
+    assert (one.returncode, said) == (
+        128 + number,
+        f"Stopped ({number.name}). There was nothing to save; the same command starts again.\n",
+    )
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "stopped"
+    wait_until(lambda: not any(is_running(child.pid) for child in children), seconds=10)

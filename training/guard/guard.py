@@ -1,10 +1,13 @@
 """Guards of a job and its run: lock, watchdog, stop requests, loss health, saving and final status."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
+from torch._dynamo.exc import BackendCompilerFailed
 
 from errors import UserError
 from removal import discard
@@ -15,7 +18,7 @@ from training.distributed import check_same_command, on_main, start_accelerator,
 from training.guard.faults import translate
 from training.guard.learning import LearningCheck
 from training.guard.lock import RunLock
-from training.guard.stopping import EXIT_CODES, NOT_SAVED, Stopper, StoppingArguments
+from training.guard.stopping import EXIT_CODES, NOT_SAVED, TICK, Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog, is_of_the_group
 from training.health import Health, HealthArguments, Spike
 from training.loss import DivergenceError
@@ -61,6 +64,7 @@ class RunGuard:
         self.stopper = Stopper(stopping, run.accelerator.num_processes)
 
     def __enter__(self) -> "RunGuard":
+        self.stopper.end_without_saving = partial(self._record, "stopped")
         self.stopper.__enter__()
         return self
 
@@ -87,6 +91,7 @@ class RunGuard:
         while self.step < self.run.plan.max_steps and not self.stopper.agreed():
             self.watchdog.phase = f"step {self.step + 1:,}"
             yield self.step
+            self.stopper.end_without_saving = None
             self.step += 1
             if saver.failed:
                 self.stopper.request(NOT_SAVED)
@@ -130,6 +135,11 @@ class RunGuard:
         accelerator = self.run.accelerator
         if accelerator.num_processes > 1 and is_of_the_group(error):
             return  # the watchdog around this guard reports the cause
+        if isinstance(error, BackendCompilerFailed):
+            time.sleep(TICK)  # a signal to all processes of a job also ends the compiler, which may be noticed first
+            if self.stopper.requested:
+                self._end("stopped", self.stopper.requested)
+                raise SystemExit(EXIT_CODES[self.stopper.requested]) from None
         if isinstance(error, DivergenceError) and error.weights_after is not None and accelerator.is_main_process:
             remove_checkpoints_from(error.weights_after, self.run)
         outcome = translate(error, self.run)
@@ -143,11 +153,14 @@ class RunGuard:
             raise outcome from error
 
     def _end(self, state: str, reason: str) -> None:
+        self._record(state, reason)
+        if self.has_begun and self.run.accelerator.is_main_process and self.run.backup is not None:
+            self.run.backup.finish()
+
+    def _record(self, state: str, reason: str) -> None:
         if self.has_begun and self.run.accelerator.is_main_process:
             write_status(self.run.folder.status, state, self.run.folder.newest_step(), reason)
             record(self.run.folder.events, state, self.step, **({"because": reason} if reason else {}))
-            if self.run.backup is not None:
-                self.run.backup.finish()
 
 
 def go_back(spike: Spike, run: Run) -> None:

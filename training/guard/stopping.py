@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,6 +55,8 @@ class Stopper:
         """`grace` is the time to exit in seconds. A process that writes a checkpoint, or waits for another to write one, gets more."""
         self.arguments, self.processes, self.grace = arguments, processes, grace
         self.requested: str | None = None  # request in this process, which the others may not know yet
+        # Records the end of a process that has nothing to save, because it has not completed a step: a signal then ends it at once.
+        self.end_without_saving: Callable[[str], None] | None = None
         self._decided: str | None = None  # decision of all processes
         self._pending: tuple[distributed.Work, torch.Tensor] | None = None
         self._group: distributed.ProcessGroup | None = None
@@ -132,6 +135,12 @@ class Stopper:
     def request(self, reason: str) -> None:
         """Request a stop for one of the reasons in `EXIT_CODES`. The first request is kept."""
         self.requested = self.requested or reason
+        if self.end_without_saving is not None and reason not in ("max_hours", NOT_SAVED):
+            self.end_without_saving(reason)
+            for child in psutil.Process().children(recursive=True):  # compilers
+                with suppress(psutil.Error):
+                    child.kill()
+            leave(EXIT_CODES[reason], f"Stopped ({reason}). There was nothing to save; the same command starts again.")
         self._announce(self.requested)
 
     def _announce(self, reason: str | None) -> None:
