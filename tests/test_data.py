@@ -83,14 +83,14 @@ def masked_loss(model: GPT2ScratchForCausalLM, ids: np.ndarray, offsets: np.ndar
 
 @pytest.mark.parametrize(("placement", "said"), [("ram", "in RAM"), ("mmap", "memory-mapped")])
 def test_run_with_mask_documents_scores_documents_separately(train, store, tmp_path, capsys, placement, said):
-    run = train(tmp_path / "run", "--mask_documents", "true", data_placement=placement, eval_steps=6)
+    run = train(tmp_path / "run", "--mask_documents", "true", "--verbose", data_placement=placement, eval_steps=6)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Data:"))
     assert f", {said}: " in line
     model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
     expected = masked_loss(model, store.in_memory("val"), store.offsets("val"), 16)
     assert metrics(run)[-1]["eval_loss"] == pytest.approx(expected, abs=1e-5)
     for arguments in ([str(run)], [str(run / "model"), "--data", str(store.folder)]):  # the first reads its config.yaml
-        evaluate.main(arguments)
+        evaluate.main([*arguments, "--json"])
         assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expected, abs=1e-5)
 
 

@@ -18,7 +18,7 @@ ENTRY |= {"seconds_per_step": 0.76762, "mfu": 0.47, "data_share": 0.0004, "peak_
 
 def test_log_line_perplexity_and_clock_formats():
     skipped = {"learning_rate": 6e-4, "skipped_steps": 10, "peak_memory_gb": 1.0}
-    start = "loss 3.214  norm 0.42  lr 6.00e-04  683,000 tok/s  0.768 s/step  MFU 47%  data 0.0%  peak 11.2 GB  "
+    start = "loss  3.214  norm  0.42  lr 6.00e-04  683,000 tok/s  0.7676 s/step  MFU 47%  data  0.0%  peak 11.2 GB  "
     end = "lr 6.00e-04  peak 1.0 GB  ETA 0:01"
     for arguments, line in (
         ((ENTRY, 120.0, 62.0, None), f"{start}ETA 1:02"),
@@ -27,22 +27,28 @@ def test_log_line_perplexity_and_clock_formats():
         ((skipped, 1.0, 1.0, None), f"no finite loss  (10 steps skipped: not finite)  {end}"),
     ):
         assert line_of(*parts_of(*arguments).values()) == line
+    other = ENTRY | {"loss": 10.8, "grad_norm": 12.0, "seconds_per_step": 0.054, "mfu": 0.04, "data_share": 0.5}
+    first, second = (line_of(*parts_of(entry, 1.0, None, None).values()) for entry in (ENTRY, other))
+    assert len(first) == len(second)  # the columns do not shift
     assert [perplexity(value) for value in (44.3219, 6787.0, 1.139e108)] == ["44.32", "6,787.00", "1.1e+108"]
     assert [clock(seconds) for seconds in (0, 61, 3661.9, 360_000)] == ["0:00", "1:01", "1:01:01", "100:00:00"]
 
 
-def test_the_best_validation_is_chosen_by_comparable_loss(capsys):
+def test_a_validation_has_one_comparison_by_comparable_loss(capsys):
     early = {"step": 400, "eval_loss": 3.3, "eval_perplexity": 27.1126, "eval_bits_per_byte": 1.5}
     last = early | {"step": 800, "eval_loss": 3.4, "eval_sampled_loss": 3.25}
     screen = Screen(800, 0, [], compiles=True, hourly_price=None)
-    for entry, best in ((early, early), (last, last), (early | {"step": 600, "eval_loss": 3.35}, early)):
-        screen.validated(entry, best, "")
+    worse = early | {"step": 600, "eval_loss": 3.35}
+    screen.validated(early, early, "")
+    for entry, best in ((last, last), (worse, early), (last | {"step": 900, "eval_sampled_loss": 3.35}, early)):
+        screen.validated(entry, best, "above x")
     assert capsys.readouterr().out.splitlines() == [
         "Compiling before the first step; this may take minutes ...",
-        "step 400: validation loss 3.3000, perplexity 27.11, 1.500 bits per byte (the best so far)",
-        "step 800: validation loss 3.4000, perplexity 27.11, 1.500 bits per byte on all held-out text, loss 3.2500 on the "
-        "sample (the best so far)",
-        "step 600: validation loss 3.3500, perplexity 27.11, 1.500 bits per byte (the best was 3.3000 at step 400)",
+        "step 400: validation loss 3.3000, perplexity 27.11, 1.500 bits per byte (best)",
+        "step 800: validation loss 3.4000, perplexity 27.11, 1.500 bits per byte on all held-out text (above x)",
+        "step 600: validation loss 3.3500, perplexity 27.11, 1.500 bits per byte (best: 3.3000 at step 400)",
+        "step 900: validation loss 3.4000, perplexity 27.11, 1.500 bits per byte on all held-out text (3.3500 on the sample, "
+        "best: 3.3000 at step 400)",
     ]
 
 
@@ -89,13 +95,13 @@ def test_terminal_lines_are_updated_in_place(store, tmp_path):
     text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", said)
     assert re.search(r"step 0/40 ━+ first step \.\.\. 0:0\d", text)
     assert "--- step 0" not in text
-    stays = r"\rstep 40/40  loss [\d.]+  [\d,]+ tok/s  [\d.]+ s/step *\r"
+    stays = r"\rstep 40/40  loss +[\d.]+ +[\d,]+ tok/s  [\d.]+ s/step *\r"
     assert re.search(stays, text)
     last = text[text.rindex("step 40/40 ━") :]
-    assert re.search(r"\ntrain +loss [\d.]+  █[▁-█]+  gradient norm [\d.]+  learning rate 0.00e\+00", last)
-    scored = r"\nvalidate +loss [\d.]+, perplexity [\d.]+, [\d.]+ bits per byte, at step 40 \(the best so far\)"
+    assert re.search(r"\ntrain +loss +[\d.]+  █[▁-█]+  norm +[\d.]+  lr 0.00e\+00", last)
+    scored = r"\nvalidate +loss [\d.]+, [\d.]+ bits per byte at step 40 *\r"
     assert re.search(scored, last)
-    assert re.search(r"\nspeed +[\d,]+ tok/s  [\d.]+ s/step  data [\d.]+%  peak [\d.]+ GB", last)
+    assert re.search(r"\nspeed +[\d,]+ tok/s  [\d.]+ s/step  data +[\d.]+%  peak [\d.]+ GB", last)
     assert re.search(r"\ntime +\d:\d\d so far  \$0.\d\d of \$0.\d\d", last)
     assert said.endswith("\n")
     assert said.rindex("\x1b[?25h") > said.rindex("\x1b[?25l")  # the cursor is shown again

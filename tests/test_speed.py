@@ -47,7 +47,7 @@ def test_measurements_of_a_log_line(clock, monkeypatch, processes):
     assert measured.pop("seconds_per_step") == 0.048
     assert measured == {"mfu": 0.4729, "data_share": 0.0063, "peak_memory_gb": 11.249}  # of one device
     if processes == 1:
-        assert in_words(it.measured()) == "682,667 tok/s  0.048 s/step  MFU 47%  data 0.6%  peak 11.2 GB"
+        assert in_words(it.measured()) == "682,667 tok/s  0.0480 s/step  MFU 47%  data  0.6%  peak 11.2 GB"
 
 
 def test_pauses_and_earlier_time_do_not_count(clock, monkeypatch):
@@ -68,7 +68,7 @@ def test_the_device_line_names_the_peak(monkeypatch, name, peak):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
     accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
     line = describe(accelerator, Setup("bf16", True, "eager", ()), GPT2ScratchConfig())
-    assert line == f"{name} ({peak}), bf16, compiled, attention: eager, 1 process"
+    assert line == f"{name} ({peak}), bf16, compiled, 1 process, attention: eager"
     assert 50e6 < peak_memory(torch.device("cpu")) < 1e12  # torch alone needs more than 50 MB
 
 

@@ -18,15 +18,17 @@ COUNTED_TOKENS = 1 << 22  # size of the evenly spread sample that gives the most
 SHOWN = 12
 
 
-def summary(store: TokenStore) -> str:
-    """Return the last line that the command prints."""
+def summary(store: TokenStore, is_cache: bool) -> str:
+    """Return the last line about the text. A run prints the size of its cached store itself."""
     metadata = store.metadata
     train, val = metadata.train, metadata.val
     noted = "; ".join(left_out(metadata, named=3))
     source = f" from {', '.join(metadata.validation_splits)}" if metadata.validation_splits else ""
+    noted = f" (left out or changed: {noted})" if noted else ""
+    if is_cache:
+        return f"{documents(metadata)}{noted}"
     return (
-        f"{documents(metadata)}, {metadata.counts['bytes'] / 1e6:,.1f} MB read"
-        f"{f' (left out or changed: {noted})' if noted else ''} -> {train.tokens:,} tokens for training and {val.tokens:,} for "
+        f"{documents(metadata)}, {metadata.counts['bytes'] / 1e6:,.1f} MB read{noted} -> {train.tokens:,} tokens for training and {val.tokens:,} for "
         f"validation{source} ({(train.bytes + val.bytes) / (train.tokens + val.tokens):.2f} bytes per token) in {store.folder}"
     )
 

@@ -355,7 +355,7 @@ class StoreBuilder:
         self.store.rename(self.folder)
         discard(self.work, UNFINISHED)
         store = TokenStore(self.folder)
-        self.say(report.summary(store))
+        self.say(report.summary(store, self.is_cache))
         return store
 
     def _refuse_changed_files(self) -> None:

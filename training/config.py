@@ -229,7 +229,7 @@ def _run_name(named: Path | None, config: TrainConfig) -> str:
 def dump_config(config: TrainConfig, only_changed: bool = False) -> str:
     """Return the YAML that `--config` reads back to the same run, with all settings or only those that are not the default."""
     excluded = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
-    excluded |= {"plan", "plan_device", "plan_steps"}
+    excluded |= {"plan", "plan_device", "plan_steps", "verbose"}
     defaults = config.settings.defaults if only_changed else {}
     content = {
         name: value for name, value in config.flat().items() if value != defaults.get(name) and name not in excluded

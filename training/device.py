@@ -218,7 +218,7 @@ def memory_of_others() -> str:
 
 
 def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -> str:
-    """Describe the setup in one line: `CPU (2 threads), fp32, compiled, attention: sdpa (flash), 1 process`. A GPU adds its peak."""
+    """Describe the setup in one line: `CPU (2 threads), fp32, compiled, 1 process, attention: sdpa (flash)`. A GPU adds its peak."""
     if accelerator.device.type == "cuda":
         peak = peak_flops(name_of(accelerator.device), setup.mixed_precision)
         best = "MFU unknown" if peak is None else f"{peak / 1e12:g} TFLOP/s"
@@ -233,7 +233,7 @@ def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -
     attention = setup.attn_implementation
     if attention == "sdpa" and accelerator.device.type in ("cpu", "cuda"):
         attention += f" ({kernel_of_sdpa(accelerator.device, setup, model)})"
-    return f"{where}, {precision}, {compiled}, attention: {attention}, {processes}{shared}"
+    return f"{where}, {precision}, {compiled}, {processes}{shared}, attention: {attention}"
 
 
 def kernel_of_sdpa(device: torch.device, setup: Setup, model: GPT2ScratchConfig) -> str:

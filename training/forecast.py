@@ -8,6 +8,7 @@ import math
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ def forecast_run(config: TrainConfig, run: Run, sizing: Sizing | None) -> Foreca
 
 
 def print_forecast(run: Run, forecast: Forecast) -> None:
-    """Print the estimates of a run, its starting point, and the settings that changed."""
+    """Print what a run starts with: device, model, data and length, and what needs attention. With --verbose, print all estimates."""
     hardware = describe(run.accelerator, run.setup, run.plan.model)
     printer(run.accelerator)(describe_forecast(forecast, hardware, run=run))
 
@@ -173,7 +174,7 @@ def describe_forecast(
     run: Run | None = None,
 ) -> str:
     """Return the text printed before the first step. `estimate`: the `tokenizer.estimate.Estimate` of text that is not tokenized yet."""
-    config, plan, N = forecast.config, forecast.plan, forecast.plan.memory.parameters
+    config, plan, sizing, N = forecast.config, forecast.plan, forecast.sizing, forecast.plan.memory.parameters
     n_tokens = plan.order.n_tokens
     checkpoints = times_due(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
     if config.checkpoints_kept is not None:
@@ -198,6 +199,8 @@ def describe_forecast(
         "advice": advice(forecast),
         "rentals": rentals,
         "run": run,
+        "budget_left": sizing and sizing.deadline and sizing.deadline - time.monotonic(),
+        "is_short": run is not None and not config.logging.verbose,
     }
     return environment().get_template("forecast.txt.j2").render(vars(forecast), forecast=forecast, **facts).rstrip()
 

@@ -37,8 +37,8 @@ def parts_of(entry: dict[str, Any], seconds: float, left: float | None, hourly_p
         whole = "" if left is None else f" of ${so_far + left / 3600 * hourly_price:,.2f}"
         dollars = f"${so_far:,.2f}{whole}"
     return {
-        "loss": (f"loss {entry['loss']:.3f}" if "loss" in entry else "no finite loss") + note,
-        "norm": "" if norm is None else f"norm {norm:.2f}",
+        "loss": (f"loss {entry['loss']:6.3f}" if "loss" in entry else "no finite loss") + note,
+        "norm": "" if norm is None else f"norm {norm:5.2f}",
         "rate": f"lr {entry['learning_rate']:.2e}",
         "speed": in_words(entry),
         "eta": "" if left is None else f"ETA {clock(left)}",
@@ -96,29 +96,28 @@ class Screen:
             self.say(line_of(numbered, *parts.values()))
             return
         draws = self.console.encoding.startswith("utf") and len(self.losses) > 1
-        curve, norm = sparkline(self.losses, CURVE) if draws else "", parts["norm"].replace("norm", "gradient norm")
-        self.rows["train"] = line_of(parts["loss"], curve, norm, parts["rate"].replace("lr", "learning rate"))
+        curve = sparkline(self.losses, CURVE) if draws else ""
+        self.rows["train"] = line_of(parts["loss"], curve, parts["norm"], parts["rate"])
         self.rows["speed"] = parts["speed"].strip()
         self.rows["time"] = line_of(f"{clock(seconds)} so far", parts["dollars"])
         self.steps, self.left, self.progress = step, parts["eta"], ""
         if step * 10 // self.max_steps > self.tenths_shown:  # the live rows are overwritten, but these lines stay
             self.tenths_shown = step * 10 // self.max_steps
             pace = {name: entry[name] for name in entry if name not in ("data_share", "peak_memory_gb")}
-            self.say(line_of(numbered, parts["loss"], in_words(pace).strip()))  # fits 80 columns
+            self.say(line_of(numbered, parts["loss"], in_words(pace)))  # fits 80 columns
 
     def validated(self, entry: dict[str, Any], best: dict[str, Any], reference: str) -> None:
-        """Show a validation and whether it is the best so far, by the loss on the text that all validations of a run score. `reference`:
-        comparison with another run, or empty."""
-        step, loss = entry["step"], f"loss {entry['eval_loss']:.4f}, perplexity {perplexity(entry['eval_perplexity'])}"
-        loss += f", {entry['eval_bits_per_byte']:.3f} bits per byte"
-        if scores_more(entry):
-            loss += f" on all held-out text, loss {comparable_loss(entry):.4f} on the sample"
-        note = "the best so far"
+        """Show a validation with one comparison: the best of the run if that is another, by the loss on the text that all validations
+        score, otherwise `reference` (of another run), if there is one."""
+        step, loss = entry["step"], f"loss {entry['eval_loss']:.4f}"
+        bits, note = f"{entry['eval_bits_per_byte']:.3f} bits per byte", reference or "best"
+        shown = perplexity(entry["eval_perplexity"])
         if best["step"] != step:
-            note = f"the best was {comparable_loss(best):.4f} at step {best['step']:,}"
-        note = "; ".join(filter(None, [note, reference]))
-        self.say(f"step {step}: validation {loss} ({note})")
-        self.rows["validate"], self.progress = f"{loss}, at step {step:,} ({note})", ""
+            note = f"best: {comparable_loss(best):.4f} at step {best['step']:,}"
+            note = f"{comparable_loss(entry):.4f} on the sample, {note}" if scores_more(entry) else note
+        scored = f"{bits} on all held-out text" if scores_more(entry) else bits
+        self.say(f"step {step}: validation {loss}, perplexity {shown}, {scored} ({note})")
+        self.rows["validate"], self.progress = f"{loss}, {bits} at step {step:,}", ""
 
     def show_progress(self, what: str, share: float) -> None:
         self.progress = f"{what}: {share:.0%}"

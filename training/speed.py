@@ -12,12 +12,12 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import TrainBatches
 from training.hardware import name_of, peak_flops
 
-# Measurements by name in metrics.jsonl, with their format on the screen.
+# Measurements by name in metrics.jsonl, with their format on the screen. Widths are fixed, so that columns of the log do not shift.
 SHOWN = {
     "tokens_per_second": "{:>7,.0f} tok/s",
-    "seconds_per_step": "{:.3g} s/step",
-    "mfu": "MFU {:.0%}",
-    "data_share": "data {:.1%}",
+    "seconds_per_step": "{:.4f} s/step",
+    "mfu": "MFU {:3.0%}",
+    "data_share": "data {:5.1%}",
     "peak_memory_gb": "peak {:.1f} GB",
 }
 
@@ -100,7 +100,7 @@ def model_size(config: GPT2ScratchConfig, parameters: int) -> str:
 
 
 def in_words(measured: dict[str, float]) -> str:
-    """Format measurements: `683,000 tok/s  0.768 s/step  MFU 47%  data 0.0%  peak 11.2 GB`."""
+    """Format measurements: `683,000 tok/s  0.7676 s/step  MFU 47%  data  0.0%  peak 11.2 GB`."""
     return "  ".join(form.format(measured[name]) for name, form in SHOWN.items() if name in measured)
 
 

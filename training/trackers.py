@@ -20,6 +20,7 @@ STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names 
 @dataclass
 class LoggingArguments:
     logging_steps: int = free(10, "Steps between log lines; each line waits for the device once.", minimum=1)
+    verbose: bool = free(False, "Print the whole estimate of --plan at the start of the run, before the first step.")
     report_to: list[str] = free([], "Trackers supported by Accelerate: tensorboard, wandb, ... or all.")
     project: str = free("gpt2scratch", "Project name in the trackers; runs are named after their folders.")
 
