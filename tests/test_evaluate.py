@@ -19,7 +19,7 @@ from training import evaluate
 from training.compare import baselines, memorization
 from training.compare.baselines import NGram, compressed_bits
 from training.compare.memorization import find, hash_spans
-from training.report.report import evaluation_of, show_evaluation
+from training.report.report import evaluation_of
 from training.run_folder import RunFolder
 from training.scoring import ratio, units
 
@@ -56,7 +56,7 @@ def saved(folder, store, knows_nothing: bool = False) -> GPT2ScratchForCausalLM:
 
 def evaluated(capsys, *arguments) -> dict:
     capsys.readouterr()
-    evaluate.main([str(argument) for argument in arguments])
+    evaluate.main([*map(str, arguments), "--json"])
     return json.loads(capsys.readouterr().out)
 
 
@@ -110,7 +110,7 @@ def test_two_processes_give_the_same_results(many, tmp_path, capsys, launch):
     saved(tmp_path / "model", many)
     arguments = (tmp_path / "model", "--data", many.folder, "--compare")
     alone = evaluated(capsys, *arguments)
-    pair = launch(*TWO_PROCESSES, "-m", "training.evaluate", *arguments, ACCELERATE_USE_CPU="true")
+    pair = launch(*TWO_PROCESSES, "-m", "training.evaluate", *arguments, "--json", ACCELERATE_USE_CPU="true")
     assert pair.returncode == 0, pair.stderr
     together = json.loads(pair.stdout)
     numbers = [name for name, value in alone.items() if isinstance(value, float)]
@@ -252,9 +252,9 @@ def test_run_keeps_evaluation_results(finished_copy, capsys):
     assert "![Bits per byte, compared](evaluation/panel.png)" in report
     assert str(run) not in str(evaluation_of(RunFolder(run), run / "model"))
     assert evaluation_of(RunFolder(run), run / "checkpoints" / "step_00000003") is None
-    show_evaluation(kept)
+    evaluate.main([str(run)])  # not a terminal
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("perplexity", "trigram", "held-out text", f"{results['eval_loss']:.4f}"))
+    assert all(word in shown for word in ("perplexity", "standard error", f"{results['eval_loss']:.4f}"))
     evaluated(capsys, run, "--checkpoint", 3, "--memorization", "--memorization_texts", 2, "--memorization_span", 4)
     assert "panel" not in json.loads((folder / "evaluation.json").read_text())  # the panel was of other weights
     assert not (folder / "panel.png").exists()

@@ -141,7 +141,7 @@ class EvaluateArguments:
     memorization_span: int = setting(50, "Length in tokens of the spans to look up.", minimum=1)
     tasks: list[str] = setting([], "Tasks of lm-evaluation-harness or YAML files, separated by commas.", free_text=True)
     seed: int = setting(1337, "Random seed for generated text and for the choice of held-out text.", below=2**63)
-    json: bool = setting(False, "Print one line of JSON; this is the default if the output is not a terminal.")
+    json: bool = setting(False, "Print one line of JSON instead of tables.")
 
 
 def main(arguments: list[str]) -> None:
@@ -188,7 +188,7 @@ def main(arguments: list[str]) -> None:
         if tasks is not None:
             results["tasks"] = run_tasks(model, folder, tasks, given.per_device_eval_batch_size)
     finally:  # if a task fails or is interrupted, the other results are kept
-        if given.json or not sys.stdout.isatty():
+        if given.json:
             print(json.dumps(results))
         else:
             show_evaluation(results)
