@@ -10,6 +10,8 @@ python generate.py runs/x-chats --chat
 import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import os
+import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +20,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from rich.cells import cell_len
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -30,6 +33,7 @@ from training.sampling import TextStream, compiled, continue_texts, continue_tok
 
 AT_ONCE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
 CONTROL = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")  # all but tab and line breaks
+WORD = re.compile(r"[^\s\u2e80-\uffff]*\Z")  # at the end of a row, which may also break between Chinese characters
 CHAT_HELP = """\
 /reset  forget the conversation     /system TEXT  also set the system message
 /exit   end the chat, like Ctrl-D   Ctrl-C        stop an answer or a line"""
@@ -128,7 +132,7 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
             stream, new = TextStream(tokenizer, write), []
             with suppress(KeyboardInterrupt):
                 [new] = continue_tokens(model, torch.tensor([ids], device=model.device), limit, config, stream)
-            print()
+            write("\n")
             if len(new) == limit:
                 why = f"max_new_tokens is {most}" if limit == most else f"the context of {context:,} tokens is full"
                 note(f"The answer ends here: {why}.")
@@ -136,9 +140,30 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
             turns = [*asked[left_out:], {"role": "assistant", "content": said}]
 
 
-def write(text: str) -> None:
-    """Print a piece of text. In a terminal, control characters become U+FFFD, because a model can generate escape codes."""
-    print(text.translate(CONTROL) if sys.stdout.isatty() else text, end="", flush=True)
+class Writer:
+    """Printer of text that arrives in pieces. On a terminal, a word that reaches the edge moves to the next row, and control characters
+    become U+FFFD, because a model can generate escape codes."""
+
+    def __init__(self):
+        self.row = ""  # text in the current row of the terminal
+
+    def __call__(self, text: str) -> None:
+        print("".join(map(self._placed, text.translate(CONTROL))) if sys.stdout.isatty() else text, end="", flush=True)
+
+    def _placed(self, character: str) -> str:
+        """Return what to print for a character: if it crosses the edge, its word is erased and printed in a new row."""
+        before, self.row = self.row, "" if character in "\r\n" else self.row + character
+        if cell_len(self.row.expandtabs()) <= shutil.get_terminal_size().columns:
+            return character
+        word = WORD.search(before)[0]
+        word = "" if word == before else word  # a word that fills the row breaks
+        self.row = "" if character.isspace() else word + character
+        if word and self.row:
+            return f"\x1b[{cell_len(word)}D\x1b[K\n{self.row}"
+        return character if self.row else "\n"
+
+
+write = Writer()
 
 
 def lines(prompt: str) -> Iterator[str]:
