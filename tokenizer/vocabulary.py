@@ -51,7 +51,7 @@ class VocabularyArguments:
     tokenizer_type: Literal["bpe", "character"] = setting(
         "bpe", "Kind of tokenizer to build from the text: a byte-level BPE, or one token per character."
     )
-    tokenizer: str | None = setting(None, "Existing tokenizer (a folder or a Hub id) to use instead of a new one.")
+    tokenizer: str | None = setting(None, "Existing tokenizer: a folder or a Hub id.")
     sample_bytes: int = setting(
         200_000_000, "Bytes of text that a BPE is trained on: an evenly spread sample, or all text if less.", minimum=1
     )

@@ -27,9 +27,7 @@ class Amount(NamedTuple):
 class BudgetArguments:
     """Settings that replace a choice of model, tokens, batch and rates by hand (sizing.py)."""
 
-    budget: str | None = setting(
-        None, f"Choose model, tokens, batch and rates for this budget, {FORMS}, and end at it.", resume="derived"
-    )
+    budget: str | None = setting(None, f"Choose the model for a budget, {FORMS}.", resume="derived")
     family: Literal["gpt2", "modern"] | None = setting(
         None, "With --budget or --depth: architecture and optimizer. Default: modern.", resume="derived"
     )

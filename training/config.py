@@ -42,8 +42,8 @@ TEXT_SETTINGS = {part.name for kind in TEXT_PARTS for part in fields(kind)}
 # A checkpoint records the hashes of text and tokenizer, and its config.json, instead of these settings.
 DERIVED = TEXT_SETTINGS | {part.name for part in fields(ModelArguments)} - MAY_DIFFER
 MAIN = (  # flags that --help explains
-    *("config", "data", "output_dir", "resume_from_checkpoint", "plan", "budget"),
-    *("tokens_per_step", "max_steps", "learning_rate"),
+    *("config", "data", "tokenizer", "output_dir", "resume_from_checkpoint", "init_from", "plan", "budget"),
+    *("n_layer", "n_embd", "tokens_per_step", "max_steps", "learning_rate"),
 )
 # Settings that --budget and --depth choose, unless they are given.
 CHOSEN = {part.name for kind in (ModelArguments, OptimArguments, LengthArguments) for part in fields(kind)}

@@ -30,9 +30,7 @@ LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCA
 
 @dataclass
 class DataArguments:
-    data: str | None = setting(
-        None, "Training data: a token store, or text (file, folder, glob, Hub dataset id).", resume="derived"
-    )
+    data: str | None = setting(None, "A token store, or text: file, folder, glob, Hub id.", resume="derived")
     data_placement: Literal["auto", "device", "ram", "mmap"] = free(
         "auto",
         "Where to keep the tokens: on the GPU, in RAM, or memory-mapped. auto: on the GPU if they use at most a "

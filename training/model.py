@@ -20,9 +20,9 @@ from training.embedding import make_embeddings_deterministic
 class ModelArguments:
     """Fields of `GPT2ScratchConfig`, with the same names and defaults, except `rope_theta`. The vocabulary comes from the token store."""
 
-    n_layer: int = setting(12, "Number of transformer blocks.", minimum=1, maximum=1000)
+    n_layer: int = setting(12, "Transformer blocks.", minimum=1, maximum=1000)
     n_head: int = setting(12, "Heads per block; must divide n_embd.", minimum=1, maximum=1024)
-    n_embd: int = setting(768, "Width of the residual stream.", minimum=1, maximum=65_536)
+    n_embd: int = setting(768, "Width of the model.", minimum=1, maximum=65_536)
     n_positions: int = setting(512, "Context length in tokens.", minimum=1, maximum=1_048_576)
     n_inner: int | None = setting(None, "Width of the MLP. Default: 4 * n_embd.", minimum=1, maximum=262_144)
     activation_function: str = setting("gelu", "gelu (exact), gelu_new (GPT-2's tanh) or relu2 (squared ReLU).")

@@ -57,14 +57,10 @@ FOLDERS = {  # folders of a run, with the files that are deleted when another ru
 
 @dataclass
 class RunArguments:
-    output_dir: str | None = free(None, "Run folder. Default: runs/NAME, with the name of the config file or the data.")
-    overwrite_output_dir: bool = free(
-        False, "Start a new run in the folder; the run in it is deleted after the first checkpoint of the new one."
-    )
-    resume_from_checkpoint: str | None = free(None, "Resume from a run folder (its newest checkpoint) or a checkpoint.")
-    init_from: str | None = setting(
-        None, "Start from the weights, architecture and tokenizer of a model: a run, a folder or a Hub id."
-    )
+    output_dir: str | None = free(None, "Run folder. Default: runs/NAME of config or data.")
+    overwrite_output_dir: bool = free(False, "Replace the run in the folder at the first checkpoint.")
+    resume_from_checkpoint: str | None = free(None, "A run (its newest checkpoint) or a checkpoint.")
+    init_from: str | None = setting(None, "Start from the model of a run, a folder or a Hub id.")
     seed: int = setting(1337, "Seed of the initial weights, data order and dropout.", below=2**63, resume="refused")
 
     @property
