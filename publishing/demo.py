@@ -31,6 +31,7 @@ from training.checkpoint import complete_checkpoints, step_of
 from training.loading import find_model, model_errors
 from training.metrics import read_metrics
 from training.run_folder import RunFolder, is_checkpoint, run_of
+from training.sampling import read_samples
 
 MAX_EXAMPLES = 6  # maximum number of example prompts on the page
 REPOSITORY = Path(__file__).parent.parent
@@ -94,29 +95,30 @@ def show(names: list[str], port: int | None, share: bool) -> None:
     """Serve the page until interrupted. Raise a `UserError` if a model cannot be loaded or the port is in use."""
     from publishing import demo_page  # imports gradio, an optional extra
 
-    groups, prompts = zip(*map(find_models, names), strict=True)  # before a model is loaded
+    groups, prompts, samples = zip(*map(find_models, names), strict=True)  # before a model is loaded
     with model_errors():
         for first, *_ in groups:
             first.load()
     examples = list(dict.fromkeys(chain(*prompts)))[:MAX_EXAMPLES] or demo_page.EXAMPLES
+    text = next(chain(*samples), examples[0])  # a prompt alone may be one token, which has no loss
     try:
-        demo_page.serve(groups, "Language models", examples, port, share)
+        demo_page.serve(groups, "Language models", examples, text, server_port=port, share=share)
     except OSError as error:
         raise UserError(
             f"Port {port} is in use; set another with --port, or leave --port out to use the first free port."
         ) from error
 
 
-def find_models(name: str) -> tuple[list[DemoModel], list[str]]:
-    """Return the named model, the other checkpoints of its run or branches of its repository, and the prompts of its run."""
+def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
+    """Return the named model with the other checkpoints or branches, and the prompts and the last samples of its run."""
     repository, _, revision = name.partition("@")
     if revision and not Path(name).exists():
-        return on_hub(f"{find_model(repository)}@{revision}"), []
+        return on_hub(f"{find_model(repository)}@{revision}"), [], []
     path = Path(find_model(name))
     try:
         run = RunFolder(run_of(path))
     except UserError:
-        return [DemoModel(path.name, str(path), [])] if path.exists() else on_hub(name), []
+        return [DemoModel(path.name, str(path), [])] if path.exists() else on_hub(name), [], []
     scores = {entry["step"]: entry for entry in read_metrics(run.metrics) if "eval_loss" in entry}
     models, title = [], run.path.resolve().name
     for folder in dict.fromkeys([path, *complete_checkpoints(run.checkpoints)]):
@@ -125,7 +127,8 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str]]:
         if step and (scored := scores.get(step)) is not None:
             facts += [f"validation loss {scored['eval_loss']:.2f}", f"{scored['eval_bits_per_byte']:.2f} bits per byte"]
         models.append(DemoModel(f"{title}, {facts.pop(0)}" if is_checkpoint(folder) else title, str(folder), facts))
-    return models, read_yaml(run.config).get("sample_prompts") or []
+    samples = [*read_samples(run.samples).values()][-1:]
+    return models, read_yaml(run.config).get("sample_prompts") or [], [*chain(*samples)]
 
 
 def publish(options: DemoArguments) -> None:

@@ -219,7 +219,7 @@ def chat_tab(models: dict[str, DemoModel], chosen: list[str]) -> None:
     talk.clear(lambda: ([], no_note), None, [history, note], **AT_ONCE)
 
 
-def loss_tab(models: dict[str, DemoModel], chosen: list[str], examples: list[str]) -> None:
+def loss_tab(models: dict[str, DemoModel], chosen: list[str], example: str) -> None:
     def watch(text: str, *sources: str) -> Iterator[str]:
         yield str(PARTS.note(Continuation(state="scoring")))
         text, pair = entered(text), [models[source] for source in dict.fromkeys(sources)]
@@ -232,7 +232,7 @@ def loss_tab(models: dict[str, DemoModel], chosen: list[str], examples: list[str
         with gradio.Column(elem_classes="desk"):
             with gradio.Row(elem_classes="pickers"):
                 picked = [picker(models, first, "First"), picker(models, second, "Second")]
-            text = text_box("Text", examples[0])
+            text = text_box("Text", example)
             with gradio.Row(elem_classes="bar"):
                 gradio.HTML(str(PARTS.legend()), elem_classes="examples")
                 start = start_button("Score")
@@ -241,8 +241,8 @@ def loss_tab(models: dict[str, DemoModel], chosen: list[str], examples: list[str
     gradio.on([start.click, text.submit], watch, [text, *picked], shown, **QUEUED)
 
 
-def build(groups: list[list[DemoModel]], title: str, examples: list[str]) -> gradio.Blocks:
-    """Return the page for `serve`. The first model of each group is chosen at first."""
+def build(groups: list[list[DemoModel]], title: str, examples: list[str], text: str) -> gradio.Blocks:
+    """Return the page for `serve`. The first model of each group is chosen at first. `text`: the first one to score."""
     sources = {shown.source: shown for group in groups for shown in group}
     models = dict(zip(map(str, range(len(sources))), sources.values(), strict=True))  # visitors see no paths
     chosen = [key for key, shown in models.items() if shown.source in {group[0].source for group in groups}]
@@ -251,7 +251,7 @@ def build(groups: list[list[DemoModel]], title: str, examples: list[str]) -> gra
         with gradio.Tabs():
             continue_tab(models, chosen, examples)
             chat_tab(models, chosen)
-            loss_tab(models, chosen, examples)
+            loss_tab(models, chosen, text)
     return page
 
 
@@ -299,14 +299,12 @@ def settings_of(controls: dict[str, gradio.components.Component], values: dict) 
     return Settings(**given | {"seed": secrets.randbelow(10_000) if given["seed"] is None else given["seed"]})
 
 
-def serve(
-    groups: list[list[DemoModel]], title: str, examples: list[str], port: int | None = None, share: bool = False
-) -> None:
-    """Serve the page, print its address, and return when interrupted. Raise an OSError if the port is in use."""
+def serve(groups: list[list[DemoModel]], title: str, examples: list[str], text: str, **options: Any) -> None:
+    """Serve the page, print its address, and return when interrupted. Raise an OSError if the port is in use. `options`: of `launch`."""
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # no downloads
-    page = build(groups, title, examples)
+    page = build(groups, title, examples, text)
     _, local, shared = page.launch(
-        server_port=port, share=share, theme=gradio.themes.Base(**fonts), css_paths=STYLE, footer_links=[],
+        **options, theme=gradio.themes.Base(**fonts), css_paths=STYLE, footer_links=[],
         run_history=False, quiet=True, prevent_thread_lock=True, max_file_size=0,  # no uploads
     )  # fmt: skip
     print(f"Open {shared or local} (Ctrl-C stops the server).", flush=True)
@@ -315,4 +313,4 @@ def serve(
 
 if __name__ == "__main__":  # a Space runs this file as app.py
     space = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
-    serve([on_hub(source) for source in space["models"]], space["title"], EXAMPLES)
+    serve([on_hub(source) for source in space["models"]], space["title"], EXAMPLES, EXAMPLES[0])

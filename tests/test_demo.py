@@ -262,7 +262,10 @@ def test_checkpoints_and_revisions_can_be_chosen(hub, letters, run):
     assert demo.find_models("me/a@step1")[0][0].load()[0].config.n_layer == 30
     with pytest.raises(ModelError, match=r"^me/a has no revision step2 on the Hub\.$"):
         demo.find_models("me/a@step2")[0][0].load()
-    assert [shown.name for shown in demo.find_models(str(run))[0]] == ["tiny", "tiny, step 3"]
+    models, _, samples = demo.find_models(str(run))
+    assert [shown.name for shown in models] == ["tiny", "tiny, step 3"]
+    assert len(samples) == 1
+    assert len(demo_page.score(models[0], samples[0])["losses"]) >= 8  # `sample_tokens` of the run
 
 
 def test_a_seed_reproduces_the_text_and_a_prompt_that_is_not_text_is_refused(letters):
