@@ -137,7 +137,12 @@ class FlagParser(ArgumentParser):
             except UserError as error:
                 found.add(str(error), name)
                 continue
-            if rest and flag != rest[0]:
+            main = self.positional or next((main for main in self.main if main != "config"), None)
+            wanted = "config" if group[-1].endswith((".yaml", ".yml")) else main
+            is_value = (rest == group and not flag.startswith("-")) or (len(rest) == 1 and os.path.exists(rest[0]))
+            if is_value and wanted and wanted not in self.named_flags(arguments):
+                found.add(f"{rest[0]} has no flag. Did you mean --{wanted} {' '.join(rest)}?", wanted, name)
+            elif rest and flag != rest[0]:
                 found.add(f"{rest[0]} after {flag} is one value too many; quote a pattern or spaces.", name)
             elif rest:
                 self._add_unknown("flag", rest[0], found)

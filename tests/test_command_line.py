@@ -42,7 +42,7 @@ class Length:
 
 
 def parse(*arguments: str, **options) -> tuple[Model, Length, set[str]]:
-    parser = FlagParser((Model, Length), "A command.")
+    parser = FlagParser((Model, Length), "A command.", main=("config", "input"))
     return *parser.parse(list(arguments), **options), parser.in_file
 
 
@@ -110,6 +110,9 @@ def test_leading_arguments_without_a_flag_fill_the_positional_field():
         (["--n_layers", "3"], "Unknown flag --n_layers. Did you mean --n_layer?"),
         (["--learningrate=3"], "Unknown flag --learningrate=3. Did you mean --learning_rate?"),
         (["--n_lay", "3"], "Unknown flag --n_lay. Did you mean --n_layer?"),
+        (["my.txt", "--n_layer", "3"], "my.txt has no flag. Did you mean --input my.txt?"),
+        (["--n_layer", "3", "README.md"], "README.md has no flag. Did you mean --input README.md?"),
+        (["presets/nano.yaml"], "presets/nano.yaml has no flag. Did you mean --config presets/nano.yaml?"),
         (["--n_layer", "3", "4"], "4 after --n_layer is one value too many; quote a pattern or spaces."),
         (["--n_layer", "3.5"], "Argument --n_layer/--n-layer: invalid int value: '3.5'. See --help."),
         (["--n_layer"], "Argument --n_layer/--n-layer: expected one argument. See --help."),

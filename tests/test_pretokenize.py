@@ -135,6 +135,7 @@ def test_lossy_tokenizer_is_refused(tmp_path, text):
 def test_missing_and_unknown_flags_are_named():
     required = ["--input is required. See --help.", "--output is required. See --help."]
     assert error_of(main, []).splitlines() == required
+    assert refused("my.txt", "b/", "--output", "x") == "my.txt has no flag. Did you mean --input my.txt b/?"
     wrong = ["Unknown flag --inptu. Did you mean --input?", "sample_bytes is 0; it must be at least 1."]
     assert error_of(main, ["--inptu", "a.txt", "--sample_bytes", "0"]).splitlines() == [*wrong, required[1]]
     assert error_of(main, ["--input", "no.txt"]).startswith(f"{required[1]}\nno.txt matches no local file or folder")
