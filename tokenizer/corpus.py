@@ -190,7 +190,8 @@ class Corpus:
     def check(self, counts: Counts, is_all: bool = True) -> None:
         """Raise a `UserError` if too much text is unclean. If `is_all` is false, more text follows, and its size counts, too."""
         where, left_out = ", ".join(self.inputs), self.left_out_words(counts)
-        unclean = [name for name in LEFT_OUT if counts.first.get(name)]  # no place is recorded for blank documents
+        or_exclude = " or skip it with --exclude" * any(not file.is_named for file in self.all_files)
+        unclean = [name for name in LEFT_OUT if name in counts.first]  # no place is recorded for blank documents
         if self.arguments.strict and (unclean or self.links):
             raise UserError(f"{where} is not clean ({left_out}), which --strict refuses{_worst(counts, *unclean)}.")
         if counts.unreadable_bytes > SKIPPED_SHARE * self.size:
@@ -204,22 +205,15 @@ class Corpus:
         if counts.bad_bytes > TOLERATED_SHARE * size:
             raise UserError(
                 f"{where} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid{_worst(counts, 'bad_bytes')}; "
-                f"convert it to UTF-8{self._or_exclude(counts, 'bad_bytes')}."
+                f"convert it to UTF-8{or_exclude}."
             )
         if is_all and counts.empty_records > TOLERATED_SHARE * (counts.documents + counts.empty_records):
             is_broken = "why" in counts.worst()["empty_records"][1]
             remedy = "correct that" if is_broken else "name the right column with --text_column"
             raise UserError(
                 f"{where}: {counts.empty_records:,} records have no text and {counts.documents:,} have text"
-                f"{_worst(counts, 'empty_records')}; {remedy}{self._or_exclude(counts, 'empty_records')}."
+                f"{_worst(counts, 'empty_records')}; {remedy}{or_exclude}."
             )
-
-    def _or_exclude(self, counts: Counts, name: str) -> str:
-        """Return a second remedy, for a file that was found in a folder."""
-        path = counts.worst().get(name, [""])[0]
-        return (
-            "" if any(file.is_named and file.path == path for file in self.all_files) else " or skip it with --exclude"
-        )
 
     def left_out_words(self, counts: Counts) -> str:
         numbers = vars(counts) | {"links": self.links}

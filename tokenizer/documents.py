@@ -48,44 +48,34 @@ class Counts:
     unreadable_files: int = 0  # number of unreadable files, or parts of files
     unreadable_bytes: int = 0  # total size of these files
 
-    def __post_init__(self):
-        # A copy has dictionaries of its own. Older versions recorded one path and its place.
-        self.first = {
-            name: {found[0]: [1, found[1]]} if isinstance(found, list) else {path: [*found[path]] for path in found}
-            for name, found in self.first.items()
-        }
-
     def note(self, name: str, number: int, path: str, **place: Any) -> None:
         if number:
             setattr(self, name, getattr(self, name) + number)
-            self._locate(name, path, number, place)
-
-    def _locate(self, name: str, path: str, number: int, place: dict[str, Any]) -> None:
-        self.first.setdefault(name, {}).setdefault(path, [0, place])[0] += number
+            self.first.setdefault(name, {}).setdefault(path, [0, place])[0] += number
 
     def note_unreadable(self, path: str, n_bytes: int, error: UserError) -> None:
         if isinstance(error, files.BinaryError):
             self.note("binary_files", 1, path)
-            return
-        self.note("unreadable_files", 1, path, why=str(error).removesuffix(".").removeprefix(f"{path} "))
-        self.unreadable_bytes += n_bytes
+        else:
+            self.note("unreadable_files", 1, path, why=str(error).removesuffix(".").removeprefix(f"{path} "))
+            self.unreadable_bytes += n_bytes
 
-    def add(self, later: "Counts") -> None:
+    def add(self, later: "Counts") -> "Counts":
         for name, value in vars(later).items():
             if name != "first":
                 setattr(self, name, getattr(self, name) + value)
-        for name, found in later.first.items():
-            for path, (number, place) in found.items():
-                self._locate(name, path, number, place)
+        for name, found in later.first.items():  # older versions recorded one path and place
+            for path, (number, place) in (found if isinstance(found, dict) else {found[0]: (1, found[1])}).items():
+                self.first.setdefault(name, {}).setdefault(path, [0, place])[0] += number
+        return self
 
     def worst(self) -> dict[str, list]:
         """Return, for each problem, the file with the most, and its first place with the `number` and the places in other `files`."""
         worst = {}
         for name, found in self.first.items():
-            path = max(found, key=lambda path: found[path][0], default=None)
-            if path is not None:
-                places = {other: place_words(found[other][1]) for other in [*found][:LISTED]}
-                worst[name] = [path, found[path][1] | {"number": found[path][0], "files": places}]
+            path, (number, place) = max(found.items(), key=lambda item: item[1][0])
+            places = {other: place_words(found[other][1]) for other in [*found][:LISTED]}
+            worst[name] = [path, place | {"number": number, "files": places}]
         return worst
 
 
@@ -164,6 +154,7 @@ class Reader:
         if part.may_skip and bad > files.TOLERATED_SHARE * number:
             counts.empty_records -= bad
             _, place = counts.first["empty_records"].pop(part.path)
+            counts.first = {name: found for name, found in counts.first.items() if found}
             where = f"{bad:,} of {number:,} records, the first in{place_words(place, part.path)[1:]}"
             raise files.UnreadableError(f"{part.path} has no text in {where}.")
 
@@ -243,8 +234,6 @@ class Reader:
         """Yield the text of a part of a file in quarters of a piece."""
         path = part.path
         with files.readable(path):
-            if part.start:
-                files.check_text(files.head(path), path, part.may_skip)
             start, stop, is_between_words = bounds(part, self.sample_by)
             self.counts.note("cut_words", not is_between_words, path)
             decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")(errors="surrogateescape")

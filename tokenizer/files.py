@@ -27,7 +27,6 @@ TOLERATED_SHARE = 0.01  # up to this share, unclean text is replaced or skipped,
 ASCII_TEXT = re.compile(rb"[\t\n\r -~]{8,}")
 # Binary files whose heads can have little more than text: PDF, Parquet, Avro, NumPy, tar.
 SIGNATURES = re.compile(rb"%PDF-|PAR1[^ -~]|Obj\x01|\x93NUMPY|.{257}ustar", re.DOTALL)
-OPENING = 32  # the lengths and versions in the first bytes of most binary files have several NUL bytes
 NOT_OF_TEXT = bytes({*range(32), 127} - {*b"\a\b\t\n\f\r\x1b"})  # control characters
 
 
@@ -162,7 +161,8 @@ def check_text(head: bytes, path: str, may_skip: bool = False) -> None:
     valid, length = codecs.utf_8_decode(head, "ignore", False)  # an incomplete last character does not count
     invalid = 0 if head.isascii() else length - len(valid.encode())
     is_compressed = invalid > most and len(head) - len(head.translate(None, NOT_OF_TEXT)) > most
-    if is_compressed or SIGNATURES.match(head) or head.count(0) > max(1, most) or head[:OPENING].count(0) > 2:
+    # The lengths and versions in the first bytes of most binary files have several NUL bytes.
+    if is_compressed or SIGNATURES.match(head) or head.count(0) > max(1, most) or head[:32].count(0) > 2:
         raise BinaryError(f"{path} is a binary file; unpack it or convert it to text.")
     if may_skip and invalid > most:
         where = f"{invalid:,} of the first {len(head):,} bytes are invalid, the first in line {first_bad_line(path):,}"

@@ -84,9 +84,8 @@ def _csv(part: ByteRange) -> Records:
         reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=delimiter != "\t")
         while True:
             try:
-                record = next(reader)
-            except StopIteration:
-                return
+                if (record := next(reader, False)) is False:
+                    return
             except csv.Error as error:
                 if "expected after" not in str(error):  # the error for text after a quoted field
                     raise ValueError(f"{error}, in line {reader.line_num + 1:,}") from error

@@ -275,9 +275,7 @@ class StoreBuilder:
         All text of validation splits is the first unit, which has its own limit."""
         counts, total, own = Counts(), len(self.plan.units), limit.of_validation(self.recipe.corpus.validation_fraction)
         parts = self.do_units([0], own) if any(unit.val for unit in self.plan.units) else []
-        is_serial = encode.is_character(
-            self.rust
-        )  # it lacks the characters beyond the limit, so none of them may be read
+        is_serial = encode.is_character(self.rust)  # it lacks the characters beyond the limit: none of them may be read
         batch = 1 if any(self.corpus.hub) or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
         while len(parts) < total:
             units = range(len(parts), min(len(parts) + (1 if is_serial else batch), total))
@@ -299,7 +297,7 @@ class StoreBuilder:
         """Process the units that are not done yet, each up to the limit, and return the parts of all `units` in order."""
         parts = {part.unit: part for part in done_parts(self.work, units)}
         missing = [unit for unit in units if unit not in parts]
-        counts = replace(self.plan.skipped)
+        counts = Counts().add(self.plan.skipped)
         for part in parts.values():
             counts.add(part.counts)
         started, bytes_before = time.monotonic(), counts.bytes
@@ -325,7 +323,7 @@ class StoreBuilder:
                 f"{missing:,} of {len(everything):,} units of {self.folder} are not done; run the missing shards, or run the "
                 f"command without --merge to process the rest."
             )
-        counts, outcomes, lost = replace(self.plan.skipped), {}, 0
+        counts, outcomes, lost = Counts().add(self.plan.skipped), {}, 0
         limit = self.recipe.corpus.limit
         parts = self.do_units(everything) if limit == NO_LIMIT else self.do_limited_units(limit)
         for part in parts:
