@@ -221,9 +221,7 @@ def test_binary_files_are_recognized_skipped_in_a_folder_and_refused_by_name(tmp
     assert refusal(path, tmp_path / "words.txt") == f"{path} is a binary file; unpack it or convert it to text."
 
 
-@pytest.mark.parametrize(
-    "text", ["\x1b[31mred\x1b[0m\n", "N\bNA\bA words\n", "1\x01foo\x01bar\n", "Вначале было слово. "]
-)
+@pytest.mark.parametrize("text", ["\x1b[31mred\x1b[0m\n", "N\bNA words\n", "1\x01foo\x01bar\n", "Вначале было слово. "])
 def test_text_with_control_characters_or_in_another_script_is_not_binary(tmp_path, text):
     assert documents(write(tmp_path / "in" / "a.txt", text * 300).parent) == [text * 300]
 

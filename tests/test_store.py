@@ -187,11 +187,10 @@ def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finis
     assert_user_error(r"is an unfinished token store.*python -m tokenizer\.pretokenize --input", TokenStore, finished)
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [(name, f"--input {name} --output data/{name}") for name in ("empty", "file")]
-    + [("nowhere", "TEXT --output nowhere")],
-)
+ADVICE = {"empty": "empty --output data/empty", "nowhere": "TEXT --output nowhere", "file": "file --output data/file"}
+
+
+@pytest.mark.parametrize(("name", "advice"), ADVICE.items())
 def test_folders_without_a_store_are_refused(tmp_path, monkeypatch, name, advice):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
