@@ -4,18 +4,17 @@ Importing this package registers `model_type: gpt2scratch` with `AutoModel` and 
 two files below, so that they load with `trust_remote_code=True` without this package.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+import transformers
 
-from .configuration_gpt2scratch import GPT2ScratchConfig
+from . import modeling_gpt2scratch
+from .configuration_gpt2scratch import AUTO_MAP, GPT2ScratchConfig
 from .modeling_gpt2scratch import GPT2ScratchForCausalLM, GPT2ScratchModel, GPT2ScratchPreTrainedModel
 
-# Without this, save_pretrained would not save the code.
+transformers.AutoConfig.register("gpt2scratch", GPT2ScratchConfig)
 GPT2ScratchConfig.register_for_auto_class("AutoConfig")
-GPT2ScratchModel.register_for_auto_class("AutoModel")
-GPT2ScratchForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-
-AutoConfig.register("gpt2scratch", GPT2ScratchConfig)
-AutoModel.register(GPT2ScratchConfig, GPT2ScratchModel)
-AutoModelForCausalLM.register(GPT2ScratchConfig, GPT2ScratchForCausalLM)
+for auto, name in list(AUTO_MAP.items())[1:]:
+    model = getattr(modeling_gpt2scratch, name.split(".")[1])
+    getattr(transformers, auto).register(GPT2ScratchConfig, model)
+    model.register_for_auto_class(auto)  # without this, save_pretrained would not save the code
 
 __all__ = ["GPT2ScratchConfig", "GPT2ScratchForCausalLM", "GPT2ScratchModel", "GPT2ScratchPreTrainedModel"]

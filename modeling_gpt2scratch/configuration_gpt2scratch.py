@@ -6,12 +6,14 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-# Written to every saved config.json, so that a folder or a Hub repository includes its code. `AutoModel` is listed because
-# vLLM and SGLang load models through it; saving the language model registers only the other two.
+# Written to every saved config.json, so that a folder or a Hub repository includes its code. All classes are listed, because
+# saving one registers only itself: vLLM and SGLang load models through `AutoModel`.
 AUTO_MAP = {
     "AutoConfig": "configuration_gpt2scratch.GPT2ScratchConfig",
     "AutoModel": "modeling_gpt2scratch.GPT2ScratchModel",
     "AutoModelForCausalLM": "modeling_gpt2scratch.GPT2ScratchForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_gpt2scratch.GPT2ScratchForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_gpt2scratch.GPT2ScratchForTokenClassification",
 }
 
 LARGEST = 10**8  # limit for sizes: far above any model, and the product of two fits 64 bits

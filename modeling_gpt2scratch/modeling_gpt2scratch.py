@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers import modeling_layers
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -208,6 +209,15 @@ class GPT2ScratchPreTrainedModel(PreTrainedModel):
         if (std := getattr(module, "initial_std", None)) is not None:
             init.normal_(module.weight, mean=0.0, std=std)
 
+    def _adjust_missing_and_unexpected_keys(self, loading_info):
+        """Load a language model's checkpoint without a warning about its head.
+
+        `_keys_to_ignore_on_load_unexpected` would do the same, but vLLM reads it as a list of weights to drop and would serve
+        an untied model with a random head.
+        """
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        loading_info.unexpected_keys -= {"lm_head.weight"}
+
 
 class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
     """GPT-2 without its head: token ids (B, T) -> hidden states (B, T, C), after the last normalization."""
@@ -225,15 +235,6 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         self.ln_f = normalization(config)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def _adjust_missing_and_unexpected_keys(self, loading_info):
-        """Load a language model's checkpoint without a warning about its head.
-
-        `_keys_to_ignore_on_load_unexpected` would do the same, but vLLM reads it as a list of weights to drop and would serve
-        an untied model with a random head.
-        """
-        super()._adjust_missing_and_unexpected_keys(loading_info)
-        loading_info.unexpected_keys -= {"lm_head.weight"}
 
     @merge_with_config_defaults
     @capture_outputs
@@ -421,13 +422,7 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         The other arguments are those of `GPT2ScratchModel`.
         """
         outputs: BaseModelOutputWithPast = self.transformer(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **kwargs
         )
         hidden_states = outputs.last_hidden_state
         if isinstance(logits_to_keep, int):
@@ -437,13 +432,36 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels.long(), vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
 
 
-__all__ = ["GPT2ScratchForCausalLM", "GPT2ScratchModel", "GPT2ScratchPreTrainedModel"]
+class GPT2ScratchClassifier(GPT2ScratchPreTrainedModel):
+    """Base class of classifiers. Transformers' mixins have the `forward`, but their `__init__` asks to trust the code again."""
+
+    def __init__(self, config: GPT2ScratchConfig):
+        super().__init__(config)
+        self.transformer = GPT2ScratchModel(config)
+        self.dropout = nn.Dropout(config.resid_pdrop)
+        self.score = nn.Linear(config.n_embd, config.num_labels)
+        self.post_init()
+
+
+class GPT2ScratchForSequenceClassification(GPT2ScratchClassifier):
+    """Classifier of texts: token ids (B, T) -> logits (B, num_labels), at the last token of each row that is not padding."""
+
+    forward = modeling_layers.GenericForSequenceClassification.forward
+
+
+class GPT2ScratchForTokenClassification(GPT2ScratchClassifier):
+    """Classifier of tokens: token ids (B, T) -> logits (B, T, num_labels)."""
+
+    forward = modeling_layers.GenericForTokenClassification.forward
+
+
+__all__ = [
+    "GPT2ScratchForCausalLM",
+    "GPT2ScratchForSequenceClassification",
+    "GPT2ScratchForTokenClassification",
+    "GPT2ScratchModel",
+    "GPT2ScratchPreTrainedModel",
+]

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
-from test_model import tiny_model
+from test_model import FAMILIES, tiny_model
+from test_native import bpe, model_folder
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from conftest import REPOSITORY
@@ -20,6 +21,8 @@ AUTO_MAP = {
     "AutoConfig": "configuration_gpt2scratch.GPT2ScratchConfig",
     "AutoModel": "modeling_gpt2scratch.GPT2ScratchModel",
     "AutoModelForCausalLM": "modeling_gpt2scratch.GPT2ScratchForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_gpt2scratch.GPT2ScratchForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_gpt2scratch.GPT2ScratchForTokenClassification",
 }
 
 # Loads each source without this project; prints one JSON object per source.
@@ -59,15 +62,47 @@ for source, resaved in json.loads(sys.argv[1]):
 assert "modeling_gpt2scratch" not in sys.modules
 """
 
+# Trains a classifier of texts, saves it, loads it and classifies with it, without this project.
+CLASSIFY = """
+import sys, torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers import Trainer, TrainingArguments, pipeline
 
-def load_isolated(launch, folder, sources):
+source, saved, trust = sys.argv[1], sys.argv[2], {"trust_remote_code": True}
+tokenizer, texts = AutoTokenizer.from_pretrained(source, **trust), ["aab", "baabb", "cdd", "dcdcd"]
+ask = {"id2label": {0: "with a", 1: "without"}, "output_loading_info": True, **trust}
+model, report = AutoModelForSequenceClassification.from_pretrained(source, **ask)
+assert (report["missing_keys"], report["unexpected_keys"]) == ({"score.weight", "score.bias"}, set())
+data = [{"input_ids": tokenizer(text).input_ids, "labels": int("a" not in text)} for text in 8 * texts]
+arguments = TrainingArguments(saved, max_steps=30, learning_rate=0.01, report_to=[], save_strategy="no", use_cpu=True)
+Trainer(model, arguments, train_dataset=data, processing_class=tokenizer).train()
+model.save_pretrained(saved)
+tokenizer.save_pretrained(saved)
+classify = pipeline("text-classification", saved, **trust)
+assert [found["label"] for found in classify(texts, batch_size=4)] == 2 * ["with a"] + 2 * ["without"]
+for side in ("left", "right"):
+    batch = tokenizer(texts[:2], padding=True, padding_side=side, return_tensors="pt")
+    alone = classify.model(tokenizer(texts[0], return_tensors="pt").input_ids)
+    torch.testing.assert_close(classify.model(**batch).logits[:1], alone.logits, rtol=1e-4, atol=1e-4)
+model = AutoModelForTokenClassification.from_pretrained(source, num_labels=3, **trust)
+assert model(**batch, labels=torch.zeros(2, 5, dtype=torch.long)).logits.shape == (2, 5, 3)
+assert "modeling_gpt2scratch" not in sys.modules
+"""
+
+
+def run_isolated(launch, folder, script, *arguments):
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     isolated = {"HF_HOME": str(folder / "hf"), "HF_HUB_CACHE": str(folder / "hf" / "hub"), "HF_HUB_OFFLINE": "1"}
     isolated |= {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONPATH": ""}
-    pairs = [(str(source), str(to or "")) for source, to in sources]
-    done = launch("-c", LOAD_EACH, json.dumps(pairs), folder=elsewhere, **isolated)
+    done = launch("-c", script, *arguments, folder=elsewhere, **isolated)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def load_isolated(launch, folder, sources):
+    pairs = [(str(source), str(to or "")) for source, to in sources]
+    done = run_isolated(launch, folder, LOAD_EACH, json.dumps(pairs))
     return [SimpleNamespace(**json.loads(line), stderr=done.stderr) for line in done.stdout.splitlines()]
 
 
@@ -128,6 +163,12 @@ def test_other_process_loads_every_class_and_weight_with_the_folders_code_and_ge
     assert seen.generated == model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
     # Initial weights: 1 / sqrt(2 * 2 layers), or zero. Transformers once skipped modules defined by custom code.
     assert seen.residual_std == pytest.approx(0.0 if source == "modern" else 0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "modern"])
+def test_other_process_trains_a_classifier_from_a_saved_folder(family, launch, tmp_path):
+    model_folder(tmp_path / family, bpe(), **FAMILIES[family])
+    run_isolated(launch, tmp_path, CLASSIFY, tmp_path / family, tmp_path / "saved")
 
 
 def weight_names(folder):
