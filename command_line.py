@@ -279,9 +279,8 @@ def _report(error: UserError) -> int:
     if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_reported):
         for sentence in str(error).splitlines():
             line = f"error{f' (rank {rank})' if rank != '0' else ''}: {sentence}"
-            if sys.stderr.isatty():
-                width = shutil.get_terminal_size().columns
-                line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+            width = shutil.get_terminal_size().columns if sys.stderr.isatty() else len(line)
+            line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False, expand_tabs=False)
             print(line, file=sys.stderr, flush=True)
     elif not error.is_reported:  # wait: when one process ends, the launcher ends the reporting process
         time.sleep(REPORT_SECONDS)

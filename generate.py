@@ -33,7 +33,6 @@ from training.sampling import TextStream, compiled, continue_texts, continue_tok
 
 AT_ONCE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
 CONTROL = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")  # all but tab and line breaks
-WORD = re.compile(r"[^\s\u2e80-\uffff]*\Z")  # at the end of a row, which may also break between Chinese characters
 CHAT_HELP = """\
 /reset  forget the conversation     /system TEXT  also set the system message
 /exit   end the chat, like Ctrl-D   Ctrl-C        stop an answer or a line"""
@@ -144,23 +143,20 @@ class Writer:
     """Printer of text that arrives in pieces. On a terminal, a word that reaches the edge moves to the next row, and control characters
     become U+FFFD, because a model can generate escape codes."""
 
-    def __init__(self):
-        self.row = ""  # text in the current row of the terminal
+    row = ""  # text in the current row of the terminal
 
     def __call__(self, text: str) -> None:
         print("".join(map(self._placed, text.translate(CONTROL))) if sys.stdout.isatty() else text, end="", flush=True)
 
     def _placed(self, character: str) -> str:
         """Return what to print for a character: if it crosses the edge, its word is erased and printed in a new row."""
-        before, self.row = self.row, "" if character in "\r\n" else self.row + character
+        self.row = "" if character in "\r\n" else self.row + character
         if cell_len(self.row.expandtabs()) <= shutil.get_terminal_size().columns:
             return character
-        word = WORD.search(before)[0]
-        word = "" if word == before else word  # a word that fills the row breaks
-        self.row = "" if character.isspace() else word + character
-        if word and self.row:
-            return f"\x1b[{cell_len(word)}D\x1b[K\n{self.row}"
-        return character if self.row else "\n"
+        word = re.search(r"[^\s\u2e80-\uffff]*\Z", self.row)[0]  # rows may break between Chinese characters
+        self.row = character.strip() if word in ("", self.row) else word
+        moved = cell_len(self.row[:-1])
+        return (f"\x1b[{moved}D\x1b[K" if moved else "") + f"\n{self.row}"
 
 
 write = Writer()

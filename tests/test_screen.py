@@ -107,6 +107,14 @@ def test_terminal_lines_are_updated_in_place(store, tmp_path):
     assert said.rindex("\x1b[?25h") > said.rindex("\x1b[?25l")  # the cursor is shown again
 
 
+PIECES = "from generate import write; [write(piece) for piece in ('one two', ' thr', 'ee four 你好', 'x' * 12, '\\n')]"
+
+
+def test_generated_words_do_not_break_at_the_edge():
+    said = shown_on_a_terminal("-c", PIECES, TERM="xterm", COLUMNS="10")
+    assert said == "one two th\x1b[2D\x1b[K\r\nthree four\r\n你好xxxxxx\x1b[6D\x1b[K\r\nxxxxxxxxxx\r\nxx\r\n"
+
+
 IS_LIVE = "from training.screen import Screen; it = Screen(100, 0, [], False, None); print(it.live is not None)"
 
 

@@ -8,7 +8,6 @@ import math
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +173,7 @@ def describe_forecast(
     run: Run | None = None,
 ) -> str:
     """Return the text printed before the first step. `estimate`: the `tokenizer.estimate.Estimate` of text that is not tokenized yet."""
-    config, plan, sizing, N = forecast.config, forecast.plan, forecast.sizing, forecast.plan.memory.parameters
+    config, plan, N = forecast.config, forecast.plan, forecast.plan.memory.parameters
     n_tokens = plan.order.n_tokens
     checkpoints = times_due(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
     if config.checkpoints_kept is not None:
@@ -199,8 +198,6 @@ def describe_forecast(
         "advice": advice(forecast),
         "rentals": rentals,
         "run": run,
-        "budget_left": sizing and sizing.deadline and sizing.deadline - time.monotonic(),
-        "is_short": run is not None and not config.logging.verbose,
     }
     return environment().get_template("forecast.txt.j2").render(vars(forecast), forecast=forecast, **facts).rstrip()
 

@@ -96,14 +96,12 @@ def print_end(run: Run, step: int, reason: str | None) -> None:
         say(f"\nStopped after step {step:,} of {run.plan.max_steps:,} ({reason}); {folder.last_good()}. {resume}")
         return
     opening = next((line for line in run.sampling.sample_prompts[0].splitlines() if line.strip()), "")
-    can_chat = run.data.tokenizer.chat_template is not None
-    chat = f"generate.py {path} --chat" if can_chat else f"-m examples.finetune_chat {path} --data CHATS.jsonl"
     say(
         f"\nDone. Model: {folder.model}; report: {folder.report}. Next:\n"
         f"  python generate.py {path} --prompt {quote(opening)}\n"
         f"  python -m training.evaluate {path} --compare\n"
         f"  python -m publishing.demo {path}\n"
-        f"  python {chat}\n"
+        f"  python -m examples.finetune_chat {path} --data CHATS.jsonl\n"
         f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{quote(folder.path.resolve().name)}"
     )
 
