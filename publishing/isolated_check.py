@@ -8,6 +8,7 @@ python isolated_check.py request.json
 
 import json
 import os
+import re
 import sys
 
 import torch
@@ -16,6 +17,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 TOKENS = 2048  # maximum number of tokens per forward pass
 NEW_TOKENS = 24
+NETWORK = {
+    f"socket.{name}"
+    for name in ("bind", "connect", "getaddrinfo", "gethostbyaddr", "gethostbyname", "sendmsg", "sendto")
+}
+CHANGES = {"os.chmod", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
 
 
 @torch.no_grad()
@@ -34,19 +40,29 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
 
 
 def restrict(secrets: list[str]) -> None:
-    """Refuse network access, other programs, and reading the token, as far as a process can restrict itself.
-    This stops careless code. Malicious code can bypass it by calling the C library."""
+    """Refuse network access, other programs, changes outside the folder of this process and of the Hub's cache, and reading the token
+    or another process, as far as a process can restrict itself. This stops careless code. Malicious code can bypass it by calling
+    the C library."""
 
     def guard(event: str, arguments: tuple) -> None:
-        if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto", "socket.sendmsg"):
+        if event in NETWORK:
             raise PermissionError("The model's code tries to use the network.")
-        if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
+        if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"):
             raise PermissionError("The model's code tries to start another program.")
-        path = arguments[0] if event == "open" else None
-        if isinstance(path, str | bytes) and os.path.realpath(os.fsdecode(path)) in files:
-            raise PermissionError("The model's code tries to read the Hub token.")
+        if event != "open" and event not in CHANGES:
+            return
+        changes = event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        for path in arguments[: 2 if event in ("os.rename", "os.link") else 1]:
+            real = os.path.realpath(os.fsdecode(path)) if isinstance(path, str | bytes) else ""
+            if real in files:
+                raise PermissionError("The model's code tries to read the Hub token.")
+            if re.match(rf"/proc/(?!{os.getpid()}/)\d+/", real):
+                raise PermissionError("The model's code tries to read another process.")
+            if real and changes and real != os.devnull and not real.startswith(folders):
+                raise PermissionError("The model's code tries to change a file outside its folder.")
 
     files = {os.path.realpath(path) for path in secrets}
+    folders = tuple(os.path.join(os.path.realpath(path), "") for path in (".", os.environ.get("HF_HUB_CACHE", ".")))
     sys.addaudithook(guard)
 
 
