@@ -13,6 +13,7 @@ import training.threads  # noqa: F401  (first: torch reads its settings; also fo
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +24,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate import Accelerator
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from command_line import FlagParser, run
-from errors import UserError
+from errors import UserError, disk_errors
 from limits import setting
 from tokenizer import hub, vocabulary
 from tokenizer.store import TokenStore
@@ -69,9 +71,27 @@ def lm_eval_errors() -> Iterator[None]:
         raise UserError(f"lm-evaluation-harness ended with {what}; see docs/evaluation.md.") from error
 
 
-def find_tasks(given: list[str]) -> tuple[Any, list[str]]:
+def runs_code(path: str) -> bool:
+    """Return whether a task file can run code: by a tag, another file, a metric of a library, or Jinja, which lm-eval does not confine.
+    A name in braces, such as `{{text}}`, is no code."""
+    import lm_eval.api.metrics  # noqa: F401  (it fills the registry)
+    from lm_eval.api.registry import metric_registry
+
+    before = ""
+    with disk_errors(path):
+        for event in yaml.parse(Path(path).read_bytes(), yaml.SafeLoader):
+            value = getattr(event, "value", "")
+            jinja = re.search(r"\{[{%]", re.sub(r"\{\{\s*\w+\s*\}\}", "", value))
+            is_foreign = before == "metric" and value not in metric_registry
+            if getattr(event, "tag", None) or jinja or is_foreign or value in ("include", "hf_evaluate"):
+                return True
+            before = value
+    return False
+
+
+def find_tasks(given: list[str], trust_task_code: bool = False) -> tuple[Any, list[str]]:
     """Return lm-eval's task manager, and the names and YAML files of tasks.
-    Raise a `UserError` for an unknown task, and if a task or its data cannot be loaded."""
+    Raise a `UserError` for an unknown task or one with code, and if a task or its data cannot be loaded."""
     if find_spec("lm_eval") is None:
         raise UserError("tasks needs lm-evaluation-harness: run pip install -e '.[evaluation]'")
     from lm_eval.tasks import TaskManager
@@ -83,6 +103,13 @@ def find_tasks(given: list[str]) -> tuple[Any, list[str]]:
     if unknown := [name for name in found if not found[name]]:
         raise UserError(
             f"{unknown[0]!r} is neither a task in `python -m lm_eval ls tasks` nor a YAML file; correct it."
+        )
+    with lm_eval_errors():
+        untrusted = [] if trust_task_code else [name for name in files if runs_code(name)]
+    if untrusted:
+        raise UserError(
+            f"{untrusted[0]} can run code (a tag, include, Jinja beyond {{{{column}}}}, or a metric that lm-eval lacks); read it, "
+            f"then add --trust_task_code."
         )
     tasks = [task for name in found for task in found[name]]
     with lm_eval_errors():
@@ -140,6 +167,7 @@ class EvaluateArguments:
     )
     memorization_span: int = setting(50, "Length in tokens of the spans to look up.", minimum=1)
     tasks: list[str] = setting([], "Tasks of lm-evaluation-harness or YAML files, separated by commas.", free_text=True)
+    trust_task_code: bool = setting(False, "Allow code in YAML files of tasks, which lm-evaluation-harness runs.")
     seed: int = setting(1337, "Random seed for generated text and for the choice of held-out text.", below=2**63)
     json: bool = setting(False, "Print one line of JSON instead of tables.")
 
@@ -147,7 +175,7 @@ class EvaluateArguments:
 def main(arguments: list[str]) -> None:
     (given,) = FlagParser((EvaluateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
     chosen = given.model if given.checkpoint is None else str(find_checkpoint(Path(given.model), given.checkpoint))
-    tasks = find_tasks(given.tasks) if given.tasks else None
+    tasks = find_tasks(given.tasks, given.trust_task_code) if given.tasks else None
     folder, *others = map(find_model, (chosen, *given.compare_with))
     if len({folder, *others}) <= len(others):
         raise UserError("compare_with names a model twice, or the evaluated model; name each model once.")

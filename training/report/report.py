@@ -43,6 +43,7 @@ def environment(*folders: Path) -> Environment:
     made = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     made.filters |= {"as": format, "counted": counted, "fenced": fenced, "cell": cell, "clock": clock}
     made.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a Python string
+    made.filters["plain"] = lambda name: re.sub(r"([\\`*\[\]<>|&!~$])", r"\\\1", " ".join(name.split()))  # not Markdown
     made.filters["yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
     made.globals |= {"grams_of_co2_per_kwh": GRAMS_OF_CO2_PER_KWH, "colab_dollars": DOLLARS_PER_COLAB_UNIT}
     made.globals["prices_of"] = PRICES_OF
@@ -178,12 +179,14 @@ def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
 def _read(folder: Path) -> dict[str, Any]:
     """Return the content of evaluation.json, or an empty dictionary if the file is missing or cannot be rendered."""
     path = folder / "evaluation.json"
+    if not path.is_file():
+        return {}
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         check_format(path, results.pop("format_version", None), EVALUATION_FORMAT)
         _page(results)
         return results
-    except (FileNotFoundError, *NONSENSE, TemplateError):
+    except (OSError, *NONSENSE, TemplateError):
         return {}
 
 
