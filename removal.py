@@ -32,7 +32,8 @@ def mark(folder: Path, kind: str) -> None:
 def is_marked(folder: Path, kind: str) -> bool:
     """Return whether the folder has this project's mark of this kind."""
     with suppress(OSError, ValueError):
-        return not (folder / MARK).is_symlink() and (folder / MARK).read_text(encoding="utf-8") == _content(kind)
+        path = folder / MARK
+        return path.is_file() and not path.is_symlink() and path.read_text(encoding="utf-8") == _content(kind)
     return False
 
 

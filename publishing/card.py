@@ -178,7 +178,8 @@ def validation_results(source: Source) -> list[EvalResult]:
 def harness_results(source: Source) -> list[EvalResult]:
     """Return the results of lm-eval for these weights, oldest first."""
     run, found = source.run or RunFolder(source.model), []
-    for path in sorted(run.evaluations.glob("**/results_*.json"), key=lambda path: path.stat().st_mtime):
+    paths = filter(Path.is_file, run.evaluations.glob("**/results_*.json"))
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         try:
             measured = json.loads(path.read_text(encoding="utf-8"))
             model, results = Path(measured["model_name"]).resolve(), list(_entries(measured))

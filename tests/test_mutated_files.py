@@ -1,6 +1,7 @@
 """Damaged or edited files of a run: every reader skips or refuses them, without a traceback."""
 
 import json
+import os
 import random
 import shutil
 from contextlib import suppress
@@ -8,16 +9,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from conftest import trained
 from errors import UserError
+from examples.tuning.base import record_of
+from examples.tuning.settings import Tuning
 from publishing.card import FolderArguments, model_card
 from publishing.source import find_source
 from publishing.upload import Repository
+from tokenizer import files, named_data
+from tokenizer.corpus import Corpus, CorpusArguments
+from tokenizer.records import records
 from tokenizer.store import TokenStore
+from tokenizer.vocabulary import SavedTokenizer
 from training import checkpoint as checkpoints
-from training import evaluate
+from training import evaluate, reference
 from training.metrics import best_step, forget_after, read_events
+from training.reference import compared_settings, find_reference
 from training.report import report
 from training.run_folder import RunFolder, find_checkpoint
 from training.status import check_run_format, hours, starts_in_force
@@ -49,7 +58,7 @@ def other_value(line: bytes, rng: random.Random) -> bytes:
 
 def mutated(original: bytes, name: str, rng: random.Random) -> bytes:
     """Return a mutation: a value exchanged or removed, bytes changed, the end cut off, or endless nesting."""
-    kind = rng.random()
+    kind = rng.random() if "json" in name else rng.uniform(0.7, 1)
     if kind < 0.7:
         lines = original.splitlines() if name.endswith(".jsonl") else [original]
         at = rng.randrange(len(lines))
@@ -69,6 +78,16 @@ def mutated(original: bytes, name: str, rng: random.Random) -> bytes:
 def finished(store, tmp_path_factory):
     run = trained(store, tmp_path_factory.mktemp("runs") / "finished")
     evaluate.main([str(run), "--memorization"])
+    record = {"steps": ["x"], "base_model": None, "datasets": ["me/x"], "original_data": None}
+    (run / "finetuning.json").write_text(json.dumps(record))
+    shutil.copy(run / "model" / "tokenizer_config.json", run)
+    (run / "named.yaml").write_text("dataset: me/x\nconfig: a\ntext_column: text\nchat_template: chatml\n")
+    Dataset.from_dict({"text": [f"{i} é" for i in range(50)], "more": [[i] for i in range(50)]}).save_to_disk(
+        run / "saved"
+    )
+    shutil.move(next((run / "saved").glob("*.arrow")), run / "chats.arrow")
+    curve = [{"compared": compared_settings(RunFolder(run))}, {"step": 3, "eval_loss": 2.0}]
+    (run / "curve.jsonl").write_text("".join(json.dumps(line) + "\n" for line in curve))
     return run
 
 
@@ -92,6 +111,17 @@ def read_status(run: Path, store: TokenStore) -> None:
     (run / "mark").rename(run / ".gpt2scratch.json")
 
 
+def read_other(run: Path, store: TokenStore) -> None:
+    record_of(Tuning(str(run)))
+    find_reference(RunFolder(run))
+    SavedTokenizer.read(run)
+    named_data.find(str(run / "named.yaml"))
+    unit = Corpus([str(run / "chats.arrow")], CorpusArguments(text_column="text")).units()[0]
+    for part in unit.ranges:
+        with files.readable(part.path):
+            list(records(part))
+
+
 def read_checkpoint(run: Path, store: TokenStore) -> None:
     checkpoints.damage(run / NEWEST)
     RunFolder(run).newest_checkpoint(lambda text: None)
@@ -103,6 +133,10 @@ def read_checkpoint(run: Path, store: TokenStore) -> None:
     [
         *((name, read_logs) for name in ("metrics.jsonl", "events.jsonl", "report.json", "evaluation/evaluation.json")),
         ("status.json", read_status),
+        *(
+            (name, read_other)
+            for name in ("finetuning.json", "tokenizer_config.json", "curve.jsonl", "named.yaml", "chats.arrow")
+        ),
         *((f"{NEWEST}/{name}", read_checkpoint) for name in ("manifest.json", "training_state/state.json")),
     ],
 )
@@ -110,8 +144,25 @@ def test_changed_files_are_skipped_or_refused(finished, store, tmp_path, monkeyp
     monkeypatch.setattr(report, "plot_loss", lambda entries, path: False)
     monkeypatch.setattr(report, "plot_course", lambda entries, path: False)
     run = Path(shutil.copytree(finished, tmp_path / "run"))
+    monkeypatch.setattr(reference, "FOLDER", run)
     original, rng = (run / name).read_bytes(), random.Random(name)
     for _ in range(100):
         (run / name).write_bytes(mutated(original, name, rng))
         with suppress(UserError):
             read(run, store)
+
+
+def test_pipes_in_place_of_files_do_not_block(finished, store, tmp_path):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    for name in (
+        "status.json",
+        ".gpt2scratch.json",
+        "evaluation/evaluation.json",
+        "report.json",
+        "tokenizer_config.json",
+    ):
+        (run / name).unlink()
+        os.mkfifo(run / name)
+    read_logs(run, store)
+    assert RunFolder(run).is_run()
+    assert SavedTokenizer.read(run) is None

@@ -1,6 +1,7 @@
 """Comparison of a run with the reference curve of its settings and text."""
 
 import json
+import re
 
 import pytest
 
@@ -22,14 +23,25 @@ def test_a_run_of_the_same_settings_and_text_is_compared_and_others_are_not(fini
     head, *curve = map(json.loads, (folder / "tiny.jsonl").read_text().splitlines())
     assert {"device", "torch", "compared"} <= head.keys()
     assert [entry["step"] for entry in curve] == [3, 6]
+    wrong = {
+        "a": "",
+        "b": "<<<<<<< HEAD\n",
+        "c": "[]",
+        "d": json.dumps(head),
+        "e": json.dumps(head) + '\n{"step": null}',
+    }
+    for name, content in wrong.items():
+        (folder / f"{name}.jsonl").write_text(content)
     run = trained(store, tmp_path / "run", seed=2)
     losses = [entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry]
     difference = losses[1] - curve[1]["eval_loss"]
     expected = f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} the reference tiny at 0.000384M tokens"
-    assert expected in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert expected in out
+    assert re.findall(r"(\w)\.jsonl is damaged \(.+\), so no run is compared with it\.\n", out) == list(wrong)
     assert f"Last validation loss: {expected} (`reference/`)." in (run / "report.md").read_text()
     other = trained(store, tmp_path / "other", learning_rate=0.02)
-    assert "reference" not in capsys.readouterr().out + (other / "report.md").read_text()
+    assert "the reference" not in capsys.readouterr().out + (other / "report.md").read_text()
 
 
 def test_losses_between_validations_are_interpolated_and_silent_beyond_the_curve():

@@ -9,7 +9,6 @@ import difflib
 import glob
 import hashlib
 import itertools
-import json
 import math
 import os
 import re
@@ -24,7 +23,7 @@ from typing import Any, Literal
 
 from errors import Problems, UserError, counted
 from limits import setting
-from tokenizer import chat, files
+from tokenizer import chat, files, schema
 from tokenizer.byte_range import ByteRange
 from tokenizer.documents import NO_LIMIT, Counts, Limit, place_words
 from tokenizer.files import TOLERATED_SHARE
@@ -391,9 +390,8 @@ def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
     is_dict = "dataset_dict.json" in names
     if not is_dict and not {"state.json", "dataset_info.json"} <= names:
         return None
-    path = os.path.join(folder, "dataset_dict.json" if is_dict else "state.json")
-    with suppress(ValueError, LookupError, TypeError), open(path, encoding="utf-8") as file:
-        content = json.load(file)
+    with suppress(ValueError, LookupError, TypeError):
+        content = schema.read(Path(folder) / ("dataset_dict.json" if is_dict else "state.json"))
         if is_dict:
             return {"train", "validation"} & {*content["splits"]}
         return {part["filename"] for part in content["_data_files"]}
@@ -420,11 +418,12 @@ def _row_groups(name: str, kind: str) -> Iterator[tuple[int, int, int]]:
     """Yield (bytes, first, end) of consecutive row groups, or record batches of an arrow file, that together have about one unit."""
     from pyarrow import parquet
 
-    if kind == "arrow":
-        sizes = [batch.nbytes for batch in arrow_batches(name)]
-    else:
-        with parquet.ParquetFile(name) as file:
-            sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
+    with files.readable(name):
+        if kind == "arrow":
+            sizes = [batch.nbytes for batch in arrow_batches(name)]
+        else:
+            with parquet.ParquetFile(name) as file:
+                sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
     start = size = 0
     for i, of_group in enumerate(sizes):
         size += of_group

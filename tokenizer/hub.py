@@ -12,7 +12,7 @@ from typing import Any, Self
 from errors import UserError
 
 ID = re.compile(
-    r"(?P<name>[\w.-]*\w[\w.-]*/[\w.-]*\w[\w.-]*)(:(?P<config>[^:@]+)|:(?=:))?(:(?P<split>[^:@]+))?(@(?P<revision>\S+))?"
+    r"(?P<name>[.-]*\w[\w.-]*/[.-]*\w[\w.-]*)(:(?P<config>[^:@]+)|:(?=:))?(:(?P<split>[^:@]+))?(@(?P<revision>\S+))?"
 )
 REACHED_WITHIN = 10  # in seconds
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from errors import UserError
 from settings_file import read_yaml
-from tokenizer.hub import HubDataset
+from tokenizer.hub import ID, HubDataset
 
 FOLDER = Path(__file__).parent / "named"
 LANGUAGE = "{language}"
@@ -78,8 +78,12 @@ def listed() -> Iterator[str]:
 def _read(path: Path) -> NamedData:
     content, known = read_yaml(path), {part.name for part in fields(NamedData)}
     wrong = sorted(content.keys() - known) + [name for name in content if not isinstance(content[name], str | None)]
-    if wrong or "dataset" not in content:
+    if wrong or not content.get("dataset"):
         raise UserError(
             f"{path}: {', '.join(wrong) or 'dataset'} is unknown, missing or not text; it may have {', '.join(sorted(known))}."
+        )
+    if ID.fullmatch(str(NamedData(**content).hub)) is None:
+        raise UserError(
+            f"{path}: {content['dataset']!r:.100} with its config and split is not a dataset on the Hub; correct it."
         )
     return NamedData(**content)

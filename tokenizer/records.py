@@ -121,6 +121,7 @@ def _arrow(part: ByteRange) -> Records:
             if part.stop is not None and i >= part.stop:
                 return
             if i >= part.start:
+                batch.validate(full=True)  # otherwise a damaged length can end the process
                 chosen = batch.select([part.column]) if part.column else batch
                 yield from ((record, {"record": row + j}) for j, record in enumerate(_rows(chosen), start=1))
             row += batch.num_rows
@@ -133,7 +134,9 @@ def arrow_batches(path: str) -> Iterator[Any]:
     import pyarrow as pa
 
     with pa.memory_map(path) as file, pa.ipc.open_stream(file) as reader:
-        yield from reader
+        for batch in reader:
+            batch.validate()
+            yield batch
 
 
 def _rows(batch: Any) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ SEAL = "sha256"  # key of a file's own hash; older versions did not write it and
 
 def read(path: Path, kind: Any = Any) -> Any:
     """Return the content of a JSON file as a `kind` (see `build`). Raise a one-line `ValueError` if it does not match."""
+    if path.exists() and not path.is_file():  # reading a pipe would wait, reading a device may never end
+        raise ValueError("it is not a regular file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except RecursionError:

@@ -4,7 +4,6 @@ All are ordinary fast Transformers tokenizers and load with `AutoTokenizer`.
 """
 
 import itertools
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from errors import Problems, UserError, counted
 from limits import setting
-from tokenizer import hub
+from tokenizer import hub, schema
 from tokenizer.bpe import byte_level_alphabet
 from tokenizer.words import END, WordSplitter, blocks
 
@@ -71,6 +70,10 @@ def build(
     Raise a `UserError` if its size differs from `vocab_size` and `must_fit` is true, or `vocab_size` is too small for a BPE."""
     if existing is not None:
         tokenizer = existing
+        if (largest := largest_id(existing)) >= len(existing):  # tables have an entry for each id
+            raise UserError(
+                f"{arguments.tokenizer} has {len(existing):,} tokens, but the id {largest:,}; use another tokenizer."
+            )
     elif arguments.tokenizer_type == "character":
         tokenizer = character_tokenizer(texts())
     else:
@@ -232,14 +235,14 @@ class SavedTokenizer:
     def read(cls, folder: Path) -> Self | None:
         """Return the tokenizer, or None if it needs Transformers: it is not a local folder, has another form, or is damaged."""
         with suppress(Exception):  # the Rust library raises no narrower class
-            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            config = schema.read(folder / "tokenizer_config.json")
             is_generic = config["backend"] == "tokenizers" and config["tokenizer_class"] in GENERIC_CLASSES
             special = {name: token for name, token in config.items() if name.endswith("_token") and token}
             is_plain = all(isinstance(token, str) for token in special.values())
-            if is_generic and is_plain and not any((folder / name).exists() for name in OTHER_FILES):
-                template = folder / "chat_template.jinja"
-                source = template.read_text(encoding="utf-8") if template.exists() else None
-                return cls(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), special, source)
+            file, template = folder / "tokenizer.json", folder / "chat_template.jinja"
+            if is_generic and is_plain and file.is_file() and not any((folder / name).exists() for name in OTHER_FILES):
+                source = template.read_text(encoding="utf-8") if template.is_file() else None
+                return cls(folder, Tokenizer.from_file(str(file)), special, source)
         return None
 
     @property
@@ -280,6 +283,10 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
     if not tokenizer.is_fast:
         raise UserError(f"{name} is a slow tokenizer; only fast ones (tokenizer.json) are supported.")
     return tokenizer
+
+
+def largest_id(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer") -> int:
+    return max(tokenizer.backend_tokenizer.get_vocab().values(), default=-1)
 
 
 def save(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", folder: Path, context: int | None = None) -> None:

@@ -247,7 +247,7 @@ def load_state(checkpoint: Path) -> TrainState:
 def _from_format_1(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     """Return a state of format 1 in the current format. In format 1, no samples were skipped and precision was not recorded."""
     step, tokens_per_step = content["step"], content["tokens_per_step"]
-    context = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["n_positions"]
+    context = schema.read(checkpoint / "config.json")["n_positions"]
     settings = {"data": content["data_identity"], "tokenizer": content["tokenizer_sha256"], "mask_documents": False}
     settings |= {"seed": content["seed"], "tokens_per_step": tokens_per_step}
     position = {"step": step, "sample": step * tokens_per_step // context, "tokens": step * tokens_per_step}

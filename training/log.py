@@ -42,7 +42,7 @@ class RunLog(AbstractContextManager):
             device = run.accelerator.device
             reported = reported_mfu(name_of(device)) if product_parameters(run.plan.model) >= FILLS_A_GPU else None
             self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", reported and reported[1])
-            self.reference = find_reference(run.folder)
+            self.reference = find_reference(run.folder, print)
             losses = [loss for _, loss in self.advisor.losses]
             self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled, hourly_price)
 

@@ -5,13 +5,14 @@ reference/NAME.jsonl: the first line has the settings, the hashes of the tokens,
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from errors import NONSENSE
 from settings_file import read_yaml
 from tokenizer import schema
 from tokenizer.store import SPLITS
@@ -52,12 +53,16 @@ def compared_settings(folder: RunFolder) -> dict[str, str]:
     return {name: str(settings.get(name)) for name in sorted(COMPARED)} | hashes
 
 
-def find_reference(folder: RunFolder) -> Reference | None:
-    """Return the reference with the settings and the text of a run, or None."""
+def find_reference(folder: RunFolder, say: Callable[[str], object] = lambda text: None) -> Reference | None:
+    """Return the reference with the settings and the text of a run, or None. Report damaged references."""
     wanted = compared_settings(folder)
     for path in sorted(FOLDER.glob("*.jsonl")):
-        head, *entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        if head["compared"] == wanted:
-            steps, losses = zip(*((entry["step"], comparable_loss(entry)) for entry in entries), strict=True)
-            return Reference(path.stem, list(steps), list(losses), int(wanted["tokens_per_step"]))
+        try:
+            head, *entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            if head["compared"] == wanted:
+                points = [[entry["step"], comparable_loss(entry)] for entry in entries]
+                steps, losses = zip(*sorted(schema.build(points, list[tuple[int, float]])), strict=True)
+                return Reference(path.stem, list(steps), list(losses), int(wanted["tokens_per_step"]))
+        except (OSError, *NONSENSE) as error:
+            say(f"{path} is damaged ({error}), so no run is compared with it.")
     return None

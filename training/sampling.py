@@ -172,8 +172,8 @@ def read_samples(path: Path) -> dict[int, list[str]]:
 
 def forget_samples_after(path: Path, step: int) -> None:
     """Remove the sections of later steps. Other text in the file stays."""
-    if path.is_file():
-        text = path.read_text(encoding="utf-8", errors="replace")
+    if path.exists():
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         later = (found.start() for found in SECTION_OR_SAMPLE.finditer(text) if found[1] and int(found[1]) > step)
         write_atomic(path, text[: next(later, len(text))])
 

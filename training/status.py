@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from atomic import write_atomic
 from errors import NONSENSE, check_format
+from tokenizer import schema
 
 State = Literal["running", "finished", "stopped", "failed"]
 FORMAT_VERSION = 1  # of the run folder; a status.json without a version has format 1
@@ -49,7 +50,7 @@ def check_run_format(path: Path) -> None:
 def read_status(path: Path) -> dict[str, Any]:
     """Return the content of a status.json, or an empty dictionary if the file is missing or unreadable."""
     with suppress(OSError, *NONSENSE):
-        return dict(json.loads(path.read_bytes()))
+        return schema.read(path, dict[str, Any])
     return {}
 
 

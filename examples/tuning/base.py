@@ -1,6 +1,7 @@
 """Base model: its weights and tokenizer, how it was made, and its original text."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from errors import UserError
 from examples.tuning.measurements import Learned, mean_loss
 from examples.tuning.settings import Tuning
+from tokenizer import schema
 from tokenizer.store import TokenStore
 from training.evaluate import store_and_masking
 from training.loading import check_store, find_model, load_with_tokenizer
@@ -22,12 +24,23 @@ ORIGINAL_WINDOWS = 200  # of the original validation text, each of one context
 RECORD = "finetuning.json"
 
 
+@dataclass
+class Record:
+    """Content of finetuning.json."""
+
+    steps: list[str]
+    base_model: str | None
+    datasets: list[str]
+    original_data: str | None
+
+
 @dataclass(frozen=True)
 class OriginalText:
     """Pre-training text of the model, if it is available."""
 
     store: TokenStore | None
     context: int
+    record: dict[str, Any]  # of the recipes so far
 
     def bits_per_byte(self, model: PreTrainedModel) -> dict[str, float]:
         """Measure forgetting on fixed windows of the validation split, if it is available."""
@@ -56,23 +69,29 @@ def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Orig
     Raise a `UserError` if the model cannot be loaded, or the requested original text is missing or of another tokenizer."""
     source = find_model(tuning.model)
     model, tokenizer = load_with_tokenizer(source, torch.float32)
-    store = original_store(tuning, source, tokenizer)
+    record = record_of(tuning)
+    store = original_store(tuning, record, source, tokenizer)
     tuning.decide(model.config.hidden_size, store is not None)
-    return model, tokenizer, OriginalText(store, model.config.max_position_embeddings)
+    return model, tokenizer, OriginalText(store, model.config.max_position_embeddings, record)
 
 
 def record_of(tuning: Tuning) -> dict[str, Any]:
-    """Return what the recipe that made the model recorded, or a new record."""
+    """Return what the recipe that made the model recorded, or a new record. Raise a `UserError` for a damaged one."""
     path = Path(tuning.model) / RECORD
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
+    if os.path.lexists(path):
+        try:
+            record = vars(schema.read(path, Record))
+            json.dumps(record, ensure_ascii=False).encode()  # text that is not UTF-8 could not be written into the card
+            return record
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is damaged ({error}); correct it, or delete it.") from error
     base = None if Path(tuning.model).exists() else tuning.model
     return {"steps": [tuning.name], "base_model": base, "datasets": [], "original_data": None}
 
 
 def extend_record(tuning: Tuning, learned: Learned, original: OriginalText, folder: Path) -> dict[str, Any]:
     """Write the record with this step into `folder`, and return it."""
-    record = record_of(tuning)
+    record = original.record
     source = str(tuning.hub or tuning.data_name)
     record["steps"] += [f"{learned.method} on {learned.trained:,} {learned.unit} of {source}"]
     record["datasets"] += [tuning.hub.name] if tuning.hub else []
@@ -82,12 +101,12 @@ def extend_record(tuning: Tuning, learned: Learned, original: OriginalText, fold
     return record
 
 
-def original_store(tuning: Tuning, source: str, tokenizer: PreTrainedTokenizerBase) -> TokenStore | None:
-    """Return the store of `original_data`, of the model's record or of the run; None if it is missing and was not requested."""
+def original_store(
+    tuning: Tuning, record: dict[str, Any], source: str, tokenizer: PreTrainedTokenizerBase
+) -> TokenStore | None:
+    """Return the store of `original_data`, of the model's `record` or of the run; None if it is missing and was not requested."""
     try:
-        store, _ = store_and_masking(
-            tuning.model, tuning.original_data or record_of(tuning)["original_data"], "original_data"
-        )
+        store, _ = store_and_masking(tuning.model, tuning.original_data or record["original_data"], "original_data")
     except UserError as error:
         if tuning.original_data is not None or tuning.replay_fraction:
             raise

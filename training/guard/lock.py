@@ -15,6 +15,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
+from atomic import write_atomic
 from errors import UserError, disk_errors
 
 NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
@@ -50,7 +51,7 @@ class RunLock:
                 self.lock = self._take_patiently()
         with suppress(OSError):  # the note is used only in messages
             since = f"{datetime.now():%Y-%m-%d %H:%M}"
-            self.note.write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}\n", encoding="utf-8")
+            write_atomic(self.note, f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
 
     def release(self, *_: object) -> None:
         if self.lock is not None:
@@ -74,7 +75,8 @@ class RunLock:
 
     def _holder(self) -> str:
         with suppress(OSError, ValueError):
-            if noted := re.fullmatch(r"(process \d+ on \S+ since [\d :-]+)\n", self.note.read_text(encoding="utf-8")):
+            written = self.note.read_text(encoding="utf-8") if self.note.is_file() else ""
+            if noted := re.fullmatch(r"(process \d+ on \S+ since [\d :-]+)\n", written):
                 return noted[1]
         return "another process"
 
