@@ -8,8 +8,10 @@ INSTALLED := $(VENV)/installed-$(EXTRAS)
 # The CUDA build of the pinned torch. `===` compares version strings exactly, so that pip does not choose torch 2.13.0+cpu.
 CUDA_TORCH ?= $(shell sed -n 's/^torch==/torch===/p' constraints.txt)
 FAKE_CUDA := tests/fake_cuda/build
+# What depends most on the versions of torch, Transformers and their dependencies
+VERSION_TESTS := $(addprefix tests/test_,model.py loss.py step.py conversion.py native.py loading.py model_loading.py)
 
-.PHONY: train test test-fake-cuda install lint clean
+.PHONY: train test test-fake-cuda test-versions test-minimum test-newest install lint clean
 
 train: install  ## Train the quickstart: about 0.9M parameters on Python's standard library, minutes on two CPU cores
 	$(BIN)/python train_accelerate.py
@@ -28,6 +30,17 @@ $(FAKE_CUDA)/installed: setup.cfg constraints.txt
 	$(FAKE_CUDA)/venv/bin/python -c 'import sys, torch; torch.version.cuda or sys.exit(f"{torch.__version__} is built without CUDA: name a CUDA build with make CUDA_TORCH=...")'
 	touch $@
 
+test-versions: test-minimum test-newest  ## Test with the minimum versions of setup.cfg and with the newest, in environments of their own
+
+test-minimum: CONSTRAINTS := -c .venv-minimum/constraints.txt
+test-minimum test-newest: test-%:
+	@echo 'Installing into .venv-$*: about 5.6 GB on disk with PyTorch for CUDA.'
+	test -d .venv-$* || $(PYTHON) -m venv .venv-$*
+	sed -n '/^install_requires/,/^$$/s/^ *\([a-z0-9_]*\)>=\([0-9.]*\).*/\1==\2/p' setup.cfg > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install -q --upgrade --upgrade-strategy eager $(CONSTRAINTS) -e . pytest
+	.venv-$*/bin/python -m pip list
+	.venv-$*/bin/python -m pytest $(VERSION_TESTS)
+
 lint: install
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -43,4 +56,4 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FAKE_CUDA) runs data
+	rm -rf $(VENV) .venv-minimum .venv-newest $(FAKE_CUDA) runs data

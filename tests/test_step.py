@@ -7,7 +7,7 @@ import torch
 import torch._dynamo.testing
 from accelerate import Accelerator
 
-from conftest import reset_accelerate
+from conftest import metrics, reset_accelerate
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.batches import BatchPlan, TrainBatches, WindowOrder
 from training.device import Setup
@@ -169,3 +169,9 @@ def test_a_step_never_waits_for_the_device(where):
         ready(1, 0.01)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiled_training_learns(train, tmp_path):
+    run = train(tmp_path / "run", torch_compile="true", max_steps=30, n_layer=1, eval_strategy="no")
+    losses = [entry["loss"] for entry in metrics(run) if "loss" in entry]
+    assert losses[-1] < losses[0] - 1  # nats
