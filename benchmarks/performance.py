@@ -56,6 +56,13 @@ def measured_on(result: dict[str, Any], path: Path) -> str:
     )
 
 
+ONE_ROUND = (
+    "Each row is one process, and the speed of this shared machine varies by 15% from minute to minute ([log.md](log.md)): a row up "
+    "to 15% below the row above it shows no loss of speed. The last row and `ours` above are the same step in two runs of the "
+    "benchmarks, so speeds are comparable only within a table."
+)
+
+
 def describe(workload: dict[str, Any]) -> str:
     dropout = f", dropout {workload['dropout']}" if workload["dropout"] else ""
     return (
@@ -116,6 +123,7 @@ def ladder(path: Path, result: dict[str, Any]) -> str:
             f"### {describe(result['workload'])}",
             f"![Tokens per second after each optimization]({path.stem}.png)",
             table(head, rows("ladder")),
+            *([ONE_ROUND] if result["measurement"]["rounds"] == 1 else []),
             "The same without one of the optimizations, or with one more, relative to the last row above:",
             table(
                 ["", "tokens/s", "relative", "peak memory, GB"],

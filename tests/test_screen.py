@@ -47,8 +47,8 @@ def test_a_validation_has_one_comparison_by_comparable_loss(capsys):
         "step 400: validation loss 3.3000, perplexity 27.11, 1.500 bits per byte (best)",
         "step 800: validation loss 3.4000, perplexity 27.11, 1.500 bits per byte on all held-out text (above x)",
         "step 600: validation loss 3.3500, perplexity 27.11, 1.500 bits per byte (best: 3.3000 at step 400)",
-        "step 900: validation loss 3.4000, perplexity 27.11, 1.500 bits per byte on all held-out text (3.3500 on the sample, "
-        "best: 3.3000 at step 400)",
+        "step 900: validation loss 3.4000, perplexity 27.11, 1.500 bits per byte on all held-out text (best on the sample: "
+        "3.3000 at step 400, now 3.3500)",
     ]
 
 

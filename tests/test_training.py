@@ -127,7 +127,7 @@ def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tm
     said, report = capsys.readouterr().out, (run / "report.md").read_text()
     assert re.search(
         rf"step 6: validation loss {last['eval_loss']:.4f}, perplexity [\d.]+, [\d.]+ bits per byte on all held-out text "
-        r"\(best\)\n",
+        r"\(best on the sample\)\n",
         said,
     )
     assert f"on the sample: the lowest is {sampled:.4f}, at step 6." in " ".join(report.split())

@@ -110,12 +110,13 @@ class Screen:
         """Show a validation with one comparison: the best of the run if that is another, by the loss on the text that all validations
         score, otherwise `reference` (of another run), if there is one."""
         step, loss = entry["step"], f"loss {entry['eval_loss']:.4f}"
-        bits, note = f"{entry['eval_bits_per_byte']:.3f} bits per byte", reference or "best"
+        bits, sample = f"{entry['eval_bits_per_byte']:.3f} bits per byte", " on the sample" * scores_more(entry)
         shown = perplexity(entry["eval_perplexity"])
+        note = reference or f"best{sample}"
         if best["step"] != step:
-            note = f"best: {comparable_loss(best):.4f} at step {best['step']:,}"
-            note = f"{comparable_loss(entry):.4f} on the sample, {note}" if scores_more(entry) else note
-        scored = f"{bits} on all held-out text" if scores_more(entry) else bits
+            now = f", now {comparable_loss(entry):.4f}" if sample else ""
+            note = f"best{sample}: {comparable_loss(best):.4f} at step {best['step']:,}{now}"
+        scored = f"{bits} on all held-out text" if sample else bits
         self.say(f"step {step}: validation {loss}, perplexity {shown}, {scored} ({note})")
         self.rows["validate"], self.progress = f"{loss}, {bits} at step {step:,}", ""
 
