@@ -17,10 +17,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 TOKENS = 2048  # maximum number of tokens per forward pass
 NEW_TOKENS = 24
-NETWORK = {
-    f"socket.{name}"
-    for name in ("bind", "connect", "getaddrinfo", "gethostbyaddr", "gethostbyname", "sendmsg", "sendto")
-}
+CALLS = ("bind", "connect", "getaddrinfo", "gethostbyaddr", "gethostbyname", "sendmsg", "sendto")
+NETWORK = {f"socket.{name}" for name in CALLS}
 CHANGES = {"os.chmod", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
 
 

@@ -168,11 +168,7 @@ def test_chats_are_encoded_as_for_training_and_old_turns_are_left_out(run):
         assert not tokenizer._tokenizer.encode_special_tokens  # another thread may use the tokenizer
         last, _ = chat_ids(tokenizer, [system, chat[2]], 99)
         assert chat_ids(tokenizer, [system, *chat], len(expected)) == (last, 2)
-    refused = {
-        "{{ x.y }}": "'x' is undefined",
-        "": "it renders an empty text",
-        "{{ 'a' * 10**10 }}": "it takes more than 5 s",
-    }
+    refused = {"{{ x.y }}": "'x' is undefined", "": "it renders an empty text", "{{ 'a' * 10**10 }}": "it takes more"}
     for tokenizer.chat_template, why in refused.items():
         with pytest.raises(ModelError, match=f"does not render this chat: {why}"):
             chat_ids(tokenizer, chat, 99)

@@ -193,14 +193,13 @@ def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, store, 
     assert_user_error("^'' is neither a task", evaluate.main, ["no/model", "--tasks", "which,"])
     (broken := tmp_path / "broken.yaml").write_text((tasks / "my_text.yaml").read_text().replace(".jsonl", ".missing"))
     assert_user_error("^lm-evaluation-harness ended with", evaluate.main, ["no/model", "--tasks", str(broken)])
-    code = (
-        '"{{query.x}}"',
+    for value in (
+        "'{{query.x}}'",
         "!function os.getcwd",
-        '"{% if query %}{% endif %}"',
-        "x\ninclude: which.yaml",
+        "'{% set x = 1 %}'",
+        "x\ninclude: a",
         "x\nmetric_list: [{metric: x}]",
-    )
-    for value in code:
+    ):
         broken.write_text(MULTIPLE_CHOICE.replace('"{{query}}"', value))
         sentence = "broken.yaml can run code .*; read it, then add --trust_task_code"
         assert_user_error(sentence, evaluate.main, ["no/model", "--tasks", str(broken)])

@@ -31,6 +31,7 @@ from training.report import report
 from training.run_folder import RunFolder, find_checkpoint
 from training.status import check_run_format, hours, starts_in_force
 
+OTHERS = ("finetuning.json", "tokenizer_config.json", "curve.jsonl", "named.yaml", "chats.arrow")
 NEWEST = "checkpoints/step_00000006"
 VALUES = [None, True, -1, 10**30, 1e308, float("nan"), "", "x", "\ud800", [], {}, [[]], "9" * 5000]
 
@@ -82,9 +83,7 @@ def finished(store, tmp_path_factory):
     (run / "finetuning.json").write_text(json.dumps(record))
     shutil.copy(run / "model" / "tokenizer_config.json", run)
     (run / "named.yaml").write_text("dataset: me/x\nconfig: a\ntext_column: text\nchat_template: chatml\n")
-    Dataset.from_dict({"text": [f"{i} é" for i in range(50)], "more": [[i] for i in range(50)]}).save_to_disk(
-        run / "saved"
-    )
+    Dataset.from_dict({"text": ["a é"] * 50, "more": [[1]] * 50}).save_to_disk(run / "saved")
     shutil.move(next((run / "saved").glob("*.arrow")), run / "chats.arrow")
     curve = [{"compared": compared_settings(RunFolder(run))}, {"step": 3, "eval_loss": 2.0}]
     (run / "curve.jsonl").write_text("".join(json.dumps(line) + "\n" for line in curve))
@@ -116,8 +115,7 @@ def read_other(run: Path, store: TokenStore) -> None:
     find_reference(RunFolder(run))
     SavedTokenizer.read(run)
     named_data.find(str(run / "named.yaml"))
-    unit = Corpus([str(run / "chats.arrow")], CorpusArguments(text_column="text")).units()[0]
-    for part in unit.ranges:
+    for part in Corpus([str(run / "chats.arrow")], CorpusArguments(text_column="text")).units()[0].ranges:
         with files.readable(part.path):
             list(records(part))
 
@@ -133,10 +131,7 @@ def read_checkpoint(run: Path, store: TokenStore) -> None:
     [
         *((name, read_logs) for name in ("metrics.jsonl", "events.jsonl", "report.json", "evaluation/evaluation.json")),
         ("status.json", read_status),
-        *(
-            (name, read_other)
-            for name in ("finetuning.json", "tokenizer_config.json", "curve.jsonl", "named.yaml", "chats.arrow")
-        ),
+        *((name, read_other) for name in OTHERS),
         *((f"{NEWEST}/{name}", read_checkpoint) for name in ("manifest.json", "training_state/state.json")),
     ],
 )
@@ -154,13 +149,7 @@ def test_changed_files_are_skipped_or_refused(finished, store, tmp_path, monkeyp
 
 def test_pipes_in_place_of_files_do_not_block(finished, store, tmp_path):
     run = Path(shutil.copytree(finished, tmp_path / "run"))
-    for name in (
-        "status.json",
-        ".gpt2scratch.json",
-        "evaluation/evaluation.json",
-        "report.json",
-        "tokenizer_config.json",
-    ):
+    for name in ".gpt2scratch.json status.json report.json evaluation/evaluation.json tokenizer_config.json".split():
         (run / name).unlink()
         os.mkfifo(run / name)
     read_logs(run, store)

@@ -23,14 +23,8 @@ def test_a_run_of_the_same_settings_and_text_is_compared_and_others_are_not(fini
     head, *curve = map(json.loads, (folder / "tiny.jsonl").read_text().splitlines())
     assert {"device", "torch", "compared"} <= head.keys()
     assert [entry["step"] for entry in curve] == [3, 6]
-    wrong = {
-        "a": "",
-        "b": "<<<<<<< HEAD\n",
-        "c": "[]",
-        "d": json.dumps(head),
-        "e": json.dumps(head) + '\n{"step": null}',
-    }
-    for name, content in wrong.items():
+    wrong = ["", "<<<<<<< HEAD\n", "[]", json.dumps(head), json.dumps(head) + '\n{"step": null}']
+    for name, content in zip("abcde", wrong, strict=True):
         (folder / f"{name}.jsonl").write_text(content)
     run = trained(store, tmp_path / "run", seed=2)
     losses = [entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry]
@@ -38,7 +32,7 @@ def test_a_run_of_the_same_settings_and_text_is_compared_and_others_are_not(fini
     expected = f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} the reference tiny at 0.000384M tokens"
     out = capsys.readouterr().out
     assert expected in out
-    assert re.findall(r"(\w)\.jsonl is damaged \(.+\), so no run is compared with it\.\n", out) == list(wrong)
+    assert re.findall(r"(\w)\.jsonl is damaged \(.+\), so no run is compared with it\.\n", out) == list("abcde")
     assert f"Last validation loss: {expected} (`reference/`)." in (run / "report.md").read_text()
     other = trained(store, tmp_path / "other", learning_rate=0.02)
     assert "the reference" not in capsys.readouterr().out + (other / "report.md").read_text()

@@ -165,11 +165,8 @@ class TokenStore:
 
         tokenizer = vocabulary.load(self.folder / "tokenizer")
         stated = self.metadata.vocab_size, self.metadata.eos_token_id
-        found, largest = (len(tokenizer), tokenizer.eos_token_id), vocabulary.largest_id(tokenizer)
-        if largest >= found[0]:  # tables have an entry for each id
-            raise UserError(
-                f"{self.folder / 'tokenizer'} has {found[0]:,} tokens, but the id {largest:,}; build the store again."
-            )
+        vocabulary.check_ids(tokenizer, self.folder / "tokenizer")
+        found = len(tokenizer), tokenizer.eos_token_id
         if stated != found:
             raise UserError(
                 f"{self.folder / 'metadata.json'} states {stated[0]:,} tokens and end-of-text id {stated[1]}, but its tokenizer "

@@ -70,10 +70,7 @@ def build(
     Raise a `UserError` if its size differs from `vocab_size` and `must_fit` is true, or `vocab_size` is too small for a BPE."""
     if existing is not None:
         tokenizer = existing
-        if (largest := largest_id(existing)) >= len(existing):  # tables have an entry for each id
-            raise UserError(
-                f"{arguments.tokenizer} has {len(existing):,} tokens, but the id {largest:,}; use another tokenizer."
-            )
+        check_ids(existing, arguments.tokenizer)
     elif arguments.tokenizer_type == "character":
         tokenizer = character_tokenizer(texts())
     else:
@@ -285,8 +282,10 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def largest_id(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer") -> int:
-    return max(tokenizer.backend_tokenizer.get_vocab().values(), default=-1)
+def check_ids(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", name: object) -> None:
+    """Raise a `UserError` if an id is not below the number of tokens: tables have an entry for each id."""
+    if (largest := max(tokenizer.backend_tokenizer.get_vocab().values(), default=-1)) >= len(tokenizer):
+        raise UserError(f"{name} has {len(tokenizer):,} tokens, but the id {largest:,}; use another tokenizer.")
 
 
 def save(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", folder: Path, context: int | None = None) -> None:
