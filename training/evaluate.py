@@ -73,7 +73,7 @@ def lm_eval_errors() -> Iterator[None]:
 
 def runs_code(path: str) -> bool:
     """Return whether a task file can run code: by a tag, another file, a metric of a library, or Jinja, which lm-eval does not confine.
-    A name in braces, such as `{{text}}`, is no code."""
+    A name in braces, such as `{{text}}`, is not code."""
     import lm_eval.api.metrics  # noqa: F401  (it fills the registry)
     from lm_eval.api.registry import metric_registry
 
