@@ -207,7 +207,7 @@ class Corpus:
                 f"convert it to UTF-8{or_exclude}."
             )
         if is_all and counts.empty_records > TOLERATED_SHARE * (counts.documents + counts.empty_records):
-            is_broken = "why" in counts.worst()["empty_records"][1]
+            is_broken = counts.worst()["empty_records"][1].get("why") == "broken"
             remedy = "correct that" if is_broken else "name the right column with --text_column"
             raise UserError(
                 f"{where}: {counts.empty_records:,} records have no text and {counts.documents:,} have text"
