@@ -343,7 +343,7 @@ def test_a_dry_run_writes_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     card = SpaceCard.load(folder / "README.md")
     assert (card.data.sdk, card.data.app_file, card.data.models) == ("gradio", "app.py", ["me/small", "me/large"])
     needed = (folder / "requirements.txt").read_text().split()
-    assert needed == ["torch>=2.11", "transformers>=5.17,<6", "accelerate>=1.12", "safetensors>=0.6"]
+    assert needed == ["torch>=2.11", "transformers>=5.17,<6", "accelerate>=1.12", "safetensors>=0.8.0"]
 
 
 def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch, capsys):
