@@ -1,4 +1,4 @@
-"""Inductor's cache after a kill: incomplete libraries are deleted; complete ones and those being written are kept."""
+"""Compilation after a kill: incomplete libraries are deleted; complete ones and those being written are kept."""
 
 import os
 import struct
@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_step import tokens, train_step
 
+from tokenizer.store import Split
 from training import compilation
+from training.batches import BatchPlan
 from training.compilation import remove_incomplete_libraries
+from training.scoring import evaluate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libraries of other systems are not ELF files")
 LIBRARY = Path(torch.__file__).parent / "lib" / "libshm.so"  # a small real library
@@ -54,3 +58,16 @@ def test_library_that_is_being_linked_is_kept(cache):
         done.set()
         linker.join()
     assert left(cache) == {"whole", "header"}
+
+
+def test_a_validation_whose_compiler_fails_is_not_compiled(capsys):
+    def fail(*_: object) -> None:
+        raise RuntimeError("killed")
+
+    step = train_step(2, 1)
+    split, plan = Split(3000, 1, 9000, "", ""), BatchPlan(16, 2, 1, 1)
+    arguments = tokens(step.accelerator.device), split, plan, step.accelerator, 8
+    expected = evaluate(step.loss, *arguments)
+    assert capsys.readouterr().out == ""
+    assert evaluate(torch.compile(step.loss, backend=fail), *arguments) == expected
+    assert "WARNING: This validation was not compiled (RuntimeError('killed'))." in capsys.readouterr().out

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from errors import counted
 from limits import free
@@ -18,6 +19,7 @@ from progress import track
 from tokenizer import encode
 from tokenizer.store import Split, TokenStore
 from training.batches import BatchPlan
+from training.console import printer
 from training.data import place_tokens
 from training.loss import token_nats
 from training.tokens import IGNORED, Batch, Tokens
@@ -61,13 +63,21 @@ def evaluate(
     loss.eval()
     starts = eval_starts(len(tokens), plan.context, plan.micro_batch, accelerator, max_eval_samples)
     sums = torch.zeros(2, dtype=torch.float64, device=float64_device(accelerator.device))  # sums of nats and of targets
+    failure = None
     for done, (inputs, targets, positions) in enumerate(eval_batches(tokens, starts, plan.context)):
         if stop(done / len(starts)):
             loss.train()
             return None
-        sums[0] += loss(inputs, targets, 1, positions).to(sums.device)
+        try:
+            sums[0] += loss(inputs, targets, 1, positions).to(sums.device)
+        except BackendCompilerFailed as error:  # for example because a stop request has ended the compiler
+            failure = error.inner_exception
+            with torch.compiler.set_stance("force_eager"):
+                sums[0] += loss(inputs, targets, 1, positions).to(sums.device)
         sums[1] += (targets != IGNORED).sum().to(sums.device)
     loss.train()
+    if failure is not None:
+        printer(accelerator)(f"WARNING: This validation was not compiled ({failure!r:.300}).")
     nats, scored = accelerator.reduce(sums, reduction="sum").tolist()
     return eval_metrics(nats / scored, int(scored), split)
 

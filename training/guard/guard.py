@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
@@ -64,7 +63,7 @@ class RunGuard:
         self.stopper = Stopper(stopping, run.accelerator.num_processes)
 
     def __enter__(self) -> "RunGuard":
-        self.stopper.end_without_saving = partial(self._record, "stopped")
+        self.stopper.end_without_saving = self._end_without_saving
         self.stopper.__enter__()
         return self
 
@@ -151,6 +150,10 @@ class RunGuard:
         self._end("failed", (str(outcome) or type(outcome).__name__).splitlines()[0])
         if outcome is not error:
             raise outcome from error
+
+    def _end_without_saving(self, reason: str) -> None:
+        self._record("stopped", reason)
+        self.watchdog.__exit__(None, None)  # so that the other processes do not report that this one has died
 
     def _end(self, state: str, reason: str) -> None:
         self._record(state, reason)
