@@ -1,7 +1,10 @@
-"""Compilation after a kill: incomplete libraries are deleted; complete ones and those being written are kept."""
+"""Inductor's cache after a kill, or locked: incomplete libraries are deleted, and a run compiles in another folder."""
 
 import os
+import re
+import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -11,6 +14,7 @@ import pytest
 import torch
 from test_step import tokens, train_step
 
+from conftest import TINY, flags, wait_until
 from tokenizer.store import Split
 from training import compilation
 from training.batches import BatchPlan
@@ -71,3 +75,27 @@ def test_a_validation_whose_compiler_fails_is_not_compiled(capsys):
     assert capsys.readouterr().out == ""
     assert evaluate(torch.compile(step.loss, backend=fail), *arguments) == expected
     assert "WARNING: This validation was not compiled (RuntimeError('killed'))." in capsys.readouterr().out
+
+
+def test_a_run_names_the_suspended_process_that_locks_the_cache_and_compiles_elsewhere(spawn, store, tmp_path):
+    """Their compilers only write their arguments to a log, and hang or fail."""
+
+    def begin(name: str, command: str, **environment: str) -> subprocess.Popen:
+        compiler, log = tmp_path / f"{name}.sh", tmp_path / f"{name}.log"
+        compiler.write_text(f'#!/bin/sh\n[ $# = 1 ] && echo g++ 12 && exit\necho "$*" >> {log}\n{command}\n')
+        compiler.chmod(0o755)
+        settings = TINY | {"data": store.folder, "output_dir": tmp_path / name, "torch_compile": "true"}
+        environment |= {"CXX": str(compiler), "TMPDIR": str(tmp_path)}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
+        run = spawn("train_accelerate.py", *flags(**settings), **environment)
+        wait_until(log.is_file, 120)
+        return run
+
+    suspended = begin("suspended", "exec sleep 600")
+    suspended.send_signal(signal.SIGSTOP)
+    output, _ = begin("run", "exit 1", TORCHINDUCTOR_FILE_LOCK_TIMEOUT="2").communicate(timeout=120)
+    holder = rf"process {suspended.pid} of \S+ \({re.escape(sys.executable)} train_accelerate\.py .*: stopped\)"
+    assert re.search(rf"\nCompiling waits for {tmp_path}/cache/locks/\w+\.lock, which {holder} holds\. ", output)
+    own = re.search(r"\.lock is still locked: compiling in (\S+), in a fresh process\.\n", output)[1]
+    log = (tmp_path / "run.log").read_text()
+    assert (own in log, str(tmp_path / "cache") in log) == (True, False)

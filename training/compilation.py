@@ -1,4 +1,4 @@
-"""Compilation with torch.compile: the decision for this machine, and the repair of its cache on disk.
+"""Compilation with torch.compile: the decision for this machine, and the locks and files of its cache.
 
 Inductor lets the linker write directly into its cache. If the process is killed during that, the truncated file crashes every
 later run: an empty file with an error, a partial one with SIGBUS and no message. Such files are deleted.
@@ -6,6 +6,7 @@ later run: an empty file with an error, a partial one with SIGBUS and no message
 
 import importlib.util
 import os
+import re
 import shutil
 import struct
 import sysconfig
@@ -13,12 +14,19 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 import torch._inductor
+from filelock import FileLock, Timeout
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.utils import _filelock
 
 from errors import UserError
+from training.console import say
+from training.launcher import is_launched
+from training.restart import restarted
 
+SILENCE = 30.0  # seconds until a wait for a lock is reported
 LINKING = 5.0  # a file without a write for this many seconds is not being linked by any process
 ELF = struct.Struct("<16s2HI3QI6H")  # header of a 64-bit file
 
@@ -63,6 +71,39 @@ def _missing_to_compile() -> str:
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         parts.append("Triton is not installed (pip install triton).")
     return " ".join(parts)
+
+
+def prepare_cache() -> None:
+    """Prepare Inductor's cache for this process. After a restart that a lock has caused, it is a folder of this run alone."""
+    if own := restarted().get("compiler_cache"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = own
+    _filelock.FileLock.acquire = _acquire
+    remove_incomplete_libraries()
+
+
+def _acquire(lock: FileLock) -> object:
+    """Acquire a lock of Inductor, which would wait silently. Raise a `Timeout` if another process keeps it."""
+    limit = lock.timeout if lock.timeout >= 0 else 600.0  # Inductor waits for some locks without a limit
+    with suppress(Timeout):
+        return FileLock.acquire(lock, min(SILENCE, limit / 2))
+    if holder := _holder(lock.lock_file):
+        say(
+            f"Compiling waits for {lock.lock_file}, which {holder} holds. Continue or end that process, or set "
+            f"TORCHINDUCTOR_CACHE_DIR to another folder and run this command again. After {limit:g} s, the run does that by itself."
+        )
+    return FileLock.acquire(lock, limit)
+
+
+def _holder(lock: str) -> str:
+    """Describe the process that holds a lock, or return an empty string if it belongs to the same job.
+    An example is `process 12 of ann (python train_accelerate.py: stopped)`."""
+    with suppress(OSError, psutil.Error, TypeError):  # not on Linux, or not in this container
+        pattern = rf"FLOCK .* (\d+) \S+:{os.stat(lock).st_ino} "
+        process = psutil.Process(int(re.search(pattern, Path("/proc/locks").read_text(encoding="utf-8"))[1]))
+        if is_launched() and process.ppid() == os.getppid():
+            return ""
+        return f"process {process.pid} of {process.username()} ({' '.join(process.cmdline())[:80]}: {process.status()})"
+    return "another process"
 
 
 def remove_incomplete_libraries(cache: Path | None = None) -> None:

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.batches import TrainBatches, mix
-from training.compilation import remove_incomplete_libraries
+from training.compilation import prepare_cache
 from training.device import Setup, computes_bf16
 from training.loss import NextTokenLoss
 from training.model import build_model
@@ -99,7 +99,7 @@ def _prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) -
     It is compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot be
     one graph (huggingface/accelerate#3991). The autocast that Accelerate adds to `forward` is part of the graph either way."""
     if setup.torch_compile:
-        remove_incomplete_libraries()
+        prepare_cache()
     if setup.shards(accelerator):
         return shard(loss, accelerator, setup.sharding, setup.compile_settings)
     if setup.compile_settings is not None:

@@ -4,6 +4,7 @@ import errno
 import tempfile
 
 import torch
+from filelock import Timeout
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -31,6 +32,9 @@ def translate(error: Exception, run: Run) -> Exception:
         return UserError(f"{error} {last_good[0].upper()}{last_good[1:]}.")
     if is_out_of_memory(error):
         return _out_of_memory(run)
+    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, Timeout):
+        own, lock = tempfile.mkdtemp(prefix="torchinductor_"), error.inner_exception.lock_file
+        return Restart(f"{lock} is still locked: compiling in {own}, in a fresh process.", {"compiler_cache": own})
     if isinstance(error, BackendCompilerFailed):
         return UserError(
             f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, {cache_dir()}, free "
