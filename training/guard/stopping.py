@@ -139,7 +139,7 @@ class Stopper:
             self.end_without_saving(reason)
             for child in psutil.Process().children(recursive=True):  # compilers
                 with suppress(psutil.Error):
-                    child.kill()
+                    child.terminate()  # g++ then removes its temporary files
             leave(EXIT_CODES[reason], f"Stopped ({reason}). There was nothing to save; the same command starts again.")
         self._announce(self.requested)
 
