@@ -27,6 +27,8 @@ REPORT_SECONDS = 10.0  # time for which other processes of a job wait while one 
 HELP = frozenset({"-h", "--help", "--help_all"})
 SWITCHED_ON, SWITCHED_OFF = {"true", "yes", "t", "y", "1"}, {"false", "no", "f", "n", "0"}
 LONGEST_ERROR = 400  # maximum characters of an argparse message, which quotes the input
+# Options of `accelerate launch`, which does not read them after the name of the script.
+OF_LAUNCHER = set("num_processes num_machines machine_rank main_process_ip main_process_port multi_gpu gpu_ids".split())
 # Three ways to set the length of a run. A flag for one of them clears all three in the file.
 EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
 
@@ -194,6 +196,8 @@ class FlagParser(ArgumentParser):
         known = [*self.limits, *(["config", "help_all"] if dashes else [])]
         if names := [name for name in others if name in self.limits] or [name for name in others if name == "config"]:
             hint = f"Use {', '.join(dashes + name for name in names)}."
+        elif dashes and _name(given) in OF_LAUNCHER:
+            hint = "It is an option of accelerate launch: name it before the script (docs/multi_gpu.md)."
         elif names := difflib.get_close_matches(_name(given), known, n=1):
             hint = f"Did you mean {dashes}{names[0]}?"
         found.add(f"{where}Unknown {kind} {given}. {hint}", *names)

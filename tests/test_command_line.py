@@ -109,6 +109,10 @@ def test_leading_arguments_without_a_flag_fill_the_positional_field():
     [
         (["--n_layers", "3"], "Unknown flag --n_layers. Did you mean --n_layer?"),
         (["--learningrate=3"], "Unknown flag --learningrate=3. Did you mean --learning_rate?"),
+        (
+            ["--num_processes", "2"],
+            "Unknown flag --num_processes. It is an option of accelerate launch: name it before the script (docs/multi_gpu.md).",
+        ),
         (["--n_lay", "3"], "Unknown flag --n_lay. Did you mean --n_layer?"),
         (["my.txt", "--n_layer", "3"], "my.txt has no flag. Did you mean --input my.txt?"),
         (["--n_layer", "3", "README.md"], "README.md has no flag. Did you mean --input README.md?"),

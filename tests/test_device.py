@@ -85,7 +85,7 @@ def test_threads_spin_only_shortly_unless_the_user_chose(launch):
 CHILD = (
     "import os, training.threads, training.launcher as e; print(os.environ['OMP_NUM_THREADS'], e.is_alone_by_mistake())"
 )
-LAUNCHER = f"import json, os, subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}], env=os.environ | json.loads(sys.argv[1]))"
+LAUNCHER = f"import json, os, subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}, *sys.argv[2:]], env=os.environ | json.loads(sys.argv[1]))"
 UNASKED = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}  # exported by the launcher by default
 
 
@@ -105,7 +105,7 @@ UNASKED = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}  # expor
 )
 def test_settings_of_the_user_are_distinguished_from_those_of_the_launcher(launch, users, launchers, threads, alone):
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
-    result = launch("-c", LAUNCHER, json.dumps(launchers), **{"OMP_NUM_THREADS": ""} | users)
+    result = launch("-c", LAUNCHER, json.dumps(launchers), "--num_processes", "2", **{"OMP_NUM_THREADS": ""} | users)
     assert result.stdout.split() == [str(threads or cores), str(alone)], result.stderr
 
 

@@ -67,10 +67,13 @@ def test_a_resumed_run_needs_no_pretrained_model(gpt2, store, tmp_path):
     assert [entry["step"] for entry in metrics(run) if "eval_loss" in entry] == [0, 3, 6]
 
 
-def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tmp_path):
+def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tmp_path, capsys):
     (tmp_path / "more.txt").write_text(prose(99), encoding="utf-8")
     given = {"tokens_per_step": 64, "torch_compile": "false", "mixed_precision": "no", "max_steps": 1}
     command = flags(init_from=run, data=tmp_path / "more.txt", output_dir=tmp_path / "second", **given)
+    train_accelerate.main([*command, "--plan", "--plan_steps", "0"])
+    assert "Advice:  learning_rate" not in capsys.readouterr().out
+    reset_accelerate()
     train_accelerate.main([*command, "--learning_rate", "1e-30", "--min_learning_rate", "0"])
     assert_equal(weights(tmp_path / "second"), weights(run))
     assert "model trained from the weights of tiny: " in (tmp_path / "second" / "report.md").read_text()
@@ -78,7 +81,7 @@ def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tm
     assert [config[name] for name in ("optimizer", "weight_decay", "lr_scheduler_type")] == ["adamw", 0.1, "cosine"]
 
 
-def test_contradictions_are_refused(gpt2, store, tmp_path):
+def test_contradictions_are_refused(gpt2, run, store, tmp_path):
     def refuse(sentence: str, source=gpt2, data=store.folder, **settings) -> None:
         assert_user_error(sentence, continued, source, data, tmp_path / "run", **settings)
 
@@ -90,7 +93,10 @@ def test_contradictions_are_refused(gpt2, store, tmp_path):
     (tmp_path / "text.txt").write_text(prose(7), encoding="utf-8")
     other = tokenized(tmp_path / "text.txt", tmp_path / "other", {"validation_fraction": 0.2}, vocab_size=280)
     refuse("have different tokenizers; use a store that was made with the model's own tokenizer", data=other.folder)
-    refuse("nothing is neither a local folder nor a Hub id", source="nothing")
+    refuse("gpt2 is neither a local folder nor a Hub id .* Did you mean openai-community/gpt2", source="gpt2")
+    refuse("init_from would be ignored, because resume_from_checkpoint has other weights", resume_from_checkpoint=run)
+    branch = flags(resume_from_checkpoint=run, output_dir=tmp_path / "run")
+    assert_user_error("step_00000003 is at step 3 of 3, so nothing is left to train", train_accelerate.main, branch)
     LlamaConfig().save_pretrained(tmp_path / "llama")
     refuse("it is a llama model; only GPT2Scratch and GPT-2 models can be trained", source=tmp_path / "llama")
     assert not (tmp_path / "run").exists()

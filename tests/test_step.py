@@ -28,6 +28,7 @@ def tokens(device: torch.device, where: str = "ram", documents: Documents | None
 def train_step(micro_batch: int, accumulation: int, optimizer: str = "adamw") -> TrainStep:
     reset_accelerate()
     accelerator = Accelerator(cpu=True)
+    accelerator.step = 1  # as after a measurement of speed
     plan = BatchPlan(16, micro_batch, accumulation, 1)
     batches = TrainBatches(tokens(accelerator.device), WindowOrder(len(TOKENS), 16, seed=1), plan, 0)
     setup = Setup("no", False, "eager", ())

@@ -15,6 +15,9 @@ ID = re.compile(
     r"(?P<name>[.-]*\w[\w.-]*/[.-]*\w[\w.-]*)(:(?P<config>[^:@]+)|:(?=:))?(:(?P<split>[^:@]+))?(@(?P<revision>\S+))?"
 )
 REACHED_WITHIN = 10  # in seconds
+# By a name without owner, which the Hub's libraries once accepted.
+HINTS = {name: f" Did you mean openai-community/{name}?" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+HINTS["distilgpt2"] = " Did you mean distilbert/distilgpt2?"
 
 
 def unreachable() -> str | None:
@@ -53,6 +56,7 @@ def require(name: str, what: str, *files: str) -> None:
     if (why := unreachable()) is not None and not is_cached:
         raise UserError(
             f"{name} is not a local path, the local Hub cache lacks {what} with this name, and the Hub cannot be reached ({why})."
+            f"{HINTS.get(name, '')}"
         )
 
 

@@ -150,6 +150,19 @@ class TrainConfig:
                 yield f"{name} {source} is in {self.run.output_dir}, which --overwrite_output_dir replaces; use another --output_dir."
         for name in sorted(self.flags & TEXT_SETTINGS - {"vocab_size"}) if not self.text else ():
             yield f"{name} applies to text only, but {self.data.data} is already a token store; leave it out."
+        layers, family = self.model.n_layer, "modern" if self.model.normalization == "rms_norm" else "gpt2"
+        has_file = "n_layer" in self.given - self.flags
+        ignored = {
+            "init_from": "resume_from_checkpoint" in self.flags and "resume_from_checkpoint has other weights",
+            "depth": "n_layer" in self.given and self.budget.depth != layers and f"n_layer is {layers}",
+            "family": has_file and self.budget.family != family and f"the model is of the family {family}",
+            "vocab_size": self.text and self.pretrained_source and "text is tokenized with the tokenizer of init_from",
+            "plan_steps": not self.cost.plan and "it needs --plan",
+            "torch_compile_mode": self.device.torch_compile.lower() == "false" and "torch_compile is false",
+        }
+        for name, reason in ignored.items():
+            if name in self.flags and reason:
+                yield f"{name} would be ignored, because {reason}; leave one of them out."
 
 
 PART_NAMES = tuple(part.name for part in fields(TrainConfig) if part.name not in ("flags", "given"))

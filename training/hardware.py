@@ -44,13 +44,23 @@ class CostArguments:
         None,
         f"With --plan: estimate for this device, from its datasheet, instead of this machine: {', '.join(RENTALS)}.",
     )
-    plan_steps: int = free(10, "With --plan: steps to run for measurement; 0 measures nothing.", maximum=10_000)
+    plan_steps: int = free(10, "With --plan: most steps to measure at a time; 0 measures nothing.", maximum=10_000)
+
+    def __post_init__(self) -> None:
+        """Complete a part of a device's name that only one device has: `RTX 4090` is rtx4090-24gb."""
+        if self.plan_device and len(found := rentals_named(self.plan_device)) == 1:
+            [self.plan_device] = found
 
     def problems(self) -> Iterator[str]:
         if self.plan_device is not None and self.plan_device not in RENTALS:
-            yield f"plan_device is {self.plan_device!r}; it must be one of {', '.join(RENTALS)}."
+            yield f"plan_device is {self.plan_device!r}; it must be one of {', '.join(rentals_named(self.plan_device) or RENTALS)}."
         elif self.plan_device is not None and not self.plan:
             yield f"plan_device is {self.plan_device}, which only applies with --plan; add --plan or leave it out."
+
+
+def rentals_named(part: str) -> list[str]:
+    """Return the devices in `RENTALS` whose names contain `part`, compared by letters and digits."""
+    return [name for name in RENTALS if re.sub(r"[\W_]", "", part.lower()) in name.replace("-", "")]
 
 
 def model_of(name: str) -> str:

@@ -43,7 +43,9 @@ def launcher_option(name: str) -> str:
     """Return an option's value on the launcher's command line, or an empty string if it is not given or the launcher has exited."""
     words = []
     with suppress(psutil.Error):
-        words = [part for word in psutil.Process(PARENT).cmdline() for part in word.split("=", 1)]
+        line = psutil.Process(PARENT).cmdline()
+        options = line[: len(line) - len(sys.argv) + 1]  # the script's own arguments follow
+        words = [part for word in options for part in word.split("=", 1)]
     return {word.replace("-", "_"): value for word, value in pairwise(words)}.get(f"__{name}", "")
 
 

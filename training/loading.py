@@ -30,7 +30,7 @@ def find_model(name: str) -> str:
         hint = f" yet: {RunFolder(path).last_good()}" if RunFolder(path).is_run() else ""
         raise UserError(f"{name} holds no model{hint}.")
     if len(name.strip("/").split("/")) != 2 or name.startswith((".", "/", "runs/")):
-        raise UserError(f"{name} is neither a local folder nor a Hub id (user/name).")
+        raise UserError(f"{name} is neither a local folder nor a Hub id (user/name).{hub.HINTS.get(name, '')}")
     hub.require(name, "a model", "config.json")
     return name
 

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from atomic import write_atomic
-from errors import counted, disk_errors
+from errors import UserError, counted, disk_errors
 from training import checkpoint as checkpoints
 from training.backup import Backup
 from training.console import printer
@@ -109,6 +109,10 @@ def print_end(run: Run, step: int, reason: str | None) -> None:
 def finish_again(run: Run, optim: OptimArguments) -> None:
     """Complete the files of a finished run, in case it was killed at its very end, and print the next commands. Raise a
     `UserError` if its folder cannot be written."""
+    if not run.start.is_own(run.folder):
+        raise UserError(
+            f"{run.start.checkpoint} is at step {run.start.step:,} of {run.plan.max_steps:,}, so nothing is left to train; use a greater --max_steps."
+        )
     on_main(run.accelerator, lambda: _complete(run))
     folder, source = run.folder, str(run.folder.path)
     if stable := folder.newest_step(until=cooldown_start(run.plan.max_steps, optim)):
@@ -121,8 +125,6 @@ def finish_again(run: Run, optim: OptimArguments) -> None:
 
 def _complete(run: Run) -> None:
     folder, start = run.folder, run.start
-    if not start.is_own(folder):
-        return
     with disk_errors(folder.path):
         checkpoints.renew_model(start.checkpoint, folder.model)
     write_status(folder.status, "finished", start.step)

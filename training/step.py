@@ -85,7 +85,8 @@ def build_train_step(
     `pretrained` writes the initial weights of a run without a checkpoint; by default they are random."""
     load = partial(load_weights, checkpoint / WEIGHTS) if checkpoint is not None else pretrained
     model = build_model(config, setup, batches.order.seed, load)
-    accelerator.gradient_accumulation_steps = batches.plan.accumulation
+    # The count of micro-batches starts at 0, so that a measurement before the run does not shift the run's global batches.
+    accelerator.gradient_accumulation_steps, accelerator.step = batches.plan.accumulation, 0
     loss = _prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
     precision = torch.bfloat16 if setup.mixed_precision == "bf16" and computes_bf16() else torch.float32
     optimizer = accelerator.prepare(build_optimizer(model, arguments, accelerator.device, precision))
