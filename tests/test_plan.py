@@ -12,7 +12,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from training.batches import BatchPlan, DataPosition, WindowOrder
 from training.device import Setup
 from training.forecast import assumed_speed, times_due
-from training.hardware import reported_mfu
+from training.hardware import rentals_named, reported_mfu
 from training.optim import usual_learning_rate
 from training.plan import Plan
 
@@ -47,7 +47,7 @@ def test_cuda_graphs_are_refused_with_gradient_accumulation(store, tmp_path, cap
 
 
 def test_plan_for_a_gpu_reports_missing_kernels_and_does_not_guess_for_small_models(store, tmp_path, capsys):
-    said = planned(store, tmp_path, capsys, plan_device="v100-16gb")
+    said = planned(store, tmp_path, capsys, plan_device="V100")
     assert "PyTorch's build for CUDA 13 has no kernels for the V100 16 GB (compute capability 7.0): install" in said
     assert reported_mfu("H200") == reported_mfu("H100")  # the same chip
     said = planned(store, tmp_path, capsys, plan_device="h200-141gb", mixed_precision="auto")
@@ -55,6 +55,9 @@ def test_plan_for_a_gpu_reports_missing_kernels_and_does_not_guess_for_small_mod
     assert "of 141.0 GB per device" in said
     sentence = r"^plan_device is 'a1000'; it must be one of a100-40gb, .*v100-16gb\.$"
     assert_user_error(sentence, planned, store, tmp_path, capsys, plan_device="a1000")
+    sentence = r"^plan_device is 'A100'; it must be one of a100-40gb, a100-80gb\.$"
+    assert_user_error(sentence, planned, store, tmp_path, capsys, plan_device="A100")
+    assert [rentals_named(part) for part in ("RTX 4090", "4090", "t4")] == 2 * [["rtx4090-24gb"]] + [["t4-16gb"]]
 
 
 def test_plan_for_a_large_text_uses_a_sample_and_deletes_it(tmp_path, capsys, monkeypatch):

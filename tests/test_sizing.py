@@ -67,6 +67,14 @@ def test_the_verdict_has_the_numbers_of_budget_and_need():
         ({"budget": "5usd"}, "the hourly price of this CPU in this unit is not known; add --hour"),
         ({"budget": "5units"}, "give a time such as 3h, or use --plan with a device of known price"),
         ({"budget": "1s", "plan": True}, r"budget is 1 s, .* checkpoints take about \d+ s; use a larger one"),
+        (
+            {"depth": 3, "n_layer": 4, "plan_steps": 1},
+            "depth .* because n_layer is 4; .*\nplan_steps .* it needs --plan",
+        ),
+        (
+            {"config": "presets/gpt2.yaml", "family": "modern"},
+            "family would be ignored, because the model is of the fam",
+        ),
         ({"budget": "100flops"}, "budget is 100 FLOPs, less than one step of the smallest model"),
         ({"budget": "1e18flops"}, r"more than 4 epochs help little, .* or use a budget of at most \S+flops"),
         ({"depth": 20}, "too few for the depth: .* or use a smaller depth"),

@@ -226,6 +226,8 @@ def advice(forecast: Forecast) -> Iterator[str]:
     known = f"for models of {N / 1e6:,.1f}M parameters (Kaplan et al. 2020)"
     if config.optim.optimizer == "muon":
         usual, known = MUON_RATES["learning_rate"], "for Muon (Jordan et al. 2024)"
+    if config.run.init_from is not None:  # as in presets/continued.yaml
+        usual, known = usual / 6, f"to continue training, a sixth of that {known}"
     if not usual / RATE_FACTOR <= rate <= usual * RATE_FACTOR:
         yield f"learning_rate is {rate:.1e}; about {usual:.1e} is usual {known}."
     warmup = config.optim.warmup_steps
