@@ -30,6 +30,7 @@ from limits import setting
 from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, check_logits, encode_prompt, end_tokens
 from training.loading import find_model, load_with_tokenizer, model_errors
 from training.sampling import TextStream, compiled, continue_texts, continue_tokens, generation_config
+from training.screen import IN_NOTEBOOK
 
 AT_ONCE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
 CONTROL = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")  # all but tab and line breaks
@@ -146,7 +147,10 @@ class Writer:
     row = ""  # text in the current row of the terminal
 
     def __call__(self, text: str) -> None:
-        print("".join(map(self._placed, text.translate(CONTROL))) if sys.stdout.isatty() else text, end="", flush=True)
+        if sys.stdout.isatty():
+            text = text.translate(CONTROL)
+            text = text if IN_NOTEBOOK else "".join(map(self._placed, text))  # a notebook shows no escape codes
+        print(text, end="", flush=True)
 
     def _placed(self, character: str) -> str:
         """Return what to print for a character: if it crosses the edge, its word is erased and printed in a new row."""

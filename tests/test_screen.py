@@ -113,6 +113,8 @@ PIECES = "from generate import write; [write(piece) for piece in ('one two', ' t
 def test_generated_words_do_not_break_at_the_edge():
     said = shown_on_a_terminal("-c", PIECES, TERM="xterm", COLUMNS="10")
     assert said == "one two th\x1b[2D\x1b[K\r\nthree four\r\n你好xxxxxx\x1b[6D\x1b[K\r\nxxxxxxxxxx\r\nxx\r\n"
+    said = shown_on_a_terminal("-c", PIECES, TERM="xterm", COLUMNS="10", JPY_PARENT_PID="1")
+    assert said == "one two three four 你好xxxxxxxxxxxx\r\n"  # a notebook, which shows no escape codes
 
 
 IS_LIVE = "from training.screen import Screen; it = Screen(100, 0, [], False, None); print(it.live is not None)"
