@@ -206,13 +206,13 @@ def test_losses_and_chats_are_shown_as_plain_text(address, browser):
     page.click(".start")
     page.wait_for("return document.querySelector('#talk').innerText.startsWith('<b>the')")
     page.click("#talk button[aria-label=Retry]")
-    page.wait_for("return document.querySelector('.bar .note').textContent.includes('letters, seed ')")
+    page.wait_for("return document.querySelector('.bar .note')?.textContent.includes('letters, seed ')")
     assert (talk := browser.find_element("css selector", "#talk")).text.count("<b>the") == 1
     page.click("#talk button[aria-label=Undo]")
     page.wait_for("return document.querySelector('#message textarea').value === '<b>the'")
     page.fill("#message textarea", " ")
     page.click(".start")  # a blank message is not sent
-    page.wait_for("return document.querySelector('.bar .note').textContent === ''")
+    page.wait_for("return document.querySelector('.bar .note')?.textContent === ''")
     assert not talk.text
     page.click(".picker input")  # the first model, which is not the default here
     page.click("[role=option][aria-label=tiny]")
