@@ -168,7 +168,7 @@ def test_an_example_fills_the_prompt_and_an_unknown_character_is_reported(addres
     page = Page(browser, address)
     page.fill("#prompt textarea", "something else")
     page.click(".chip")
-    page.wait_for("return document.querySelector('#prompt textarea').value === 'the'")
+    page.wait_for("return document.querySelector('#prompt textarea')?.value === 'the'")
     page.set(length="4")
     page.fill("#prompt textarea", "<b>${1+1}</b>")
     page.click(".start")
@@ -204,12 +204,12 @@ def test_losses_and_chats_are_shown_as_plain_text(address, browser):
     page.wait_for("return document.querySelector('#message textarea')?.checkVisibility()")
     page.fill("#message textarea", "<b>the")
     page.click(".start")
-    page.wait_for("return document.querySelector('#talk').innerText.startsWith('<b>the')")
+    page.wait_for("return document.querySelector('#talk')?.innerText.startsWith('<b>the')")
     page.click("#talk button[aria-label=Retry]")
     page.wait_for("return document.querySelector('.bar .note')?.textContent.includes('letters, seed ')")
     assert (talk := browser.find_element("css selector", "#talk")).text.count("<b>the") == 1
     page.click("#talk button[aria-label=Undo]")
-    page.wait_for("return document.querySelector('#message textarea').value === '<b>the'")
+    page.wait_for("return document.querySelector('#message textarea')?.value === '<b>the'")
     page.fill("#message textarea", " ")
     page.click(".start")  # a blank message is not sent
     page.wait_for("return document.querySelector('.bar .note')?.textContent === ''")
