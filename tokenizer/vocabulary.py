@@ -33,6 +33,7 @@ COUNTED_WORDS = 2_000_000  # maximum number of distinct words in memory
 # large.
 LONGEST_COUNTED_WORD = 1024  # bytes: the trainer gets longer words in pieces
 COUNTED_PIECE_BYTES = 8_000_000  # total of these pieces, evenly spread
+LARGEST_GAP = 1_000_000  # ids that a tokenizer may leave out below its largest
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # class names in Transformers 5 and 4
 # Files that only Transformers reads.
 OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
@@ -283,8 +284,8 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def check_ids(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", name: object) -> None:
-    """Raise a `UserError` if an id is not below the number of tokens: tables have an entry for each id."""
-    if (largest := max(tokenizer.backend_tokenizer.get_vocab().values(), default=-1)) >= len(tokenizer):
+    """Raise a `UserError` if an id is far above the number of tokens: tables have an entry for each id. Small gaps occur."""
+    if (largest := max(tokenizer.backend_tokenizer.get_vocab().values(), default=-1)) >= len(tokenizer) + LARGEST_GAP:
         raise UserError(f"{name} has {len(tokenizer):,} tokens, but the id {largest:,}; use another tokenizer.")
 
 
