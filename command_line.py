@@ -305,7 +305,7 @@ def _switch(value: str) -> bool:
     """Return the truth value of a word. Raise an `ArgumentTypeError` for another word."""
     is_on = value.lower() in SWITCHED_ON
     if not is_on and value.lower() not in SWITCHED_OFF:
-        raise ArgumentTypeError(f"{value!r} is neither true nor false")
+        raise ArgumentTypeError(f"{value!r} is neither true nor false; a file needs a flag of its own")
     return is_on
 
 

@@ -226,7 +226,7 @@ def test_wrong_flags_keys_and_values_are_reported_together(yaml):
         f"input in {path} is nested; keys are flat.",
         f"learning_rate in {path}: invalid float value: 'high'.",
         "Unknown flag --zzz. See --help for the list.",
-        "Argument --torch_compile/--torch-compile: 'maybe' is neither true nor false. See --help.",
+        "Argument --torch_compile/--torch-compile: 'maybe' is neither true nor false; a file needs a flag of its own. See --help.",
         "--name is given twice; give it once, with all its values.",
         "max_steps is 1.",  # the sentences on n_layer and learning_rate are dropped, because their values are unknown
     ]

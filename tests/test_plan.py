@@ -29,7 +29,7 @@ def test_plan_prints_all_estimates_and_writes_nothing(store, tmp_path, capsys):
     assert "11,648 parameters" in lines["Model"]
     assert "\n         (weights 0.00, gradients 0.00, optimizer 0.00" in said
     assert "measured peak, including the program itself: " in lines["Memory"]
-    speed = re.search(r"at ([\d,]+) tokens/s, (\S+) s/step \(measured over \d+ steps; the first", lines["Time"])
+    speed = re.search(r"at ([\d,]+) tokens/s, (\S+) s/step \(measured over \d+ step.*; the first", lines["Time"])
     assert float(speed[1].replace(",", "")) * float(speed[2]) == pytest.approx(TINY["tokens_per_step"], rel=0.01)
     assert "0.00 dollars at 2.00 dollars per hour" in lines["Cost"]
     assert "for 2 checkpoints and the model" in lines["Disk"]
@@ -106,6 +106,20 @@ def test_plan_for_a_rented_device_uses_its_datasheet(store, tmp_path, capsys):
     rows = [line.split(" | ")[0] for line in said.splitlines() if line.startswith("| ")]
     assert rows[1:4] == ["| A100 40 GB", "| A100 80 GB", "| H100 80 GB"]
     assert "Prices: on-demand offers of May 2026" in said
+
+
+def test_a_large_model_is_measured_by_a_small_one(store, tmp_path, capsys, monkeypatch):
+    """With 4 layers and 4 micro-batches measured by 2 layers and one, the estimate is that of all of them."""
+    shape = {"n_layer": 4, "n_embd": 64, "n_positions": 64, "tokens_per_step": 16384, "max_steps": 4}
+    seconds = {}
+    for tokens, flops in ((4096, 4e9), (16384, 1e15)):
+        monkeypatch.setattr("training.throughput.PROBE_TOKENS", tokens)
+        monkeypatch.setattr("training.throughput.PROBE_FLOPS", flops)
+        said = " ".join(planned(store, tmp_path, capsys, **shape).split())
+        seconds[tokens] = float(re.search(r" tokens/s, (\S+) s/step", said)[1])
+        assert ("4,096 tokens with 2 layers of width 64, scaled by operations" in said) is (tokens == 4096)
+        assert ("measured peak" in said) is (tokens != 4096)
+    assert seconds[4096] == pytest.approx(seconds[16384], rel=0.5)
 
 
 def test_measured_peak_memory_matches_the_run(store, tmp_path, capsys):

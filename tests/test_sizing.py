@@ -67,6 +67,10 @@ def test_the_verdict_has_the_numbers_of_budget_and_need():
         ({"budget": "5usd"}, "the hourly price of this CPU in this unit is not known; add --hour"),
         ({"budget": "5units"}, "give a time such as 3h, or use --plan with a device of known price"),
         ({"budget": "1s", "plan": True}, r"budget is 1 s, .* checkpoints take about \d+ s; use a larger one"),
+        ({"budget": "1e9d"}, "budget is 1e[+]09 d, more than 100 years; use a smaller one"),
+        ({"budget": "5usd", "hourly_price": 0}, "budget is 5 dollars and hourly_price is 0, more than 100 years"),
+        ({"budget": "1m", "n_layer": 90}, r"90 layers of width 5760 needs up to [\d,]+ GB .* but \d+ GB are free"),
+        ({"depth": 3, "max_train_tokens": 1}, "max_train_tokens is 1, less than one step of 4,096 tokens"),
         (
             {"depth": 3, "n_layer": 4, "plan_steps": 1},
             "depth .* because n_layer is 4; .*\nplan_steps .* it needs --plan",
@@ -151,6 +155,16 @@ def test_the_plan_for_the_a100_of_the_training_report(store):
     _, sizing = resolve(config, CPU, Setup("bf16", True, "sdpa", ()), [whole, whole])
     assert sizing.verdict.startswith("120 units available, 128 needed: NOT sufficient, 7% too little")
     assert sizing.option.tokens == pytest.approx(8.4e9 * 120 / 128.3, rel=0.01)  # shortened to the budget
+
+
+def test_a_plan_has_one_answer_in_bounded_steps(store, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("training.throughput.PROBE_FLOPS", 1.0)
+    given = {"budget": "3h", "depth": 24, "max_steps": 20, "tokens_per_step": 2**16, "torch_compile": "false"}
+    train_accelerate.main([*flags(data=store.folder, output_dir=tmp_path / "run", **given), "--plan"])
+    said = capsys.readouterr().out
+    assert said.startswith("Measuring the speed")
+    [(row, estimated)] = re.findall(r"\| this .* (\S+) \| [^|]+ \|\n[^$]*\nTime:    (\S+) at .* tokens/s", said)
+    assert row == estimated != "0:00"
 
 
 def test_the_plan_prints_a_choice_that_runs(store, tmp_path, capsys):

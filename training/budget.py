@@ -1,5 +1,6 @@
 """Budget of a run in time, dollars, Colab compute units or floating-point operations."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -72,7 +73,7 @@ class Price:
                 f"budget is {amount}, but the hourly price of {self.device or 'this CPU'} in this unit is not known; {other}, or use --plan "
                 f"with a device of known price, such as --plan_device {priced}."
             )
-        return 3600 * amount.number / per_hour
+        return 3600 * amount.number / per_hour if per_hour else math.inf
 
     def verdict(self, amount: Amount, seconds: float) -> str:
         """Compare an amount of time or money with the `seconds` that a run needs: `120 units available, 96 needed: sufficient, 20%

@@ -73,6 +73,8 @@ class Forecast:
 
     @property
     def hours(self) -> float | None:
+        if self.sizing is not None and self.sizing.option.seconds is not None:
+            return self.sizing.option.seconds / 3600
         if self.speed is None:
             return None
         compilation = self.speed.first_step * (1 + VALIDATION_GRAPH * self.setup.torch_compile)
@@ -142,7 +144,11 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
         rental = RENTALS[config.cost.plan_device]
         hardware = f"{rental.name}, {setup.mixed_precision}, compiled (from its datasheet)"
         speed = assumed_speed(rental.datasheet, plan.model, setup.mixed_precision, accelerator.num_processes)
+    elif sizing is not None and sizing.speed is not None:
+        speed = sizing.speed
     elif config.cost.plan_steps > 0:
+        wait = ", which are compiled first, for up to a minute" if setup.torch_compile else ""
+        say(f"Measuring a few steps{wait} ...")
         speed = measure_speed(config, plan, setup, accelerator, sample, config.cost.plan_steps)
     forecast = Forecast(config, setup, plan, store, speed, sizing)
     say(describe_forecast(forecast, hardware, estimate, rentals(forecast)))

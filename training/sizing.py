@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from accelerate import Accelerator
 
-from errors import UserError
+from errors import UserError, counted
 from modeling_gpt2scratch import GPT2ScratchConfig
 from settings_file import read_yaml
 from tokenizer.store import TokenStore
@@ -30,7 +30,7 @@ from training.preflight import available_memory, make_plan
 from training.restart import restarted
 from training.speed import flops_per_token, product_parameters
 from training.status import hours
-from training.throughput import AFTER_VALIDATION, SCORING, measure_speed
+from training.throughput import AFTER_VALIDATION, SCORING, Throughput, measure_speed
 
 PRESET_OF = {"gpt2": PRESETS / "gpt2.yaml", "modern": PRESETS / "gpt2_modern.yaml"}
 # Settings that a family takes from its preset.
@@ -47,6 +47,7 @@ PROBE_SECONDS = 1.0
 TOLERANCE = 1.1  # of `scaling.deficit`: a budget may be too small for another layer and slightly too large without it
 BYTES_PER_PARAMETER = 18  # at most: weights, gradients and two moments in fp32, and weights in half precision
 MOST_PROBES = 3
+LONGEST = 100 * 365 * 86_400  # seconds of a budget
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Sizing:
     total: float | None  # seconds from the start of the process to the end; None: no time limit
     deadline: float | None  # the end, as a time of the monotonic clock
     tokenized: float  # seconds of tokenization, which do not count
-    known: str  # source of the speed
+    speed: Throughput | None  # None without a time limit
 
 
 def resolve(
@@ -148,8 +149,19 @@ class Sizer:
     def choose(self, spent: float, tokenized: float) -> Sizing:
         """Return the choice. `spent`: seconds of the budget that have passed, which do not include those of tokenization."""
         amount, total, deadline = self.config.budget.amount, None, None
+        model = self._model(self.depths[0])
+        if (needed := self._needed(model)) > self.memory:
+            raise UserError(
+                f"A model with {counted(model.n_layer, 'layer')} of width {model.n_embd} needs up to {needed / 1e9:,.0f} GB for weights, gradients and "
+                f"moments, but {self.memory / 1e9:,.0f} GB are free; use fewer layers, a smaller width, or another --plan_device."
+            )
         if amount is not None and amount.unit != "flops":
             total = self.price.seconds(amount)
+            if total > LONGEST:
+                given = f" and hourly_price is {self.config.cost.hourly_price:g}" if amount.unit == "usd" else ""
+                raise UserError(
+                    f"budget is {amount}{given}, more than 100 years; use a smaller one, or a time such as 3h."
+                )
             self.left = total if self.config.cost.plan else total - spent
             deadline = time.monotonic() + self.left
             self._find_pace()
@@ -161,11 +173,18 @@ class Sizer:
         if amount is not None:
             rows = {"half": self._best(0.5), **rows, "twice": self._best(2.0)}
         rows = {name: row for name, row in rows.items() if row is not None}
-        verdict = ""
+        verdict, speed = "", None
         if total is not None:
             needed = self._length(option.settings["tokens_per_step"]) or option.tokens
             verdict = self.price.verdict(amount, self._seconds(option.model, needed))
-        return Sizing(option, rows, verdict, total, deadline, tokenized, self.known)
+            speed = Throughput(self._pace(option.model), self.known)
+        return Sizing(option, rows, verdict, total, deadline, tokenized, speed)
+
+    def _needed(self, model: GPT2ScratchConfig) -> float:
+        """Return the bytes of weights, gradients and moments in each process."""
+        shards = self.accelerator.num_processes if self.setup.shards(self.accelerator) else 1
+        stored = product_parameters(model) + model.vocab_size * model.n_embd * (not model.tie_word_embeddings)
+        return BYTES_PER_PARAMETER * stored / shards
 
     def _options(self, factor: float) -> list[Option]:
         """Return the options for `factor` times the budget that have a step and fit into memory."""
@@ -178,9 +197,8 @@ class Sizer:
         return min(few or options, key=lambda option: option.deficit, default=None)
 
     def _option(self, depth: int, factor: float) -> Option | None:
-        shape = self._shape(depth)
-        model = model_config(ModelArguments(**shape), self.store.metadata.vocab_size)
-        amount, N = self.config.budget.amount, product_parameters(model)
+        model, amount = self._model(depth), self.config.budget.amount
+        N = product_parameters(model)
         if self.left is not None:
             tokens = self._pace(model) * (self.left * factor - self._seconds(model, 0))
         elif amount is not None:
@@ -188,22 +206,27 @@ class Sizer:
         else:
             tokens = self._length(0) or scaling.best_ratio(self.family, N) * N
         tokens = max(1, min(tokens, self._length(0) or tokens))
-        unit = model.n_positions * self.accelerator.num_processes
-        batch = self.given.get("tokens_per_step") or max(1, scaling.best_batch(tokens) // unit) * unit
+        batch = self._batch(model, tokens)
         limit = self._length(batch)
         tokens = min(tokens, limit or tokens)
-        shards = self.accelerator.num_processes if self.setup.shards(self.accelerator) else 1
-        stored = N + model.vocab_size * model.n_embd * (not model.tie_word_embeddings)
-        if tokens < batch or BYTES_PER_PARAMETER * stored > self.memory * shards:
+        if tokens < batch or self._needed(model) > self.memory:
             return None
         steps = int(tokens / batch)
-        settings = shape | self._recipe(model, batch, steps) | self.given | {"max_steps": steps}
+        settings = self._shape(depth) | self._recipe(model, batch, steps) | self.given | {"max_steps": steps}
         settings |= {"num_train_epochs": None, "max_train_tokens": None}
         seconds = None
         if self.left is not None:
             seconds = self._seconds(model, steps * batch)
             settings["max_train_tokens"] = limit and int(limit)  # for a resumed run, while its length is an estimate
         return Option(settings, model, N, steps * batch, self.unique, self.family, seconds)
+
+    def _batch(self, model: GPT2ScratchConfig, tokens: float) -> int:
+        """Return the tokens per step of a run that trains on `tokens`."""
+        unit = model.n_positions * self.accelerator.num_processes
+        return self.given.get("tokens_per_step") or max(1, scaling.best_batch(tokens) // unit) * unit
+
+    def _model(self, depth: int) -> GPT2ScratchConfig:
+        return model_config(ModelArguments(**self._shape(depth)), self.store.metadata.vocab_size)
 
     def _shape(self, depth: int) -> dict[str, Any]:
         """Return the settings of a model with `depth` layers."""
@@ -275,21 +298,19 @@ class Sizer:
                     f"plan_device is {plan_device}, but the best model for the budget is smaller than {FILLS_A_GPU / 1e6:.0f}M parameters: "
                     f"no speed is published for it; use a larger --budget, or plan without --plan_device on the device itself."
                 )
-        self.paces, depth = {}, min(2, self.depths[-1]) if len(self.depths) > 1 else self.depths[0]
+        printer(self.accelerator)("Measuring the speed of this device in a few steps ...")
+        self.paces, depth, tokens = {}, min(2, self.depths[-1]) if len(self.depths) > 1 else self.depths[0], 1
         while depth not in self.paces and len(self.paces) < MOST_PROBES:
-            pace = self._probe(depth)
+            pace = self._probe(depth, tokens)
             self.paces[depth] = on_main(self.accelerator, partial(float, pace))
             option = self._best(1.0)
-            depth = option.model.n_layer if option is not None else depth
+            depth, tokens = (option.model.n_layer, option.tokens) if option is not None else (depth, tokens)
         self.known = "measured over a few steps without compilation"
 
-    def _probe(self, depth: int) -> float:
-        """Measure FLOP/s of all devices for a model with `depth` layers."""
-        shape = self._shape(depth)
-        model = model_config(ModelArguments(**shape), self.store.metadata.vocab_size)
-        unit = model.n_positions * self.accelerator.num_processes
-        batch = self.given.get("tokens_per_step") or max(1, scaling.SMALLEST_BATCH // unit) * unit
-        settings = shape | self._recipe(model, batch, steps=1000)
+    def _probe(self, depth: int, tokens: float) -> float:
+        """Measure FLOP/s of all devices for a model with `depth` layers and the batch for `tokens`."""
+        model = self._model(depth)
+        settings = self._shape(depth) | self._recipe(model, self._batch(model, tokens), steps=1000)
         config, eager = self.config.with_settings(settings), replace(self.setup, torch_compile=False)
         plan = make_plan(config, self.sample, self.sample.load_tokenizer(), self.accelerator, eager)
         speed = measure_speed(config, plan, eager, self.accelerator, self.sample, steps=2, seconds=PROBE_SECONDS)
@@ -297,12 +318,16 @@ class Sizer:
         return gain * speed.tokens_per_second * flops_per_token(model)
 
     def _too_small(self) -> str:
+        model = self._model(self.depths[0])
+        batch = self._batch(model, 1)
+        if (length := self._length(batch)) is not None and length < batch:
+            given = " and ".join(f"{name} is {self.given[name]}" for name in LENGTHS if self.given.get(name))
+            return f"{given}, less than one step of {batch:,} tokens; use more, or a smaller --tokens_per_step."
         if self.left is None:
             return f"budget is {self.config.budget.amount}, less than one step of the smallest model; use a larger one."
-        model = model_config(ModelArguments(**self._shape(self.depths[0])), self.store.metadata.vocab_size)
         return (
             f"budget is {self.config.budget.amount}, of which {max(0.0, self.left):.0f} s are left after startup, but the first step of the smallest model, "
-            f"{VALIDATIONS} validations and checkpoints take about {self._seconds(model, scaling.SMALLEST_BATCH):.0f} s; use a larger one."
+            f"{VALIDATIONS} validations and checkpoints take about {self._seconds(model, batch):.0f} s; use a larger one."
         )
 
     def _check_text(self, option: Option) -> None:
