@@ -22,7 +22,7 @@ from training.checkpoint import MANIFEST
 from training.data import find_store
 from training.report.report import environment, evaluation_of, facts_of, sections_of
 from training.run_folder import RunFolder
-from training.sampling import read_samples
+from training.samples import read_samples
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Metadata keys that the new card keeps from the card of a model folder, unless a flag replaces them.

@@ -31,7 +31,7 @@ from training.checkpoint import complete_checkpoints, step_of
 from training.loading import find_model, model_errors
 from training.metrics import read_metrics
 from training.run_folder import RunFolder, is_checkpoint, run_of
-from training.sampling import read_samples
+from training.samples import read_samples
 
 MAX_EXAMPLES = 6  # maximum number of example prompts on the page
 REPOSITORY = Path(__file__).parent.parent

@@ -30,12 +30,13 @@ from training.checkpoint import TrainState
 from training.config import read_config
 from training.data import open_store
 from training.device import Setup
+from training.fsdp_settings import ASKED, Sharding
 from training.guard.learning import LearningCheck
 from training.health import Health, HealthArguments
 from training.loss import NextTokenLoss
 from training.optim import OptimArguments, build_optimizer
 from training.preflight import make_plan, setup_of
-from training.sharding import Sharding, generating, shard
+from training.sharding import generating, shard
 from training.step import build_train_step
 from training.tensors import shard_like, whole
 from training.throughput import measure_speed
@@ -207,7 +208,7 @@ def check_each_block_is_the_same_graph(accelerator: Accelerator) -> None:
 
 
 if __name__ == "__main__":
-    os.environ[sharding.ASKED] = "false"
+    os.environ[ASKED] = "false"
     checks = [check for name, check in list(globals().items()) if name.startswith("check_")]
     for check in checks:
         reset_accelerate()

@@ -19,9 +19,9 @@ MAY_IMPORT = {
 OURS = {*PACKAGES, "command_line", "train_accelerate", "push_to_hub", "generate", "benchmarks", "tests"}
 # The rings of training/, from the inside out. A file imports inner rings, and files to its left in the same ring.
 RINGS = {
-    "ground": "launcher threads console restart hardware scaling budget tensors muon optim status metrics compilation",
+    "ground": "launcher threads fsdp_settings console restart hardware scaling budget tensors muon optim status metrics compilation",
     "data and step": "tokens data batches loss sharding embedding device model distributed step sampling scoring",
-    "on disk": "checkpoint run_folder trackers backup saver loading pretrained",
+    "on disk": "samples checkpoint run_folder trackers backup saver loading pretrained",
     "decisions": "memory plan compatibility resume run",
     "while it runs": "health speed screen advice reference log profile report.plots report.facts report.report"
     " validation guard.learning guard.lock guard.stopping"

@@ -30,7 +30,7 @@ from tokenizer.vocabulary import VocabularyArguments, build
 from training import evaluate
 from training.checkpoint import WEIGHTS
 from training.report.report import sections_of
-from training.sampling import fenced, read_samples, write_samples
+from training.samples import fenced, read_samples, write_samples
 
 MINE = Repository("me/tiny")
 ALWAYS = {

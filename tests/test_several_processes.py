@@ -25,7 +25,7 @@ from conftest import (
 )
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.device import DeviceArguments, decide
-from training.sharding import Sharding
+from training.fsdp_settings import Sharding
 
 DDP = {"ACCELERATE_USE_FSDP": "false"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}

@@ -13,7 +13,7 @@ from training.metrics import read_events
 from training.report.facts import begin_report
 from training.report.report import write_report
 from training.run_folder import RunFolder
-from training.sampling import write_samples
+from training.samples import write_samples
 from training.speed import Speed, in_words, peak_memory
 from training.status import hours, record
 

@@ -17,7 +17,7 @@ from training.checkpoint import damage
 from training.data import name_of
 from training.evaluate import store_and_masking
 from training.metrics import comparable_loss
-from training.sampling import fenced, read_samples
+from training.samples import fenced, read_samples
 from training.scoring import eval_windows
 from training.status import now
 

@@ -18,9 +18,9 @@ from errors import Problems, UserError
 from limits import free, setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.compilation import decide_compilation
+from training.fsdp_settings import Sharding, sharding_asked
 from training.hardware import name_of, peak_flops
 from training.launcher import is_alone_by_mistake
-from training.sharding import Sharding, sharding_asked
 
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # parameters of glibc's mallopt
 # Lowest compute capability of PyTorch's builds for CUDA 13. Torch 2.14 is the last with builds for CUDA 12.6 (pytorch#190385).

@@ -16,8 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from errors import UserError
 from training.device import Setup, keep_freed_memory, use_deterministic_kernels
+from training.fsdp_settings import keep_accelerate_from_sharding
 from training.restart import restarted
-from training.sharding import keep_accelerate_from_sharding
 
 Found = TypeVar("Found")
 LONGEST_WAIT = 6 * 3600  # seconds

@@ -39,11 +39,11 @@ from training.compare.memorization import memorization
 from training.config import read_config
 from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.device import keep_freed_memory
+from training.fsdp_settings import keep_accelerate_from_sharding
 from training.loading import check_store, find_model, load_own_model
 from training.report.report import evaluated_run, keep_evaluation, show_evaluation
 from training.run_folder import CONFIG_FILE, find_checkpoint, run_of
 from training.scoring import score
-from training.sharding import keep_accelerate_from_sharding
 
 
 def store_and_masking(model: str, data: str | None, flag: str = "data") -> tuple[TokenStore, bool]:

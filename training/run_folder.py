@@ -29,7 +29,7 @@ from removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark, r
 from training import checkpoint as checkpoints
 from training.console import say
 from training.metrics import best_evaluation, forget_after, read_events, read_metrics
-from training.sampling import forget_samples_after
+from training.samples import forget_samples_after
 from training.status import check_run_format, is_status
 
 CONFIG_FILE = "config.yaml"

@@ -8,10 +8,8 @@ Each process keeps its shard of every tensor: the rows that `torch.chunk` assign
 computation and then freed (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, "PyTorch FSDP").
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,41 +18,9 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from training.fsdp_settings import Sharding
 from training.loss import NextTokenLoss
-
-ASKED = "ACCELERATE_USE_FSDP"
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Sharding settings of the launcher."""
-
-    offload: bool = False  # keep shards and optimizer state in CPU memory
-
-
-def sharding_asked(notes: list[str]) -> Sharding | None:
-    """Return the sharding settings in the environment, or None. Add unused settings to `notes`. Raise a `UserError` for FSDP1."""
-    if not _is_set(ASKED):
-        return None
-    version = os.environ.get("FSDP_VERSION", "1")
-    if version != "2":
-        raise UserError(f"The launcher's fsdp_version is {version}; set it to 2, as in launch/fsdp2.yaml.")
-    if _is_set("FSDP_ACTIVATION_CHECKPOINTING"):
-        notes.append("The launcher's fsdp_activation_checkpointing is not used: set gradient_checkpointing instead.")
-    if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
-        notes.append("The launcher's fsdp_reshard_after_forward is not used: a block is freed after its forward pass.")
-    return Sharding(offload=_is_set("FSDP_OFFLOAD_PARAMS"))
-
-
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("true", "1", "yes")
-
-
-def keep_accelerate_from_sharding() -> None:
-    """Clear the launcher's variable after it was read. Transformers also reads it and would load weights in only one process."""
-    os.environ[ASKED] = "false"
 
 
 class ShardedLoss(nn.Module):

@@ -9,7 +9,8 @@ from training.loss import DivergenceError
 from training.report.facts import begin_report
 from training.report.report import write_report
 from training.run import Run
-from training.sampling import sample, write_samples
+from training.samples import write_samples
+from training.sampling import sample
 from training.scoring import evaluate
 from training.sharding import generating
 from training.step import TrainStep

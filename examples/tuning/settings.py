@@ -22,7 +22,7 @@ from tokenizer import files
 from tokenizer.corpus import Corpus, CorpusArguments, kind_of
 from tokenizer.hub import HubDataset
 from tokenizer.named_data import dataset_of
-from training.sharding import keep_accelerate_from_sharding
+from training.fsdp_settings import keep_accelerate_from_sharding
 
 EXAMPLE = "{program} runs/x --data FILE"
 REPLAY = 0.5  # measured in benchmarks/results/finetuning-cpu.json

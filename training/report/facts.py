@@ -25,7 +25,7 @@ from training.launcher import launch_command
 from training.metrics import best_evaluation, comparable_loss, read_events, read_metrics, scores_more, seconds_until
 from training.reference import find_reference
 from training.run_folder import RunFolder
-from training.sampling import read_samples
+from training.samples import read_samples
 from training.speed import flops_per_token, product_parameters
 from training.status import hours, read_status, starts_in_force
 

@@ -28,7 +28,7 @@ from training.metrics import read_metrics
 from training.report.facts import gather, read_facts, write_facts
 from training.report.plots import plot_course, plot_loss, plot_panel
 from training.run_folder import EVALUATION, RunFolder, is_checkpoint, run_of
-from training.sampling import fenced
+from training.samples import fenced
 
 TEMPLATES = Path(__file__).parent / "templates"
 CELL = 60  # maximum characters of a text in a table
