@@ -7,7 +7,7 @@ python generate.py runs/x --prompt "Once" --num_return_sequences 32 --dtype bflo
 python generate.py runs/x-chats --chat
 """
 
-import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import os
 import re
@@ -24,13 +24,13 @@ from rich.cells import cell_len
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from command_line import FlagParser, run
-from errors import UserError
-from limits import setting
+from common.command_line import FlagParser, run
+from common.errors import UserError
+from common.limits import setting
 from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, check_logits, encode_prompt, end_tokens
-from training.loading import find_model, load_with_tokenizer, model_errors
-from training.sampling import TextStream, compiled, continue_texts, continue_tokens, generation_config
-from training.screen import IN_NOTEBOOK
+from training.checkpoints.loading import find_model, load_with_tokenizer, model_errors
+from training.evaluation.sampling import TextStream, compiled, continue_texts, continue_tokens, generation_config
+from training.log.screen import IN_NOTEBOOK
 
 AT_ONCE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
 CONTROL = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")  # all but tab and line breaks

@@ -6,7 +6,7 @@ python push_to_hub.py runs/x --repo_id user/name --checkpoint best --revisions  
 python push_to_hub.py runs/x --repo_id user/name --format both --gguf f16 q8_0    # also for vLLM, llama.cpp and others
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 import tempfile
 from dataclasses import dataclass, replace
@@ -17,17 +17,17 @@ from huggingface_hub.utils import enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
-from command_line import FlagParser, run
-from errors import UserError
-from limits import setting
+from common.command_line import FlagParser, run
+from common.errors import UserError
+from common.limits import setting
+from common.removal import discard
 from publishing.card import FolderArguments
 from publishing.hub_folder import TWIN, assemble, check_code, check_native
 from publishing.source import Source, all_sources, find_source
 from publishing.upload import Repository, check_access, check_repo_id, download, published_files, upload
 from publishing.verify import Expected, Published, expect, verify
-from removal import discard
-from training.checkpoint import as_os_error
-from training.run_folder import HUB_FILES
+from training.checkpoints.checkpoint import as_os_error
+from training.checkpoints.run_folder import HUB_FILES
 
 EXAMPLE = "python push_to_hub.py runs/x --repo_id user/name"
 

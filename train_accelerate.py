@@ -9,29 +9,29 @@ python train_accelerate.py --resume_from_checkpoint runs/x  # resume from the ne
 """
 
 # First, so that Ctrl-C or the launcher's death also ends this process during the imports below, which take seconds.
-import training.threads  # noqa: F401
+import training.runtime.threads  # noqa: F401
 
 # isort: split
 import gc
 import sys
 
-from command_line import run as run_command
-from training.batches import TrainBatches
+from common.command_line import run as run_command
+from training.budget.forecast import forecast_run, print_forecast, show_plan
+from training.budget.pacer import Pacer
+from training.budget.sizing import Sizing, resolve
+from training.checkpoints.saver import Saver
 from training.config import TrainConfig, read_config
-from training.forecast import forecast_run, print_forecast, show_plan
-from training.guard.guard import RunGuard, job
+from training.data.batches import TrainBatches
+from training.guard.run_guard import RunGuard, job
 from training.guard.watchdog import Watchdog
-from training.log import RunLog
-from training.optim import schedule
-from training.pacer import Pacer
+from training.log.profile import Profiler
+from training.log.run_log import RunLog
+from training.plan.run import Run, begin_run, finish_again, is_finished, print_end
 from training.preflight import check, decide_run, setup_of, with_attention
-from training.profile import Profiler
-from training.restart import restarting
-from training.run import Run, begin_run, finish_again, is_finished, print_end
-from training.saver import Saver
-from training.sizing import Sizing, resolve
-from training.step import build_train_step
-from training.validation import Validation
+from training.report.validation import Validation
+from training.runtime.restart import restarting
+from training.step.optim import schedule
+from training.step.train_step import build_train_step
 
 
 def main(arguments: list[str]) -> None:

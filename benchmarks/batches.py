@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from benchmarks.results import about, write
-from training.batches import BatchPlan, TrainBatches, WindowOrder
-from training.tokens import Documents, MemoryMap, Tokens
+from training.data.batches import BatchPlan, TrainBatches, WindowOrder
+from training.data.tokens import Documents, MemoryMap, Tokens
 
 ROWS, CONTEXT, N_TOKENS, VOCAB_SIZE = 64, 512, 200_000_000, 50_000
 BATCHES, COLD_BATCHES, STEP_SECONDS = 2000, 200, 0.02

@@ -184,13 +184,13 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
 def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
     """Measure our model in a minimal loop, which shows the overhead of Accelerate and the rest of a run."""
     from modeling_gpt2scratch import GPT2ScratchConfig
-    from tokenizer.store import TokenStore
-    from training.batches import BatchPlan, TrainBatches, WindowOrder
-    from training.data import place_tokens
-    from training.device import DeviceArguments, decide, keep_freed_memory
-    from training.loss import NextTokenLoss
-    from training.model import build_model
-    from training.optim import OptimArguments, build_optimizer
+    from tokenizer.store.store import TokenStore
+    from training.data.batches import BatchPlan, TrainBatches, WindowOrder
+    from training.data.run_data import place_tokens
+    from training.runtime.device import DeviceArguments, decide, keep_freed_memory
+    from training.step.loss import NextTokenLoss
+    from training.step.model import build_model
+    from training.step.optim import OptimArguments, build_optimizer
 
     use_all_cores()
     torch.set_float32_matmul_precision("high")

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from benchmarks.results import REPOSITORY, about, device_kind, write
-from command_line import run
-from errors import UserError
+from common.command_line import run
+from common.errors import UserError
 from examples.python_chats import DECLINED, IN_CHATS, IN_PAIRS, MODULE, questions_and_answers
 from examples.python_chats import write as write_data
 

@@ -34,10 +34,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.results import REPOSITORY, about, device_kind, spread, write
-from command_line import FlagParser, run
+from common.command_line import FlagParser, run
 from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2
 from modeling_gpt2scratch.loading import arrange_weights
-from training.sampling import compiled, generation_config
+from training.evaluation.sampling import compiled, generation_config
 
 SHAPES = {
     "small": {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 65, "n_positions": 256},

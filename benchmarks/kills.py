@@ -24,11 +24,11 @@ import psutil
 import torch
 
 from benchmarks.results import REPOSITORY, device_name
-from command_line import FlagParser, run
-from errors import UserError
-from training.checkpoint import complete_checkpoints, damage, step_of
-from training.run_folder import RunFolder
-from training.speed import SHOWN
+from common.command_line import FlagParser, run
+from common.errors import UserError
+from training.checkpoints.checkpoint import complete_checkpoints, damage, step_of
+from training.checkpoints.run_folder import RunFolder
+from training.log.speed import SHOWN
 
 SETTINGS = {
     "n_layer": 2,

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.contestants import Measurement, Rung, compete
 from benchmarks.results import about, device_kind, spread, write
 from benchmarks.workload import Workload, make_store
-from command_line import FlagParser, run
+from common.command_line import FlagParser, run
 
 
 @dataclass

@@ -69,7 +69,7 @@ def made(kind: str, megabytes: int, folder: Path) -> dict[str, Any]:
 
 def verify(text: str, store: Path) -> None:
     """Check all ids. The end of a single document, with its end-of-text token, is the validation split."""
-    from tokenizer.encode import load_rust
+    from tokenizer.encoding.encode import load_rust
 
     expected = load_rust(store / "tokenizer" / "tokenizer.json").encode(text, add_special_tokens=False).ids
     train, val = (np.fromfile(store / f"{split}.bin", dtype="<u2").tolist() for split in ("train", "val"))

@@ -1,4 +1,4 @@
-"""Write the reference curve of a finished run: its validations, settings, text, hardware and versions (see training/reference.py).
+"""Write the reference curve of a finished run: its validations, settings, text, hardware and versions (see training/log/reference.py).
 
 python -m benchmarks.reference runs/quickstart quickstart
 """
@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 from benchmarks.results import about
-from errors import UserError
-from training.metrics import read_metrics
-from training.reference import FOLDER, compared_settings
-from training.run_folder import RunFolder
-from training.status import read_status
+from common.errors import UserError
+from training.checkpoints.metrics import read_metrics
+from training.checkpoints.run_folder import RunFolder
+from training.checkpoints.status import read_status
+from training.log.reference import FOLDER, compared_settings
 
 KEPT = ("step", "eval_loss", "eval_sampled_loss", "eval_bits_per_byte")
 

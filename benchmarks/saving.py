@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.contestants import LAUNCH
 from benchmarks.results import REPOSITORY, about, device_kind, write
-from command_line import FlagParser, run
+from common.command_line import FlagParser, run
 
 
 @dataclass

@@ -26,17 +26,17 @@ import yaml
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-import command_line
-from atomic import write_atomic
 from benchmarks.performance import DOCS, measured_on, table
 from benchmarks.results import PACKAGES, REPOSITORY, RESULTS, about
-from errors import UserError
+from common import command_line
+from common.atomic import write_atomic
+from common.errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training import scaling
+from training.budget import scaling
+from training.checkpoints.metrics import read_metrics
 from training.config import read_config
-from training.metrics import read_metrics
+from training.log.speed import flops_per_token, product_parameters
 from training.report.plots import BLUE, ORANGE, STYLE
-from training.speed import flops_per_token, product_parameters
 
 # FLOPs of the runs of a row, by family, with their numbers of layers.
 LADDER = {

@@ -26,14 +26,14 @@ import matplotlib
 from matplotlib.figure import Figure
 from safetensors import safe_open
 
-import command_line
-from atomic import write_atomic
 from benchmarks import results
 from benchmarks.performance import DOCS, measured_on, table
 from benchmarks.results import PACKAGES, REPOSITORY, about, device_kind
-from errors import UserError
-from training.data import is_store, name_of
-from training.metrics import comparable_loss, read_metrics, seconds_until
+from common import command_line
+from common.atomic import write_atomic
+from common.errors import UserError
+from training.checkpoints.metrics import comparable_loss, read_metrics, seconds_until
+from training.data.run_data import is_store, name_of
 from training.report.plots import BLUE, GRAY, ORANGE, STYLE
 
 FILES = "tokens-to-loss-*.jsonl"

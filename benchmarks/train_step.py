@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.contestants import Measurement, compete
 from benchmarks.results import about, device_kind, spread, write
 from benchmarks.workload import Workload, make_store
-from command_line import FlagParser, run
-from errors import UserError
+from common.command_line import FlagParser, run
+from common.errors import UserError
 
 
 @dataclass

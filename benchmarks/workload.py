@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.results import REPOSITORY
-from settings_file import read_yaml
-from tokenizer.documents import Counts
-from tokenizer.store import finish, index_file, tokens_file
+from common.settings_file import read_yaml
+from tokenizer.corpus.documents import Counts
+from tokenizer.store.store import finish, index_file, tokens_file
 
 SPLITS = {"train": 4_000_000, "val": 20_000}  # tokens
 

@@ -5,20 +5,20 @@ python -m examples.finetune_chat runs/x --data chats.jsonl --lora_rank 0    # al
 python -m examples.finetune_chat runs/x --data smoltalk                     # the first 20,000 chats of a named data set or a Hub id
 """
 
-import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from errors import UserError
+from common.errors import UserError
 from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, mean_loss, score, until
 from examples.tuning.records import read_examples, splits
 from examples.tuning.settings import need, parse, start
 from examples.tuning.template import give_template, template_errors
 from examples.tuning.trainer import lora, shared_settings, train_and_save
-from tokenizer.chat import normalized
+from tokenizer.corpus.chat import normalized
 
 Messages = list[dict[str, str]]
 

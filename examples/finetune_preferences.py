@@ -4,7 +4,7 @@ python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl         
 python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl --lora_rank 0    # all weights
 """
 
-import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import copy
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from errors import UserError
+from common.errors import UserError
+from common.limits import setting
 from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, score, until
 from examples.tuning.records import UselessError, read_examples, splits
 from examples.tuning.settings import Tuning, default_rate, need, parse, start
 from examples.tuning.template import give_template, template_errors
 from examples.tuning.trainer import lora, shared_settings, train_and_save
-from limits import setting
-from tokenizer.chat import normalized
+from tokenizer.corpus.chat import normalized
 
 
 @dataclass

@@ -4,7 +4,7 @@ python -m examples.finetune_text runs/x --data recipes.txt                  # or
 python -m examples.finetune_text runs/x --data recipes.txt --lora_rank 0    # all weights
 """
 
-import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import shlex
 from typing import Any
@@ -12,14 +12,14 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-from errors import UserError
+from common.errors import UserError
 from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, mean_loss
 from examples.tuning.records import HELD_OUT, read_examples, read_texts
 from examples.tuning.settings import need, parse, start
 from examples.tuning.trainer import lora, shared_settings, train_and_save
 from modeling_gpt2scratch.loading import encode
-from training.loading import model_errors
+from training.checkpoints.loading import model_errors
 
 OPENING_TOKENS = 8  # of held-out text, used as a prompt
 

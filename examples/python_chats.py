@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line import FlagParser, run
-from errors import UserError
-from limits import setting
+from common.command_line import FlagParser, run
+from common.errors import UserError
+from common.limits import setting
 
 IN_CHATS, IN_PAIRS = 2_667, 2_000  # questions; a tenth of the chats and of the pairs is held out
 DECLINED = "I do not know."

@@ -12,17 +12,17 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig
 
-from errors import NONSENSE, UserError
-from limits import setting
+from common.errors import NONSENSE, UserError
+from common.limits import setting
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind
 from publishing.source import Source
 from publishing.upload import WRITTEN, WRITTEN_LINE, Repository
-from tokenizer import encode, vocabulary
-from training.checkpoint import MANIFEST
-from training.data import find_store
+from tokenizer.encoding import encode, vocabulary
+from training.checkpoints.checkpoint import MANIFEST
+from training.checkpoints.run_folder import RunFolder
+from training.checkpoints.samples import read_samples
+from training.data.run_data import find_store
 from training.report.report import environment, evaluation_of, facts_of, sections_of
-from training.run_folder import RunFolder
-from training.samples import read_samples
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Metadata keys that the new card keeps from the card of a model folder, unless a flag replaces them.

@@ -5,7 +5,7 @@ python -m publishing.demo runs/a/checkpoints/step_00001000 runs/a openai-communi
 python -m publishing.demo user/a user/b --space user/demo          # as a Space on the Hub; --dry_run does not upload
 """
 
-import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import json
 import shutil
@@ -20,25 +20,25 @@ from huggingface_hub import SpaceCard, SpaceCardData
 from huggingface_hub.utils import enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
-from command_line import FlagParser, run
-from errors import Problems, UserError
-from limits import setting
+from common.command_line import FlagParser, run
+from common.errors import Problems, UserError
+from common.limits import setting
+from common.removal import renew
+from common.settings_file import read_yaml
 from publishing.demo_models import MAX_MODELS, DemoModel, on_hub
 from publishing.upload import Repository, check_access, check_models, check_repo_id, upload
-from removal import renew
-from settings_file import read_yaml
-from training.checkpoint import complete_checkpoints, step_of
-from training.loading import find_model, model_errors
-from training.metrics import read_metrics
-from training.run_folder import RunFolder, is_checkpoint, run_of
-from training.samples import read_samples
+from training.checkpoints.checkpoint import complete_checkpoints, step_of
+from training.checkpoints.loading import find_model, model_errors
+from training.checkpoints.metrics import read_metrics
+from training.checkpoints.run_folder import RunFolder, is_checkpoint, run_of
+from training.checkpoints.samples import read_samples
 
 MAX_EXAMPLES = 6  # maximum number of example prompts on the page
 REPOSITORY = Path(__file__).parent.parent
 SPACE = {f"app{suffix}": f"publishing/demo_page{suffix}" for suffix in (".py", ".css", ".html.j2")}
 NAMES = ("__init__", "configuration_gpt2scratch", "modeling_gpt2scratch", "loading")  # no code of the models is run
 PACKAGED = ["publishing/__init__.py", "publishing/demo_models.py", *(f"modeling_gpt2scratch/{it}.py" for it in NAMES)]
-SPACE |= {name: name for name in ("chat_rendering.py", *PACKAGED)}
+SPACE |= {name: name for name in ("common/chat_rendering.py", *PACKAGED)}
 FILES = (*SPACE, "models.json", "requirements.txt", "README.md", "modeling_gpt2scratch/*.py", "**/*.pyc")
 # A Space installs gradio and Jinja2 by its sdk_version.
 NEEDED = ("torch", "transformers", "accelerate", "safetensors")

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import logits_process
 
-from chat_rendering import limit_tokenizers
+from common.chat_rendering import limit_tokenizers
 from modeling_gpt2scratch import loading
 
 MAX_MODELS = 4  # number of cards that fit side by side

@@ -17,7 +17,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # otherwise gradio reports every start to its developers
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in training/threads.py, for a Space
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in training/runtime/threads.py, for a Space
 
 import gradio
 from jinja2 import Template

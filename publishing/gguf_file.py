@@ -4,7 +4,7 @@ python -m publishing.gguf_file runs/x model-f16.gguf --type f16
 python -m publishing.gguf_file runs/x/checkpoints/step_00001000 model-q8_0.gguf --type q8_0
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 import copy
 import json
@@ -25,16 +25,16 @@ try:
 except ImportError:
     gguf = None
 
-from atomic import unfinished_path
-from command_line import FlagParser, run
-from errors import Problems, UserError, disk_errors
-from limits import setting
+from common.atomic import unfinished_path
+from common.command_line import FlagParser, run
+from common.errors import Problems, UserError, disk_errors
+from common.limits import setting
+from common.removal import FILE_MARK, refuse_replacing
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import XIELU, native_kind, to_apertus, with_biases
-from removal import FILE_MARK, refuse_replacing
-from tokenizer import encode, vocabulary
-from tokenizer.bpe import byte_level_alphabet, is_plain
-from training.loading import find_model, load_own_model, model_errors
+from tokenizer.encoding import encode, vocabulary
+from tokenizer.encoding.bpe import byte_level_alphabet, is_plain
+from training.checkpoints.loading import find_model, load_own_model, model_errors
 
 LLAMA_CPP_GELU = "gelu_new"  # the only activation that llama.cpp's GPT-2 supports
 ACTIVATION_TOLERANCE = 1e-3  # largest differences from gelu_new: exact GELU 0.0005, quick_gelu 0.02, ReLU 0.17

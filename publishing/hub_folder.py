@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from atomic import file_sha256, set_default_permissions, write_atomic
-from errors import UserError
+from common.atomic import file_sha256, set_default_permissions, write_atomic
+from common.errors import UserError
+from common.removal import renew
 from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, loading
 from modeling_gpt2scratch.conversion_gpt2scratch import convert, native_kind
 from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TOKENIZER, WEIGHTS, read_json
@@ -15,9 +16,8 @@ from publishing.card import FolderArguments, model_card
 from publishing.gguf_file import difference, write_gguf
 from publishing.source import Source
 from publishing.upload import Repository
-from removal import renew
-from training.loading import model_errors
-from training.run_folder import HUB_FILES
+from training.checkpoints.loading import model_errors
+from training.checkpoints.run_folder import HUB_FILES
 
 # Only these files are copied: no optimizer state, no logs with paths, no unrelated files.
 CODE = ("configuration_gpt2scratch.py", "modeling_gpt2scratch.py")

@@ -5,13 +5,13 @@ from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 
-from errors import UserError
+from common.errors import UserError
 from modeling_gpt2scratch.loading import own_file
-from training import checkpoint as checkpoints
+from training.checkpoints import checkpoint as checkpoints
+from training.checkpoints.loading import model_errors
+from training.checkpoints.metrics import read_metrics
+from training.checkpoints.run_folder import RunFolder, find_checkpoint, is_checkpoint, run_of
 from training.config import TrainConfig, read_config
-from training.loading import model_errors
-from training.metrics import read_metrics
-from training.run_folder import RunFolder, find_checkpoint, is_checkpoint, run_of
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from errors import UserError
-from removal import MARK
-from training.run_folder import HUB_FILES
+from common.errors import UserError
+from common.removal import MARK
+from training.checkpoints.run_folder import HUB_FILES
 
 TOKENS = "https://huggingface.co/settings/tokens"
 # Line in a model's card. A card on the Hub without this line is not replaced.

@@ -17,12 +17,12 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from errors import Problems, UserError
+from common.errors import Problems, UserError
+from common.removal import MARK
 from publishing.source import Source
-from removal import MARK
-from training.data import find_store
-from training.loading import load_own_model
-from training.scoring import eval_windows
+from training.checkpoints.loading import load_own_model
+from training.data.run_data import find_store
+from training.evaluation.scoring import eval_windows
 
 ISOLATED_CHECK = Path(__file__).with_name("isolated_check.py")
 PROBE_TOKENS = 64

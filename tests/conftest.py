@@ -26,15 +26,15 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 import train_accelerate
-from errors import UserError
+from common.errors import UserError
 from hub_server import TOKEN, serving
-from tokenizer.cleaning import CleaningArguments
-from tokenizer.corpus import CorpusArguments
-from tokenizer.recipe import Recipe
-from tokenizer.store import TokenStore
-from tokenizer.store_builder import pretokenize
-from tokenizer.vocabulary import VocabularyArguments
-from training.speed import SHOWN
+from tokenizer.build.recipe import Recipe
+from tokenizer.build.store_builder import pretokenize
+from tokenizer.cleaning.cleaning import CleaningArguments
+from tokenizer.corpus.units import CorpusArguments
+from tokenizer.encoding.vocabulary import VocabularyArguments
+from tokenizer.store.store import TokenStore
+from training.log.speed import SHOWN
 
 REPOSITORY = Path(__file__).parent.parent
 sys.modules["vllm"] = None  # pytest puts tests/ on the path, where TRL would take the folder tests/vllm for vLLM

@@ -21,26 +21,28 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import train_accelerate
+from common.errors import UserError
 from conftest import reset_accelerate
-from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training import distributed, guard, sharding
-from training.batches import START, BatchPlan, TrainBatches, WindowOrder
-from training.checkpoint import TrainState
+from training import guard
+from training.budget.throughput import measure_speed
+from training.checkpoints.checkpoint import TrainState
 from training.config import read_config
-from training.data import open_store
-from training.device import Setup
-from training.fsdp_settings import ASKED, Sharding
+from training.data.batches import START, BatchPlan, TrainBatches, WindowOrder
+from training.data.run_data import open_store
+from training.data.tokens import Tokens
+from training.guard.health import Health, HealthArguments
 from training.guard.learning import LearningCheck
-from training.health import Health, HealthArguments
-from training.loss import NextTokenLoss
-from training.optim import OptimArguments, build_optimizer
 from training.preflight import make_plan, setup_of
-from training.sharding import generating, shard
-from training.step import build_train_step
-from training.tensors import shard_like, whole
-from training.throughput import measure_speed
-from training.tokens import Tokens
+from training.runtime import distributed
+from training.runtime.device import Setup
+from training.runtime.fsdp_settings import ASKED, Sharding
+from training.step import sharding
+from training.step.loss import NextTokenLoss
+from training.step.optim import OptimArguments, build_optimizer
+from training.step.sharding import generating, shard
+from training.step.tensors import shard_like, whole
+from training.step.train_step import build_train_step
 
 # 51 rows are divided into 26 and 25.
 CONFIG = GPT2ScratchConfig(vocab_size=51, n_positions=16, n_embd=18, n_layer=3, n_head=2)

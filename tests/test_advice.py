@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from training.advice import Advisor
-from training.run_folder import RunFolder
+from training.checkpoints.run_folder import RunFolder
+from training.log.advice import Advisor
 
 HEALTHY = {"learning_rate": 1e-3, "data_share": 0.01, "peak_memory_gb": 30.0, "grad_norm": 0.5}
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from conftest import assert_user_error, wait_until
-from training import backup
-from training.backup import Backup, BackupArguments
-from training.checkpoint import NEEDED, complete_checkpoints, copy, damage, sweep
-from training.run_folder import RunFolder
+from training.checkpoints import backup
+from training.checkpoints.backup import Backup, BackupArguments
+from training.checkpoints.checkpoint import NEEDED, complete_checkpoints, copy, damage, sweep
+from training.checkpoints.run_folder import RunFolder
 
 
 def write_checkpoint(folder, step: int, size: int = 1000, content: int = 0):

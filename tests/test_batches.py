@@ -7,8 +7,16 @@ import torch
 from test_tokens import held
 
 from conftest import assert_user_error
-from training.batches import BatchArguments, BatchPlan, DataPosition, TrainBatches, WindowOrder, permute, plan_batches
-from training.tokens import Documents
+from training.data.batches import (
+    BatchArguments,
+    BatchPlan,
+    DataPosition,
+    TrainBatches,
+    WindowOrder,
+    permute,
+    plan_batches,
+)
+from training.data.tokens import Documents
 
 
 def permuted(n: int, key: int) -> np.ndarray:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tokenizer import encode
-from tokenizer.bpe import NONE, Merges, PairTable, byte_level_alphabet, is_plain
+from tokenizer.encoding import encode
+from tokenizer.encoding.bpe import NONE, Merges, PairTable, byte_level_alphabet, is_plain
 
 ALPHABET = byte_level_alphabet()
 

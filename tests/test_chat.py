@@ -8,11 +8,11 @@ import pytest
 from test_corpus import write, write_records
 
 from conftest import assert_one_sentence, assert_user_error
-from tokenizer.chat import CHATML, CHATML_TOKENS, MARKS, ChatTemplate, normalized
-from tokenizer.corpus import Corpus, CorpusArguments
-from tokenizer.documents import Counts, Piece, Reader
+from tokenizer.corpus.chat import CHATML, CHATML_TOKENS, MARKS, ChatTemplate, normalized
+from tokenizer.corpus.documents import Counts, Piece, Reader
+from tokenizer.corpus.units import Corpus, CorpusArguments
 from tokenizer.pretokenize import main
-from tokenizer.store import TokenStore
+from tokenizer.store.store import TokenStore
 
 START, END = CHATML_TOKENS
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello 雪\n"}]

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tokenizer.cleaning import LEVELS, STAGES, Cleaner, CleaningArguments, RuleStats, merged, problems
-from tokenizer.quality import FILTERS, failed_filter
+from tokenizer.cleaning.cleaning import LEVELS, STAGES, Cleaner, CleaningArguments, RuleStats, merged, problems
+from tokenizer.cleaning.quality import FILTERS, failed_filter
 
 CODE = "def f(x):\n    if x < 3:\n\treturn x  # don't\n\n\n@property\nclass A:\n    ...\n\n    }\n"
 SCRIPTS = [

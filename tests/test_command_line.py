@@ -17,10 +17,10 @@ import generate
 import tokenizer.pretokenize
 import train_accelerate
 import training.evaluate
-from command_line import FlagParser, run
+from common.command_line import FlagParser, run
+from common.errors import UserError
+from common.settings_file import read_yaml
 from conftest import REPOSITORY, error_of
-from errors import UserError
-from settings_file import read_yaml
 from training.config import PARTS, read_config
 
 

@@ -15,11 +15,11 @@ import torch
 from test_step import tokens, train_step
 
 from conftest import TINY, flags, wait_until
-from tokenizer.store import Split
-from training import compilation
-from training.batches import BatchPlan
-from training.compilation import remove_incomplete_libraries
-from training.scoring import evaluate
+from tokenizer.store.store import Split
+from training.data.batches import BatchPlan
+from training.evaluation.scoring import evaluate
+from training.runtime import compilation
+from training.runtime.compilation import remove_incomplete_libraries
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libraries of other systems are not ELF files")
 LIBRARY = Path(torch.__file__).parent / "lib" / "libshm.so"  # a small real library

@@ -15,10 +15,10 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from datasets.arrow_writer import ArrowWriter
 
 from conftest import assert_user_error, error_of, without_root
-from tokenizer import corpus as corpus_module
-from tokenizer import documents as documents_module
-from tokenizer.corpus import STANDARD_LIBRARY, Corpus, CorpusArguments
-from tokenizer.documents import Counts, Reader
+from tokenizer.corpus import documents as documents_module
+from tokenizer.corpus import units as corpus_module
+from tokenizer.corpus.documents import Counts, Reader
+from tokenizer.corpus.units import STANDARD_LIBRARY, Corpus, CorpusArguments
 
 GOOD = "good words " * 100
 

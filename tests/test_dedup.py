@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import assert_user_error
-from tokenizer.dedup import BANDS, BLOCK_CHARACTERS, ROWS, MinHasher, repeated, repeated_keys
+from tokenizer.cleaning.dedup import BANDS, BLOCK_CHARACTERS, ROWS, MinHasher, repeated, repeated_keys
 
 FOX = "The quick brown fox jumps over the lazy dog, and the dog sleeps on."
 CHINESE = "春天来了。公园里的花都开了。孩子们在草地上奔跑。老人们坐在长椅上晒太阳。大家都觉得这一天十分美好。" * 2

@@ -21,13 +21,13 @@ pytest.importorskip("gradio", reason="the demo needs gradio")
 from huggingface_hub import HfApi, SpaceCard
 
 import generate
+from common.errors import UserError
 from conftest import REPOSITORY, assert_user_error, prose
-from errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import ModelError
 from publishing import demo, demo_page
 from publishing.demo import assemble_space
-from tokenizer.vocabulary import character_tokenizer
+from tokenizer.encoding.vocabulary import character_tokenizer
 
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 QUIET = (
@@ -334,7 +334,7 @@ def test_a_dry_run_writes_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     folder = Path("runs/spaces/try-them")
     assert capsys.readouterr().out == f"Not uploaded (--dry_run): {folder} would be uploaded to me/try-them.\n"
     assert FILES ^ {it.name for it in folder.iterdir()} == {
-        "chat_rendering.py",
+        "common/chat_rendering.py",
         ".gpt2scratch.json",
         "modeling_gpt2scratch",
         "publishing",

@@ -8,9 +8,9 @@ import torch
 
 from conftest import assert_user_error
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.device import DeviceArguments, Setup, decide, has_kernels, kernel_of_sdpa
-from training.loss import NextTokenLoss
-from training.model import build_model
+from training.runtime.device import DeviceArguments, Setup, decide, has_kernels, kernel_of_sdpa
+from training.step.loss import NextTokenLoss
+from training.step.model import build_model
 
 CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
 
@@ -64,7 +64,7 @@ def test_freed_memory_is_kept_for_reuse(launch):
     """64 MB are 16,384 pages; without the setting, each would be requested again five times."""
     code = """if True:
         import resource, torch
-        from training.device import keep_freed_memory
+        from training.runtime.device import keep_freed_memory
         keep_freed_memory()
         torch.ones(1 << 24), torch.ones(1 << 24)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -82,9 +82,7 @@ def test_threads_spin_only_shortly_unless_the_user_chose(launch):
     assert [launch("-c", code, **environment).stdout.strip() for environment in chosen] == ["1000", "None", "7"]
 
 
-CHILD = (
-    "import os, training.threads, training.launcher as e; print(os.environ['OMP_NUM_THREADS'], e.is_alone_by_mistake())"
-)
+CHILD = "import os, training.runtime.threads, training.runtime.launcher as e; print(os.environ['OMP_NUM_THREADS'], e.is_alone_by_mistake())"
 LAUNCHER = f"import json, os, subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}, *sys.argv[2:]], env=os.environ | json.loads(sys.argv[1]))"
 UNASKED = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}  # exported by the launcher by default
 
@@ -124,7 +122,7 @@ def test_gpu_supports_binaries_of_its_major_version_and_any_earlier_compute_targ
 
 
 DECIDE = """
-from training.device import *
+from training.runtime.device import *
 print(decide(DeviceArguments(), 64))
 decide(DeviceArguments(torch_compile="true"), 64)
 """

@@ -10,8 +10,8 @@ from torch._inductor.decomposition import select_decomp_table
 
 from conftest import MODERN
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training.embedding import make_embeddings_deterministic
-from training.loss import NextTokenLoss
+from training.step.embedding import make_embeddings_deterministic
+from training.step.loss import NextTokenLoss
 
 BATCH = torch.randint(0, 7, (4, 16), generator=torch.Generator().manual_seed(0))  # each id several times
 DOCUMENTS = (torch.arange(16) % 5).expand(4, 16).contiguous()  # positions that restart

@@ -11,10 +11,18 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from conftest import assert_user_error, prose
-from tokenizer import encode, vocabulary
-from tokenizer.bpe import byte_level_alphabet
-from tokenizer.encode import NOTHING, CharacterEncoder, RustEncoder, WordEncoder, encoder, text_lengths, token_bytes
-from tokenizer.words import WordSplitter
+from tokenizer.encoding import encode, vocabulary
+from tokenizer.encoding.bpe import byte_level_alphabet
+from tokenizer.encoding.encode import (
+    NOTHING,
+    CharacterEncoder,
+    RustEncoder,
+    WordEncoder,
+    encoder,
+    text_lengths,
+    token_bytes,
+)
+from tokenizer.encoding.words import WordSplitter
 
 SPACES = " \t\n\v\f\r\x85\u00a0\u1680\u2000\u2003\u200a\u2028\u2029\u202f\u205f\u3000"
 NO_SPACES = "\x1c\x1d\x1e\x1f\u180e\u200b\u200d\u2060\ufeff"  # some programs treat these as spaces

@@ -11,12 +11,12 @@ import zstandard
 from test_corpus import write_records
 
 from conftest import assert_user_error, prose
-from tokenizer import estimate as estimate_module
-from tokenizer.corpus import CorpusArguments
-from tokenizer.estimate import Estimate, estimate
-from tokenizer.recipe import Recipe
-from tokenizer.store_builder import pretokenize
-from tokenizer.vocabulary import VocabularyArguments
+from tokenizer.build import estimate as estimate_module
+from tokenizer.build.estimate import Estimate, estimate
+from tokenizer.build.recipe import Recipe
+from tokenizer.build.store_builder import pretokenize
+from tokenizer.corpus.units import CorpusArguments
+from tokenizer.encoding.vocabulary import VocabularyArguments
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from conftest import TWO_PROCESSES, assert_user_error, metrics, prose, tokenized
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import evaluate
-from training.compare import baselines, memorization
-from training.compare.baselines import NGram, compressed_bits
-from training.compare.memorization import find, hash_spans
+from training.checkpoints.run_folder import RunFolder
+from training.evaluation import baselines, memorization
+from training.evaluation.baselines import NGram, compressed_bits
+from training.evaluation.memorization import find, hash_spans
+from training.evaluation.scoring import ratio, units
 from training.report.report import evaluation_of
-from training.run_folder import RunFolder
-from training.scoring import ratio, units
 
 
 @pytest.fixture(scope="module")

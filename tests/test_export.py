@@ -10,9 +10,10 @@ from pyarrow import parquet
 from test_merge import ids_of_documents
 
 from conftest import assert_user_error, prose, tokenized
-from tokenizer import export, megatron, vocabulary
+from tokenizer.build import export, megatron
+from tokenizer.encoding import vocabulary
 from tokenizer.pretokenize import main
-from tokenizer.store import TokenStore
+from tokenizer.store.store import TokenStore
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_documents_beyond_int32_become_several_sequences(tmp_path, monkeypatch):
     ends = np.cumsum(np.arange(1, 50)).tolist()
     megatron.write_indexes(with_ends(tmp_path, ends), "uint16")
     whole = (tmp_path / "train.idx").read_bytes()
-    monkeypatch.setattr("tokenizer.store.BLOCK_DOCUMENTS", 7)
+    monkeypatch.setattr("tokenizer.store.store.BLOCK_DOCUMENTS", 7)
     megatron.write_indexes(tmp_path, "uint16")
     assert (tmp_path / "train.idx").read_bytes() == whole
     assert megatron.is_index(tmp_path, "train", "uint16")

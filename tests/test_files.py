@@ -9,9 +9,9 @@ import pytest
 import zstandard
 from test_corpus import documents, refusal, write
 
+from common.errors import UserError
 from conftest import assert_user_error
-from errors import UserError
-from tokenizer import files
+from tokenizer.corpus import files
 
 COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "zst": zstandard.ZstdCompressor(write_checksum=True).compress}
 TEXT = "".join(f"Line {i}: naïve 雪 🙂\r\n" for i in range(2000))

@@ -19,8 +19,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import push_to_hub
+from common.errors import UserError
 from conftest import MODERN_RUN, TWO_PROCESSES, assert_user_error, prose, tokenized, trained, wait_until
-from errors import UserError
 from examples import finetune_chat, finetune_preferences, finetune_text, python_chats
 from examples.tuning.records import splits
 from examples.tuning.settings import Tuning
@@ -28,7 +28,7 @@ from examples.tuning.template import PLAIN_TURNS
 from hub_server import File, Repository, serving
 from publishing.gguf_file import write_gguf
 from publishing.hub_folder import write_native
-from tokenizer.vocabulary import character_tokenizer
+from tokenizer.encoding.vocabulary import character_tokenizer
 from training.guard.lock import RunLock
 
 ANSWERS = {"Who is he?": "He is not at it.", "Are they on it?": "They are.", "Was it his?": "It was not his."}

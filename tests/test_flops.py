@@ -6,9 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import MODERN
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training import hardware
-from training.hardware import peak_flops, watts
-from training.speed import flops_per_token, model_size
+from training.log.speed import flops_per_token, model_size
+from training.runtime import hardware
+from training.runtime.hardware import peak_flops, watts
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,17 @@ import pytest
 
 import generate
 import train_accelerate
-from atomic import file_sha256
+from common.atomic import file_sha256
 from conftest import REPOSITORY, assert_user_error, contents, reset_accelerate
-from tokenizer import export, inspect, pretokenize, unpack
-from tokenizer.recipe import Recipe
-from tokenizer.store import TokenStore
-from tokenizer.vocabulary import VocabularyArguments
-from training import data
-from training.metrics import read_metrics
+from tokenizer import inspect, pretokenize, unpack
+from tokenizer.build import export
+from tokenizer.build.recipe import Recipe
+from tokenizer.encoding.vocabulary import VocabularyArguments
+from tokenizer.store.store import TokenStore
+from training.checkpoints.metrics import read_metrics
+from training.checkpoints.run_folder import RunFolder
+from training.data import run_data as data
 from training.report.report import evaluation_of
-from training.run_folder import RunFolder
 
 FORMATS = REPOSITORY / "tests" / "formats"
 

@@ -16,10 +16,10 @@ import generate
 from conftest import assert_user_error
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, end_tokens, turn_end
-from tokenizer.chat import ChatTemplate
-from tokenizer.vocabulary import character_tokenizer
-from training.loading import check_store, load_with_tokenizer
-from training.sampling import SamplingArguments, continue_texts, continue_tokens, generation_config, sample
+from tokenizer.corpus.chat import ChatTemplate
+from tokenizer.encoding.vocabulary import character_tokenizer
+from training.checkpoints.loading import check_store, load_with_tokenizer
+from training.evaluation.sampling import SamplingArguments, continue_texts, continue_tokens, generation_config, sample
 
 
 def written(capsys, model, *more: str, prompt: str = "The", number: int = 24) -> str:

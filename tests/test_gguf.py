@@ -16,8 +16,8 @@ from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import to_native
 from publishing.gguf_file import difference, main, write_gguf
 from publishing.hub_folder import write_native
-from tokenizer.chat import CHATML
-from tokenizer.vocabulary import character_tokenizer, save
+from tokenizer.corpus.chat import CHATML
+from tokenizer.encoding.vocabulary import character_tokenizer, save
 
 gguf = pytest.importorskip("gguf", reason="gguf is an extra")
 

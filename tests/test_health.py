@@ -7,10 +7,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from training.batches import START
-from training.checkpoint import TrainState
-from training.health import WINDOW, Health, HealthArguments
-from training.loss import DivergenceError
+from training.checkpoints.checkpoint import TrainState
+from training.data.batches import START
+from training.guard.health import WINDOW, Health, HealthArguments
+from training.step.loss import DivergenceError
 
 
 @pytest.fixture

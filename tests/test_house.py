@@ -1,37 +1,33 @@
-"""Tests of the architecture: imports between packages and between the files of training/, and sizes of interfaces."""
+"""Tests of the architecture: imports between packages and folders, README's tree, and sizes of interfaces."""
 
 import ast
+import graphlib
 import inspect
+import re
 from dataclasses import fields
 
 import pytest
 
 from conftest import REPOSITORY, TINY, flags
-from training.run import Run
+from training.plan.run import Run
 
-PACKAGES = ("modeling_gpt2scratch", "tokenizer", "training", "publishing")
+PACKAGES = ("common", "modeling_gpt2scratch", "tokenizer", "training", "publishing")
 MAY_IMPORT = {
+    "common": set(),
     "modeling_gpt2scratch": set(),
-    "tokenizer": {"command_line"},
-    "training": {"command_line", "tokenizer", "modeling_gpt2scratch"},
-    "publishing": {"command_line", "tokenizer", "training", "modeling_gpt2scratch"},
+    "tokenizer": {"common"},
+    "training": {"common", "tokenizer", "modeling_gpt2scratch"},
+    "publishing": {"common", "tokenizer", "training", "modeling_gpt2scratch"},
 }
-OURS = {*PACKAGES, "command_line", "train_accelerate", "push_to_hub", "generate", "benchmarks", "tests"}
-# The rings of training/, from the inside out. A file imports inner rings, and files to its left in the same ring.
-RINGS = {
-    "ground": "launcher threads fsdp_settings console restart hardware scaling budget tensors muon optim status metrics compilation",
-    "data and step": "tokens data batches loss sharding embedding device model distributed step sampling scoring",
-    "on disk": "samples checkpoint run_folder trackers backup saver loading pretrained",
-    "decisions": "memory plan compatibility resume run",
-    "while it runs": "health speed screen advice reference log profile report.plots report.facts report.report"
-    " validation guard.learning guard.lock guard.stopping"
-    " guard.watchdog guard.faults guard.guard",
-    "configuration": "config preflight",
-    "leaves": "compare.baselines compare.panel compare.memorization evaluate compare_runs sweep throughput sizing pacer forecast",
+OURS = {*PACKAGES, "train_accelerate", "push_to_hub", "generate", "benchmarks", "examples", "tests"}
+# A folder imports itself and the folders to its left. Files at a package's root import all of them, and only budget/ imports such files.
+ORDER = {
+    "tokenizer": "corpus cleaning encoding store build".split(),
+    "training": "runtime data step checkpoints evaluation plan log report guard budget".split(),
 }
-ORDER = [name for ring in RINGS.values() for name in ring.split()]
-FOR_COMMANDS = {name for ring in ("configuration", "leaves") for name in RINGS[ring].split()}
-ACCEPT_RUN = {"forecast", "guard.faults", "guard.guard", "log", "pacer", "profile", "run", "validation"}
+ACCEPT_RUN = set(
+    "budget.forecast budget.pacer guard.faults guard.run_guard log.run_log log.profile plan.run report.validation".split()
+)
 
 
 def imported(path) -> set[str]:
@@ -60,14 +56,44 @@ def test_packages_import_only_allowed_packages(package):
         assert {name.split(".")[0] for name in imported(path)} & OURS <= MAY_IMPORT[package] | {package}, path.name
 
 
-def test_files_of_training_import_only_inner_rings_and_files_to_their_left():
-    modules = {module_of(path).removeprefix("training."): path for path in files_of("training")}
-    assert sorted(ORDER) == sorted(modules)
-    for name, path in modules.items():
-        found = imported(path)
-        inner = [other for other in ORDER if f"training.{other}" in found]
-        assert not [other for other in inner if ORDER.index(other) >= ORDER.index(name)], name
-        assert name in FOR_COMMANDS or not FOR_COMMANDS.intersection(inner), name
+@pytest.mark.parametrize("package", ORDER)
+def test_folders_import_only_folders_before_them(package):
+    order = ORDER[package]
+    folders = [path.name for path in (REPOSITORY / package).iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert sorted(order) == sorted(folders)
+    modules = {module_of(path): path for path in files_of(package)}
+    for path in modules.values():
+        [*_, folder], above = path.relative_to(REPOSITORY).parts[:-1], imported(path) & modules.keys()
+        if folder == package:
+            continue
+        allowed = order[: order.index(folder) + 1]
+        others = [name.split(".")[1] for name in above if name.count(".") == 2]
+        assert set(others) <= set(allowed), path
+        assert len(others) == len(above) or folder == "budget", f"{path} imports a file of the package's root"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_have_no_cycle(package):
+    modules = {module_of(path): path for path in files_of(package)}
+    graph = {name: imported(path) & modules.keys() for name, path in modules.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_the_readme_shows_the_folders():
+    """README's tree has the scripts and folders of the repository, and the folders of its packages, in the order of imports."""
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    [tree] = re.findall(r"^```\n(train_accelerate\.py .*?)^```", readme, re.DOTALL | re.MULTILINE)
+    shown: dict[str, list[str]] = {}
+    for inner, name in re.findall(r"^([├└]── )?(\w+(?:\.py|/)) ", tree, re.MULTILINE):
+        if inner:
+            shown[[*shown][-1]].append(name.rstrip("/"))
+        else:
+            shown[name.rstrip("/")] = []
+    ignored = {name.strip("/") for name in (REPOSITORY / ".gitignore").read_text(encoding="utf-8").split()}
+    entries = [path for path in REPOSITORY.iterdir() if path.is_dir() or path.suffix == ".py"]
+    names = {path.name for path in entries if not path.match(".*") and path.suffix != ".egg-info"}
+    assert names - ignored - {"__pycache__"} == set(shown)
+    assert {package: shown[package] for package in ORDER} == ORDER
 
 
 def test_the_training_script_imports_at_most_18_of_our_modules():
@@ -112,5 +138,7 @@ def test_a_run_and_a_worker_do_not_need_the_packages_of_other_commands(launch, s
     arguments = flags(data=store.folder, output_dir=tmp_path / "run", **TINY)
     result = launch("-c", f"{without(*ONLY_FOR_TEXT)} import train_accelerate; train_accelerate.main({arguments!r})")
     assert result.returncode == 0, result.stderr
-    result = launch("-c", f"{without('torch', 'transformers', 'datasets', 'huggingface_hub')} import tokenizer.worker")
+    result = launch(
+        "-c", f"{without('torch', 'transformers', 'datasets', 'huggingface_hub')} import tokenizer.build.worker"
+    )
     assert result.returncode == 0, result.stderr

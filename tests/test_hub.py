@@ -16,10 +16,10 @@ from test_merge import documents
 
 from conftest import REPOSITORY, assert_user_error, prose, trained
 from hub_server import File, Repository, serving
-from tokenizer.hub import HubDataset, opened
-from tokenizer.named_data import dataset_of, names
-from tokenizer.store import TokenStore
-from tokenizer.vocabulary import save, train_bpe
+from tokenizer.corpus.hub import HubDataset, opened
+from tokenizer.corpus.named_data import dataset_of, names
+from tokenizer.encoding.vocabulary import save, train_bpe
+from tokenizer.store.store import TokenStore
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def environment(address: str, home: Path) -> dict[str, str]:
 
 READ = """
 import json, sys
-from errors import UserError
-from tokenizer.chat import CHATML, ChatTemplate
-from tokenizer.corpus import Corpus, CorpusArguments
-from tokenizer.documents import Reader
+from common.errors import UserError
+from tokenizer.corpus.chat import CHATML, ChatTemplate
+from tokenizer.corpus.units import Corpus, CorpusArguments
+from tokenizer.corpus.documents import Reader
 
 for entry in sys.argv[1:]:
     try:
@@ -212,10 +212,10 @@ def test_lost_connection_ends_in_one_sentence_and_the_command_resumes_at_the_sam
 ESTIMATE = """
 import sys, tempfile
 from pathlib import Path
-from errors import UserError
+from common.errors import UserError
 from tokenizer import estimate
-from tokenizer.recipe import Recipe
-from tokenizer.vocabulary import VocabularyArguments
+from tokenizer.build.recipe import Recipe
+from tokenizer.encoding.vocabulary import VocabularyArguments
 
 estimate.SAMPLE_BYTES = 20_000
 for entry in sys.argv[1:]:
@@ -330,7 +330,7 @@ RUN = REPOSITORY / "tests" / "formats" / "run_v2"
 
 RUN_EACH = """
 import shlex, sys
-from errors import UserError
+from common.errors import UserError
 import generate
 from tokenizer import pretokenize
 

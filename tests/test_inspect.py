@@ -9,7 +9,7 @@ import pytest
 
 from conftest import assert_user_error, error_of, flip, prose, tokenized
 from tokenizer import inspect
-from tokenizer.store import TokenStore
+from tokenizer.store.store import TokenStore
 
 
 @pytest.fixture(scope="module")

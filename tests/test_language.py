@@ -32,7 +32,7 @@ PLAIN = {
     r"everyone else|nobody else|somebody else": "name who is meant",
 }
 NOT_PLAIN = re.compile("|".join(rf"\b(?:{pattern})\b" for pattern in PLAIN), re.IGNORECASE)
-FOLDERS = "docs tokenizer training publishing modeling_gpt2scratch presets launch examples notebooks benchmarks".split()
+FOLDERS = "docs tokenizer training publishing modeling_gpt2scratch presets launch examples common benchmarks".split()
 TEXT = [
     *REPOSITORY.glob("*.md"),
     *REPOSITORY.glob("*.py"),

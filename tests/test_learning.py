@@ -6,8 +6,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from conftest import MODERN_RUN, assert_one_sentence, lines
 from modeling_gpt2scratch.modeling_gpt2scratch import GPT2ScratchMLP
-from training import loss
-from training.loss import linear_cross_entropy
+from training.step import loss
+from training.step.loss import linear_cross_entropy
 
 MUON = {"optimizer": "muon", "learning_rate": None, "min_learning_rate": None, "warmup_steps": None}
 MUON |= {"initializer_range": None, "tie_word_embeddings": "false"}

@@ -4,9 +4,9 @@ import torch._dynamo.testing
 import torch.nn.functional as F  # noqa: N812
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training.embedding import make_embeddings_deterministic
-from training.loss import NextTokenLoss, _nats_of_one_kernel, linear_cross_entropy
-from training.tokens import IGNORED
+from training.data.tokens import IGNORED
+from training.step.embedding import make_embeddings_deterministic
+from training.step.loss import NextTokenLoss, _nats_of_one_kernel, linear_cross_entropy
 
 # (rows, width, vocabulary): one chunk, then three; 1100 columns are computed as 1152, 50 as they are.
 SHAPES = [(30, 8, 50), (30, 8, 1100), (2500, 8, 1100)]

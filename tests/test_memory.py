@@ -5,9 +5,9 @@ import torch
 
 from conftest import MODERN
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training.device import Setup
-from training.loss import NextTokenLoss
-from training.memory import Memory
+from training.plan.memory import Memory
+from training.runtime.device import Setup
+from training.step.loss import NextTokenLoss
 
 HALF = Setup("bf16", False, "sdpa", ())
 

@@ -16,17 +16,19 @@ import pytest
 from test_corpus import write_records
 
 from conftest import assert_user_error, prose
-from tokenizer import corpus, encode, merge
-from tokenizer.byte_range import place_to_cut
-from tokenizer.cleaning import CleaningArguments
-from tokenizer.corpus import CorpusArguments
-from tokenizer.dedup import DedupArguments
-from tokenizer.merge import Merger
-from tokenizer.recipe import Recipe
-from tokenizer.store import SPLITS, TokenStore
-from tokenizer.store_builder import StoreBuilder
-from tokenizer.vocabulary import VocabularyArguments
-from tokenizer.worker import Part, UnitProcessor, Workers, share
+from tokenizer.build import merge
+from tokenizer.build.merge import Merger
+from tokenizer.build.recipe import Recipe
+from tokenizer.build.store_builder import StoreBuilder
+from tokenizer.build.worker import Part, UnitProcessor, Workers, share
+from tokenizer.cleaning.cleaning import CleaningArguments
+from tokenizer.cleaning.dedup import DedupArguments
+from tokenizer.corpus import units as corpus
+from tokenizer.corpus.byte_range import place_to_cut
+from tokenizer.corpus.units import CorpusArguments
+from tokenizer.encoding import encode
+from tokenizer.encoding.vocabulary import VocabularyArguments
+from tokenizer.store.store import SPLITS, TokenStore
 
 SEED = 1
 DOCUMENTS = [f"Document {i}, {'naïve 雪 ' * (i % 7)}and so on.\n" for i in range(200)]

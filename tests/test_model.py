@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from conftest import MODERN, REPOSITORY
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.modeling_gpt2scratch import eager_attention_forward, rotary_embedding
-from tokenizer.vocabulary import character_tokenizer, save
+from tokenizer.encoding.vocabulary import character_tokenizer, save
 
 # Weights have ten times the usual size, so that attention is far from uniform and leaks between tokens are visible.
 TINY = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import generate
-from errors import UserError
+from common.errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import ModelError, load_model, load_tokenizer
-from tokenizer.vocabulary import character_tokenizer
-from training.loading import load_with_tokenizer
+from tokenizer.encoding.vocabulary import character_tokenizer
+from training.checkpoints.loading import load_with_tokenizer
 
 SIZE = {"vocab_size": 4, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
 LLAMA = {"vocab_size": 4, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

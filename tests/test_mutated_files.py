@@ -11,25 +11,26 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from common.errors import UserError
 from conftest import trained
-from errors import UserError
 from examples.tuning.base import record_of
 from examples.tuning.settings import Tuning
 from publishing.card import FolderArguments, model_card
 from publishing.source import find_source
 from publishing.upload import Repository
-from tokenizer import files, named_data
-from tokenizer.corpus import Corpus, CorpusArguments
-from tokenizer.records import records
-from tokenizer.store import TokenStore
-from tokenizer.vocabulary import SavedTokenizer
-from training import checkpoint as checkpoints
-from training import evaluate, reference
-from training.metrics import best_step, forget_after, read_events
-from training.reference import compared_settings, find_reference
+from tokenizer.corpus import files, named_data
+from tokenizer.corpus.records import records
+from tokenizer.corpus.units import Corpus, CorpusArguments
+from tokenizer.encoding.vocabulary import SavedTokenizer
+from tokenizer.store.store import TokenStore
+from training import evaluate
+from training.checkpoints import checkpoint as checkpoints
+from training.checkpoints.metrics import best_step, forget_after, read_events
+from training.checkpoints.run_folder import RunFolder, find_checkpoint
+from training.checkpoints.status import check_run_format, hours, starts_in_force
+from training.log import reference
+from training.log.reference import compared_settings, find_reference
 from training.report import report
-from training.run_folder import RunFolder, find_checkpoint
-from training.status import check_run_format, hours, starts_in_force
 
 OTHERS = ("finetuning.json", "tokenizer_config.json", "curve.jsonl", "named.yaml", "chats.arrow")
 NEWEST = "checkpoints/step_00000006"

@@ -10,8 +10,8 @@ from transformers import ApertusForCausalLM, AutoModelForCausalLM, AutoTokenizer
 from conftest import MODERN, assert_user_error, prose
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from publishing.hub_folder import write_native
-from tokenizer.chat import CHATML, CHATML_TOKENS
-from tokenizer.vocabulary import character_tokenizer, save, train_bpe
+from tokenizer.corpus.chat import CHATML, CHATML_TOKENS
+from tokenizer.encoding.vocabulary import character_tokenizer, save, train_bpe
 
 SPECIAL = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
 characters = partial(character_tokenizer, [prose(1)])

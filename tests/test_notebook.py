@@ -1,4 +1,4 @@
-"""The notebooks in a real kernel: notebooks/colab.ipynb with its interruptions, and those of docs/understand."""
+"""The notebooks in a real kernel: examples/colab.ipynb with its interruptions, and those of docs/understand."""
 
 import re
 import shutil
@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from conftest import REPOSITORY, TINY, flags
-from tokenizer import corpus
+from tokenizer.corpus import units as corpus
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need: pip install nbclient ipykernel")
 nbclient = pytest.importorskip("nbclient", reason="notebooks need: pip install nbclient ipykernel")
 pytest.importorskip("ipykernel", reason="notebooks need: pip install nbclient ipykernel")
 
-NOTEBOOK = REPOSITORY / "notebooks" / "colab.ipynb"
+NOTEBOOK = REPOSITORY / "examples" / "colab.ipynb"
 LESSONS = sorted((REPOSITORY / "docs" / "understand").glob("*.ipynb"))
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
 MACHINE_PATH = re.compile(r"/(home|mnt|opt|private|root|tmp|Users|var|work)/")

@@ -5,8 +5,16 @@ from safetensors.torch import load_file
 from conftest import MODERN, MODERN_RUN, assert_equal, assert_user_error, weights
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.config import read_config
-from training.muon import momentum_at, orthogonalize
-from training.optim import OptimArguments, build_optimizer, describe_rates, jump_at, schedule, set_rates, with_defaults
+from training.step.muon import momentum_at, orthogonalize
+from training.step.optim import (
+    OptimArguments,
+    build_optimizer,
+    describe_rates,
+    jump_at,
+    schedule,
+    set_rates,
+    with_defaults,
+)
 
 OPTIMIZER_FILE = "training_state/optimizer.safetensors"
 COSINE = OptimArguments(learning_rate=1.0, min_learning_rate=0.1, warmup_steps=4)

@@ -9,12 +9,12 @@ import yaml
 import train_accelerate
 from conftest import REPOSITORY, TINY, assert_user_error, error_of, flags, metrics, prose, reset_accelerate, trained
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.batches import BatchPlan, DataPosition, WindowOrder
-from training.device import Setup
-from training.forecast import assumed_speed, times_due
-from training.hardware import rentals_named, reported_mfu
-from training.optim import usual_learning_rate
-from training.plan import Plan
+from training.budget.forecast import assumed_speed, times_due
+from training.data.batches import BatchPlan, DataPosition, WindowOrder
+from training.plan.plan import Plan
+from training.runtime.device import Setup
+from training.runtime.hardware import rentals_named, reported_mfu
+from training.step.optim import usual_learning_rate
 
 
 def planned(store, tmp_path, capsys, *more: str, **settings) -> str:
@@ -62,11 +62,11 @@ def test_plan_for_a_gpu_reports_missing_kernels_and_does_not_guess_for_small_mod
 
 def test_plan_for_a_large_text_uses_a_sample_and_deletes_it(tmp_path, capsys, monkeypatch):
     for name, n_bytes in (("LARGE", 100_000), ("SAMPLE", 50_000), ("CHUNK", 4096)):
-        monkeypatch.setattr(f"tokenizer.estimate.{name}_BYTES", n_bytes)
+        monkeypatch.setattr(f"tokenizer.build.estimate.{name}_BYTES", n_bytes)
     for folder in ("text", "temporary"):
         (tmp_path / folder).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr("training.data.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("training.data.run_data.CACHE", tmp_path / "cache")
     for i in range(4):
         (tmp_path / "text" / f"{i}.txt").write_text(prose(i, 30_000), encoding="utf-8")
     text = SimpleNamespace(folder=tmp_path / "text")
@@ -80,10 +80,12 @@ def test_plan_for_a_large_text_uses_a_sample_and_deletes_it(tmp_path, capsys, mo
     assert list((tmp_path / "temporary").iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["temporary", "text"]
 
-    monkeypatch.setattr("tokenizer.estimate.LARGE_BYTES", 1_000_000)  # the text is now small enough to be tokenized
+    monkeypatch.setattr(
+        "tokenizer.build.estimate.LARGE_BYTES", 1_000_000
+    )  # the text is now small enough to be tokenized
     exactly = planned(text, tmp_path, capsys, **settings)
     assert re.findall(r": (\S+) tokens, ", exactly)[:1] == ["181,612"]
-    monkeypatch.setattr("tokenizer.estimate.LARGE_BYTES", 100_000)
+    monkeypatch.setattr("tokenizer.build.estimate.LARGE_BYTES", 100_000)
     assert ": 181,612 tokens, " in planned(text, tmp_path, capsys, **settings)  # the store exists now
 
 
@@ -113,8 +115,8 @@ def test_a_large_model_is_measured_by_a_small_one(store, tmp_path, capsys, monke
     shape = {"n_layer": 4, "n_embd": 64, "n_positions": 64, "tokens_per_step": 16384, "max_steps": 4}
     seconds = {}
     for tokens, flops in ((4096, 4e9), (16384, 1e15)):
-        monkeypatch.setattr("training.throughput.PROBE_TOKENS", tokens)
-        monkeypatch.setattr("training.throughput.PROBE_FLOPS", flops)
+        monkeypatch.setattr("training.budget.throughput.PROBE_TOKENS", tokens)
+        monkeypatch.setattr("training.budget.throughput.PROBE_FLOPS", flops)
         said = " ".join(planned(store, tmp_path, capsys, **shape).split())
         seconds[tokens] = float(re.search(r" tokens/s, (\S+) s/step", said)[1])
         assert ("4,096 tokens with 2 layers of width 64, scaled by operations" in said) is (tokens == 4096)

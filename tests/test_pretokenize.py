@@ -13,15 +13,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from conftest import error_of, prose
-from tokenizer import vocabulary
-from tokenizer.byte_range import last_cut
+from tokenizer.build.recipe import Recipe
+from tokenizer.build.store_builder import StoreBuilder
+from tokenizer.build.store_builder import pretokenize as make
+from tokenizer.build.worker import Workers
+from tokenizer.corpus.byte_range import last_cut
+from tokenizer.encoding import vocabulary
+from tokenizer.encoding.vocabulary import VocabularyArguments, train_bpe
 from tokenizer.pretokenize import main
-from tokenizer.recipe import Recipe
-from tokenizer.store import TokenStore
-from tokenizer.store_builder import StoreBuilder
-from tokenizer.store_builder import pretokenize as make
-from tokenizer.vocabulary import VocabularyArguments, train_bpe
-from tokenizer.worker import Workers
+from tokenizer.store.store import TokenStore
 
 LINES = "".join(f"Line {i} of a text, naïve and short.\n" for i in range(300))
 SMALL = ("--vocab_size", "300")
@@ -260,7 +260,7 @@ def saved(folder: Path, **splits: list[str]) -> Path:
 
 @pytest.mark.parametrize("limit", [(), ("--max_bytes", "9000"), ("--max_documents", "150")])
 def test_split_validation_of_a_saved_dataset_is_the_validation_text(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr("tokenizer.corpus.UNIT_BYTES", 4096)
+    monkeypatch.setattr("tokenizer.corpus.units.UNIT_BYTES", 4096)
     texts = [f"Document {i:04} of a {'雨雪'[i // 300] * 13}.\n" for i in range(400)]  # of 60 bytes
     other, train, validation = texts[:20], [texts[303], *texts[20:300]], texts[300:]
     (tmp_path / "other.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in other))

@@ -8,9 +8,9 @@ from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import train_accelerate
+from common.settings_file import read_yaml
 from conftest import TINY, assert_equal, assert_user_error, flags, metrics, prose, reset_accelerate, tokenized, weights
-from settings_file import read_yaml
-from training.model import ModelArguments
+from training.step.model import ModelArguments
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
 SETTINGS = {name: value for name, value in TINY.items() if name not in vars(ModelArguments())}

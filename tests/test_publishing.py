@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import push_to_hub
+from common import schema
 from conftest import MODERN_RUN, assert_one_sentence, assert_user_error, error_of, metrics, online, trained, wait_until
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchConfig
@@ -25,12 +26,11 @@ from publishing.card import FolderArguments, model_card
 from publishing.hub_folder import CODE, OUR_CODE, RELEASED_CODE
 from publishing.source import find_source
 from publishing.upload import WRITTEN, Repository, published_files, upload
-from tokenizer import schema
-from tokenizer.vocabulary import VocabularyArguments, build
+from tokenizer.encoding.vocabulary import VocabularyArguments, build
 from training import evaluate
-from training.checkpoint import WEIGHTS
+from training.checkpoints.checkpoint import WEIGHTS
+from training.checkpoints.samples import fenced, read_samples, write_samples
 from training.report.report import sections_of
-from training.samples import fenced, read_samples, write_samples
 
 MINE = Repository("me/tiny")
 ALWAYS = {

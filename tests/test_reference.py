@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import reference as benchmark
 from conftest import metrics, trained
-from training import reference
-from training.reference import Reference
+from training.log import reference
+from training.log.reference import Reference
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_run_of_the_same_settings_and_text_is_compared_and_others_are_not(fini
     out = capsys.readouterr().out
     assert expected in out
     assert re.findall(r"(\w)\.jsonl is damaged \(.+\), so no run is compared with it\.\n", out) == list("abcde")
-    assert f"Last validation loss: {expected} (`reference/`)." in (run / "report.md").read_text()
+    assert f"Last validation loss: {expected} (`presets/reference/`)." in (run / "report.md").read_text()
     other = trained(store, tmp_path / "other", learning_rate=0.02)
     assert "the reference" not in capsys.readouterr().out + (other / "report.md").read_text()
 

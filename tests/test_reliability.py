@@ -19,6 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import generate
+from common.removal import mark
 from conftest import (
     ACCELERATE,
     TINY,
@@ -40,11 +41,10 @@ from conftest import (
 from publishing.card import FolderArguments, model_card
 from publishing.source import find_source
 from publishing.upload import Repository
-from removal import mark
-from training.checkpoint import _seal, complete_checkpoints, damage
+from training.checkpoints.checkpoint import _seal, complete_checkpoints, damage
+from training.checkpoints.run_folder import RunFolder
+from training.checkpoints.saver import refuse_full_disk
 from training.guard.lock import RunLock
-from training.run_folder import RunFolder
-from training.saver import refuse_full_disk
 
 DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
 LONG = {**TINY, **DROPOUT, "max_steps": 150, "save_steps": 1, "save_total_limit": 1, "eval_steps": 40}
@@ -197,7 +197,7 @@ def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(launch, tm
 
 
 def test_resume_command_names_the_launch_file(launch):
-    code = "import os, training.launcher; os.environ['RANK'] == '0' and print(training.launcher.launch_command())"
+    code = "import os, training.runtime.launcher; os.environ['RANK'] == '0' and print(training.runtime.launcher.launch_command())"
     for file, options in (
         ("launch/two_cpu_processes.yaml", "--config_file launch/two_cpu_processes.yaml --num_processes 2"),
         (None, "--num_processes 2"),
@@ -242,8 +242,8 @@ def test_a_closed_output_does_not_end_the_run(start, tmp_path):
 
 LIMITED = """
 import resource, psutil, train_accelerate
-from command_line import run
-from training.restart import restarting
+from common.command_line import run
+from training.runtime.restart import restarting
 %s
 run(restarting(train_accelerate.main))
 """

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from atomic import unfinished_path
+from common.atomic import unfinished_path
+from common.removal import MARK, discard, is_marked, mark, renew
 from conftest import REPOSITORY, TINY, assert_user_error, contents, flags, flip, wait_until
 from publishing import gguf_file
 from publishing.demo import assemble_space
-from removal import MARK, discard, is_marked, mark, renew
-from tokenizer.corpus import CorpusArguments
-from tokenizer.recipe import Recipe
-from tokenizer.store_builder import pretokenize
+from tokenizer.build.recipe import Recipe
+from tokenizer.build.store_builder import pretokenize
+from tokenizer.corpus.units import CorpusArguments
 from training import compare_runs, evaluate, sweep
-from training.loading import find_model
-from training.model import ModelArguments
-from training.run_folder import RunFolder, may_hold_run
+from training.checkpoints.loading import find_model
+from training.checkpoints.run_folder import RunFolder, may_hold_run
+from training.step.model import ModelArguments
 
 THEIRS = ("config.yaml", "report.md", "model/model.safetensors", "checkpoints/epoch-3/model.safetensors")
 THEIRS += ("hub/README.md", "evaluation/results.csv", "lm_eval/results_1.json", "profile/me.txt")

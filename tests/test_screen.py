@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 
 from conftest import REPOSITORY, TINY, flags
-from training.console import clock, perplexity, wrapped
-from training.screen import Screen, line_of, parts_of, sparkline
+from training.log.screen import Screen, line_of, parts_of, sparkline
+from training.runtime.console import clock, perplexity, wrapped
 
 ENTRY = {"step": 100, "loss": 3.2141, "learning_rate": 6e-4, "grad_norm": 0.4237, "tokens_per_second": 683_000.0}
 ENTRY |= {"seconds_per_step": 0.76762, "mfu": 0.47, "data_share": 0.0004, "peak_memory_gb": 11.2}
@@ -117,7 +117,7 @@ def test_generated_words_do_not_break_at_the_edge():
     assert said == "one two three four 你好xxxxxxxxxxxx\r\n"  # a notebook, which shows no escape codes
 
 
-IS_LIVE = "from training.screen import Screen; it = Screen(100, 0, [], False, None); print(it.live is not None)"
+IS_LIVE = "from training.log.screen import Screen; it = Screen(100, 0, [], False, None); print(it.live is not None)"
 
 
 def test_files_and_dumb_terminals_get_plain_lines(launch):
@@ -125,7 +125,7 @@ def test_files_and_dumb_terminals_get_plain_lines(launch):
     assert shown_on_a_terminal("-c", IS_LIVE, TERM="dumb") == "False\r\n"
 
 
-SPEAKS = "from command_line import run; from training.screen import say; run(lambda _: say('\u2581 7'))"
+SPEAKS = "from common.command_line import run; from training.log.screen import say; run(lambda _: say('\u2581 7'))"
 
 
 def test_other_encodings_do_not_fail(launch):

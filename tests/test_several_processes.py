@@ -24,8 +24,8 @@ from conftest import (
     weights,
 )
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from training.device import DeviceArguments, decide
-from training.fsdp_settings import Sharding
+from training.runtime.device import DeviceArguments, decide
+from training.runtime.fsdp_settings import Sharding
 
 DDP = {"ACCELERATE_USE_FSDP": "false"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}

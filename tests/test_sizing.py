@@ -12,15 +12,15 @@ import yaml
 
 import train_accelerate
 from benchmarks import scaling as benchmark
+from common.settings_file import read_yaml
 from conftest import TWO_PROCESSES, assert_user_error, flags, lines, reset_accelerate
-from settings_file import read_yaml
-from tokenizer.store import TokenStore
-from training import scaling
-from training.budget import BudgetArguments, price_of
+from tokenizer.store.store import TokenStore
+from training.budget import scaling
+from training.budget.pacer import Pacer
+from training.budget.sizing import resolve
 from training.config import read_config
-from training.device import Setup
-from training.pacer import Pacer
-from training.sizing import resolve
+from training.runtime.budget import BudgetArguments, price_of
+from training.runtime.device import Setup
 
 CPU = SimpleNamespace(num_processes=1, is_main_process=True, device=SimpleNamespace(type="cpu"))
 
@@ -158,7 +158,7 @@ def test_the_plan_for_the_a100_of_the_training_report(store):
 
 
 def test_a_plan_has_one_answer_in_bounded_steps(store, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("training.throughput.PROBE_FLOPS", 1.0)
+    monkeypatch.setattr("training.budget.throughput.PROBE_FLOPS", 1.0)
     given = {"budget": "3h", "depth": 24, "max_steps": 20, "tokens_per_step": 2**16, "torch_compile": "false"}
     train_accelerate.main([*flags(data=store.folder, output_dir=tmp_path / "run", **given), "--plan"])
     said = capsys.readouterr().out

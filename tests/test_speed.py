@@ -8,27 +8,27 @@ import pytest
 import torch
 
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.device import Setup, describe
-from training.metrics import read_events
+from training.checkpoints.metrics import read_events
+from training.checkpoints.run_folder import RunFolder
+from training.checkpoints.samples import write_samples
+from training.checkpoints.status import hours, record
+from training.log.speed import Speed, in_words, peak_memory
 from training.report.facts import begin_report
 from training.report.report import write_report
-from training.run_folder import RunFolder
-from training.samples import write_samples
-from training.speed import Speed, in_words, peak_memory
-from training.status import hours, record
+from training.runtime.device import Setup, describe
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock whose `now` (seconds) only the test advances."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("training.speed.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("training.log.speed.time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
 def speed(monkeypatch, peak: float | None, processes: int = 1) -> Speed:
-    monkeypatch.setattr("training.speed.peak_flops", lambda name, precision: peak)
-    monkeypatch.setattr("training.speed.peak_memory", lambda device: 11_249_000_000)
+    monkeypatch.setattr("training.log.speed.peak_flops", lambda name, precision: peak)
+    monkeypatch.setattr("training.log.speed.peak_memory", lambda device: 11_249_000_000)
     accelerator = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16", num_processes=processes)
     return Speed(SimpleNamespace(seconds=0.0), GPT2ScratchConfig(), accelerator)  # 685,375,488 operations per token
 

@@ -9,12 +9,12 @@ from accelerate import Accelerator
 
 from conftest import metrics, reset_accelerate
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training.batches import BatchPlan, TrainBatches, WindowOrder
-from training.device import Setup
-from training.loss import NextTokenLoss
-from training.optim import OptimArguments
-from training.step import TrainStep, build_train_step
-from training.tokens import Batch, Documents, Tokens
+from training.data.batches import BatchPlan, TrainBatches, WindowOrder
+from training.data.tokens import Batch, Documents, Tokens
+from training.runtime.device import Setup
+from training.step.loss import NextTokenLoss
+from training.step.optim import OptimArguments
+from training.step.train_step import TrainStep, build_train_step
 
 CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
 TOKENS = np.random.default_rng(0).integers(0, 50, 3000).astype(np.uint16)

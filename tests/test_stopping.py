@@ -30,9 +30,9 @@ from threading import Thread
 
 from torch import distributed, ones
 
-from training.console import say
+from training.runtime.console import say
 from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
-from training.saver import THREAD
+from training.checkpoints.saver import THREAD
 
 folder, steps, mode, hours = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], [float(text) for text in sys.argv[4:]]
 rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from atomic import file_sha256
+from common.atomic import file_sha256
 from conftest import assert_one_sentence, assert_user_error, error_of, tokenized, without_root
-from tokenizer import inspect, vocabulary
-from tokenizer.store import TokenStore
-from tokenizer.vocabulary import character_tokenizer
+from tokenizer import inspect
+from tokenizer.encoding import vocabulary
+from tokenizer.encoding.vocabulary import character_tokenizer
+from tokenizer.store.store import TokenStore
 
 LINES = "".join(f"Line {i}: naïve 雪 words, don't they?\r\n  and more\n" for i in range(1000))
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from conftest import assert_user_error
-from training.batches import BatchPlan, TrainBatches, WindowOrder
-from training.tokens import IGNORED, Documents, MemoryMap, Tokens
+from training.data.batches import BatchPlan, TrainBatches, WindowOrder
+from training.data.tokens import IGNORED, Documents, MemoryMap, Tokens
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def test_batches_are_the_same_from_memory_and_from_a_file(tmp_path, dtype, vocab
 
 def test_unsigned_integers_are_widened_for_devices_without_them(monkeypatch):
     sent = []
-    monkeypatch.setattr("training.tokens._sent", lambda tensor, device: sent.append(tensor) or tensor.to(device))
+    monkeypatch.setattr("training.data.tokens._sent", lambda tensor, device: sent.append(tensor) or tensor.to(device))
     ids = np.array([1, 2, 65_000, 4], dtype=np.uint16)
     batch = Tokens(torch.from_numpy(ids.view("<i2")), torch.device("meta")).batch(np.array([0]), 3)
     assert sent[-1].tolist() == [[1, 2, 65_000, 4]]

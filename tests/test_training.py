@@ -13,13 +13,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train_accelerate
 from conftest import assert_equal, assert_same_run, assert_user_error, flip, metrics, prose, weights
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from training.checkpoint import damage
-from training.data import name_of
+from training.checkpoints.checkpoint import damage
+from training.checkpoints.metrics import comparable_loss
+from training.checkpoints.samples import fenced, read_samples
+from training.checkpoints.status import now
+from training.data.run_data import name_of
 from training.evaluate import store_and_masking
-from training.metrics import comparable_loss
-from training.samples import fenced, read_samples
-from training.scoring import eval_windows
-from training.status import now
+from training.evaluation.scoring import eval_windows
 
 
 def test_a_run_writes_the_documented_files(train, tmp_path, capsys):
@@ -60,7 +60,7 @@ def test_a_run_writes_the_documented_files(train, tmp_path, capsys):
 
 
 def test_report_shows_speed_and_settings(train, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("training.speed.peak_flops", lambda name, precision: 1e12)
+    monkeypatch.setattr("training.log.speed.peak_flops", lambda name, precision: 1e12)
     run = train(tmp_path / "run", n_layer=1, n_head=1, backup_dir=tmp_path / "backup")
     logged = [entry for entry in metrics(run) if "mfu" in entry]
     assert [entry["step"] for entry in logged] == [2, 3, 4, 5, 6]  # the first step is not measured
@@ -215,7 +215,7 @@ def test_saved_config_reproduces_the_run(finished, train, tmp_path):
 
 
 def test_raw_text_trains_without_the_prompts_of_the_quickstart(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("training.data.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("training.data.run_data.CACHE", tmp_path / "cache")
     (tmp_path / "mine.txt").write_text(prose(5))
     run = train(tmp_path / "run", data=tmp_path / "mine.txt", vocab_size=280, max_steps=1, sample_prompts=None)
     assert GPT2ScratchForCausalLM.from_pretrained(run / "model").config.vocab_size == 280
@@ -225,7 +225,7 @@ def test_raw_text_trains_without_the_prompts_of_the_quickstart(train, tmp_path, 
 
 
 def test_character_vocabulary_overrides_the_size_in_a_yaml_file(train, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("training.data.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("training.data.run_data.CACHE", tmp_path / "cache")
     (tmp_path / "mine.txt").write_text(prose(5))
     (tmp_path / "char.yaml").write_text("tokenizer_type: character\nvocab_size: 65\n")
     command = ("--config", str(tmp_path / "char.yaml"))

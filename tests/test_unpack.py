@@ -11,7 +11,7 @@ import zstandard
 
 from conftest import assert_user_error, contents, error_of
 from tokenizer import unpack
-from tokenizer.store import TokenStore
+from tokenizer.store.store import TokenStore
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from atomic import file_sha256
+from common.atomic import file_sha256
 from conftest import TINY, TWO_PROCESSES, assert_user_error, flags, flip
-from tokenizer.export import to_parquet
-from tokenizer.store import TokenStore
+from tokenizer.build.export import to_parquet
+from tokenizer.store.store import TokenStore
 from training import evaluate
-from training.run_folder import RunFolder
+from training.checkpoints.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.long_words import TEXTS
-from conftest import assert_one_sentence, assert_user_error, prose, tokenized
-from tokenizer import encode, vocabulary
-from tokenizer.chat import CHATML_TOKENS
-from tokenizer.recipe import Recipe
-from tokenizer.store import TokenStore
-from tokenizer.vocabulary import VocabularyArguments, build, character_tokenizer, problems, train_bpe
+from conftest import REPOSITORY, assert_one_sentence, assert_user_error, prose, tokenized
+from tokenizer.build.recipe import Recipe
+from tokenizer.corpus.chat import CHATML_TOKENS
+from tokenizer.encoding import encode, vocabulary
+from tokenizer.encoding.vocabulary import VocabularyArguments, build, character_tokenizer, problems, train_bpe
+from tokenizer.store.store import TokenStore
 
 PROSE = "The quick brown fox jumps over the lazy dog; it wouldn't stop.\n\n    Indented, 12345 times.\n" * 30
 UNICODE = {
@@ -220,7 +220,7 @@ def store_of(folder: Path, **arguments) -> TokenStore:
 
 
 def test_tokenizer_from_a_sample_is_deterministic(tmp_path, monkeypatch):
-    monkeypatch.setattr("tokenizer.corpus.UNIT_BYTES", 10_000)
+    monkeypatch.setattr("tokenizer.corpus.units.UNIT_BYTES", 10_000)
     folder = tmp_path / "texts"
     folder.mkdir()
     for i, word in enumerate(("first", "second", "third", "fourth")):
@@ -298,7 +298,7 @@ def test_a_saved_tokenizer_is_used_without_transformers(tmp_path):
     command = ["--input", str(tmp_path / "my.txt"), "--tokenizer", str(tmp_path / "theirs")]
     code = f"import sys; from tokenizer import pretokenize; pretokenize.main({[*command, '--output', str(tmp_path / 'out')]})"
     code += "; assert sys.modules.keys() & {'tokenizers', 'transformers', 'torch', 'datasets'} == {'tokenizers'}"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(vocabulary.__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
     assert read_files(tmp_path / "out" / "tokenizer") == read_files(tmp_path / "theirs")
 
 

@@ -18,11 +18,11 @@ from threading import Thread
 
 from torch import distributed, ones
 
-from training.distributed import MEETING
-from training.restart import Restart, restarted
+from training.runtime.distributed import MEETING
+from training.runtime.restart import Restart, restarted
 from training.guard.stopping import Stopper, StoppingArguments
 from training.guard import watchdog as module
-from training.saver import THREAD
+from training.checkpoints.saver import THREAD
 
 folder, mode, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 module.PATIENCE, module.INTERVAL = 3, 0.5

@@ -16,20 +16,20 @@ import pytest
 
 import conftest
 from conftest import REPOSITORY, assert_user_error, error_of, is_running, prose, wait_until
-from tokenizer import corpus
-from tokenizer.corpus import CorpusArguments
-from tokenizer.dedup import DedupArguments
-from tokenizer.recipe import Recipe
-from tokenizer.store import TokenStore
-from tokenizer.store_builder import StoreBuilder, pretokenize
-from tokenizer.vocabulary import VocabularyArguments
-from tokenizer.worker import UnitProcessor, Workers
+from tokenizer.build.recipe import Recipe
+from tokenizer.build.store_builder import StoreBuilder, pretokenize
+from tokenizer.build.worker import UnitProcessor, Workers
+from tokenizer.cleaning.dedup import DedupArguments
+from tokenizer.corpus import units as corpus
+from tokenizer.corpus.units import CorpusArguments
+from tokenizer.encoding.vocabulary import VocabularyArguments
+from tokenizer.store.store import TokenStore
 
 # The command with units of 30 kB instead of 16 MiB, so that a small text has many units.
 UNIT_BYTES = 30_000
 SMALL_UNITS = f"from tokenizer import corpus; corpus.UNIT_BYTES = {UNIT_BYTES}"
 PROGRAM = (
-    f"import sys; {SMALL_UNITS}; from command_line import run; from tokenizer.pretokenize import main; "
+    f"import sys; {SMALL_UNITS}; from common.command_line import run; from tokenizer.pretokenize import main; "
     "sys.stdout.reconfigure(line_buffering=True); run(main)"
 )
 FLAGS = ("--output", "store", "--vocab_size", "400", "--sample_bytes", "100000", "--dedup", "exact")

@@ -4,7 +4,7 @@ python -m tokenizer.inspect data/my
 python -m tokenizer.inspect data/my --split val --document 3
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from typing import Literal
 
 import numpy as np
 
-from command_line import FlagParser, run
-from errors import Problems, UserError
-from limits import setting
-from tokenizer import megatron, report
-from tokenizer.store import SPLITS, TokenStore
+from common.command_line import FlagParser, run
+from common.errors import Problems, UserError
+from common.limits import setting
+from tokenizer.build import megatron, report
+from tokenizer.store.store import SPLITS, TokenStore
 
 
 @dataclass

@@ -8,7 +8,7 @@ python -m tokenizer.pretokenize --input crawl/ --output data/crawl --shard 3/64 
 After an interruption, the same command resumes. The store is the same to the byte for any number of processes.
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 import re
 from collections.abc import Iterator
@@ -16,18 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from command_line import FlagParser, run
-from errors import Problems
-from limits import setting
-from tokenizer import export, unpack
-from tokenizer.cleaning import CleaningArguments
-from tokenizer.corpus import Corpus, CorpusArguments
-from tokenizer.dedup import DedupArguments
-from tokenizer.documents import NO_LIMIT
-from tokenizer.named_data import listed
-from tokenizer.recipe import SEED, Recipe
-from tokenizer.store_builder import pretokenize
-from tokenizer.vocabulary import VocabularyArguments
+from common.command_line import FlagParser, run
+from common.errors import Problems
+from common.limits import setting
+from tokenizer import unpack
+from tokenizer.build import export
+from tokenizer.build.recipe import SEED, Recipe
+from tokenizer.build.store_builder import pretokenize
+from tokenizer.cleaning.cleaning import CleaningArguments
+from tokenizer.cleaning.dedup import DedupArguments
+from tokenizer.corpus.documents import NO_LIMIT
+from tokenizer.corpus.named_data import listed
+from tokenizer.corpus.units import Corpus, CorpusArguments
+from tokenizer.encoding.vocabulary import VocabularyArguments
 
 MAIN = (  # flags that `--help` explains
     *("input", "output", "vocab_size", "tokenizer_type", "tokenizer", "cleaning", "dedup", "text_column"),

@@ -9,7 +9,7 @@ not a plain file, is refused after its header of 512 bytes. `tarfile` would read
 length.
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 import re
 import tarfile
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from atomic import fsync, unfinished_path
-from command_line import FlagParser, run
-from errors import UserError, disk_errors, require_room
-from limits import setting
-from tokenizer import megatron
-from tokenizer.store import SPLITS, STORE_FILES, TokenStore, index_file, read_metadata, tokens_file
+from common.atomic import fsync, unfinished_path
+from common.command_line import FlagParser, run
+from common.errors import UserError, disk_errors, require_room
+from common.limits import setting
+from tokenizer.build import megatron
+from tokenizer.store.store import SPLITS, STORE_FILES, TokenStore, index_file, read_metadata, tokens_file
 
 SUFFIX = ".tar.zst"
 ROOT = "store/"

@@ -3,7 +3,7 @@
 python -m training.compare_runs runs/*
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 import math
 import os
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from command_line import FlagParser, run
-from errors import Problems, disk_errors
-from limits import setting
-from removal import refuse_replacing
+from common.command_line import FlagParser, run
+from common.errors import Problems, disk_errors
+from common.limits import setting
+from common.removal import refuse_replacing
+from training.checkpoints.run_folder import RunFolder, run_of
 from training.report.facts import summarize
 from training.report.plots import plot_runs
 from training.report.report import Page, environment
-from training.run_folder import RunFolder, run_of
 
 NOT_COMPARED = {"hourly_price", "backup_dir", "report_to", "project", "sample_prompts"}  # without effect on the model
 

@@ -9,33 +9,33 @@ from typing import Any
 
 import yaml
 
-from command_line import FlagParser
-from errors import Problems, UserError
-from tokenizer.cleaning import CleaningArguments
-from tokenizer.corpus import CorpusArguments
-from tokenizer.dedup import DedupArguments
-from tokenizer.recipe import Recipe
-from tokenizer.vocabulary import VocabularyArguments
-from training.backup import BackupArguments
-from training.batches import BatchArguments
-from training.budget import BudgetArguments
-from training.checkpoint import CheckpointArguments
-from training.compatibility import MAY_DIFFER, ChangeArguments, Settings
-from training.data import DataArguments, is_store, name_of
-from training.device import DeviceArguments
+from common.command_line import FlagParser
+from common.errors import Problems, UserError
+from tokenizer.build.recipe import Recipe
+from tokenizer.cleaning.cleaning import CleaningArguments
+from tokenizer.cleaning.dedup import DedupArguments
+from tokenizer.corpus.units import CorpusArguments
+from tokenizer.encoding.vocabulary import VocabularyArguments
+from training.checkpoints.backup import BackupArguments
+from training.checkpoints.checkpoint import CheckpointArguments
+from training.checkpoints.loading import find_model
+from training.checkpoints.pretrained import model_of
+from training.checkpoints.run_folder import CONFIG_FILE, RunArguments, run_of
+from training.data.batches import BatchArguments
+from training.data.run_data import DataArguments, is_store, name_of
+from training.evaluation.sampling import SamplingArguments
+from training.evaluation.scoring import EvaluationArguments
+from training.guard.health import HealthArguments
 from training.guard.stopping import StoppingArguments
-from training.hardware import CostArguments
-from training.health import HealthArguments
-from training.loading import find_model
-from training.model import ModelArguments
-from training.optim import OptimArguments, with_defaults
-from training.plan import LengthArguments
-from training.pretrained import model_of
-from training.profile import ProfileArguments
-from training.run_folder import CONFIG_FILE, RunArguments, run_of
-from training.sampling import SamplingArguments
-from training.scoring import EvaluationArguments
-from training.trackers import LoggingArguments
+from training.log.profile import ProfileArguments
+from training.log.trackers import LoggingArguments
+from training.plan.compatibility import MAY_DIFFER, ChangeArguments, Settings
+from training.plan.plan import LengthArguments
+from training.runtime.budget import BudgetArguments
+from training.runtime.device import DeviceArguments
+from training.runtime.hardware import CostArguments
+from training.step.model import ModelArguments
+from training.step.optim import OptimArguments, with_defaults
 
 TEXT_PARTS = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
 TEXT_SETTINGS = {part.name for kind in TEXT_PARTS for part in fields(kind)}

@@ -8,7 +8,7 @@ python -m training.evaluate runs/x --memorization                   # share of i
 python -m training.evaluate runs/x --tasks hellaswag,arc_easy      # benchmarks of lm-evaluation-harness
 """
 
-import training.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
 
 import json
 import logging
@@ -29,21 +29,22 @@ from accelerate import Accelerator
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from command_line import FlagParser, run
-from errors import UserError, disk_errors
-from limits import setting
-from tokenizer import hub, vocabulary
-from tokenizer.store import TokenStore
-from training.compare import panel
-from training.compare.memorization import memorization
+from common.command_line import FlagParser, run
+from common.errors import UserError, disk_errors
+from common.limits import setting
+from tokenizer.corpus import hub
+from tokenizer.encoding import vocabulary
+from tokenizer.store.store import TokenStore
+from training.checkpoints.loading import check_store, find_model, load_own_model
+from training.checkpoints.run_folder import CONFIG_FILE, find_checkpoint, run_of
 from training.config import read_config
-from training.data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
-from training.device import keep_freed_memory
-from training.fsdp_settings import keep_accelerate_from_sharding
-from training.loading import check_store, find_model, load_own_model
+from training.data.run_data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
+from training.evaluation import panel
+from training.evaluation.memorization import memorization
+from training.evaluation.scoring import score
 from training.report.report import evaluated_run, keep_evaluation, show_evaluation
-from training.run_folder import CONFIG_FILE, find_checkpoint, run_of
-from training.scoring import score
+from training.runtime.device import keep_freed_memory
+from training.runtime.fsdp_settings import keep_accelerate_from_sharding
 
 
 def store_and_masking(model: str, data: str | None, flag: str = "data") -> tuple[TokenStore, bool]:

@@ -11,29 +11,36 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from errors import Problems, UserError
-from tokenizer.corpus import Corpus
-from tokenizer.store import SPLITS, TokenStore
-from training.backup import Backup
-from training.batches import START, DataPosition, WindowOrder, plan_batches
-from training.checkpoint import TrainState, load_state
-from training.compatibility import compare
+from common.errors import Problems, UserError
+from tokenizer.corpus.units import Corpus
+from tokenizer.store.store import SPLITS, TokenStore
+from training.checkpoints.backup import Backup
+from training.checkpoints.checkpoint import TrainState, load_state
+from training.checkpoints.metrics import has_evaluation
+from training.checkpoints.pretrained import load_pretrained, vocabulary_problems
 from training.config import TrainConfig
-from training.console import printer
-from training.data import RunData, bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
-from training.device import Setup, decide, without_kernels
-from training.distributed import on_main
-from training.hardware import RENTALS
-from training.memory import Memory
-from training.metrics import has_evaluation
-from training.model import model_config
-from training.optim import jump_at
-from training.plan import Plan, cuda_graph_problems, host_memory_problems, steps_of
-from training.pretrained import load_pretrained, vocabulary_problems
-from training.restart import restarted
-from training.resume import ResumePoint, choose_checkpoint, resume_position
-from training.run import Run
-from training.sampling import with_prompts
+from training.data.batches import START, DataPosition, WindowOrder, plan_batches
+from training.data.run_data import (
+    RunData,
+    bytes_of,
+    choose_placement,
+    open_store,
+    place_tokens,
+    processes_of_this_machine,
+)
+from training.evaluation.sampling import with_prompts
+from training.plan.compatibility import compare
+from training.plan.memory import Memory
+from training.plan.plan import Plan, cuda_graph_problems, host_memory_problems, steps_of
+from training.plan.resume import ResumePoint, choose_checkpoint, resume_position
+from training.plan.run import Run
+from training.runtime.console import printer
+from training.runtime.device import Setup, decide, without_kernels
+from training.runtime.distributed import on_main
+from training.runtime.hardware import RENTALS
+from training.runtime.restart import restarted
+from training.step.model import model_config
+from training.step.optim import jump_at
 
 PROGRAM_GROWS = 120_000_000  # bytes of code that are loaded and compiled from the first step on
 

@@ -3,7 +3,7 @@
 python -m training.sweep --data my.txt --vary learning_rate=3e-4,6e-4,1.2e-3 weight_decay=0,0.1
 """
 
-import interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 import ctypes
 import signal
@@ -14,15 +14,15 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from command_line import HELP, FlagParser, run
-from errors import Problems, UserError
-from limits import setting
-from removal import refuse_replacing
-from settings_file import read_yaml
+from common.command_line import HELP, FlagParser, run
+from common.errors import Problems, UserError
+from common.limits import setting
+from common.removal import refuse_replacing
+from common.settings_file import read_yaml
 from training import compare_runs
+from training.checkpoints.status import read_status
 from training.config import read_config
 from training.preflight import check
-from training.status import read_status
 
 PR_SET_PDEATHSIG = 1  # constant of Linux's prctl
 SCRIPT = Path(__file__).parent.parent / "train_accelerate.py"

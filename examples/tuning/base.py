@@ -11,14 +11,14 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from errors import UserError
+from common import schema
+from common.errors import UserError
 from examples.tuning.measurements import Learned, mean_loss
 from examples.tuning.settings import Tuning
-from tokenizer import schema
-from tokenizer.store import TokenStore
+from tokenizer.store.store import TokenStore
+from training.checkpoints.loading import check_store, find_model, load_with_tokenizer
 from training.evaluate import store_and_masking
-from training.loading import check_store, find_model, load_with_tokenizer
-from training.scoring import eval_metrics
+from training.evaluation.scoring import eval_metrics
 
 ORIGINAL_WINDOWS = 200  # of the original validation text, each of one context
 RECORD = "finetuning.json"

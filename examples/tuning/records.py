@@ -9,11 +9,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from errors import UserError, counted
+from common.errors import UserError, counted
 from examples.tuning.settings import HUB_RECORDS, Tuning
-from tokenizer import files
-from tokenizer.byte_range import ByteRange
-from tokenizer.records import records
+from tokenizer.corpus import files
+from tokenizer.corpus.byte_range import ByteRange
+from tokenizer.corpus.records import records
 
 HELD_OUT = 0.1  # fraction of the new text
 

@@ -15,14 +15,14 @@ from typing import Any
 from datasets import disable_progress_bars
 from transformers.utils import logging as transformers_logging
 
-from command_line import FlagParser, run
-from errors import UserError, counted
-from limits import setting
-from tokenizer import files
-from tokenizer.corpus import Corpus, CorpusArguments, kind_of
-from tokenizer.hub import HubDataset
-from tokenizer.named_data import dataset_of
-from training.fsdp_settings import keep_accelerate_from_sharding
+from common.command_line import FlagParser, run
+from common.errors import UserError, counted
+from common.limits import setting
+from tokenizer.corpus import files
+from tokenizer.corpus.hub import HubDataset
+from tokenizer.corpus.named_data import dataset_of
+from tokenizer.corpus.units import Corpus, CorpusArguments, kind_of
+from training.runtime.fsdp_settings import keep_accelerate_from_sharding
 
 EXAMPLE = "{program} runs/x --data FILE"
 REPLAY = 0.5  # measured in benchmarks/results/finetuning-cpu.json

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from chat_rendering import TemplateLimitError
-from errors import UserError
+from common.chat_rendering import TemplateLimitError
+from common.errors import UserError
 from modeling_gpt2scratch.loading import turn_end
 
 # Template for a tokenizer without one. No token is added: a turn of the assistant ends with the end-of-text token, which the

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerState
 
-from atomic import set_default_permissions, unfinished_path
-from errors import UserError, disk_errors
+from common.atomic import set_default_permissions, unfinished_path
+from common.errors import UserError, disk_errors
 from examples.tuning.base import RECORD, OriginalText, extend_record
 from examples.tuning.card import card
 from examples.tuning.measurements import Learned, explanation, table
 from examples.tuning.settings import Tuning
 from modeling_gpt2scratch.loading import CONFIG
-from tokenizer import vocabulary
-from training.checkpoint import MODEL_FILES
-from training.distributed import on_main
+from tokenizer.encoding import vocabulary
+from training.checkpoints.checkpoint import MODEL_FILES
 from training.guard.lock import RunLock
+from training.runtime.distributed import on_main
 
 FILES = (*MODEL_FILES, RECORD, "README.md", "adapter/*")  # of an output folder
 

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import train_accelerate
-from command_line import run
-from training.restart import restarting
-from training.step import TrainStep
-from training.validation import Validation
+from common.command_line import run
+from training.report.validation import Validation
+from training.runtime.restart import restarting
+from training.step.train_step import TrainStep
 
 KERNEL = re.compile(r"^(triton_\w+) = async_compile\.triton\(.*?'kernel_num_gb': ([\d.e-]+)", re.MULTILINE | re.DOTALL)
 BUFFER = re.compile(r"= empty_strided_cuda\(\(([\d, ]+)\), \([\d, ]*\), torch\.float32\)")

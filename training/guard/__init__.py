@@ -1,1 +1,1 @@
-"""Guards of a running job: lock, signals, dead or hung processes, loss spikes and errors."""
+"""Locks, signals, dead or hung processes, and runs that learn nothing."""

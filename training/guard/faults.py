@@ -8,12 +8,12 @@ from filelock import Timeout
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from errors import UserError
-from training.checkpoint import DamageError
-from training.device import memory_of_others
-from training.loss import DivergenceError
-from training.restart import Restart
-from training.run import Run
+from common.errors import UserError
+from training.checkpoints.checkpoint import DamageError
+from training.plan.run import Run
+from training.runtime.device import memory_of_others
+from training.runtime.restart import Restart
+from training.step.loss import DivergenceError
 
 # Errors caused by a disk, a drive or its permissions.
 OF_THE_DISK = {

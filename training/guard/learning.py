@@ -12,12 +12,12 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from errors import UserError
+from common.errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from training.health import WINDOW, Health
-from training.optim import moment_shapes, named_moments
-from training.plan import Plan
-from training.tensors import local
+from training.guard.health import WINDOW, Health
+from training.plan.plan import Plan
+from training.step.optim import moment_shapes, named_moments
+from training.step.tensors import local
 
 STEPS = (
     4  # until every weight has a gradient: a head and projections that start at zero pass on none in the first steps

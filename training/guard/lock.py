@@ -15,8 +15,8 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from atomic import write_atomic
-from errors import UserError, disk_errors
+from common.atomic import write_atomic
+from common.errors import UserError, disk_errors
 
 NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 # Seconds for a holder that is about to end: after losing its launcher, it still saves. filelock takes over a soft lock with

@@ -17,11 +17,11 @@ import psutil
 import torch
 from torch import distributed
 
-from limits import free
-from training.distributed import waits_for_main
-from training.launcher import PARENT, die_with_launcher, is_launched
-from training.restart import show_cursor
-from training.saver import wait_for_writing
+from common.limits import free
+from training.checkpoints.saver import wait_for_writing
+from training.runtime.distributed import waits_for_main
+from training.runtime.launcher import PARENT, die_with_launcher, is_launched
+from training.runtime.restart import show_cursor
 
 # Exit code after stopping and saving, as a shell would report the signal. If processes have different reasons, the later one in
 # this order wins.

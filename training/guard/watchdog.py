@@ -20,12 +20,12 @@ import psutil
 import torch
 from torch import distributed
 
+from training.checkpoints.run_folder import RunFolder
+from training.checkpoints.saver import wait_for_writing
+from training.checkpoints.status import mark_failed
 from training.guard.stopping import leave, say
-from training.launcher import PARENT, is_launched
-from training.restart import Restart, execute, show_cursor
-from training.run_folder import RunFolder
-from training.saver import wait_for_writing
-from training.status import mark_failed
+from training.runtime.launcher import PARENT, is_launched
+from training.runtime.restart import Restart, execute, show_cursor
 
 PATIENCE = 60.0  # seconds of silence after which a process counts as lost, or ddp_timeout if less
 INTERVAL = 1.0  # seconds between two pulses

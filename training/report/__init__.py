@@ -1,1 +1,1 @@
-"""Report of a run: facts, pages and plots."""
+"""The report of a run."""

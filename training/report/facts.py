@@ -12,22 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from atomic import write_atomic
-from errors import NONSENSE, check_format
+from common import schema
+from common.atomic import write_atomic
+from common.errors import NONSENSE, check_format
+from common.settings_file import read_yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
-from settings_file import read_yaml
-from tokenizer import schema
-from tokenizer.named_data import find
-from tokenizer.report import documents, left_out
-from tokenizer.store import Metadata
-from training.compatibility import model_fields
-from training.launcher import launch_command
-from training.metrics import best_evaluation, comparable_loss, read_events, read_metrics, scores_more, seconds_until
-from training.reference import find_reference
-from training.run_folder import RunFolder
-from training.samples import read_samples
-from training.speed import flops_per_token, product_parameters
-from training.status import hours, read_status, starts_in_force
+from tokenizer.build.report import documents, left_out
+from tokenizer.corpus.named_data import find
+from tokenizer.store.store import Metadata
+from training.checkpoints.metrics import (
+    best_evaluation,
+    comparable_loss,
+    read_events,
+    read_metrics,
+    scores_more,
+    seconds_until,
+)
+from training.checkpoints.run_folder import RunFolder
+from training.checkpoints.samples import read_samples
+from training.checkpoints.status import hours, read_status, starts_in_force
+from training.log.reference import find_reference
+from training.log.speed import flops_per_token, product_parameters
+from training.plan.compatibility import model_fields
+from training.runtime.launcher import launch_command
 
 FORMAT_VERSION = 1
 MAX_ROWS = 16  # rows of the results table; metrics.jsonl has all validations

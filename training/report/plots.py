@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from atomic import unfinished_path
-from removal import FILE_MARK
-from training.metrics import comparable_loss, seconds_until
+from common.atomic import unfinished_path
+from common.removal import FILE_MARK
+from training.checkpoints.metrics import comparable_loss, seconds_until
 
 # Legible on white and on black.
 GRAY, BLUE, ORANGE = "#808690", "#3d84c6", "#d9673f"

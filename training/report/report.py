@@ -18,17 +18,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 from rich.console import Console, RenderResult
 from rich.markdown import Markdown, TableElement
 
-from atomic import file_sha256, write_atomic
-from errors import NONSENSE, UserError, check_format, counted, disk_errors
-from removal import is_marked, mark, refuse_replacing
-from tokenizer.store import RESUMES, TokenStore
-from training.console import clock, perplexity
-from training.hardware import DOLLARS_PER_COLAB_UNIT, GRAMS_OF_CO2_PER_KWH, PRICES_OF
-from training.metrics import read_metrics
+from common.atomic import file_sha256, write_atomic
+from common.errors import NONSENSE, UserError, check_format, counted, disk_errors
+from common.removal import is_marked, mark, refuse_replacing
+from tokenizer.store.store import RESUMES, TokenStore
+from training.checkpoints.metrics import read_metrics
+from training.checkpoints.run_folder import EVALUATION, RunFolder, is_checkpoint, run_of
+from training.checkpoints.samples import fenced
 from training.report.facts import gather, read_facts, write_facts
 from training.report.plots import plot_course, plot_loss, plot_panel
-from training.run_folder import EVALUATION, RunFolder, is_checkpoint, run_of
-from training.samples import fenced
+from training.runtime.console import clock, perplexity
+from training.runtime.hardware import DOLLARS_PER_COLAB_UNIT, GRAMS_OF_CO2_PER_KWH, PRICES_OF
 
 TEMPLATES = Path(__file__).parent / "templates"
 CELL = 60  # maximum characters of a text in a table

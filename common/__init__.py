@@ -1,0 +1,1 @@
+"""What all commands share. Imports no other package of this project."""

@@ -1,0 +1,102 @@
+"""Atomic writes: a file or folder appears complete under its name, or not at all. Imports nothing large."""
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from common.removal import discard
+
+# Errors of drives that do not support fsync. They are ignored, and the written data is accepted.
+CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EISDIR}
+PIECE_BYTES = 1 << 20
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file, force it to disk, and rename it into place."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("wb") as file:
+        file.write(text.encode(errors="backslashreplace"))  # file names may not be UTF-8
+        fsync(file)
+    os.replace(unfinished, path)
+
+
+def fsync(file: BinaryIO) -> None:
+    """Force written data to disk, so that it survives a power cut, if the drive supports it."""
+    file.flush()
+    with _where_possible():
+        os.fsync(file.fileno())
+
+
+def fsync_path(path: Path) -> None:
+    """Force a closed file, or the entries of a folder, to disk, if the drive supports it."""
+    with _where_possible():
+        descriptor = os.open(path, os.O_RDONLY)  # some drives cannot open folders
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _where_possible() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC:
+            raise
+
+
+def set_default_permissions(folder: Path) -> None:
+    """Give every file in a folder the user's default permissions: safetensors writes files that only their owner can read."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def copy_file(source: Path, target: Path) -> str:
+    """Copy a file, force the copy to disk, and return the SHA-256 of the source.
+    Raise an OSError also if the copy is too short, which some drives do not report."""
+    digest, size = hashlib.sha256(), 0
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while piece := reader.read(PIECE_BYTES):
+            digest.update(piece)
+            size += writer.write(piece)
+        fsync(writer)
+    if (written := target.stat().st_size) != size:
+        raise OSError(f"{target} has {written:,} bytes after {size:,} were written")
+    return digest.hexdigest()
+
+
+@contextmanager
+def unfinished_path(path: Path, suffix: str = ".unfinished", known: Iterable[str] = ()) -> Iterator[Path]:
+    """Yield a temporary name next to `path` for unfinished work. It is renamed to `path` on success and deleted on failure.
+    `known`: for a folder, patterns of the names of its files (see `discard`); the folder is created."""
+    unfinished = path.with_name(f".{path.name}{suffix}")
+    discard(unfinished, known)
+    try:
+        if known:
+            unfinished.mkdir()  # no parents: if a drive is unmounted, they would be created on the local disk
+        yield unfinished
+        for part in (*unfinished.glob("*/"), unfinished):
+            fsync_path(part)
+        if known:
+            discard(path, known, replacement=unfinished)
+        else:
+            os.replace(unfinished, path)  # refuses to replace a folder
+        fsync_path(path.parent)
+    except BaseException:
+        with suppress(OSError):  # the first failure is the one to report
+            discard(unfinished, known)
+        raise

@@ -1,0 +1,1 @@
+"""How a token store is made."""

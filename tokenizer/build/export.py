@@ -1,0 +1,130 @@
+"""Export a token store as a dataset for the Hub: parquet files of token ids, with a dataset card."""
+
+import itertools
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from common.atomic import unfinished_path
+from common.errors import UserError, disk_errors
+from tokenizer.build import report
+from tokenizer.build.recipe import Recipe
+from tokenizer.corpus.hub import HubDataset
+from tokenizer.store.store import SPLITS, Metadata, TokenStore, index_file, sequences, tokens_file
+
+ROW_TOKENS = 1 << 20  # maximum tokens of a row; a longer document continues in the next
+GROUP_TOKENS = 1 << 22  # tokens per row group, which a writer and a reader hold in memory
+SHARD_BYTES = 1 << 29  # bytes of ids per file
+HUB_SPLITS = {"train": "train", "val": "validation"}
+MADE_OF = b"token_store"  # key of the store's identity in the parquet metadata
+NO_FLAGS = ("input", "tokenizer_json", "chat_template_source")  # settings that are not flags of the command
+SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "n>1B")
+
+
+def to_parquet(store: TokenStore) -> Path:
+    """Write a store as a Hub dataset to `NAME-parquet/` next to it, unless it was already exported there."""
+    store.require_indexes()
+    folder = store.folder.with_name(f"{store.folder.name}-parquet")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if exported_identity(folder) == store.metadata.identity:
+            return folder
+        raise UserError(f"{folder} exists and is not an export of {store.folder}; move it away or delete it.")
+    store.check_hashes()
+    files = ("data/*.parquet", "tokenizer/*", "README.md")
+    with disk_errors(folder), unfinished_path(folder.resolve(), ".exporting", files) as unfinished:
+        (unfinished / "data").mkdir()
+        rows = sum(_write_shards(store, split, unfinished / "data") for split in SPLITS)
+        shutil.copytree(store.folder / "tokenizer", unfinished / "tokenizer")
+        (unfinished / "README.md").write_text(_card(store, rows), encoding="utf-8")
+    return folder
+
+
+def exported_identity(folder: Path) -> str | None:
+    """Return the identity of the store that was exported to `folder`, or None if it is not an export."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        schema = parquet.read_schema(min((folder / "data").glob("train-00000-of-*.parquet")))
+        return schema.metadata[MADE_OF].decode()
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException):
+        return None
+
+
+def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
+    """Write the parquet files of a split and return the number of rows."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    dtype = np.dtype(store.metadata.dtype)
+    ids_type = pa.list_(pa.from_numpy_dtype(dtype))
+    schema = pa.schema([("document", pa.int64()), ("input_ids", ids_type)], {MADE_OF: store.metadata.identity})
+    shard_tokens = SHARD_BYTES // dtype.itemsize
+    rows, shards = 0, -(-getattr(store.metadata, split).tokens // shard_tokens)
+    with (store.folder / tokens_file(split)).open("rb") as file:
+        groups = _row_groups(store.folder / index_file(split))
+        for number, of_shard in itertools.groupby(
+            groups, lambda group: min(int(group[1][0]) // shard_tokens, shards - 1)
+        ):
+            path = folder / f"{HUB_SPLITS[split]}-{number:05d}-of-{shards:05d}.parquet"
+            # No dictionary: it packs ids into odd numbers of bits, which zstd compresses to 71% instead of 59%.
+            with parquet.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
+                for document, starts, ends in of_shard:
+                    ids = np.fromfile(file, dtype=dtype.newbyteorder("<"), count=int(ends[-1] - starts[0]))
+                    bounds = pa.array(np.append(starts, ends[-1]) - starts[0], pa.int32())
+                    lists = pa.ListArray.from_arrays(bounds, pa.array(ids))
+                    writer.write_table(pa.Table.from_arrays([pa.array(document), lists], schema=schema))
+                    rows += len(document)
+    return rows
+
+
+def _row_groups(index: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield `sequences` in groups that end when a row passes a multiple of GROUP_TOKENS, so that each group is in one shard."""
+    for document, starts, ends in sequences(index, ROW_TOKENS):
+        cuts = np.flatnonzero(np.diff(starts // GROUP_TOKENS)) + 1
+        for first, stop in itertools.pairwise([0, *cuts.tolist(), len(starts)]):
+            yield document[first:stop], starts[first:stop], ends[first:stop]
+
+
+def _card(store: TokenStore, rows: int) -> str:
+    from huggingface_hub import DatasetCardData
+
+    metadata, name = store.metadata, store.folder.absolute().name
+    files = [{"split": split, "path": f"data/{split}-*"} for split in HUB_SPLITS.values()]
+    card_data = DatasetCardData(
+        pretty_name=f"{name}, tokenized",
+        license="unknown",
+        task_categories=["text-generation"],
+        size_categories=[SIZE_CATEGORIES[min(7, max(0, len(str(rows)) - 3))]],
+        tags=["pretokenized", "gpt2scratch"],
+        configs=[{"config_name": "default", "data_files": files}],
+    )
+    data = {
+        "card_data": card_data.to_yaml(),
+        "name": name,
+        "metadata": metadata,
+        "row_tokens": ROW_TOKENS,
+        "sources": list(map(_public, metadata.sources)),
+        "command": _public_command(metadata),
+    }
+    return report.render("dataset_card.md.j2", data)
+
+
+def _public(source: str) -> str:
+    """Return the name of a source without the names of local folders."""
+    return source if HubDataset.parse(source) is not None else Path(source).name
+
+
+def _public_command(metadata: Metadata) -> str:
+    """Return the command with all settings that differ from the defaults."""
+    usual = Recipe(metadata.sources).settings()
+    parts = ["python", "-m", "tokenizer.pretokenize", "--input", *map(_public, metadata.sources)]
+    for name, value in metadata.settings.items():
+        if name not in NO_FLAGS and value != usual.get(name):
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            of_this_machine = name in ("tokenizer", "chat_template")
+            parts += [f"--{name}", *(_public(item) if of_this_machine else str(item) for item in values)]
+    return shlex.join(parts)

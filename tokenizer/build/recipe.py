@@ -1,0 +1,63 @@
+"""Recipe of a token store: all settings that determine its tokens."""
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizer.cleaning import cleaning
+from tokenizer.cleaning.cleaning import CleaningArguments
+from tokenizer.cleaning.dedup import DedupArguments
+from tokenizer.corpus.chat import ChatTemplate
+from tokenizer.corpus.units import CorpusArguments
+from tokenizer.encoding import vocabulary
+from tokenizer.encoding.vocabulary import SavedTokenizer, VocabularyArguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SEED = 1337
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All settings that determine the tokens of a store."""
+
+    inputs: list[str]
+    corpus: CorpusArguments = field(default_factory=CorpusArguments)
+    vocabulary: VocabularyArguments = field(default_factory=VocabularyArguments)
+    cleaning: CleaningArguments = field(default_factory=CleaningArguments)
+    dedup: DedupArguments = field(default_factory=DedupArguments)
+    seed: int = SEED
+    weights: list[float] = field(default_factory=list)
+    vocab_size_must_fit: bool = True  # False if a run's YAML file sets the size: the tokenizer's own size overrides it
+
+    def problems(self) -> list[str]:
+        found = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary) + [*self.corpus.problems()]
+        if self.weights and len(self.weights) != len(self.inputs):
+            found.append(
+                f"There are {len(self.weights)} weights for {len(self.inputs)} inputs: give one per input, in the same order."
+            )
+        return found
+
+    @cached_property
+    def existing_tokenizer(self) -> "PreTrainedTokenizerBase | SavedTokenizer | None":
+        """Tokenizer that the `tokenizer` setting names, or None if the setting is empty."""
+        name = self.vocabulary.tokenizer
+        return None if name is None else SavedTokenizer.read(Path(name)) or vocabulary.load(name)
+
+    def settings(self) -> dict[str, Any]:
+        """Return all settings by flag name, and the content of the files that some of them name."""
+        parts = (self.corpus, self.vocabulary, self.cleaning, self.dedup)
+        settings = {name: value for part in parts for name, value in asdict(part).items()}
+        for name in ("exclude", "revision", "max_bytes", "max_documents"):
+            if not settings[name]:  # newer settings: without them, older stores and cached names stay valid
+                del settings[name]
+        settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
+        if self.existing_tokenizer is not None:
+            content = self.existing_tokenizer.backend_tokenizer.to_str()
+            settings["tokenizer_json"] = hashlib.sha256(content.encode()).hexdigest()
+        if (name := self.corpus.chat_template) is not None:
+            settings["chat_template_source"] = ChatTemplate.read(name)
+        return settings

@@ -1,0 +1,102 @@
+"""Report of a token store: `report.md` and the command's last line list text that was read, changed and left out."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from tokenizers import Tokenizer
+
+from common.atomic import write_atomic
+from common.errors import counted
+from tokenizer.corpus.units import LEFT_OUT
+from tokenizer.encoding import encode
+from tokenizer.store.store import Metadata, TokenStore
+
+COUNTED_TOKENS = 1 << 22  # size of the evenly spread sample that gives the most frequent tokens
+SHOWN = 12
+
+
+def summary(store: TokenStore, is_cache: bool) -> str:
+    """Return the last line about the text. A run prints the size of its cached store itself."""
+    metadata = store.metadata
+    train, val = metadata.train, metadata.val
+    noted = "; ".join(left_out(metadata, named=3))
+    source = f" from {', '.join(metadata.validation_splits)}" if metadata.validation_splits else ""
+    noted = f" (left out or changed: {noted})" if noted else ""
+    if is_cache:
+        return f"{documents(metadata)}{noted}"
+    return (
+        f"{documents(metadata)}, {metadata.counts['bytes'] / 1e6:,.1f} MB read{noted} -> {train.tokens:,} tokens for training and {val.tokens:,} for "
+        f"validation{source} ({(train.bytes + val.bytes) / (train.tokens + val.tokens):.2f} bytes per token) in {store.folder}"
+    )
+
+
+def documents(metadata: Metadata) -> str:
+    """Return the number of documents found and in the store, as words. `left_out` explains the difference."""
+    kept = metadata.train.documents + metadata.val.documents
+    if not metadata.counts:  # a store of format 1 has no counts
+        return f"{counted(kept, 'document')} in the store"
+    found = sum(metadata.counts[name] for name in ("documents", "blank", "empty_records"))
+    return f"{counted(found, 'document')} found, {kept:,} in the store"
+
+
+def write(store: TokenStore, rust: Tokenizer) -> None:
+    """Write `report.md`."""
+    data = {"metadata": store.metadata, "tokens": _token_statistics(store, rust)}
+    write_atomic(store.folder / "report.md", render("report.md.j2", data))
+
+
+def render(template: str, data: dict[str, Any]) -> str:
+    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    layout = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **layout)
+    environment.filters |= {"as": format, "counted": counted}
+    environment.filters |= {"tokenizer_kind": tokenizer_kind, "documents": documents, "left_out": left_out}
+    return environment.get_template(template).render(data)
+
+
+def tokenizer_kind(metadata: Metadata) -> str:
+    return f"{'BPE' if metadata.tokenizer_type == 'bpe' else metadata.tokenizer_type} tokenizer"
+
+
+def left_out(metadata: Metadata, named: int = 0, with_places: bool = False) -> list[str]:
+    """Return a list of left-out or changed text, one item per line. Each names up to `named` files, and the places in them."""
+    counts, lines = metadata.counts, []
+    for name, words in LEFT_OUT.items():
+        if counts.get(name):
+            path, place = counts["first"].get(name, ("", {}))
+            files = [other + words * with_places for other, words in place.get("files", {path: ""}).items()]
+            names = ", ".join(files[:named]) + " ..." * (len(files) > named)
+            lines.append(counted(counts[name], *words) + (f" ({names})" if named and path else ""))
+    dropped = {rule: outcome.documents for rule, outcome in metadata.cleaning.items() if outcome.dropped}
+    lines += [f"{counted(number, 'document')} dropped by {rule}" for rule, number in dropped.items()]
+    if repeated := metadata.repeated_documents:
+        lines.append(counted(repeated, "document that repeats an earlier one", "documents that repeat an earlier one"))
+    if counts:  # a store of format 1 has no counts
+        unique = counts["documents"] - sum(dropped.values()) - repeated
+        more = metadata.train.documents + metadata.val.documents - unique
+        if more and metadata.settings.get("weights"):
+            change = "more" if more > 0 else "fewer"
+            lines.append(f"{counted(abs(more), 'document')} {change} after --weights and the validation split")
+        elif more:
+            lines.append(f"{counted(more, 'document')} split in two, with the end held out for validation")
+    return lines
+
+
+def _token_statistics(store: TokenStore, rust: Tokenizer) -> dict[str, Any]:
+    texts = encode.token_bytes(rust)
+    tokens = store.memory_map("train")
+    counts = np.bincount(tokens[:: max(1, len(tokens) // COUNTED_TOKENS)], minlength=len(texts))
+
+    def shown(ids: Iterable[int]) -> list[str]:
+        return [f"`{texts[i].decode('utf-8', 'replace')!r}`" if texts[i] else f"`{rust.id_to_token(i)}`" for i in ids]
+
+    is_all = len(tokens) <= COUNTED_TOKENS
+    return {
+        "longest": shown(sorted(range(len(texts)), key=lambda i: -len(texts[i]))[:SHOWN]),
+        "frequent": shown(np.argsort(-counts, kind="stable")[:SHOWN].tolist()),
+        "counted": "training text" if is_all else f"{counts.sum():,} tokens of the training text",
+        "unused": int((counts == 0).sum()),
+    }

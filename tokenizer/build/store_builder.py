@@ -1,0 +1,433 @@
+"""Build a token store: plan the work once, process it in any number of processes, merge the parts, and move the store into place."""
+
+import glob
+import itertools
+import json
+import math
+import operator
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from tokenizers import Tokenizer
+
+from common import schema
+from common.atomic import write_atomic
+from common.errors import Problems, UserError, counted, disk_errors, require_room
+from common.progress import Progress
+from common.removal import MARK, discard, is_marked, mark, renew
+from tokenizer.build import megatron, report
+from tokenizer.build.merge import Merger
+from tokenizer.build.recipe import Recipe
+from tokenizer.build.worker import Part, Plan, Settings, Workers, done_parts
+from tokenizer.cleaning import cleaning
+from tokenizer.cleaning.dedup import MinHasher
+from tokenizer.corpus.chat import CHATML_TOKENS, ChatTemplate
+from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
+from tokenizer.corpus.hub import opened
+from tokenizer.corpus.named_data import template_of
+from tokenizer.corpus.units import TOLERATED_SHARE, UNIT_BYTES, Corpus, TextFile, Unit
+from tokenizer.encoding import encode, vocabulary
+from tokenizer.encoding.vocabulary import VocabularyArguments
+from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish
+
+# Patterns of the files of unfinished work.
+UNFINISHED = ("plan.json*", "merged.json*", "parts/*", *(f"store/{name}" for name in STORE_FILES), MARK)
+SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
+ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
+
+
+def pretokenize(
+    recipe: Recipe,
+    folder: Path,
+    say: Callable[[str], None] = print,
+    num_proc: int | None = None,
+    shard: tuple[int, int] | None = None,
+    merge_only: bool = False,
+    is_cache: bool = False,
+) -> TokenStore | None:
+    """Build the store of `recipe` in `folder`, resume building it, or open it if it exists. Return None after a shard.
+    A cache belongs to this project: a process waits while another one builds it, and unfinished work for another text is
+    discarded.
+    Raise a `UserError` if text or settings are bad or differ from those of the unfinished work, `folder` is in use or is
+    not a store, or the disk is too small. Finished work is kept."""
+    Problems(recipe.problems()).refuse()
+    folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
+    if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write to other names
+        raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")
+    with disk_errors(folder, RESUMES), Workers() as workers:
+        builder = StoreBuilder(recipe, folder, say, workers, num_proc or cores(), is_cache)
+        builder.check_writable()  # before a lock file is written next to the folder
+        with _locked(folder, "", wait=is_cache or shard is not None):
+            if TokenStore.is_store(folder):
+                return builder.open_finished()
+            units = list(range(len(builder.plan.units)))
+            if shard is None:
+                _refuse_busy_shards(folder)
+                return builder.finish(merge_only)
+            share, shares = shard
+            own = _locked(folder, f".shard-{share}-of-{shares}", wait=False)
+        with own:
+            builder.do_units(units[share::shares])
+            say(
+                f"Shard {share}/{shares} is done: {len(units[share::shares]):,} of {len(units):,} units. After the last shard, "
+                f"run the same command with --merge instead of --shard."
+            )
+    return None
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(folder.with_name(f".{folder.name}{suffix}.lock")).acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        raise UserError(f"Another process is writing {folder}; wait for it, or choose another --output.") from None
+    except OSError as error:
+        path = error.filename or folder  # for example another user's lock file
+        raise UserError(f"{folder} cannot be created ({path}: {error.strerror}); choose another --output.") from error
+
+
+def _refuse_busy_shards(folder: Path) -> None:
+    """Raise a `UserError` if a shard is running. No shard can start while the folder is locked."""
+    for lock in folder.parent.glob(f".{glob.escape(folder.name)}.shard-*.lock"):
+        with _locked(folder, lock.name.removeprefix(f".{folder.name}").removesuffix(".lock"), wait=False):
+            pass
+
+
+@dataclass
+class StoreBuilder:
+    """Builder of a store from a recipe. Unfinished work is in `.NAME.unfinished` next to the store."""
+
+    recipe: Recipe
+    folder: Path
+    say: Callable[[str], None]
+    workers: Workers
+    processes: int
+    is_cache: bool = False
+
+    def __post_init__(self):
+        self.work = self.folder.with_name(f".{self.folder.name}.unfinished")
+        self.store = self.work / "store"
+        self.corpus = Corpus(self.recipe.inputs, self.recipe.corpus, self.recipe.weights, left_out=self.folder)
+        self.inputs = self.corpus.identity()
+
+    @cached_property
+    def rust(self) -> Tokenizer:
+        return encode.load_rust(self.store / "tokenizer" / "tokenizer.json")
+
+    # ---- existing work --------------------------------------------------------------------------------------------------
+
+    def open_finished(self) -> TokenStore:
+        store, path = TokenStore(self.folder), self.folder / "inputs.json"
+        if store.metadata.format_version == 1:
+            self.say(
+                f"{self.folder} is a store of format 1, which does not record its text and settings; it is used unchanged. "
+                f"To build it again, choose another --output."
+            )
+            return store
+        try:
+            changed = self._changed(store.metadata.settings, schema.read(path, list[tuple[str, int, int]]))
+        except (FileNotFoundError, ValueError) as error:
+            raise UserError(
+                f"{path} is missing or damaged ({error}). Delete {self.folder} and build it again."
+            ) from error
+        if changed and not self.is_cache:  # the name of a cache contains the hash of its text
+            raise UserError(
+                f"{self.folder} was built from other text or settings ({changed}); choose another --output or delete it."
+            )
+        if is_marked(self.work, "unfinished"):  # the process was killed before it was deleted
+            discard(self.work, UNFINISHED)
+        self.say(f"{self.folder} already contains these tokens.")
+        return store
+
+    def _changed(self, settings: dict[str, Any], inputs: list[list]) -> str:
+        """Return the settings and files that differ from earlier work, as words, or an empty string."""
+        now = json.loads(json.dumps(self.recipe.settings()))
+        keys = [key for key in settings | now if settings.get(key) != now.get(key)]
+        named = [f"{key} was {settings.get(key)!r:.60} and is {now.get(key)!r:.60}" for key in keys]
+        before, after = ({name: rest for name, *rest in files} for files in (inputs, self.inputs))
+        named += [f"{name} is missing" for name in before if name not in after]
+        names = [name for name in after if before.get(name) != after[name]]
+        named += [f"{name} {'was changed' if name in before else 'is new'}" for name in names]
+        return "; ".join(named[:3]) + (f"; and {len(named) - 3} more" if len(named) > 3 else "")
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Plan of units, settings and tokenizer: new, or from the interrupted command that this one resumes."""
+        self.check_writable()
+        if (self.work / "plan.json").is_file():
+            plan = Plan.read(self.work)
+            mark(self.work, "unfinished")  # older versions set no mark
+            if not (changed := self._changed(plan.settings_of_user, plan.inputs)):
+                done = len(done_parts(self.work, range(len(plan.units))))
+                self.say(f"Resuming {self.folder}: {done:,} of {len(plan.units):,} units of work are done.")
+                return plan
+            if not self.is_cache:
+                raise UserError(
+                    f"{self.folder} was started with other text or settings ({changed}); undo the change, or delete {self.work} to "
+                    f"start over."
+                )
+        renew(self.work, "unfinished", UNFINISHED)
+        plan = self._new_plan()
+        plan.write(self.work)
+        return plan
+
+    def check_writable(self) -> None:
+        """Raise a `UserError` if something else than a store is at the folder. Another process may have just finished the store."""
+        has_content = self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir()))
+        if self.folder.is_symlink() or (has_content and not TokenStore.is_store(self.folder)):
+            raise UserError(f"{self.folder} exists and is not an empty folder; choose another --output.")
+
+    # ---- the plan -------------------------------------------------------------------------------------------------------
+
+    def _new_plan(self) -> Plan:
+        recipe, corpus = self.recipe, self.corpus
+        if recipe.dedup.dedup == "near":
+            MinHasher()  # raises an error before any work if rensa is not installed
+        files = f"{counted(len(corpus.all_files), 'file')}, {corpus.size / 1e6:.1f} MB"
+        self.say(f"Reading {', '.join(recipe.inputs)} ({files}) ...")
+        self.workers.start(min(self.processes, corpus.text_size // UNIT_BYTES))
+        units = corpus.units()
+        settings = Settings(
+            recipe.corpus.sample_by,
+            recipe.cleaning.cleaning,
+            recipe.dedup.dedup,
+            recipe.corpus.validation_fraction,
+            recipe.seed,
+            *self._chat_template(),
+        )
+        control, sample = settings.control_tokens, Sample(units, settings, recipe.vocabulary, corpus)
+        tokenizer = vocabulary.build(
+            recipe.vocabulary, recipe.existing_tokenizer, sample.texts, control, recipe.vocab_size_must_fit, self.say
+        )
+        if recipe.vocabulary.tokenizer is None:
+            corpus.check(sample.counts, sample.is_all)
+        if settings.chat_template is not None:
+            tokenizer.chat_template = settings.chat_template
+        self._say_vocabulary(len(tokenizer))
+        vocabulary.save(tokenizer, self.store / "tokenizer")
+        settings = replace(settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id)
+        self._require_room(sample, np.dtype(settings.dtype).itemsize)
+        return Plan(recipe.settings(), self.inputs, settings, units, corpus.skipped)
+
+    def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
+        """Return source, control tokens and variables of the chat template, or None and empty values if there are no chats."""
+        name, arguments = self.recipe.corpus.chat_template, self.recipe.vocabulary
+        if not self.corpus.has_chats:
+            if name is not None:
+                raise UserError(
+                    f"chat_template is {name}, but {', '.join(self.recipe.inputs)} has no chats; leave out chat_template."
+                )
+            return None, [], {}
+        existing = self.recipe.existing_tokenizer
+        source = ChatTemplate.read(name) if name is not None else getattr(existing, "chat_template", None)
+        if source is None and (name := next(filter(None, map(template_of, self.recipe.inputs)), None)):
+            source = ChatTemplate.read(name)
+        if source is None:
+            raise UserError("The text has chats, but no chat template is known; give --chat_template chatml or a file.")
+        if existing is not None:
+            special = [str(token) for token in existing.added_tokens_decoder.values() if token.special]
+            return source, special, existing.special_tokens_map
+        if arguments.tokenizer_type == "character":
+            raise UserError("Chats need control tokens, but a character tokenizer has none; leave out tokenizer_type.")
+        chatml = CHATML_TOKENS if name == "chatml" else ()
+        control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *chatml, *arguments.special_tokens]))
+        return source, control, dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
+
+    def _say_vocabulary(self, size: int) -> None:
+        arguments = self.recipe.vocabulary
+        wanted = arguments.vocab_size or vocabulary.DEFAULT_VOCAB_SIZE
+        short = f" ({wanted:,} were requested, but the text has no more pairs to merge)" if size < wanted else ""
+        kind = {"bpe": f"byte-level BPE, {size:,} tokens{short}", "character": f"{size:,} characters"}
+        of_user = arguments.tokenizer and f"{arguments.tokenizer}, {size:,} tokens"
+        self.say(f"Tokenizer: {of_user or kind[arguments.tokenizer_type]}.")
+
+    def _require_room(self, sample: "Sample", itemsize: int) -> None:
+        """Raise a `UserError` if the store does not fit on its disk."""
+        texts, head = sample.texts(), ""
+        while len(head) < ESTIMATED_FROM and (text := next(texts, "")):
+            head += text[:ESTIMATED_FROM]
+        # `encode.encoder` would take longer to start.
+        kind = encode.CharacterEncoder if encode.is_character(self.rust) else encode.RustEncoder
+        ids, _ = kind(self.rust, np.dtype("<u4"))([head.encode()], [encode.NOTHING])
+        per_byte = itemsize * len(ids) / max(1, len(head.encode()))
+        # The ids of a part stay on the disk until its last copy is written.
+        copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
+        needed = per_byte * sum(map(operator.mul, copies, self.corpus.text_sizes))
+        needed *= min(1.0, self.recipe.corpus.limit.bytes / max(1, self.corpus.text_size))
+        remedy = "make room or name an --output on another disk"
+        require_room(self.folder.parent.absolute(), needed, "The tokens will need about", remedy)
+
+    # ---- the work -------------------------------------------------------------------------------------------------------
+
+    def do_limited_units(self, limit: Limit) -> list[Part]:
+        """Process units in order until their text reaches the limit, and return their parts. The last one is cut there.
+        All text of validation splits is the first unit, which has its own limit."""
+        counts, total, own = Counts(), len(self.plan.units), limit.of_validation(self.recipe.corpus.validation_fraction)
+        parts = self.do_units([0], own) if any(unit.val for unit in self.plan.units) else []
+        is_serial = encode.is_character(self.rust)  # it lacks the characters beyond the limit: none of them may be read
+        batch = 1 if any(self.corpus.hub) or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
+        while len(parts) < total:
+            units = range(len(parts), min(len(parts) + (1 if is_serial else batch), total))
+            # No unit has more than the limit.
+            for part in self.do_units([*units], limit.after(counts) if is_serial else limit):
+                left = limit.after(counts)
+                if part.counts.bytes > left.bytes or part.counts.documents > left.documents:
+                    self.workers.do(self.work, [part.unit], parts.append, left)
+                else:
+                    parts.append(part)
+                if parts[-1].is_cut:
+                    return parts
+                counts.add(part.counts)
+            share = max(counts.bytes / limit.bytes, counts.documents / limit.documents)
+            batch = math.ceil(len(parts) * min(4, max(0, 1 / share - 1) if share else 4)) or 1
+        return parts
+
+    def do_units(self, units: list[int], limit: Limit = NO_LIMIT) -> list[Part]:
+        """Process the units that are not done yet, each up to the limit, and return the parts of all `units` in order."""
+        parts = {part.unit: part for part in done_parts(self.work, units)}
+        missing = [unit for unit in units if unit not in parts]
+        counts = Counts().add(self.plan.skipped)
+        for part in parts.values():
+            counts.add(part.counts)
+        started, bytes_before = time.monotonic(), counts.bytes
+        with Progress("Encoding", len(missing), self.say is print and len(missing) > 1, self.say) as progress:
+
+            def on_part(part: Part) -> None:
+                parts[part.unit] = part
+                counts.add(part.counts)
+                self.corpus.check(counts, is_all=False)
+                megabytes = (counts.bytes - bytes_before) / 1e6
+                progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - started):.1f} MB/s")
+
+            if len(missing) > 1:  # a single unit is not worth a process of its own
+                self.workers.start(min(self.processes, len(missing)))
+            self.workers.do(self.work, missing, on_part, limit)
+        return [parts[unit] for unit in units]
+
+    def finish(self, merge_only: bool) -> TokenStore:
+        """Process the remaining units, merge the parts, and move the store into place."""
+        everything = list(range(len(self.plan.units)))
+        if merge_only and (missing := len(everything) - len(done_parts(self.work, everything))):
+            raise UserError(
+                f"{missing:,} of {len(everything):,} units of {self.folder} are not done; run the missing shards, or run the "
+                f"command without --merge to process the rest."
+            )
+        counts, outcomes, lost = Counts().add(self.plan.skipped), {}, 0
+        limit = self.recipe.corpus.limit
+        parts = self.do_units(everything) if limit == NO_LIMIT else self.do_limited_units(limit)
+        for part in parts:
+            counts.add(part.counts)
+            outcomes = cleaning.merged(outcomes, part.outcomes)
+            lost += part.lost_bytes
+        self.workers.end()  # merging may need the memory of the workers
+        self._refuse_changed_files()
+        self.corpus.check(counts)
+        if lost > TOLERATED_SHARE * counts.bytes:
+            raise UserError(
+                f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost:,} of {counts.bytes:,} bytes would be "
+                f"lost; use another tokenizer."
+            )
+        merger = Merger(self.work, self.store, self.plan.settings, self.plan.units[: len(parts)])
+        if merger.documents == 0:
+            dropped = (f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped)
+            raise UserError(
+                f"None of {counted(counts.documents, 'document')} is left (dropped: {', '.join(dropped) or 'by --weights'}); "
+                f"use fewer cleaning stages or more text."
+            )
+        merger.merge()
+        self._describe(counts, outcomes, merger)
+        self.check_writable()  # the folder may have changed in the meantime
+        if self.folder.exists():
+            self.folder.rmdir()
+        self.store.rename(self.folder)
+        discard(self.work, UNFINISHED)
+        store = TokenStore(self.folder)
+        self.say(report.summary(store, self.is_cache))
+        return store
+
+    def _refuse_changed_files(self) -> None:
+        """Raise a `UserError` if a file was changed while it was read."""
+        for path, size, modified in self.inputs:
+            now = TextFile.at(path)
+            if (now.size, now.modified) != (size, modified):
+                raise UserError(
+                    f"{path} was changed while it was read: it had {size:,} bytes and now has {now.size:,}. Delete {self.work}, "
+                    f"and run the command on a copy that does not change."
+                )
+
+    def _commits(self) -> dict[str, str]:
+        """Return the commit of each Hub dataset by its name."""
+        paths = {part.path for unit in self.plan.units for part in unit.ranges if part.kind == "hub"}
+        return {dataset.name: dataset.revision for dataset in map(opened, paths)}
+
+    def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
+        write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
+        megatron.write_indexes(self.store, self.plan.settings.dtype)
+        parts = [part for unit in self.plan.units if unit.val for part in unit.ranges]
+        sources = (part.path.split("@")[0] if part.kind == "hub" else os.path.dirname(part.path) for part in parts)
+        splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
+        finish(
+            self.store,
+            splits,
+            dtype=self.plan.settings.dtype,
+            vocab_size=self.rust.get_vocab_size(),
+            tokenizer_type="character" if encode.is_character(self.rust) else type(self.rust.model).__name__.lower(),
+            eos_token_id=self.plan.settings.eos,
+            sources=self.recipe.inputs,
+            hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
+            commits=self._commits(),
+            validation_splits=list(dict.fromkeys(sources)),
+            settings=self.plan.settings_of_user,
+            counts=asdict(counts)
+            | {"first": counts.worst(), "links": self.corpus.links, "tails": len(merger.progress.tails)},
+            cleaning=outcomes,
+            repeated_documents=merger.repeated,
+            command=shlex.join(["python", *sys.orig_argv[1:]]),
+        )
+        report.write(TokenStore(self.store), self.rust)
+
+
+class Sample:
+    """Evenly spread sample of the text, to train a tokenizer on."""
+
+    def __init__(self, units: list[Unit], settings: Settings, arguments: VocabularyArguments, corpus: Corpus):
+        self.settings = settings
+        self.is_all = arguments.tokenizer_type == "character" or corpus.most_bytes <= arguments.sample_bytes
+        step = max(1, corpus.text_size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)
+        limit = corpus.arguments.limit
+        if limit != NO_LIMIT:  # the sample is the beginning: how far the text extends over the units is not known
+            step, limit = 1, limit if self.is_all else limit._replace(bytes=min(limit.bytes, arguments.sample_bytes))
+            self.is_all = True
+        self.limit = limit
+        self.units = units if self.is_all else units[::step]
+        self.bytes_of_unit = math.inf if self.is_all else arguments.sample_bytes // max(1, len(self.units)) + 1
+        self.counts = Counts()
+
+    def texts(self) -> Iterator[str]:
+        cleaner = cleaning.Cleaner(self.settings.cleaning)
+        left, own = self.limit, self.limit.of_validation(self.settings.validation_fraction)
+        for unit in self.units:
+            reader = self.settings.reader(own if unit.val else left)
+            for piece in itertools.chain.from_iterable(map(reader.pieces, unit.ranges)):
+                if text := cleaner(piece.text, whole=piece.starts_document and piece.ends_document):
+                    yield text
+                if reader.counts.bytes > self.bytes_of_unit:
+                    break
+            self.counts.add(reader.counts)
+            left = left if unit.val else left.after(reader.counts)
+            if reader.is_cut and not unit.val:
+                return

@@ -1,0 +1,380 @@
+"""Worker processes that convert units of work into parts of a store. Finished parts survive an interruption.
+
+The folder of unfinished work contains `plan.json`, `store/` with the tokenizer, and `parts/` with the result of each unit:
+
+000012.train, 000012.val   token ids
+000012.rows                one row per piece of a document, in order
+000012.json                counts, and hashes of the other files, written last: without it, the part does not exist
+
+`python -P -m tokenizer.build.worker` starts a worker. It reads one folder and unit number per line, and answers each line with
+the problem or "".
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import xxhash
+
+from common import schema
+from common.atomic import write_atomic
+from common.errors import UserError, check_format, disk_errors
+from tokenizer.cleaning.cleaning import Cleaner, RuleStats
+from tokenizer.cleaning.dedup import BANDS, KEYS, MinHasher
+from tokenizer.corpus.chat import ChatTemplate
+from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit, Piece, Reader
+from tokenizer.corpus.units import Unit
+from tokenizer.encoding import encode
+from tokenizer.store.store import RESUMES, SPLITS
+
+PLAN_VERSION = 1
+ROOT = Path(__file__).parent.parent
+BATCH_BYTES = 4 << 20  # bytes encoded together: smaller batches reuse fewer words, larger batches need more memory
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings that apply to every document."""
+
+    sample_by: Literal["document", "paragraph", "line"]
+    cleaning: list[str]
+    dedup: Literal["no", "exact", "near"]
+    validation_fraction: float
+    seed: schema.Signed
+    chat_template: str | None
+    control_tokens: list[str]
+    template_variables: dict[str, str]  # the tokenizer's `bos_token`, `eos_token` and others, for templates
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    eos: int | None = None
+
+    def reader(self, limit: Limit = NO_LIMIT) -> Reader:
+        chat = self.chat_template
+        if chat is not None:
+            chat = ChatTemplate(chat, tuple(self.control_tokens), self.template_variables)
+        return Reader(self.sample_by, chat, limit=limit)
+
+
+@dataclass
+class Plan:
+    """Content of `plan.json`: the decisions made before the work starts."""
+
+    settings_of_user: dict[str, Any]
+    inputs: list[tuple[str, int, int]]
+    settings: Settings
+    units: list[Unit]
+    skipped: Counts = field(default_factory=Counts)
+    format_version: int = PLAN_VERSION  # a plan without a version also has format 1
+
+    @staticmethod
+    def read(folder: Path) -> "Plan":
+        """Return the plan. Raise a `UserError` if it is damaged or of a newer format."""
+        path = folder / "plan.json"
+        try:
+            content = schema.read(path, dict[str, Any])
+            check_format(folder, content.get("format_version"), PLAN_VERSION)
+            return schema.build(content, Plan)
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}); delete {folder} to start over.") from error
+
+    def write(self, folder: Path) -> None:
+        # `schema.build` also accepts lists of the values, which are shorter than objects.
+        units = [[unit.copies, [list(vars(part).values()) for part in unit.ranges], unit.val] for unit in self.units]
+        write_atomic(folder / "plan.json", schema.sealed(asdict(self) | {"units": units}))
+
+
+@dataclass
+class Part:
+    """Result of a unit, the content of its `.json`."""
+
+    unit: int
+    tokens: dict[str, int]
+    counts: Counts
+    outcomes: dict[str, RuleStats]  # effects of the cleaning rules
+    lost_bytes: int  # bytes that the tokenizer has no tokens for
+    hashes: dict[str, str]  # xxh3 of its files: a power failure can truncate files that were written
+    is_cut: bool = False  # true if the text of the unit continues, but the limit was reached
+
+    @staticmethod
+    def read(folder: Path, number: int) -> "Part | None":
+        """Return the part of unit `number`, or None if it is not done or lacks values that older versions did not record."""
+        try:
+            part = schema.read(part_file(folder, number, "json"), Part)
+        except (FileNotFoundError, ValueError):
+            return None
+        return part if {*SPLITS, "rows"} <= part.hashes.keys() and part.tokens.keys() >= {*SPLITS} else None
+
+
+def part_file(folder: Path, number: int, name: str) -> Path:
+    return folder / "parts" / f"{number:06d}.{name}"
+
+
+def row_type(keys: int) -> np.dtype:
+    """Return the dtype of a row, which describes a piece of a document. A document's last row in a part has its keys."""
+    names = ("tokens", "bytes", "copies", "val", "starts", "ends", "keys")
+    return np.dtype([*zip(names, ("<u4", "<u4", "<u2", "?", "?", "?", ("<u8", (keys,))), strict=True)])
+
+
+class UnitProcessor:
+    """Processor of the units of an unfinished store."""
+
+    def __init__(self, folder: Path):
+        plan = Plan.read(folder)
+        self.folder, self.settings, self.units = folder, plan.settings, plan.units
+        rust = encode.load_rust(folder / "store" / "tokenizer" / "tokenizer.json")
+        self.encoder = encode.encoder(rust, np.dtype(self.settings.dtype).newbyteorder("<"))
+        self.lengths = encode.text_lengths(rust)
+        self.token_to_id = rust.token_to_id
+        self.min_hasher = MinHasher() if self.settings.dedup == "near" else None
+        self.eos = encode.NOTHING if self.settings.eos is None else self.settings.eos
+        ranges = (part for unit in self.units for part in unit.ranges)
+        self.heads = {part.path: part for part in ranges if part.start == 0 and part.stop is not None}
+
+    def process(self, number: int, limit: Limit = NO_LIMIT) -> Part:
+        """Process a unit, up to the limit. Raise a `UserError` if text cannot be read or encoded, or the disk is full."""
+        with disk_errors(self.folder / "parts", RESUMES), ExitStack() as stack:
+            (self.folder / "parts").mkdir(exist_ok=True)
+            files = {split: stack.enter_context(part_file(self.folder, number, split).open("wb")) for split in SPLITS}
+            writer = PartWriter(self, number, files, limit)
+            for part in self.units[number].ranges:
+                if part.start > 0 and part.kind == "text" and self.settings.sample_by == "document":
+                    writer.begin_document(self._first_piece(part.path))
+                for piece in writer.reader.pieces(part):
+                    writer.add(piece)
+            return writer.finish()
+
+    def _first_piece(self, path: str) -> str:
+        """Return the cleaned head of a file that is one document. The head decides the split and copies of the whole file."""
+        head = next(self.settings.reader().pieces(self.heads[path]), None)  # None: the file is not text
+        return "" if head is None else Cleaner(self.settings.cleaning)(head.text, whole=False)
+
+
+class PartWriter:
+    """Writer of one part: it encodes the documents of a unit into `files`, one per split."""
+
+    def __init__(self, processor: UnitProcessor, number: int, files: dict[str, BinaryIO], limit: Limit):
+        self.processor, self.settings, self.files = processor, processor.settings, files
+        self.number, self.unit = number, processor.units[number]
+        self.reader = self.settings.reader(limit)
+        self.cleaner = Cleaner(self.settings.cleaning)
+        self.hashes = {split: xxhash.xxh3_64() for split in SPLITS}
+        self.tokens = dict.fromkeys(SPLITS, 0)
+        self.lost_bytes = 0
+        self.rows = [np.zeros(0, row_type(KEYS[self.settings.dedup]))]
+        self.batch: list[tuple] = []  # text, id that follows, copies, val, starts, ends, keys
+        self.batch_bytes = 0
+        self.last_follower = encode.NOTHING
+        self.begin_document("")
+
+    def begin_document(self, first_piece: str) -> None:
+        """Choose the split and the number of copies by the document's text, so that identical documents are treated alike."""
+        text = first_piece.encode()
+        is_held_out = share(text, self.settings.seed) < self.settings.validation_fraction
+        self.val = is_held_out if self.unit.val is None else self.unit.val
+        whole, part = divmod(self.unit.copies, 1)
+        self.copies = int(whole) + (part > 0 and share(text, self.settings.seed + 1) < part)
+        self.digest = xxhash.xxh3_128()
+
+    def add(self, piece: Piece) -> None:
+        whole = piece.starts_document and piece.ends_document and piece.control is None
+        text = self.cleaner(piece.text, whole=whole)
+        if text is None:
+            return
+        if whole and not text.strip():  # cleaning removed the whole document
+            self.reader.counts.blank += 1
+            self.reader.counts.documents -= 1
+            return
+        if piece.starts_document:
+            self.begin_document(text)
+        if self.copies == 0:
+            return
+        encoded = text.encode()
+        self.last_follower = self._follower(piece)
+        row = (self.copies, self.val, piece.starts_document, piece.ends_document, self._keys(piece, text, encoded))
+        self.batch.append((encoded, self.last_follower, *row))
+        self.batch_bytes += len(encoded)
+        if self.batch_bytes >= BATCH_BYTES:
+            self.flush()
+
+    def _follower(self, piece: Piece) -> int:
+        """Return the id that follows the piece: a chat's control token, the end-of-text token (only once), or NOTHING."""
+        if piece.control is not None:
+            return self.processor.token_to_id(piece.control)
+        if not piece.ends_document or (not piece.text and self.last_follower == self.processor.eos):
+            return encode.NOTHING
+        return self.processor.eos
+
+    def _keys(self, piece: Piece, text: str, encoded: bytes) -> tuple[int, ...]:
+        """Return the keys of the part of the document that was read so far."""
+        if self.settings.dedup == "no":
+            return ()
+        self.digest.update(encoded)
+        digest = divmod(self.digest.intdigest(), 1 << 64)
+        if self.processor.min_hasher is None:
+            return digest
+        if not (piece.starts_document and piece.ends_document):  # a long document matches only identical ones
+            return (*digest, *([digest[0]] * BANDS))
+        return (*digest, *self.processor.min_hasher.bands(text).tolist())
+
+    def flush(self) -> None:
+        if not self.batch:
+            return
+        texts, followed_by, *columns = map(list, zip(*self.batch, strict=True))
+        ids, counts = self.processor.encoder(texts, followed_by)
+        rows = np.zeros(len(texts), self.rows[0].dtype)
+        for name, column in zip(rows.dtype.names, (counts, list(map(len, texts)), *columns), strict=True):
+            rows[name] = column
+        if self.processor.lengths is not None:
+            self.lost_bytes += max(0, self.batch_bytes - int(self.processor.lengths[ids].sum()))
+        for split, file in self.files.items():
+            chosen = rows["val"] == (split == "val")
+            chosen_ids = ids if chosen.all() else ids[np.repeat(chosen, counts)]
+            file.write(chosen_ids)  # `tofile` does not report why it fails
+            self.hashes[split].update(chosen_ids)
+            self.tokens[split] += len(chosen_ids)
+        self.rows.append(rows)
+        self.batch, self.batch_bytes = [], 0
+
+    def finish(self) -> Part:
+        """Write the rest of the part and then its `.json`, which marks the part as done. Return the part."""
+        self.flush()
+        for file in self.files.values():
+            file.close()
+        rows = np.concatenate(self.rows).tobytes()
+        hashes = {split: digest.hexdigest() for split, digest in self.hashes.items()}
+        hashes["rows"] = xxhash.xxh3_64_hexdigest(rows)
+        counts, is_cut = self.reader.counts, self.reader.is_cut
+        part = Part(self.number, self.tokens, counts, self.cleaner.stats, self.lost_bytes, hashes, is_cut)
+        part_file(self.processor.folder, self.number, "rows").write_bytes(rows)
+        part_file(self.processor.folder, self.number, "json").write_text(schema.sealed(asdict(part)), encoding="utf-8")
+        return part
+
+
+def share(text: bytes, seed: int) -> float:
+    """Return a number from 0 to 1 that depends on the text and the seed."""
+    return xxhash.xxh3_64_intdigest(text, seed=seed % 2**64) / 2**64
+
+
+# Let glibc keep the memory of short-lived arrays of a few megabytes. Returning it to the system took a fifth
+# of a worker's time.
+WORKER_ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+    "USE_TORCH": "0",  # otherwise `datasets` imports torch to read a Hub dataset
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 28),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 28),
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
+def done_parts(folder: Path, units: list[int]) -> list[Part]:
+    return list(filter(None, (Part.read(folder, number) for number in units)))
+
+
+class Workers(AbstractContextManager):
+    """Worker processes, started before the work is ready because starting takes half a second.
+    Each worker ends when its input ends, so it also ends when this process is killed."""
+
+    def __init__(self):
+        self.processes: list[subprocess.Popen] = []
+        self.idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
+
+    def end(self, *_: object) -> None:
+        self.idle = SimpleQueue()
+        while self.processes:
+            process = self.processes.pop()
+            with suppress(BrokenPipeError):  # the worker was killed before it read its input
+                process.stdin.close()
+            process.wait()
+            process.stdout.close()
+
+    __exit__ = end
+
+    def start(self, count: int) -> None:
+        """Start processes until there are `count`."""
+        while len(self.processes) < count:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tokenizer.build.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # Ctrl-C reaches only the main process, which handles it
+                env=os.environ | WORKER_ENVIRONMENT,
+            )
+            self.processes.append(process)
+            self.idle.put(process)
+
+    def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None], limit: Limit = NO_LIMIT) -> None:
+        """Process `units`, each up to the limit, and pass each part to `on_part`. Without worker processes, use this process.
+        Raise a `UserError` with the first problem of any unit, or if a worker process was killed."""
+        if not self.processes:
+            processor = UnitProcessor(folder)
+            for number in units:
+                on_part(processor.process(number, limit))
+            return
+        with ThreadPoolExecutor(len(self.processes)) as threads:
+            try:
+                for future in as_completed([threads.submit(self._ask, folder, number, limit) for number in units]):
+                    on_part(future.result())
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                for process in self.processes:  # this also ends the threads that wait for the workers
+                    process.kill()
+                raise
+
+    def _ask(self, folder: Path, number: int, limit: Limit) -> Part:
+        """Let an idle worker process one unit."""
+        process, line = self.idle.get(), ""
+        with suppress(BrokenPipeError):
+            print(json.dumps([str(folder.absolute()), number, limit]), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        self.idle.put(process)
+        if not line:
+            raise UserError(
+                f"A worker process ended with status {process.wait()} (-9: killed, often because memory ran out). The same "
+                f"command resumes; with --num_proc 1 it uses the least memory."
+            )
+        if problem := json.loads(line):
+            raise UserError(problem)
+        return Part.read(folder, number)
+
+
+def main() -> None:
+    # Tokens from Rust are short-lived objects. Searching them for reference cycles doubled their cost.
+    gc.set_threshold(100_000)
+    asked: SimpleQueue[tuple[str, int, list[float]]] = SimpleQueue()
+    Thread(target=_listen, args=(asked,), daemon=True).start()
+    import pyarrow  # noqa: F401  most units need it; imported here because the worker is idle now
+
+    processor_of = cache(UnitProcessor)
+    while True:
+        folder, number, limit = asked.get()
+        problem = ""
+        try:
+            processor_of(Path(folder)).process(number, Limit(*limit))
+        except UserError as error:
+            problem = str(error)
+        print(json.dumps(problem), flush=True)
+
+
+def _listen(asked: SimpleQueue[tuple[str, int, list[float]]]) -> None:
+    with open(0, "rb", buffering=0) as questions:  # a buffered reader would be locked when the process ends
+        for line in questions:
+            asked.put(json.loads(line))
+    os._exit(0)  # the parent has all answers or was killed
+
+
+if __name__ == "__main__":
+    main()

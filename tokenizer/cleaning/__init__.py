@@ -1,0 +1,1 @@
+"""Rules that change or drop documents."""

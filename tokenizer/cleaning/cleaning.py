@@ -1,0 +1,146 @@
+"""Cleaning of documents: named stages of rules that change a text or drop a document, with counts and examples.
+
+Rules depend on scripts, not on languages. Each rule sees only one document at a time, so the result is the same
+for any number of processes.
+"""
+
+import bisect
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.limits import setting
+from tokenizer.cleaning import characters, lines, markup
+from tokenizer.cleaning.quality import FILTERS, failed_filter
+
+LEVELS = ("lenient", "balanced", "strict")
+# Rule names begin with the stage that introduces the rule; a level includes the levels before it.
+STAGES: dict[str, tuple[str, ...]] = {
+    "normalize": ("normalize",),
+    **{level: LEVELS[: i + 1] for i, level in enumerate(LEVELS)},
+    "quality": ("quality",),
+}
+# In order of application. Later rules see the result of earlier ones. Cleaning a clean text changes nothing.
+RULES: dict[str, Callable[[str], str]] = {
+    "normalize.line_ends": characters.convert_line_ends,
+    "normalize.control_characters": characters.remove_control_characters,
+    "normalize.nfc": characters.compose,
+    "lenient.invisible": characters.remove_invisible,
+    "balanced.entities": markup.decode_entities,
+    "strict.emoji": characters.remove_emoji,
+    "strict.typography": characters.convert_typography,
+    "balanced.markup": markup.remove_markup,
+    "strict.addresses": markup.remove_addresses,
+    "strict.blanks": lines.join_blanks,
+    "balanced.symbol_lines": lines.remove_rulers,
+    "balanced.repeated_marks": lines.shorten_repeated_marks,
+    "strict.wordless_lines": lines.remove_wordless_lines,
+    "lenient.trailing_blanks": lines.remove_trailing_blanks,
+    "lenient.blank_lines": lines.limit_blank_lines,
+}
+EXAMPLES, EXAMPLE_LENGTH = 3, 160
+
+
+@dataclass
+class CleaningArguments:
+    cleaning: list[str] = setting(
+        ["normalize"],
+        "Cleaning stages, applied in this order: `normalize` (NFC, line endings, control characters); one of `lenient` "
+        "(also invisible characters), `balanced` (also markup and ruler lines) or `strict` (plain prose only); `quality` "
+        "(drops documents that are not running text). `none`, alone, changes nothing.",
+    )
+
+
+@dataclass
+class RuleStats:
+    """Effect of one rule on the documents of a run."""
+
+    documents: int = 0  # number of changed or dropped documents; each piece of a long document counts
+    characters: int = 0  # number of removed characters, including dropped documents
+    # The first three: text before and after the first change, or the beginning of a dropped document.
+    examples: list[str] = field(default_factory=list)
+    dropped: bool = False
+
+
+def merged(*runs: dict[str, RuleStats]) -> dict[str, RuleStats]:
+    """Return the combined statistics of several runs, in the order of the rules."""
+    total = {}
+    for name in (*RULES, *FILTERS):
+        if parts := [stats[name] for stats in runs if name in stats]:
+            examples = [example for part in parts for example in part.examples][:EXAMPLES]
+            documents, removed = sum(part.documents for part in parts), sum(part.characters for part in parts)
+            total[name] = RuleStats(documents, removed, examples, parts[0].dropped)
+    return total
+
+
+def problems(arguments: CleaningArguments) -> list[str]:
+    """Return the problems of the chosen stages, one sentence each."""
+    names, found = arguments.cleaning, []
+    for name in dict.fromkeys(names):
+        if name not in STAGES and name != "none":
+            nearest = difflib.get_close_matches(name, [*STAGES, "none"], n=1)
+            hint = f"Did you mean {nearest[0]}?" if nearest else f"Use some of {', '.join(STAGES)}, or none alone."
+            found.append(f"Unknown cleaning stage {name}. {hint}")
+    kinds = ["level" if name in LEVELS else name for name in names]
+    if len(set(kinds)) < len(kinds) or ("none" in names and len(names) > 1) or not names:
+        found.append(
+            f"cleaning is {' '.join(names) or 'empty'}; give none alone, or normalize, one of {', '.join(LEVELS)}, and "
+            f"quality, each at most once."
+        )
+    return found
+
+
+class Cleaner:
+    """Cleaner that applies stages of rules to documents and counts the effect of each rule.
+    `stages` are keys of `STAGES`, or `none` alone; see `problems`."""
+
+    def __init__(self, stages: list[str]):
+        self._rules: list[tuple[str, Callable[[str], str] | None]] = []  # None means the quality filters
+        for stage in stages:
+            if stage == "quality":
+                self._rules.append((stage, None))
+            elif stage != "none":
+                self._rules += [(name, rule) for name, rule in RULES.items() if name.split(".")[0] in STAGES[stage]]
+                if stage in LEVELS and "normalize" in stages:
+                    # A level may have removed a character between a letter and its mark, or decoded a mark.
+                    self._rules.append(("normalize.nfc", characters.compose))
+        self._stats: dict[str, RuleStats] = {}
+
+    def __call__(self, text: str, whole: bool = True) -> str | None:
+        """Return the cleaned text, which may be blank, or None for a dropped document.
+        If `whole` is false, `text` is a piece of a document, cut between words or before a line break. Quality filters
+        are designed for whole web pages and do not apply to it."""
+        for name, rule in self._rules:
+            if rule is None:
+                if whole and (failed := failed_filter(text)):
+                    self._count(failed, text, None)
+                    return None
+            elif (cleaned := rule(text)) != text:
+                self._count(name, text, cleaned)
+                text = cleaned
+        return text
+
+    def _count(self, name: str, before: str, after: str | None) -> None:
+        """Count a change, or a dropped document if `after` is None."""
+        stats = self._stats.setdefault(name, RuleStats(dropped=after is None))
+        stats.documents += 1
+        stats.characters += max(0, len(before) - len(after or ""))
+        if len(stats.examples) < EXAMPLES:
+            escape = ascii if name == "normalize.nfc" else repr  # repr shows composed and decomposed letters alike
+            beginning = repr(" ".join(before[: 4 * EXAMPLE_LENGTH].split()))[1:-1][:EXAMPLE_LENGTH]
+            stats.examples.append(beginning if after is None else _difference(before, after, escape))
+
+    @property
+    def stats(self) -> dict[str, RuleStats]:
+        """Statistics of the rules that had an effect, in a fixed order."""
+        return merged(self._stats)
+
+
+def _difference(before: str, after: str, escape: Callable[[str], str]) -> str:
+    """Return the first place at which two texts differ, with invisible characters escaped."""
+    shorter = min(len(before), len(after))
+    same = bisect.bisect_left(range(shorter), True, key=lambda i: before[: i + 1] != after[: i + 1])
+    length = (EXAMPLE_LENGTH - len(" → ")) // 2
+    lead = escape(before[max(0, same - 20) : same])[1:-1][-30:]
+    old, new = ((lead + escape(text[same : same + length])[1:-1])[:length] for text in (before, after))
+    return f"{old} → {new}"

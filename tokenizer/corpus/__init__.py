@@ -1,0 +1,1 @@
+"""Text from files and the Hub, as documents."""

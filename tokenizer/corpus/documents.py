@@ -1,0 +1,296 @@
+"""Documents, read in pieces of about a megabyte, so that no document has to fit in memory.
+
+A document is a plain text file, or each of its lines or paragraphs, or a record of a jsonl, json, csv or parquet file or
+of a Hub dataset. Broken text is replaced or skipped, and counted.
+"""
+
+import codecs
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from common.errors import UserError
+from tokenizer.corpus import files
+from tokenizer.corpus.byte_range import ByteRange, bounds, last_cut
+from tokenizer.corpus.chat import ChatTemplate
+from tokenizer.corpus.records import records
+
+PIECE_BYTES = 1 << 20
+LISTED = 20  # number of files that a store names for each problem
+LONGEST_RUN = 16 << 20  # characters; text without a place to cut stays one piece up to this length
+SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class Piece(NamedTuple):
+    """Piece of one document. Pieces come in order, one document after the other."""
+
+    text: str
+    starts_document: bool
+    ends_document: bool
+    control: str | None = None  # control token after the text, in a chat
+
+
+@dataclass
+class Counts:
+    """Counts of text that was read, replaced and left out."""
+
+    documents: int = 0
+    bytes: int = 0  # size of the documents' text as read, in UTF-8
+    blank: int = 0  # number of blank documents
+    binary_files: int = 0
+    bad_bytes: int = 0  # bytes that are not UTF-8, and lone surrogates, all replaced by U+FFFD
+    empty_records: int = 0  # broken records, and records without text
+    cut_words: int = 0  # cuts in runs without a place to cut, which may change tokens
+    first: dict[str, Any] = field(default_factory=dict)  # number and first place of each problem by path
+    tables: int = 0  # number of files of records without a text column
+    unreadable_files: int = 0  # number of unreadable files, or parts of files
+    unreadable_bytes: int = 0  # total size of these files
+
+    def note(self, name: str, number: int, path: str, **place: Any) -> None:
+        if number:
+            setattr(self, name, getattr(self, name) + number)
+            self.first.setdefault(name, {}).setdefault(path, [0, place])[0] += number
+
+    def note_unreadable(self, path: str, n_bytes: int, error: UserError) -> None:
+        if isinstance(error, files.BinaryError):
+            self.note("binary_files", 1, path)
+        else:
+            self.note("unreadable_files", 1, path, why=str(error).removesuffix(".").removeprefix(f"{path} "))
+            self.unreadable_bytes += n_bytes
+
+    def add(self, later: "Counts") -> "Counts":
+        for name, value in vars(later).items():
+            if name != "first":
+                setattr(self, name, getattr(self, name) + value)
+        for name, found in later.first.items():  # older versions recorded one path and place
+            for path, (number, place) in (found if isinstance(found, dict) else {found[0]: (1, found[1])}).items():
+                self.first.setdefault(name, {}).setdefault(path, [0, place])[0] += number
+        return self
+
+    def worst(self) -> dict[str, list]:
+        """Return, for each problem, the file with the most, and its first place with the `number` and the places in other `files`."""
+        worst = {}
+        for name, found in self.first.items():
+            path, (number, place) = max(found.items(), key=lambda item: item[1][0])
+            places = {other: place_words(found[other][1]) for other in [*found][:LISTED]}
+            worst[name] = [path, place | {"number": number, "files": places}]
+        return worst
+
+
+def place_words(place: dict[str, Any], path: str | None = None) -> str:
+    """Return a place as the end of a sentence: `, line 3 (broken)`. With the path of the file, a byte becomes a line."""
+    if path is not None and "byte" in place:
+        place = place | {"line": files.line_number(path, place["byte"])}
+    units = ("line" if "line" in place else "byte", "record")
+    where = "".join(f", {unit} {place[unit]:,}" for unit in units if unit in place)
+    return where + (f" ({place['why']})" if "why" in place else "")
+
+
+class Limit(NamedTuple):
+    """Upper limits of the text to use: bytes in UTF-8, and documents, both without blank documents."""
+
+    bytes: float = math.inf
+    documents: float = math.inf
+
+    def after(self, counts: Counts) -> "Limit":
+        """Return what is left after the text of `counts`."""
+        return Limit(self.bytes - counts.bytes, self.documents - counts.documents)
+
+    def of_validation(self, fraction: float) -> "Limit":
+        """Return the limit of the text of validation splits, which is used in addition to the training text."""
+        return Limit(self.bytes * fraction, max(1, self.documents * fraction))
+
+
+NO_LIMIT = Limit()
+
+
+@dataclass
+class Reader:
+    """Reader that divides files into documents and updates `counts`. `is_cut`: the text reached the limit, and the rest is left out."""
+
+    sample_by: str = "document"  # unit of a plain text file that becomes a document: document, paragraph or line
+    chat: ChatTemplate | None = None
+    counts: Counts = field(default_factory=Counts)
+    limit: Limit = NO_LIMIT
+    is_cut: bool = False
+
+    def pieces(self, part: ByteRange) -> Iterator[Piece]:
+        """Yield the pieces of all documents that are not blank.
+        Raise a `UserError` if the file cannot be read to its end. A file that may be skipped ends there instead."""
+        if self.is_cut:
+            return
+        held: list[Piece] = []  # the blank head of a document, until visible text follows
+        blank, ended = False, True  # a document that continues from an earlier part is not blank
+        bad, good = self.counts.empty_records, self.counts.documents + self.counts.blank
+        try:
+            for piece in self._of_text(part) if part.kind == "text" else self._of_records(part):
+                text, starts, ends, control = piece
+                blank = (blank or starts) and control is None and (not text or text.isspace())
+                held.append(piece)
+                if not blank:
+                    yield from self._counted(held)
+                    held, ended = [], ends
+                    if self.is_cut:
+                        return
+                elif ends:
+                    self.counts.blank += 1
+                    held = []
+            yield from self._counted(held)  # the next part continues it
+            self._check_records(part, bad, good)
+        except files.UnreadableError as error:
+            if not part.may_skip:
+                raise
+            self.counts.note_unreadable(part.path, part.n_bytes, error)
+            if not ended:
+                yield Piece("", False, True)
+
+    def _check_records(self, part: ByteRange, bad_before: int, good_before: int) -> None:
+        """Raise an `UnreadableError` instead of counting the records without text if a file that may be skipped has too many."""
+        counts = self.counts
+        bad = counts.empty_records - bad_before
+        number = bad + counts.documents + counts.blank - good_before
+        if part.may_skip and bad > files.TOLERATED_SHARE * number:
+            counts.empty_records -= bad
+            _, place = counts.first["empty_records"].pop(part.path)
+            counts.first = {name: found for name, found in counts.first.items() if found}
+            where = f"{bad:,} of {number:,} records, the first in{place_words(place, part.path)[1:]}"
+            raise files.UnreadableError(f"{part.path} has no text in {where}.")
+
+    def _counted(self, pieces: list[Piece]) -> Iterator[Piece]:
+        """Count and yield pieces up to the limit. The piece at the limit is cut between words and ends its document."""
+        for piece in pieces:
+            text, starts, _, _ = piece
+            size, left = len(text) if text.isascii() else len(text.encode()), self.limit.after(self.counts)
+            if size > left.bytes:
+                text = text.encode()[: int(left.bytes)].decode(errors="ignore")
+                text = text[: last_cut(text, 0)]
+                piece, size, self.is_cut = Piece(text, starts, True), len(text.encode()), True
+            if starts and (left.documents < 1 or (self.is_cut and not text)):
+                self.is_cut = True
+                return
+            self.counts.documents += starts
+            self.counts.bytes += size
+            yield piece
+            if self.is_cut:
+                return
+
+    def _of_text(self, part: ByteRange) -> Iterator[Piece]:
+        texts = SPLITTERS[self.sample_by](self._blocks(part))
+        is_part = self.sample_by == "document"  # false for lines and paragraphs, which are not divided
+        return self._in_pieces(texts, part.path, not (is_part and part.start), not is_part or part.stop is None)
+
+    def _of_records(self, part: ByteRange) -> Iterator[Piece]:
+        path = part.path
+        for record, place in records(part):
+            value = record.get(part.column) if record is not None else None
+            if isinstance(value, bytes):
+                value = value.decode("utf-8", errors="surrogateescape")
+            try:
+                segments = [(value, None)] if isinstance(value, str) else self.chat.segments(value) if self.chat else []
+            except ValueError as error:
+                segments, place = [], place | {"why": str(error)}
+            if record is None:
+                place = place | {"why": "broken"}
+            if not segments:
+                self.counts.note("empty_records", 1, path, **place)
+            last = len(segments) - 1
+            for i, (text, control) in enumerate(segments):
+                text = self._valid(text, path, **place)
+                if len(text) > PIECE_BYTES:
+                    places = range(0, len(text), PIECE_BYTES)
+                    blocks = ((text[at : at + PIECE_BYTES], at == places[-1]) for at in places)
+                    *long, end = self._in_pieces(blocks, path, i == 0)
+                    yield from long
+                    yield end._replace(ends_document=i == last, control=control)
+                else:
+                    yield Piece(text, i == 0, i == last, control)
+
+    def _in_pieces(
+        self, texts: Iterable[tuple[str, bool]], path: str, starts: bool = True, stops: bool = True
+    ) -> Iterator[Piece]:
+        """Yield pieces, cut between words, from pairs (text, whether a document ends with it).
+        `starts`: whether the first text begins a document. `stops`: whether the last text ends one."""
+        rest, ends, searched = "", True, 0
+        for text, ends in texts:
+            rest += text
+            if ends:
+                yield Piece(rest, starts, True)
+                rest, starts, searched = "", True, 0
+            elif len(rest) > PIECE_BYTES:
+                cut = last_cut(rest, searched)
+                if not cut and len(rest) > LONGEST_RUN:
+                    self.counts.note("cut_words", 1, path)
+                    cut = len(rest) - rest.endswith("\r")  # never cut within a line break
+                if cut:
+                    yield Piece(rest[:cut], starts, False)
+                    rest, starts = rest[cut:], False
+                searched = 0 if cut else len(rest) - 2  # a cut at the last two characters depends on the next text
+        if not ends:
+            yield Piece(rest, starts, stops)
+
+    def _blocks(self, part: ByteRange) -> Iterator[str]:
+        """Yield the text of a part of a file in quarters of a piece."""
+        path = part.path
+        with files.readable(path):
+            start, stop, is_between_words = bounds(part, self.sample_by)
+            self.counts.note("cut_words", not is_between_words, path)
+            decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")(errors="surrogateescape")
+            with files.opened(path, part.limit) as file:
+                position, size = file.seek(start) if start else 0, PIECE_BYTES // 4
+                while block := file.read(size if stop is None else min(size, stop - position)):
+                    if position == 0:
+                        files.check_text(block[: files.HEAD_BYTES], path, part.may_skip)
+                    position += len(block)
+                    yield self._valid(decoder.decode(block), path)
+                yield self._valid(decoder.decode(b"", final=True), path)
+
+    def _valid(self, text: str, path: str, **place: Any) -> str:
+        """Replace surrogates with U+FFFD. Surrogates also represent bytes that are not UTF-8."""
+        if text.isascii():
+            return text
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text, bad = SURROGATES.subn("\ufffd", text)
+            self.counts.note("bad_bytes", bad, path, **place)
+        return text
+
+
+# ---- splitters of plain text: blocks -> (text, whether a document ends with it) ---------------------------------------
+
+
+def _lines(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yield lines without line ends. A line of more than a megabyte comes in several parts."""
+    rest, within = "", False
+    for block in blocks:
+        *lines, rest = (rest + block).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r"), True
+        within = within and not lines
+        if len(rest) > PIECE_BYTES:
+            kept = -1 if rest.endswith("\r") else len(rest)  # \r may belong to the line end
+            yield rest[:kept], False
+            rest, within = rest[kept:], True
+    if rest or within:
+        yield rest, True
+
+
+def _paragraphs(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yield paragraphs, which are separated by blank lines."""
+    in_paragraph = in_line = False
+    for line, ends in _lines(blocks):
+        if ends and not in_line and not line.strip():
+            if in_paragraph:
+                yield "", True
+            in_paragraph = False
+        else:
+            yield ("\n" + line if in_paragraph and not in_line else line), False
+            in_paragraph = True
+        in_line = not ends
+    if in_paragraph:
+        yield "", True
+
+
+SPLITTERS = {"document": lambda blocks: ((block, False) for block in blocks), "line": _lines, "paragraph": _paragraphs}

@@ -1,0 +1,171 @@
+"""Readers of records: jsonl, json, csv, parquet and arrow files, and Hub datasets.
+
+Local files are read here because one broken line or byte stops the readers of `datasets`. Hub datasets are streamed
+with `datasets`. Each record comes with its place in the file; a broken record is None.
+"""
+
+import codecs
+import csv
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO, TextIO
+
+from tokenizer.corpus import files, hub
+from tokenizer.corpus.byte_range import SHORTER, ByteRange, bounds
+
+LONGEST_RECORD = 128 << 20  # bytes; a jsonl line or a json file must fit in memory
+BATCH_BYTES = 4 << 20  # bytes read from a parquet file at a time
+TEXT_COLUMNS, CHAT_COLUMNS = ("text", "content"), ("messages", "conversations")
+NUMBER = re.compile(r"[-+.\d]+")
+Records = Iterator[tuple[dict[str, Any] | None, dict[str, int]]]
+
+
+def records(part: ByteRange) -> Records:
+    """Yield the records of a part. Raise a `UserError` if the file cannot be read to its end or a record is too large."""
+    with files.readable(part.path):
+        if part.kind in ("jsonl", "json", "csv") and part.start == 0:
+            files.check_text(files.head(part.path), part.path, part.may_skip)
+        yield from itertools.islice(READERS[part.kind](part), part.limit if part.kind == "parquet" else None)
+
+
+def _lines(file: BinaryIO | TextIO, part: ByteRange, start: int = 0) -> Iterator[bytes | str]:
+    """Yield the lines from byte `start` on. Raise a `ValueError` for a line that is too long for a record."""
+    for number in itertools.count():
+        if not (line := file.readline(LONGEST_RECORD)):
+            return
+        if len(line) == LONGEST_RECORD:
+            number += files.line_number(part.path, start)
+            raise ValueError(f"line {number:,} is longer than {LONGEST_RECORD >> 20} MiB, too long for one record")
+        yield line
+
+
+def _jsonl(part: ByteRange) -> Records:
+    start, stop, _ = bounds(part, "line")
+    with files.opened(part.path, part.limit) as file:
+        position = file.seek(start) if start else 0
+        lines = _lines(file, part, start)
+        while (stop is None or position < stop) and (line := next(lines, b"")):
+            record = line if position else line.removeprefix(codecs.BOM_UTF8)
+            if record and not record.isspace():
+                yield parsed(record), {"byte": position}
+            position += len(line)
+
+
+def parsed(line: bytes) -> dict | None:
+    """Return the record of a jsonl line, or None if the line is broken."""
+    try:
+        record = json.loads(line.decode("utf-8", errors="surrogateescape"))
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _json(part: ByteRange) -> Records:
+    """Read one list of records or texts."""
+    with files.opened(part.path) as file:
+        content = file.read(LONGEST_RECORD)
+    if len(content) == LONGEST_RECORD:
+        raise ValueError(f"it is a list of over {LONGEST_RECORD >> 20} MiB; convert it to jsonl, one record per line")
+    listed = json.loads(content.decode("utf-8-sig", errors="surrogateescape"))
+    for i, record in enumerate(listed):
+        record = {part.column or TEXT_COLUMNS[0]: record} if isinstance(record, str) else record
+        yield (record if isinstance(record, dict) else None), {"record": i + 1}
+
+
+def _csv(part: ByteRange) -> Records:
+    csv.field_size_limit(LONGEST_RECORD)
+    with io.TextIOWrapper(files.opened(part.path, part.limit), "utf-8-sig", "surrogateescape", newline="") as file:
+        lines = _lines(file, part)
+        header = next(lines, "")
+        delimiter = next((mark for mark in "\t,;" if mark in header), ",")
+        reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=delimiter != "\t")
+        while True:
+            try:
+                if (record := next(reader, False)) is False:
+                    return
+            except csv.Error as error:
+                if "expected after" not in str(error):  # the error for text after a quoted field
+                    raise ValueError(f"{error}, in line {reader.line_num + 1:,}") from error
+                record = None
+            yield record, {"line": reader.reader.line_num}
+
+
+def _parquet(part: ByteRange) -> Records:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        with parquet.ParquetFile(part.path) as file:
+            if max(part.start, part.stop or 0) > file.num_row_groups:
+                raise ValueError(SHORTER)
+            row = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
+            for i in range(part.start, file.num_row_groups if part.stop is None else part.stop):
+                group = file.metadata.row_group(i)
+                rows_at_once = max(1, min(1024, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
+                for batch in file.iter_batches(rows_at_once, row_groups=[i], columns=part.column and [part.column]):
+                    for record in _rows(batch):
+                        row += 1
+                        yield record, {"record": row}
+    except ArrowException as error:  # only some Arrow errors are ValueErrors
+        raise ValueError(error) from error
+
+
+def _arrow(part: ByteRange) -> Records:
+    from pyarrow import ArrowException
+
+    row = 0
+    try:
+        for i, batch in enumerate(arrow_batches(part.path)):
+            if part.stop is not None and i >= part.stop:
+                return
+            if i >= part.start:
+                batch.validate(full=True)  # otherwise a damaged length can end the process
+                chosen = batch.select([part.column]) if part.column else batch
+                yield from ((record, {"record": row + j}) for j, record in enumerate(_rows(chosen), start=1))
+            row += batch.num_rows
+    except ArrowException as error:
+        raise ValueError(error) from error
+
+
+def arrow_batches(path: str) -> Iterator[Any]:
+    """Yield the record batches of an arrow file, in the stream format that `datasets` writes, without copying them into memory."""
+    import pyarrow as pa
+
+    with pa.memory_map(path) as file, pa.ipc.open_stream(file) as reader:
+        for batch in reader:
+            batch.validate()
+            yield batch
+
+
+def _rows(batch: Any) -> list[dict[str, Any]]:
+    import pyarrow as pa
+
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:  # the parquet file declares UTF-8
+        for i, column in enumerate(batch.schema):
+            if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+                batch = batch.set_column(i, column.name, batch.column(i).cast(pa.large_binary()))
+        return batch.to_pylist()
+
+
+def _hub(part: ByteRange) -> Records:
+    for i, record in enumerate(hub.opened(part.path).records(part.start)):
+        yield record, {"record": i + 1}
+
+
+READERS = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow, "hub": _hub}
+
+
+def text_column(record: dict[str, Any], wanted: str | None) -> str | None:
+    """Return the column with the text or chat of a record, or None if it is ambiguous."""
+    if wanted is not None:
+        return wanted if wanted in record else None
+    named = [name for name in TEXT_COLUMNS if name in record]
+    chats = [name for name in CHAT_COLUMNS if isinstance(record.get(name), list)]
+    if named or chats:
+        return [*named, *chats][0]
+    strings = [name for name, value in record.items() if isinstance(value, str) and not NUMBER.fullmatch(value)]
+    return strings[0] if len(strings) == 1 else None

@@ -1,0 +1,212 @@
+"""Encoding of text to token ids with the fastest exact method for each kind of tokenizer.
+
+Imports nothing large, so that worker processes start fast.
+"""
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from common.errors import UserError
+from tokenizer.encoding.bpe import Merges, byte_level_alphabet
+from tokenizer.encoding.words import WordSplitter
+
+NOTHING = -1  # no token follows the text
+SHORT_WORD = 32  # in bytes
+# Longer words are encoded in overlapping windows: Rust needs 45 bytes of memory per byte, and its time per byte grows with
+# the length of the word.
+WINDOW, OVERLAP = 1 << 16, 1 << 12  # in bytes
+UNKNOWN = 0xFFFFFFFF
+FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte token
+
+
+# An encoder takes texts (UTF-8) and the id that follows each text, or NOTHING. Returns the ids of all texts in one array, (n,) of the
+# store's dtype, and the number of ids of each text including the id that follows, (texts,) int64.
+Encoder = Callable[[list[bytes], list[int]], tuple[np.ndarray, np.ndarray]]
+
+
+def load_rust(file: Path) -> Tokenizer:
+    """Load a `tokenizer.json` to encode plain text, in which control tokens stay text."""
+    rust = Tokenizer.from_file(str(file))
+    rust.encode_special_tokens = True
+    rust.no_truncation()
+    rust.no_padding()
+    return rust
+
+
+def encoder(rust: Tokenizer, dtype: np.dtype) -> Encoder:
+    if is_character(rust):
+        return CharacterEncoder(rust, dtype)
+    if has_gpt2_words(rust):
+        with suppress(ValueError):  # the tokens of a word depend on more than merges
+            return WordEncoder(rust, dtype)
+    return RustEncoder(rust, dtype)
+
+
+def is_character(rust: Tokenizer) -> bool:
+    """Return whether every token is one character, and unknown characters are errors."""
+    if not isinstance(rust.model, models.WordLevel) or rust.normalizer is not None or rust.pre_tokenizer is None:
+        return False
+    tokens = rust.get_vocab().keys()
+    apart = len(rust.pre_tokenizer.pre_tokenize_str("a \n")) == 3
+    return apart and rust.model.unk_token not in tokens and all(len(token) == 1 for token in tokens)
+
+
+def has_gpt2_words(rust: Tokenizer) -> bool:
+    """Return whether the tokenizer encodes text word by word with GPT-2's pattern."""
+    words, added = rust.pre_tokenizer, rust.get_added_tokens_decoder().values()
+    pattern = isinstance(words, pre_tokenizers.ByteLevel) and words.use_regex and not words.add_prefix_space
+    return pattern and rust.normalizer is None and all(token.special for token in added)
+
+
+class WordEncoder:
+    """Encoder for a BPE with GPT-2's words: it encodes each distinct word of some megabytes once.
+    The ids are those of `encode_batch_fast`, an order of magnitude faster. Short words are merged all at once in numpy, with
+    one round per merge of the longest word; long words are encoded one by one in Rust. Raises a `ValueError`, as `Merges`."""
+
+    def __init__(self, rust: Tokenizer, dtype: np.dtype):
+        self.model = rust.model
+        self.dtype = dtype
+        self.splitter = WordSplitter()
+        self.stand_ins = {byte: character for character, byte in byte_level_alphabet().items()}
+        self.merges = Merges(rust)
+
+    def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        words = self.splitter.words(texts).dictionary_encode()
+        pool, first, length = self._encode(words.dictionary)
+        of_word = np.frombuffer(words.indices.buffers()[1], dtype=np.int32, count=len(words))  # (words,) in `distinct`
+        ends = np.flatnonzero(of_word == of_word[-1])  # (texts,) positions of the words 0xFF
+        follower = np.array(followed_by, dtype=np.int64)
+        follows = follower != NOTHING
+        first, length = first.take(of_word), length.take(of_word)  # `take` is twice as fast as first[of_word]
+        length[ends] = follows
+        until = np.cumsum(length, dtype=np.int32)  # (words,) number of ids up to the end of each word
+        where = np.repeat(first - (until - length), length)  # (n,) indices into the pool
+        where += np.arange(len(where), dtype=np.int32)
+        ids, until = pool.take(where), until[ends]
+        ids[until[follows] - 1] = follower[follows]
+        return ids, np.diff(until, prepend=0).astype(np.int64)
+
+    def _encode(self, words: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the ids of an Arrow array of words, (n,), and each word's first index and number of ids, (words,) int32."""
+        _, bounds, text = words.buffers()
+        bounds = np.frombuffer(bounds, dtype=np.int32, count=len(words) + 1)
+        text = np.frombuffer(text, dtype=np.uint8, count=bounds[-1])
+        sizes = np.diff(bounds)
+        short = sizes <= SHORT_WORD  # includes the words 0xFF
+        ends = np.append(np.int32(0), np.cumsum(sizes[short], dtype=np.int32))
+        pool, counts = self.merges.encode(text[np.repeat(short, sizes)], ends)
+        long = [self._encode_long(text[bounds[i] : bounds[i + 1]].tobytes()) for i in np.flatnonzero(~short).tolist()]
+        counts = np.append(counts, np.array(list(map(len, long)), dtype=np.int32))
+        first, length = np.empty((2, len(words)), dtype=np.int32)
+        order = np.argsort(~short, kind="stable")
+        first[order], length[order] = np.cumsum(counts) - counts, counts
+        return np.concatenate([pool.astype(self.dtype), *long]), first, length
+
+    def _encode_long(self, word: bytes) -> np.ndarray:
+        """Return the ids of a word of any length, (n,).
+        A sequence of ids is correct if every two neighbors are the ids of their own text, because then no merge reaches across.
+        So two windows can be joined if the second begins with an id of the first."""
+        joined, start, stop = [], 0, WINDOW
+        ids = self._window(word, start, stop)
+        while stop < len(word):
+            from_end = self.merges.lengths[ids][::-1].cumsum()[::-1]  # (n,) bytes from each id to the end of the window
+            kept = int((from_end > OVERLAP).sum())
+            middle = start + int(from_end[0] - from_end[kept]) if kept < len(ids) else stop
+            following = self._window(word, middle, middle + WINDOW)
+            if 0 < kept < len(ids) and following[0] == ids[kept]:
+                joined.append(ids[:kept])
+                ids, start, stop = following, middle, middle + WINDOW
+            else:
+                stop, first = 2 * stop - start, ids[0]
+                ids = self._window(word, start, stop)
+                if start and ids[0] != first:  # the windows are joined at this id
+                    return self._window(word, 0, len(word))
+        return np.concatenate([*joined, ids])
+
+    def _window(self, word: bytes, start: int, stop: int) -> np.ndarray:
+        text = word[start:stop].decode("latin-1").translate(self.stand_ins)
+        return np.array([token.id for token in self.model.tokenize(text)], dtype=self.dtype)
+
+
+class RustEncoder:
+    """Encoder that uses the library `tokenizers`, for all other tokenizers."""
+
+    def __init__(self, rust: Tokenizer, dtype: np.dtype):
+        self.rust = rust
+        self.dtype = dtype
+
+    def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode texts. Raise a `UserError` for unknown text if the tokenizer has no token for it."""
+        try:
+            encodings = self.rust.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        except Exception as error:  # the Rust library raises no narrower class
+            raise UserError(f"The tokenizer cannot encode this text ({error}); use another tokenizer.") from error
+        encoded = [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+        return _with_followers(np.concatenate(encoded), [len(ids) for ids in encoded], followed_by)
+
+
+class CharacterEncoder:
+    """Encoder with one id per character, from a table."""
+
+    def __init__(self, rust: Tokenizer, dtype: np.dtype):
+        self.dtype = dtype
+        self.table = np.full(0x110000, UNKNOWN, dtype=np.uint32)  # code point -> id
+        for character, token_id in rust.get_vocab().items():
+            self.table[ord(character)] = token_id
+        self.size = rust.get_vocab_size()
+
+    def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode texts. Raise a `UserError` for a character that the tokenizer does not know."""
+        decoded = [text.decode() for text in texts]
+        points = np.frombuffer("".join(decoded).encode("utf-32-le"), dtype="<u4")
+        ids = self.table[points]
+        if (ids == UNKNOWN).any():
+            character = chr(points[ids == UNKNOWN][0])
+            raise UserError(
+                f"The character {character!r} (U+{ord(character):04X}) is not among the {self.size} that this "
+                f"character tokenizer knows; remove it, or build the tokenizer from text that contains it."
+            )
+        return _with_followers(ids.astype(self.dtype), [len(text) for text in decoded], followed_by)
+
+
+def _with_followers(ids: np.ndarray, counts: list[int], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    counted, follower = np.array(counts, dtype=np.int64), np.array(followed_by, dtype=np.int64)
+    follows = follower != NOTHING
+    return np.insert(ids, np.cumsum(counted)[follows], follower[follows].astype(ids.dtype)), counted + follows
+
+
+def token_bytes(rust: Tokenizer) -> list[bytes]:
+    """Return the text of each id in UTF-8. It is empty for special tokens and the unknown token."""
+    added, to_byte = rust.get_added_tokens_decoder(), byte_level_alphabet()
+    byte_level = isinstance(rust.decoder, decoders.ByteLevel)
+    unknown = getattr(rust.model, "unk_token", None)
+
+    def of(i: int) -> bytes:
+        token = rust.id_to_token(i)
+        if token is None or token == unknown or (i in added and added[i].special):
+            return b""
+        if i in added:
+            return token.encode()
+        if byte_level:
+            return bytes(map(to_byte.get, token)) if to_byte.keys() >= set(token) else token.encode()
+        # Decode the id twice and use the second text, because many decoders strip the space at the beginning.
+        first, both = rust.decode([i], skip_special_tokens=False), rust.decode([i, i], skip_special_tokens=False)
+        byte = FALLBACK.fullmatch(token)
+        return bytes.fromhex(byte[1]) if byte and first != token else both[len(first) :].encode()
+
+    return [of(i) for i in range(max(rust.get_vocab().values()) + 1)]
+
+
+def text_lengths(rust: Tokenizer) -> np.ndarray | None:
+    """Return the bytes of text of each id, (vocab_size,) int64, or None if the tokenizer cannot lose text.
+    A BPE with a token for every byte cannot, nor can a character tokenizer, which refuses unknown characters."""
+    all_bytes = isinstance(rust.decoder, decoders.ByteLevel) and byte_level_alphabet().keys() <= rust.get_vocab().keys()
+    if is_character(rust) or all_bytes:
+        return None
+    return np.array([len(text) for text in token_bytes(rust)], dtype=np.int64)

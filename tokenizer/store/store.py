@@ -1,0 +1,303 @@
+"""Token store: format and reader. A store is a folder of token ids with metadata.
+
+train.bin, val.bin              ids, little-endian uint16 (uint32 for vocabularies of 65,500 tokens and more), which nanoGPT
+                                can read; every document ends with the end-of-text id, if the tokenizer has one
+train.bin.index, val.bin.index  end of each document in tokens, uint64, in datatrove's format
+train.idx, val.idx              index for Megatron's IndexedDataset
+tokenizer/                      loads with AutoTokenizer
+report.md                       text that was read, changed and left out, with examples
+inputs.json                     source files: name, size, modification time
+metadata.json                   description of the store, written last: without it, the store does not exist
+
+Format 1 can also be read. Instead of the indexes it has {train,val}.offsets.bin (int64, the start of each document, and the
+end). It has no report.md and no inputs.json, and its metadata contain neither settings nor counts.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from common import schema
+from common.atomic import file_sha256, write_atomic
+from common.errors import Problems, UserError, check_format, disk_errors
+from tokenizer.cleaning.cleaning import RuleStats
+
+if TYPE_CHECKING:  # workers import this module too, and start faster without transformers
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT_VERSION = 2
+SPLITS = ("train", "val")
+MAX_UINT16_VOCAB = 65_500  # Megatron's limit for uint16, so that its reader chooses the same dtype
+# Types of the settings that are read from metadata.
+SETTINGS = {"input": list[str], "weights": list[float], "tokenizer": str | None, "chat_template": str | None}
+OTHER_STORE = "correct that, or choose another store"
+RESUMES = "correct that, and the same command resumes"
+# Patterns of file names, see `removal.discard`.
+STORE_FILES = (
+    *("*.bin", "*.bin.index", "*.idx", "*.json*", "report.md*"),
+    *("tokenizer/*", "tokenizer/additional_chat_templates/*"),
+)
+SHA256 = re.compile("[0-9a-f]{64}")
+SCAN_TOKENS = 1 << 24
+BLOCK_DOCUMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Split:
+    tokens: int
+    documents: int
+    bytes: int  # UTF-8 bytes of the text; end-of-text tokens count as 0
+    sha256: str
+    index_sha256: str
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Content of `metadata.json`, which every reader of a store reads first."""
+
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int
+    tokenizer_type: str
+    tokenizer_sha256: str
+    eos_token_id: int | None
+    train: Split
+    val: Split
+    sources: list[str]
+    settings: dict[str, Any]  # all settings of the recipe
+    counts: dict[str, Any]  # text that was read, changed and left out
+    cleaning: dict[str, RuleStats]  # changes and drops by rule, with examples
+    repeated_documents: int  # documents left out by --dedup
+    command: str
+    hub_datasets: list[str] = field(default_factory=list)  # sources that are on the Hub, not on a local disk
+    commits: dict[str, str] = field(default_factory=dict)  # of these sources, by name
+    validation_splits: list[str] = field(default_factory=list)  # source of the validation text if none was held out
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def identity(self) -> str:
+        """Hash of the tokens of both splits."""
+        return hashlib.sha256((self.train.sha256 + self.val.sha256).encode()).hexdigest()
+
+    @property
+    def files(self) -> dict[str, tuple[str, int | None]]:
+        """SHA-256 and size in bytes by file name. The size of the tokenizer is None."""
+        files = {"tokenizer/tokenizer.json": (self.tokenizer_sha256, None)}
+        for split in SPLITS:
+            info: Split = getattr(self, split)
+            files[self.index_file(split)] = (info.index_sha256, (info.documents + (self.format_version == 1)) * 8)
+            files[tokens_file(split)] = (info.sha256, info.tokens * np.dtype(self.dtype).itemsize)
+        return files
+
+    def index_file(self, split: str) -> str:
+        return f"{split}.offsets.bin" if self.format_version == 1 else index_file(split)
+
+
+class TokenStore:
+    """Finished token store, opened for reading."""
+
+    def __init__(self, folder: str | Path):
+        """Open the store in `folder`.
+        Raise a `UserError` if it is not a store, is unfinished, damaged or of a newer format, or has a different tokenizer."""
+        self.folder = Path(folder)
+        self.metadata = read_metadata(self.folder)
+        problems = []
+        with disk_errors(self.folder, OTHER_STORE):
+            for name, (sha256, size) in self.metadata.files.items():
+                path = self.folder / name
+                if not path.is_file():
+                    problems.append(f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}.")
+                elif size is None:
+                    if file_sha256(path) != sha256:
+                        problems.append(f"{path.parent} is not the tokenizer that these tokens were encoded with.")
+                else:
+                    with path.open("rb") as file:  # fails here if read permission is missing
+                        found = file.seek(0, os.SEEK_END)
+                    if found != size:
+                        problems.append(
+                            f"{path} is {found:,} bytes long, not {size:,}: it is truncated or was changed."
+                        )
+        Problems(f"{problem} Delete it and build it again." for problem in problems).refuse()
+
+    @staticmethod
+    def is_store(folder: str | Path) -> bool:
+        with disk_errors(folder, OTHER_STORE):
+            return (Path(folder) / "metadata.json").is_file()
+
+    def memory_map(self, split: str) -> np.ndarray:
+        """Return the tokens of a split, (tokens,), which are read from disk as needed."""
+        return np.memmap(self.folder / tokens_file(split), np.dtype(self.metadata.dtype).newbyteorder("<"), mode="r")
+
+    def in_memory(self, split: str) -> np.ndarray:
+        """Return the tokens of a split, (tokens,), in RAM."""
+        return np.fromfile(self.folder / tokens_file(split), np.dtype(self.metadata.dtype).newbyteorder("<"))
+
+    def offsets(self, split: str) -> np.ndarray:
+        """Return the offsets of documents, (documents + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]].
+        Raise a `UserError` if the index does not divide the tokens."""
+        path, tokens = self.folder / self.metadata.index_file(split), getattr(self.metadata, split).tokens
+        index = np.fromfile(path, dtype="<i8")
+        offsets = index if self.metadata.format_version == 1 else np.concatenate([[0], index])
+        if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
+            raise UserError(
+                f"{path} is not the index of {tokens:,} tokens: it was changed. Delete {self.folder} and build it again."
+            )
+        return offsets
+
+    def require_indexes(self) -> None:
+        """Raise a `UserError` if the store's format lacks the index files that other programs read."""
+        if self.metadata.format_version == 1:
+            raise UserError(
+                f"{self.folder} is a store of format 1, which can be read but not packed or exported; build it again with "
+                f"another --output. It was created by: {self.metadata.command}"
+            )
+
+    def load_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Return the tokenizer. Raise a `UserError` if it cannot be loaded or differs from its description in the metadata."""
+        from tokenizer.encoding import vocabulary
+
+        tokenizer = vocabulary.load(self.folder / "tokenizer")
+        stated = self.metadata.vocab_size, self.metadata.eos_token_id
+        vocabulary.check_ids(tokenizer, self.folder / "tokenizer")
+        found = len(tokenizer), tokenizer.eos_token_id
+        if stated != found:
+            raise UserError(
+                f"{self.folder / 'metadata.json'} states {stated[0]:,} tokens and end-of-text id {stated[1]}, but its tokenizer "
+                f"has {found[0]:,} tokens and end-of-text id {found[1]}: one of them was changed. Delete {self.folder} and build "
+                f"it again."
+            )
+        return tokenizer
+
+    def check_ids(self, split: str) -> None:
+        """Raise a `UserError` if a token id is outside the vocabulary."""
+        tokens = self.memory_map(split)
+        for start in range(0, len(tokens), SCAN_TOKENS):
+            largest = int(tokens[start : start + SCAN_TOKENS].max())
+            if largest >= self.metadata.vocab_size:
+                raise UserError(
+                    f"{self.folder / f'{split}.bin'} contains token id {largest}, but its vocabulary has only "
+                    f"{self.metadata.vocab_size} tokens; the file or metadata.json was changed. Delete it and build it again."
+                )
+
+    def check_hashes(self, *splits: str) -> None:
+        """Compare the hashes of tokens and indexes with the metadata, for `splits` or for all splits.
+        Raise a `UserError` if files were changed, or cannot be read."""
+        problems = []
+        for split, name_of in itertools.product(splits or SPLITS, (self.metadata.index_file, tokens_file)):
+            path, (stated, _) = self.folder / name_of(split), self.metadata.files[name_of(split)]
+            with disk_errors(path, "check its disk"):
+                found = file_sha256(path)
+            if found != stated:
+                problems.append(
+                    f"{path} was changed or damaged: its SHA-256 is {found}, but metadata.json states {stated}. Restore the "
+                    f"original, or delete {self.folder} and build it again."
+                )
+        Problems(problems).refuse()
+
+
+def dtype_of(vocab_size: int) -> Literal["uint16", "uint32"]:
+    return "uint16" if vocab_size < MAX_UINT16_VOCAB else "uint32"
+
+
+def tokens_file(split: str) -> str:
+    return f"{split}.bin"
+
+
+def index_file(split: str) -> str:
+    return f"{split}.bin.index"
+
+
+def sequences(index: Path, longest: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield every document in pieces of at most `longest` tokens, a few hundred thousand documents at a time.
+    Each item has three arrays, (n,) int64: the document number, start and end of each piece, in tokens."""
+    number = start = 0
+    with index.open("rb") as file:
+        while len(ends := np.fromfile(file, dtype="<i8", count=BLOCK_DOCUMENTS)):
+            starts = np.concatenate([[start], ends[:-1]])
+            pieces = -(-(ends - starts) // longest)  # number of pieces per document
+            document = np.repeat(np.arange(len(ends)), pieces)
+            nth = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+            first = starts[document] + nth * longest
+            yield number + document, first, np.minimum(first + longest, ends[document])
+            number, start = number + len(ends), int(ends[-1])
+
+
+def read_metadata(folder: Path) -> Metadata:
+    path = folder / "metadata.json"
+    if not TokenStore.is_store(folder):
+        unfinished = folder.is_dir() and any((folder / f"{split}.bin").exists() for split in SPLITS)
+        what = "an unfinished token store" if unfinished else "not a token store"
+        text = folder if folder.exists() and not unfinished else "TEXT"
+        output = f"data/{folder.resolve().stem}" if folder.exists() else folder  # a store is written to a new folder
+        raise UserError(
+            f"{folder} is {what}: it has no metadata.json. Create a store with "
+            f"`python -m tokenizer.pretokenize --input {text} --output {output}`."
+        )
+    try:
+        with disk_errors(path, OTHER_STORE):
+            content = schema.read(path, dict[str, Any])
+        version = content.get("format_version")
+        check_format(folder, schema.build(version, int, "format_version"), FORMAT_VERSION)
+        metadata = schema.build(_from_format_1(content) if version == 1 else content, Metadata)
+        _check_metadata(metadata)
+        return metadata
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is not the metadata of a token store ({error}). Delete it and build it again."
+        ) from error
+
+
+def _check_metadata(metadata: Metadata) -> None:
+    """Raise a `ValueError` for problems that types do not show: contradictory values, and counts that reports lack."""
+    size, eos, dtype = metadata.vocab_size, metadata.eos_token_id, metadata.dtype
+    problems = {
+        f"its format_version is {metadata.format_version}": metadata.format_version < 1,
+        f"its dtype is {dtype} and its vocab_size {size:,}": dtype != dtype_of(size),
+        f"its eos_token_id is {eos} and its vocab_size {size:,}": eos is not None and eos >= size,
+    }
+    for name, (sha256, _) in metadata.files.items():
+        problems[f"its SHA-256 of {name} is {sha256!r:.80}"] = not SHA256.fullmatch(sha256)
+    for name, split in (("train", metadata.train), ("val", metadata.val)):
+        is_empty = split.tokens < 1 or split.documents < 1
+        problems[f"it counts {split.tokens} tokens and {split.documents} documents for {name}"] = is_empty
+    if metadata.format_version != 1:
+        counts = dict(metadata.counts)
+        first = schema.build(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")
+        for _, place in first.values():
+            schema.build(place.get("files", {}), dict[str, str], "counts.first.files")
+        schema.build(counts, dict[str, int], "counts")
+        for name in ("documents", "bytes", "blank", "empty_records"):
+            problems[f"it has no counts.{name}"] = name not in counts
+        for name, kind in SETTINGS.items():
+            if name in metadata.settings:
+                schema.build(metadata.settings[name], kind, f"settings.{name}")
+    for problem, is_found in problems.items():
+        if is_found:
+            raise ValueError(problem)
+
+
+def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
+    """Return metadata of format 1 with the current names. Values that format 1 did not record are empty."""
+    splits = {split: {"index_sha256": content[split].pop("offsets_sha256")} | content[split] for split in SPLITS}
+    content.pop("fingerprint", None)
+    empty = {"settings": {"cleaning": [], "dedup": "no"}, "counts": {}, "cleaning": {}, "repeated_documents": 0}
+    return content | splits | empty
+
+
+def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) -> None:
+    """Write the metadata of a store whose files and tokenizer exist. `splits`: (tokens, documents, bytes) per split."""
+    described = {
+        split: Split(*numbers, file_sha256(folder / tokens_file(split)), file_sha256(folder / index_file(split)))
+        for split, numbers in splits.items()
+    }
+    metadata = Metadata(**described, tokenizer_sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"), **about)
+    # Older versions refuse the newer key.
+    content = {name: value for name, value in asdict(metadata).items() if value or name != "validation_splits"}
+    write_atomic(folder / "metadata.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")

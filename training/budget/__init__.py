@@ -1,0 +1,1 @@
+"""The choice for --budget and --depth, and --plan."""

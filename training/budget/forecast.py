@@ -1,0 +1,253 @@
+"""Estimate memory, time, cost and disk use of a run before it starts (--plan), and report all problems of its configuration.
+
+python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan
+python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb
+"""
+
+import math
+import shutil
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import torch
+
+from tokenizer.store.store import TokenStore
+from training.budget import scaling
+from training.budget.sizing import Sizing, resolve
+from training.budget.throughput import AFTER_VALIDATION, SCORING, Throughput, assumed_speed, measure_speed
+from training.config import TrainConfig, dump_config
+from training.data.run_data import bytes_of, find_store, open_store
+from training.log.speed import model_size, product_parameters
+from training.plan.plan import Plan
+from training.plan.run import Run
+from training.preflight import make_plan, setup_of, with_attention
+from training.report.report import environment
+from training.runtime.console import printer
+from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_others
+from training.runtime.distributed import start_accelerator
+from training.runtime.hardware import FILLS_A_GPU, RENTALS, Rental, name_of
+from training.step.optim import MUON_RATES, describe_rates, usual_learning_rate
+
+VALIDATION_GRAPH = 0.4  # time to compile the validation, as a fraction of the time until the first step (quickstart)
+# Thresholds of advice:
+FEW_TOKENS = 8192  # tokens per micro-batch; fewer leave a GPU idle between kernels
+RATE_FACTOR = 6  # largest ratio to the usual learning rate, either way
+MUCH = 0.1  # fraction of the time spent on validation
+
+
+@dataclass(frozen=True)
+class Forecast:
+    config: TrainConfig
+    setup: Setup
+    plan: Plan
+    store: TokenStore
+    speed: Throughput | None  # None if it can only be measured and was not
+    sizing: Sizing | None  # None if the command chose nothing
+
+    @property
+    def tokens(self) -> int:
+        return self.plan.max_steps * self.plan.tokens_per_step
+
+    @property
+    def evaluation_tokens(self) -> float:
+        """Cost of all validations, as a number of training tokens. The last validation scores the whole split."""
+        evaluation, whole = self.config.evaluation, self.store.metadata.val.tokens
+        sample = min(whole, (evaluation.max_eval_samples or whole) * self.plan.batches.context)
+        return SCORING * ((self.validations - 1) * sample + whole)
+
+    @property
+    def validations(self) -> int:
+        evaluation = self.config.evaluation
+        return times_due(self.plan, evaluation.eval_strategy, evaluation.eval_steps)
+
+    @property
+    def evaluation_share(self) -> float:
+        """Fraction of the time spent on validation."""
+        return self.evaluation_tokens / (self.evaluation_tokens + self.tokens)
+
+    @property
+    def hours(self) -> float | None:
+        if self.sizing is not None and self.sizing.option.seconds is not None:
+            return self.sizing.option.seconds / 3600
+        if self.speed is None:
+            return None
+        compilation = self.speed.first_step * (1 + VALIDATION_GRAPH * self.setup.torch_compile)
+        speed = self.speed.tokens_per_second
+        return (compilation + self.validation_seconds(speed) + self.tokens / speed) / 3600
+
+    @property
+    def store_bytes(self) -> int:
+        return bytes_of(self.store, "train", "val")
+
+    def validation_seconds(self, tokens_per_second: float) -> float:
+        """Return the seconds of all validations, with their samples, plots and checkpoints."""
+        return AFTER_VALIDATION * self.validations + self.evaluation_tokens / tokens_per_second
+
+    def described(self) -> dict[str, float | None]:
+        """Return the estimates that events.jsonl records for comparison with the actual run."""
+        return {
+            "steps": self.plan.max_steps,
+            "tokens_per_second": None if self.speed is None else self.speed.tokens_per_second,
+            "hours": self.hours,
+            "evaluation_share": self.evaluation_share,
+            "memory_bytes": self.plan.memory.total(self.plan.batches.micro_batch),
+        }
+
+
+def forecast_run(config: TrainConfig, run: Run, sizing: Sizing | None) -> Forecast:
+    speed = assumed_speed(
+        name_of(run.accelerator.device), run.plan.model, run.setup.mixed_precision, run.accelerator.num_processes
+    )
+    return Forecast(config, run.setup, run.plan, run.data.store, speed, sizing)
+
+
+def print_forecast(run: Run, forecast: Forecast) -> None:
+    """Print what a run starts with: device, model, data and length, and what needs attention. With --verbose, print all estimates."""
+    hardware = describe(run.accelerator, run.setup, run.plan.model)
+    printer(run.accelerator)(describe_forecast(forecast, hardware, run=run))
+
+
+def show_plan(config: TrainConfig) -> None:
+    """Print the plan, or raise a `UserError` with all problems of the configuration, one per line."""
+    # Exit through `finally` and `with` on SIGTERM, so that the temporary folder is deleted.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
+            _show_plan(config, Path(folder))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _show_plan(config: TrainConfig, folder: Path) -> None:
+    """Print the plan. `folder` is temporary and holds a sample of text that is large and not tokenized yet."""
+    setup = setup_of(config)
+    accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
+    say = printer(accelerator)
+    estimate = None
+    if config.text and find_store(config.recipe) is None:
+        from tokenizer.build.estimate import estimate as estimate_store  # needs packages that a run does not need
+
+        estimate = estimate_store(config.recipe, folder, say)
+    sample = open_store(config.recipe, say) if estimate is None else estimate.sample
+    store = sample if estimate is None else estimate.whole
+    config, sizing = resolve(config, accelerator, setup, [store, sample])
+    setup = with_attention(setup, config)
+    plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
+    hardware, speed = describe(accelerator, setup, plan.model), None
+    if config.cost.plan_device is not None:
+        rental = RENTALS[config.cost.plan_device]
+        hardware = f"{rental.name}, {setup.mixed_precision}, compiled (from its datasheet)"
+        speed = assumed_speed(rental.datasheet, plan.model, setup.mixed_precision, accelerator.num_processes)
+    elif sizing is not None and sizing.speed is not None:
+        speed = sizing.speed
+    elif config.cost.plan_steps > 0:
+        wait = ", which are compiled first, for up to a minute" if setup.torch_compile else ""
+        say(f"Measuring a few steps{wait} ...")
+        speed = measure_speed(config, plan, setup, accelerator, sample, config.cost.plan_steps)
+    forecast = Forecast(config, setup, plan, store, speed, sizing)
+    say(describe_forecast(forecast, hardware, estimate, rentals(forecast)))
+
+
+def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
+    """Return the rentable devices that can hold the model, with the assumed tokens per second and hours on one device.
+    The list is empty if the model is too small for reported figures."""
+    plan = forecast.plan
+    fitting = [rental for rental in RENTALS.values() if plan.memory.total(1) < rental.gigabytes * 1e9]
+    found = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in fitting]
+    speeds = [(rental, speed.tokens_per_second) for rental, speed in found if speed is not None]
+    tokens = forecast.tokens + forecast.evaluation_tokens
+    return [(rental, speed, tokens / speed / 3600) for rental, speed in speeds]
+
+
+def times_due(plan: Plan, strategy: str, every: int) -> int:
+    """Return how often an action with this `strategy` is due in a run. It is always due at the end."""
+    times = {"steps": plan.max_steps / every, "epoch": plan.epoch(plan.max_steps), "no": 1}[strategy]
+    return max(1, math.ceil(times))
+
+
+def describe_forecast(
+    forecast: Forecast,
+    hardware: str,
+    estimate: Any = None,
+    rentals: Iterable[Any] = (),
+    run: Run | None = None,
+) -> str:
+    """Return the text printed before the first step. `estimate`: the `tokenizer.build.estimate.Estimate` of text that is not tokenized yet."""
+    config, plan, N = forecast.config, forecast.plan, forecast.plan.memory.parameters
+    n_tokens = plan.order.n_tokens
+    checkpoints = times_due(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
+    if config.checkpoints_kept is not None:
+        checkpoints = min(checkpoints, config.checkpoints_kept + 1)  # including the best checkpoint
+    folder = Path(config.run.output_dir)
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    facts = {
+        "model": plan.model,
+        "size": model_size(plan.model, N),
+        "N": product_parameters(plan.model),
+        "hardware": hardware,
+        "estimate": estimate,
+        "about_tokens": round(n_tokens, 3 - len(str(n_tokens))),
+        "overridden": config.overridden_vocab_size(plan.model.vocab_size),
+        "family": "modern" if config.optim.optimizer == "muon" else "gpt2",
+        "scaling": scaling,
+        "chosen": dump_config(config, only_changed=True),
+        "checkpoints": checkpoints,
+        "disk": (checkpoints + 1) * (4 * N + plan.memory.moments) + 4 * N,  # one more during a save, and model/
+        "free": shutil.disk_usage(existing).free,
+        "rates": describe_rates(config.optim, plan.tokens_per_step),
+        "advice": advice(forecast),
+        "rentals": rentals,
+        "run": run,
+    }
+    return environment().get_template("forecast.txt.j2").render(vars(forecast), forecast=forecast, **facts).rstrip()
+
+
+def advice(forecast: Forecast) -> Iterator[str]:
+    """Yield suggested improvements that are known before the first step."""
+    config, setup, plan = forecast.config, forecast.setup, forecast.plan
+    batches, model, N, on_gpu = plan.batches, plan.model, product_parameters(plan.model), plan.memory.on_gpu
+    is_here = on_gpu and config.cost.plan_device is None
+    gigabytes, fits = forecast.store_bytes / 1e9, forecast.store_bytes < psutil.virtual_memory().available / 2
+    if config.data.data_placement == "mmap" and fits:
+        yield f"data_placement is mmap, but the store's {gigabytes:.2f} GB fit in RAM, which is faster; use auto."
+    if not setup.torch_compile and (on_gpu or shutil.which("g++")):
+        yield "torch_compile is off; compiled steps are faster, by far on a GPU."
+    if on_gpu and setup.mixed_precision == "no":
+        yield "mixed_precision is no, so tensor cores use TF32 at best; bf16 is about twice as fast."
+    if is_here and (others := memory_of_others()):
+        yield f"{others}."
+    is_sdpa = is_here and setup.attn_implementation == "sdpa"
+    if is_sdpa and kernel_of_sdpa(torch.device("cuda"), setup, model) == "math":
+        yield (
+            f"Attention uses PyTorch's math kernel, the slowest, which stores all scores: the head width is "
+            f"{model.n_embd / model.n_head:g}, but the fast kernels need a multiple of 8 up to 256; change n_head or n_embd."
+        )
+    rate, usual = config.optim.learning_rate, usual_learning_rate(N)
+    known = f"for models of {N / 1e6:,.1f}M parameters (Kaplan et al. 2020)"
+    if config.optim.optimizer == "muon":
+        usual, known = MUON_RATES["learning_rate"], "for Muon (Jordan et al. 2024)"
+    if config.run.init_from is not None:  # as in presets/continued.yaml
+        usual, known = usual / 6, f"to continue training, a sixth of that {known}"
+    if not usual / RATE_FACTOR <= rate <= usual * RATE_FACTOR:
+        yield f"learning_rate is {rate:.1e}; about {usual:.1e} is usual {known}."
+    warmup = config.optim.warmup_steps
+    if warmup > plan.max_steps / 4:
+        yield f"warmup_steps is {warmup:,} of {plan.max_steps:,} steps; a tenth or less is usual."
+    tokens, largest = batches.micro_batch * batches.context, plan.memory.largest_micro_batch(plan.available)
+    if on_gpu and tokens < FEW_TOKENS and largest > batches.micro_batch:
+        text = f"A micro-batch has {tokens:,} tokens, too few to fill a GPU; {largest:,} sequences would fit"
+        yield f"{text}: raise tokens_per_step, or per_device_train_batch_size."
+    if (epochs := plan.epoch(plan.max_steps)) > scaling.MOST_EPOCHS:
+        text = f"beyond about {scaling.MOST_EPOCHS} epochs, more text helps more than more epochs."
+        yield f"The run trains for {epochs:.1f} epochs; {text}"
+    if N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:  # scaling laws exclude smaller models
+        text = "tokens per parameter are few: a smaller model would reach a lower loss in the same time."
+        yield f"{forecast.tokens / N:.2g} {text}"
+    if (share := forecast.evaluation_share) > MUCH:
+        yield f"Validation takes about {share:.0%} of the time; raise eval_steps or set max_eval_samples."

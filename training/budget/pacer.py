@@ -1,0 +1,66 @@
+"""Correction of the length of a run with a budget, so that it ends at the budget."""
+
+import time
+from collections.abc import Callable
+
+from common.atomic import write_atomic
+from training.checkpoints.status import record
+from training.config import TrainConfig, dump_config
+from training.log.run_log import RunLog
+from training.plan.run import Run
+from training.runtime.distributed import on_main
+
+FINAL = 0.35  # part of the steps after which their number is final; the rates fall from 40% on
+SPARE = 0.01  # part of the time left that is kept for variations of speed
+
+
+class Pacer:
+    """Corrects the number of steps by the measured speed. Used by every process.
+
+    Until `FINAL` of the steps are done, their number is an estimate. It then becomes part of config.yaml and of the checkpoints, and no
+    resumed run changes it.
+    """
+
+    def __init__(
+        self, run: Run, config: TrainConfig, deadline: float | None, validation_seconds: Callable[[float], float]
+    ):
+        """`deadline`: time of the monotonic clock at which the run must end, or None if its length is final. `validation_seconds`:
+        seconds of all validations of a run, for a speed in tokens per second."""
+        self.run, self.config, self.deadline = run, config, deadline
+        self.validation_seconds = validation_seconds
+
+    def config_yaml(self) -> str:
+        """Return config.yaml. It has no length while that is an estimate: a resumed run measures again."""
+        length = {} if self.deadline is None else {"max_steps": None}
+        return dump_config(self.config.with_settings(length))
+
+    def correct(self, step: int, log: RunLog) -> None:
+        """Correct the length after `step` steps. Call it after the log line, checkpoint and validation of a step."""
+        if self.deadline is None:
+            return
+        plan = self.run.plan
+        plan.max_steps = on_main(self.run.accelerator, lambda: self._corrected(step, log))
+        log.resize(plan.max_steps)
+        if step < FINAL * plan.max_steps:
+            return
+        self.deadline = None
+        self.config = self.config.with_settings({"max_steps": plan.max_steps, "max_train_tokens": None})
+        self.run.start.state.settings["max_steps"] = plan.max_steps
+        log.say(
+            f"Budget:  {plan.max_steps:,} steps end the run on time, at the measured speed. This number is now final."
+        )
+        on_main(self.run.accelerator, lambda: self._write(step))
+
+    def _corrected(self, step: int, log: RunLog) -> int:
+        """Return the number of steps that fit into the time left."""
+        if not log.paces:
+            return self.run.plan.max_steps
+        steps, seconds = map(sum, zip(*log.paces, strict=True))
+        validations = max(0.0, 1 - step / self.run.plan.max_steps)  # as a part of all
+        left = (1 - SPARE) * (self.deadline - time.monotonic())
+        left -= validations * self.validation_seconds(self.run.plan.tokens_per_step * steps / seconds)
+        return step + max(1, int(left * steps / seconds))
+
+    def _write(self, step: int) -> None:
+        write_atomic(self.run.folder.config, self.config_yaml())
+        record(self.run.folder.events, "paced", step, max_steps=self.run.plan.max_steps)

@@ -1,0 +1,136 @@
+"""Throughput of training: measured in a few steps, or assumed from published results."""
+
+import math
+import time
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+import torch
+from accelerate import Accelerator
+
+from common.errors import counted
+from modeling_gpt2scratch import GPT2ScratchConfig
+from tokenizer.store.store import TokenStore
+from training.config import TrainConfig
+from training.data.batches import TrainBatches, WindowOrder
+from training.data.run_data import place_tokens
+from training.log.speed import Speed, flops_per_token, peak_memory, product_parameters
+from training.plan.plan import Plan
+from training.runtime.device import Setup
+from training.runtime.distributed import on_main
+from training.runtime.hardware import FILLS_A_GPU, MFU_OF_OTHERS, peak_flops, reported_mfu
+from training.step.train_step import build_train_step
+
+SCORING = 1 / 3  # cost of scoring a token in a validation, as a fraction of training on it: only the forward pass
+AFTER_VALIDATION = 1.0  # seconds of samples, plots and a checkpoint after each validation, measured for the quickstart
+WARM = 3  # steps after the first that allocate memory
+PROBE_FLOPS = 1e11  # of a micro-batch on a CPU, for each thread: a second or two
+PROBE_TOKENS = 4096  # of a micro-batch on a CPU, where more are hardly faster
+PROBE_CONTEXT = 1024  # longest of a model that is measured in place of a larger one
+PROBE_WIDTH = 128  # smallest of such a model
+REPORTING = 50_000_000  # bytes of code that a run loads for sampling and plots
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Estimated tokens per second of all processes together, with the source of the estimate."""
+
+    tokens_per_second: float
+    known: str  # the source: "measured over 10 steps ...", "assumed ..."
+    mfu: float | None = None
+    peak_bytes: float | None = None  # peak memory; None if no steps were measured
+    first_step: float = 0.0  # seconds until the first step is done
+
+
+def measure_speed(
+    config: TrainConfig,
+    plan: Plan,
+    setup: Setup,
+    accelerator: Accelerator,
+    store: TokenStore,
+    steps: int,
+    seconds: float = 3.0,
+) -> Throughput:
+    """Measure training steps at a learning rate of 0, on a GPU `steps` at a time, for at least `seconds`, after the first step, which
+    compiles. Called by every process. No result is kept.
+
+    The steps have one micro-batch, on a CPU of few operations. The speed of the plan follows from the operations, and from steps of one
+    and of two micro-batches, whose difference excludes the optimizer."""
+    model, micro = _bounded(plan, math.inf if plan.memory.on_gpu else PROBE_FLOPS * torch.get_num_threads())
+    number = plan.tokens_per_step / (micro * model.n_positions * plan.batches.processes)  # of micro-batches
+    tokens = place_tokens(store, "train", plan.placement.where, accelerator.device, config.batch.mask_documents)
+    order = WindowOrder(store.metadata.train.tokens, model.n_positions, config.run.seed)
+    began = time.perf_counter()
+    one = replace(plan.batches, context=model.n_positions, micro_batch=micro, accumulation=1)
+    batches = TrainBatches(tokens, order, one, accelerator.process_index)
+    train_step = build_train_step(model, None, batches, config.optim, setup, accelerator)
+    speed = Speed(batches, plan.model, accelerator)
+
+    def do(steps: int) -> None:
+        for step in range(speed.steps, speed.steps + steps):
+            step_loss, _ = train_step(step, rate_factor=0.0)
+            speed.count(0)
+        float(step_loss)  # waits for the device
+
+    def seconds_per_step(warm: int) -> float:
+        do(warm)
+        speed.restart()
+        while on_main(accelerator, lambda: speed.seconds < seconds):  # one clock: each step needs all processes
+            do(steps if plan.memory.on_gpu else 1)
+        return speed.seconds / speed.steps
+
+    do(1)
+    first_step = time.perf_counter() - began
+    total, measured, scaled, peak = seconds_per_step(WARM), speed.steps, "", None
+    if (model, micro) == (plan.model, plan.batches.micro_batch):
+        peak = peak_memory(accelerator.device)
+        if not plan.memory.on_gpu:  # these steps do not save, sample or plot
+            peak += plan.memory.fixed()["checkpoint copy"] + REPORTING
+    if number > 1 or model != plan.model:
+        batches.plan = replace(one, accumulation=2)
+        accelerator.gradient_accumulation_steps, accelerator.step = 2, 0
+        each = min(total, max(0.0, seconds_per_step(1) - total))
+        of_optimizer = plan.memory.parameters / replace(plan.memory, model=model).parameters
+        if config.optim.optimizer == "muon":  # its operations per weight grow with the width
+            of_optimizer *= plan.model.n_embd / model.n_embd
+        of_model = flops_per_token(plan.model) / flops_per_token(model)
+        total = number * of_model * each + of_optimizer * (total - each)
+        scaled = f" of {micro * model.n_positions:,} tokens with {counted(model.n_layer, 'layer')} of width {model.n_embd}, scaled by operations"
+    known = f"measured over {counted(measured, 'step')}{scaled}; the first step was done after {first_step:.1f} s"
+    pace = plan.tokens_per_step / total
+    return Throughput(pace, known, speed.at_peak and pace / speed.at_peak, peak, first_step)
+
+
+def _bounded(plan: Plan, flops: float) -> tuple[GPT2ScratchConfig, int]:
+    """Return the model and the micro-batch of a step with at most `flops` operations: with fewer tokens, layers, sequences and heads,
+    in this order. Both are the plan's if `flops` is infinite."""
+    model, micro = deepcopy(plan.model), plan.batches.micro_batch
+    if flops < math.inf:
+        model.n_positions = min(model.n_positions, PROBE_CONTEXT)
+        micro = min(micro, PROBE_TOKENS // model.n_positions)
+    while micro * model.n_positions * flops_per_token(model) > flops:
+        if model.n_layer > 2:
+            model.n_layer = max(2, model.n_layer // 2)
+        elif micro > 1:
+            micro //= 2
+        elif model.n_embd > PROBE_WIDTH:
+            size = min(PROBE_WIDTH, model.n_embd // model.n_head)
+            model.n_head = max(1, model.n_head // 2)
+            model.n_embd, model.n_inner = model.n_head * size, None
+        else:
+            break
+    return model if model.to_dict() != plan.model.to_dict() else plan.model, micro
+
+
+def assumed_speed(device: str, model: GPT2ScratchConfig, mixed_precision: str, devices: int) -> Throughput | None:
+    """Return the throughput assumed for a device from published results, or None if its peak is unknown or the model too small."""
+    peak = peak_flops(device, mixed_precision)
+    if peak is None or product_parameters(model) < FILLS_A_GPU:
+        return None
+    at_peak = peak * devices / flops_per_token(model)
+    least, usual, most = reported_mfu(device) or MFU_OF_OTHERS
+    known = (
+        f"assumed: {usual:.0%} of its peak; others report {least:.0%} to {most:.0%}, which is "
+        f"{least * at_peak:,.0f} to {most * at_peak:,.0f} tokens/s"
+    )
+    return Throughput(usual * at_peak, known, usual)

@@ -1,0 +1,254 @@
+"""Backup of checkpoints to `--backup_dir`, on a drive that may be slow, full or disconnected at any time.
+
+    BACKUP_DIR/x/        a run folder like runs/x, without its model/
+        checkpoints/     each copied by a thread while training continues, and complete or absent
+
+The drive never stops the training: an error is reported once, and the copy is retried. At the next start, the same command
+restores checkpoints that exist only on the drive. A copy is checked against the manifest's hash while it is read, and by size
+after it is written: reading it back would take a slow drive as long as writing. Loading checks the hashes again.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import Any
+
+from common.atomic import copy_file, unfinished_path
+from common.errors import UserError
+from common.limits import free
+from common.removal import discard, mark
+from common.settings_file import read_yaml
+from training.checkpoints import checkpoint as checkpoints
+from training.checkpoints.checkpoint import (
+    FILES,
+    MANIFEST,
+    DamageError,
+    complete_checkpoints,
+    is_linked,
+    listed_files,
+    step_of,
+)
+from training.checkpoints.metrics import best_step, read_metrics
+from training.checkpoints.run_folder import RunFolder, may_hold_run
+from training.runtime.console import clock
+
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between attempts
+
+
+@dataclass
+class BackupArguments:
+    backup_dir: str | None = free(
+        None,
+        "An existing folder on another drive. Checkpoints are copied to it during training; if the run's own folder is "
+        "lost, the run resumes from it.",
+    )
+
+    def problems(self, output_dir: str | Path) -> Iterator[str]:
+        if self.backup_dir is None:
+            return
+        run, there = Path(output_dir).resolve(), _backup_folder(self.backup_dir, output_dir).resolve()
+        if run == there or run in there.parents:
+            yield f"backup_dir {self.backup_dir} puts the backup into the run's own folder; name a folder on another drive."
+        elif there.parent.exists() and not there.parent.is_dir():
+            yield f"backup_dir is {self.backup_dir}, which is a file; name a folder on another drive."
+        else:
+            with suppress(OSError):  # an unreadable drive is reported when the run looks for its backup
+                if not may_hold_run(RunFolder(there)):
+                    yield f"{there} exists and is not a backup of a run; choose another --backup_dir or --output_dir."
+
+
+class Backup:
+    """Copy of a run's newest checkpoint and logs on another drive.
+    Only the main process uses it: `restore` before the run starts, and the other methods during training."""
+
+    def __init__(self, backup_dir: str | Path, run: RunFolder, limit: int | None, say: Callable[[str], None]):
+        """`limit` is the number of newest checkpoints to keep. `say` is also called from another thread."""
+        self.run, self.there = run, RunFolder(_backup_folder(backup_dir, run.path))
+        self.limit, self.say = limit, say
+        self.first_step = 0
+        self.may_replace = False
+        self.is_made = False  # true once the backup folder exists
+        self.submitted: set[str] = set()  # names of checkpoints that this process copied or started to copy
+        self.damaged: set[Path] = set()  # damaged checkpoints of the run
+        self.copying: Path | None = None  # this checkpoint must not be deleted
+        self.copied: str | None = None  # the newest checkpoint of this run in the backup
+        self.problem: str | None = None  # the last error of the drive, until an attempt succeeds
+        self._updating, self._wake = Lock(), Event()
+        self._is_closing = False
+        self._thread: Thread | None = None
+
+    def restore(self, after: int, check: Callable[[dict[str, Any]], None]) -> Path | None:
+        """Copy the newest intact checkpoint after step `after` from the drive into the run folder, and return the copy.
+        Copy the logs and settings of the backup too. A damaged checkpoint is reported, and the previous one is tried.
+        `check` is called with the settings first. An unreadable drive is reported and counts as empty. Raise a `UserError` if
+        the drive or the run's own disk fails during the copy."""
+        there = self.there
+        try:
+            os.stat(there.path.parent)
+            later = [path for path in complete_checkpoints(there.checkpoints) if step_of(path) > after]
+            has_settings = there.config.is_file() and not is_linked(there.config, there.path)
+            settings = read_yaml(there.config) if later and has_settings else {}
+        except OSError as error:
+            self.say(
+                f"WARNING: {there.path} (--backup_dir) cannot be read ({_reason(error)}): is its drive mounted? Nothing is "
+                f"restored from it, and nothing is backed up until it is available."
+            )
+            return None
+        if not later:
+            return None
+        check(settings)
+        self.may_replace = True
+        try:
+            for checkpoint in reversed(later):
+                try:
+                    if is_linked(checkpoint / MANIFEST, there.path):
+                        raise DamageError(f"it is a link to a path outside {there.path}")
+                    listed_files(checkpoint)
+                    self._bring_files(step_of(checkpoint))
+                    self.run.checkpoints.mkdir(exist_ok=True)
+                    checkpoints.copy(checkpoint, self.run.checkpoints / checkpoint.name)
+                    self.say(f"Backup:  {checkpoint.name} is restored from {there.path}")
+                    return self.run.checkpoints / checkpoint.name
+                except DamageError as damage:
+                    self.say(f"WARNING: {checkpoint} is damaged: {damage}. Falling back to the previous checkpoint.")
+        except OSError as error:
+            raise UserError(
+                f"{self.run.path} could not be restored from {there.path} ({_reason(error)}): fix that and run the same "
+                f"command again, or leave out --backup_dir to resume from the files in {self.run.path}."
+            ) from error
+        return None
+
+    def _bring_files(self, step: int) -> None:
+        """Copy the logs and settings of the backup into the run folder. A log that reaches `step` is not replaced."""
+        mark(self.run.path, "run")
+        logged = read_metrics(self.run.metrics)
+        is_older = not logged or logged[-1]["step"] < step
+        for source, target in zip(self.there.files, self.run.files, strict=True):
+            is_needed = not target.exists() or (is_older and target != self.run.config)
+            if is_needed and source.is_file() and not is_linked(source, self.there.path):
+                with unfinished_path(target) as unfinished:
+                    copy_file(source, unfinished)
+
+    def begin(self, first_step: int, may_replace: bool) -> None:
+        """Start the backup of a run from `first_step`. With `may_replace`, the user allowed deleting later steps.
+        Otherwise, unless `restore` has seen them, later steps are kept, and nothing is copied until they are deleted: the drive
+        may have been disconnected when the run started, and hold days of work."""
+        self.first_step = first_step
+        self.may_replace |= may_replace
+
+    def submit(self) -> None:
+        """Request a copy of the newest checkpoint from the backup thread, without waiting for it."""
+        self._wake.set()
+        if self._thread is None:
+            self._thread = Thread(target=self._work, name="backup", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        is_last, pause = False, None
+        while not is_last:
+            self._wake.wait(pause)
+            self._wake.clear()
+            is_last = self._is_closing
+            self.update()
+            pause = None if self.problem is None else min(2 * (pause or FIRST_PAUSE / 2), LONGEST_PAUSE)
+
+    def finish(self, timeout: float = 600.0) -> None:
+        """Wait at most `timeout` seconds for unfinished copies. An unavailable drive is tried once more."""
+        if self._thread is None:
+            return
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join(min(1.0, timeout))  # usually enough, so that no waiting has to be reported
+        if self._thread.is_alive():
+            self.say(f"Backup:  waiting for {self.there.path}, at most {clock(timeout)} ...")
+            self._thread.join(timeout)
+        if problem := "the drive is too slow" if self._thread.is_alive() else self.problem:
+            self.say(
+                f"WARNING: The backup in {self.there.path} is incomplete ({problem}); copy {self.run.path} there yourself."
+            )
+        elif self.copied:
+            self.say(f"Backup:  {self.copied} is in {self.there.path}")
+
+    def update(self) -> None:
+        """Copy the run's logs and its newest intact checkpoint to the drive, and delete checkpoints of later steps there. Report
+        when the drive fails and when it is available again."""
+        with self._updating:
+            own = (path for path in complete_checkpoints(self.run.checkpoints) if path not in self.damaged)
+            checkpoint = self.copying = max(own, key=step_of, default=None)
+            if checkpoint is None:
+                return
+            try:
+                self._copy(checkpoint)
+            except OSError as error:
+                if not (checkpoint / MANIFEST).is_file():
+                    self._wake.set()  # the checkpoint was deleted before `copying` protected it, so a newer one exists
+                elif isinstance(error, DamageError):
+                    self.damaged.add(checkpoint)
+                    self.say(f"WARNING: {checkpoint} is damaged: {error}. It is not backed up.")
+                    self._wake.set()
+                else:
+                    if self.problem is None:
+                        self.say(
+                            f"WARNING: {checkpoint.name} could not be copied to {self.there.path} ({_reason(error)}). Training "
+                            f"continues, and the copy will be retried."
+                        )
+                    self.problem = _reason(error)
+                return
+            if self.problem is not None:
+                self.say(f"Backup:  {self.there.path} is available again, and {checkpoint.name} is in it")
+            self.problem, self.copying, self.copied = None, None, checkpoint.name
+
+    def _copy(self, checkpoint: Path) -> None:
+        there = self.there.checkpoints
+        if not self.is_made:  # created only once: if it is missing later, the drive is gone; keep its mount point empty
+            if not may_hold_run(self.there):
+                raise OSError("it is not a backup of a run; choose another --backup_dir")
+            self.there.path.mkdir(exist_ok=True)
+            mark(self.there.path, "run")
+            self.is_made = True
+        there.mkdir(exist_ok=True)
+        later = [path for path in complete_checkpoints(there) if step_of(path) > self.first_step]
+        unknown = [path for path in later if path.name not in self.submitted]
+        if unknown and not self.may_replace:
+            raise OSError(
+                f"it holds {unknown[-1].name}, which this run did not resume from and does not replace; run the command again "
+                f"to resume from it, or delete it"
+            )
+        self.submitted.add(checkpoint.name)
+        self._copy_files()  # before the checkpoint is complete, so that the log always reaches its step
+        copied, exists = there / checkpoint.name, False
+        with suppress(FileNotFoundError, DamageError):  # checks only the manifest and the sizes
+            is_same = (copied / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes()
+            exists = is_same and bool(listed_files(copied))
+        if not exists:
+            checkpoints.copy(checkpoint, copied)
+        self._copy_files()  # again: the copy takes long, and this step may have been validated meanwhile
+        for path in later:
+            if path.name != checkpoint.name and (path in unknown or step_of(path) > step_of(checkpoint)):  # rolled back
+                discard(path, FILES)
+        self.may_replace = False
+        checkpoints.sweep(there)
+        checkpoints.prune(there, self.limit, best_step(self.run.metrics))
+
+    def _copy_files(self) -> None:
+        for source, target in zip(self.run.files, self.there.files, strict=True):
+            if source.is_file():
+                with unfinished_path(target) as unfinished:
+                    copy_file(source, unfinished)
+
+
+def earlier_run(run: RunFolder, backup_dir: str | None) -> RunFolder | None:
+    """Return the folder of a run if the run has begun, otherwise the folder of its backup, or None if neither has settings."""
+    folders = [run, *([RunFolder(_backup_folder(backup_dir, run.path))] if backup_dir is not None else [])]
+    return next((folder for folder in folders if folder.config.is_file() and folder.is_run()), None)
+
+
+def _backup_folder(backup_dir: str | Path, output_dir: str | Path) -> Path:
+    return Path(backup_dir) / os.path.basename(os.path.abspath(output_dir))
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

@@ -1,0 +1,80 @@
+"""Model loading for commands: from a run, a checkpoint, a model folder or a Hub id."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.chat_rendering import limit_tokenizers
+from common.errors import UserError
+from modeling_gpt2scratch import GPT2ScratchForCausalLM, loading
+from tokenizer.corpus import hub
+from tokenizer.store.store import TokenStore
+from training.checkpoints import checkpoint as checkpoints
+from training.checkpoints.run_folder import RunFolder
+
+limit_tokenizers()
+
+
+def find_model(name: str) -> str:
+    """Return the model folder or Hub id to load for a run folder, a checkpoint, a model folder or a Hub id. Raise a `UserError`
+    if there is no model, or the Hub cannot be reached."""
+    path = Path(name)
+    for candidate in (path / "model", path, *reversed(checkpoints.complete_checkpoints(path / "checkpoints"))):
+        if (candidate / "config.json").is_file():
+            return str(candidate)
+    if path.exists():
+        hint = f" yet: {RunFolder(path).last_good()}" if RunFolder(path).is_run() else ""
+        raise UserError(f"{name} holds no model{hint}.")
+    if len(name.strip("/").split("/")) != 2 or name.startswith((".", "/", "runs/")):
+        raise UserError(f"{name} is neither a local folder nor a Hub id (user/name).{hub.HINTS.get(name, '')}")
+    hub.require(name, "a model", "config.json")
+    return name
+
+
+@contextmanager
+def model_errors(sentence: str = "{}") -> Iterator[None]:
+    """Raise a `UserError` for a `ModelError`, with its text in `sentence`."""
+    try:
+        yield
+    except loading.ModelError as error:
+        raise UserError(sentence.format(error)) from error
+
+
+def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT2ScratchForCausalLM:
+    """Load a model for evaluation. Raise a `UserError` if it cannot be loaded or has another architecture."""
+    with model_errors():
+        model = loading.load_model(source, dtype)
+    if not isinstance(model, GPT2ScratchForCausalLM):
+        raise UserError(
+            f"{source} is a {type(model).__name__}, not a model of this project. GPT-2 and Apertus models can be converted first: "
+            f"python -m modeling_gpt2scratch.conversion_gpt2scratch {source} DST"
+        )
+    return model
+
+
+def load_with_tokenizer(
+    source: str | Path, dtype: str | torch.dtype = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer like `modeling_gpt2scratch.loading`, but with `UserError`s."""
+    with model_errors():
+        return loading.load_with_tokenizer(source, dtype)
+
+
+def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: TokenStore) -> None:
+    """Raise a `UserError` if the store was made with a tokenizer other than the model's."""
+    if _rules(tokenizer) != _rules(store.load_tokenizer()):  # files differ between library versions, so compare rules
+        raise UserError(
+            f"{source} and {store.folder} have different tokenizers; use a store that was made with the model's own tokenizer."
+        )
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> dict:
+    """Return the settings of a tokenizer that determine ids, without those that a loader may set: truncation, padding, and which
+    added tokens are special."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules["added_tokens"] = [token | {"special": None} for token in rules["added_tokens"]]
+    return {name: value for name, value in rules.items() if name not in ("truncation", "padding")}

@@ -1,0 +1,138 @@
+"""Readers of metrics.jsonl (one object per log line, with the names of Transformers' Trainer) and events.jsonl (status.py).
+
+An invalid line, cut off by a crash or edited by hand, is skipped, so that it cannot make a run fail at its report.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from common import schema
+from common.atomic import write_atomic
+
+EVALUATED = {"epoch", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a metrics.jsonl: log lines and validations. All their values are numbers."""
+    return [entry for entry in _objects(path) if _is_metrics(entry)]
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    return [entry for entry in _objects(path) if {"time", "event"} <= entry.keys() and _fits(entry)]
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and _is_count(entry.get("step")):
+            yield entry
+
+
+def _is_metrics(entry: dict[str, Any]) -> bool:
+    needed = EVALUATED if "eval_loss" in entry else {"tokens"}
+    is_whole = needed <= entry.keys() and all(map(_is_number, entry.values()))
+    is_logged = "tokens" not in entry or (_is_count(entry["tokens"]) and entry["step"] > 0)
+    return is_whole and is_logged and entry.get("tokens_per_second", 1) > 0
+
+
+def _fits(event: dict[str, Any]) -> bool:
+    needed = {"spike": {"loss", "z_score"}, "advice": {"about", "text"}}.get(str(event.get("event")), set())
+    try:
+        built = {name: schema.build(event[name], kind) for name, kind in DETAILS.items() if name in event}
+        is_zoned = "time" not in built or datetime.fromisoformat(built["time"]).tzinfo is not None
+    except ValueError:
+        return False
+    starts = built.get("earlier", [])
+    is_whole = needed <= event.keys() and all("step" in start and _fits(start) for start in starts)
+    return is_zoned and is_whole and ("planned" not in built or built["planned"].is_possible)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 2**62)
+
+
+@dataclass
+class Planned:
+    """Estimate of a run, recorded in its first event."""
+
+    steps: int
+    evaluation_share: float
+    memory_bytes: float
+    tokens_per_second: float | None  # None exactly if `hours` is None
+    hours: float | None
+
+    @property
+    def is_possible(self) -> bool:
+        """True if the numbers are valid for reports."""
+        is_one_unknown = (self.tokens_per_second is None) != (self.hours is None)
+        largest = max(abs(number or 0) for number in vars(self).values())
+        return not is_one_unknown and largest < 1e18 and self.steps >= 1 > self.evaluation_share
+
+
+DETAILS = {
+    **dict.fromkeys(("time", "event", "environment", "about", "text", "checkpoint", "because"), str),
+    "step": int,
+    "loss": float,
+    "z_score": float,
+    "planned": Planned,
+    "changes": list[str],
+    "earlier": list[dict[str, Any]],
+}
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Remove the entries after the checkpoint that a run resumes from, so that the file reads as one run."""
+    entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
+    write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def has_evaluation(path: Path, step: int) -> bool:
+    return any(entry["step"] == step and "eval_loss" in entry for entry in read_metrics(path))
+
+
+def best_step(path: Path) -> int | None:
+    """Return the step with the lowest comparable validation loss, or None without a validation."""
+    return (best_evaluation(read_metrics(path)) or {}).get("step")
+
+
+def best_evaluation(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the validation with the lowest comparable loss, or None without a validation."""
+    return min((entry for entry in entries if "eval_loss" in entry), key=comparable_loss, default=None)
+
+
+def comparable_loss(entry: dict[str, Any]) -> float:
+    """Return the loss on the text that all validations of a run score. The last validation may score more text."""
+    return entry.get("eval_sampled_loss", entry["eval_loss"])
+
+
+def scores_more(entry: dict[str, Any]) -> bool:
+    """Return whether a validation scored more than the sample, so that its loss is not comparable with the others."""
+    return comparable_loss(entry) != entry["eval_loss"]
+
+
+def seconds_until(entries: list[dict[str, Any]]) -> dict[int, float]:
+    """Return the training seconds until each logged step, from the tokens and the speed of each log line. In a run that branched
+    off from another run's checkpoint, the steps of the other run do not count."""
+    seconds, until = 0.0, {}
+    logged = [entry for entry in entries if "tokens" in entry][:2]
+    between = logged[-1]["step"] - logged[0]["step"] if logged else 0  # steps per line, also before the first line
+    tokens = logged[0]["tokens"] * (1 - between / logged[0]["step"]) if between else 0
+    for entry in entries:
+        if "tokens_per_second" in entry:
+            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
+        tokens = entry.get("tokens", tokens)
+        until[entry["step"]] = seconds
+    return until

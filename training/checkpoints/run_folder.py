@@ -1,0 +1,241 @@
+"""Run folder: its files, and lookup of a run or a checkpoint by path.
+
+runs/x/
+    .gpt2scratch.json  marks the folder as a run
+    config.yaml      every setting; `--config` runs it again
+    metrics.jsonl    one object per log line
+    events.jsonl     events of the run with their times; status.json: its current state
+    samples.md       text that the model wrote at each validation
+    report.json      the facts shown in the report and the model card
+    report.md        one-page report, with loss.png and course.png
+    tensorboard/     event files, if TensorBoard is a tracker; tracker_id: the run's id in other trackers
+    profile/         time of a step by operation, see profile.py
+    evaluation/      results of evaluate.py; lm_eval/: results of lm-eval, if its --output_path is this folder
+    checkpoints/     see checkpoint.py
+    model/           the newest checkpoint's model, without training state; hub/: the published files
+    replaced/        the run that this one replaces, until the first checkpoint of this one is complete
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import UserError
+from common.limits import free, setting
+from common.removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark, renew
+from training.checkpoints import checkpoint as checkpoints
+from training.checkpoints.metrics import best_evaluation, forget_after, read_events, read_metrics
+from training.checkpoints.samples import forget_samples_after
+from training.checkpoints.status import check_run_format, is_status
+from training.runtime.console import say
+
+CONFIG_FILE = "config.yaml"
+# A folder with only these names counts as empty.
+EMPTY = (UNFINISHED_MARK, ".gitignore", ".gitkeep", ".ipynb_checkpoints", "lost+found")
+PLOTS = ("loss", "course")
+EVALUATION = ("evaluation.json", "evaluation.md", "panel.png")
+_STEP = f"step_{'[0-9]' * 8}"
+_STEPS = (_STEP, f"damaged_{_STEP}", f".{_STEP}.unfinished", f".{_STEP}.removed", f".damaged_{_STEP}.removed")
+HUB_FILES = (  # the published files; push_to_hub.py deletes them with their folder
+    *checkpoints.MODEL_FILES,
+    *(f"native/{name}" for name in checkpoints.MODEL_FILES),
+    *("*-F16.gguf", "*-Q8_0.gguf", "*.gguf.tmp", *(f"{name}.png" for name in PLOTS), "README.md", MARK),
+)
+FOLDERS = {  # folders of a run, with the files that are deleted when another run replaces it
+    "model": checkpoints.MODEL_FILES,
+    "tensorboard": ("**/events.out.tfevents.*", "**/hparams.yml"),
+    "profile": ("trace.json.gz", "summary.json"),
+    "evaluation": (*EVALUATION, MARK),
+    "lm_eval": ("results_*.json", "samples_*.jsonl", "*/results_*.json", "*/samples_*.jsonl"),
+    "hub": HUB_FILES,
+    "checkpoints": tuple(f"{step}/{name}" for step in _STEPS for name in checkpoints.FILES),
+}
+
+
+@dataclass
+class RunArguments:
+    output_dir: str | None = free(None, "Run folder. Default: runs/NAME of config or data.")
+    overwrite_output_dir: bool = free(False, "Replace the run in the folder at the first checkpoint.")
+    resume_from_checkpoint: str | None = free(None, "A run (its newest checkpoint) or a checkpoint.")
+    init_from: str | None = setting(None, "Start from the model of a run, a folder or a Hub id.")
+    seed: int = setting(1337, "Seed of the initial weights, data order and dropout.", below=2**63, resume="refused")
+
+    @property
+    def folder(self) -> "RunFolder":
+        return RunFolder(self.output_dir)
+
+    def problems(self) -> Iterator[str]:
+        if not may_hold_run(self.folder):
+            yield f"{self.output_dir} exists and is not a run folder; use another --output_dir."
+
+
+class RunFolder:
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config = self.path / CONFIG_FILE
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.status = self.path / "status.json"
+        self.samples = self.path / "samples.md"
+        self.facts = self.path / "report.json"
+        self.report = self.path / "report.md"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.hub = self.path / "hub"
+        self.plots = {name: self.path / f"{name}.png" for name in PLOTS}
+        self.tracker_id = self.path / "tracker_id"
+        self.tensorboard = self.path / "tensorboard"
+        self.profile = self.path / "profile"
+        self.evaluation = self.path / "evaluation"
+        self.evaluations = self.path / "lm_eval"
+        self.replaced = self.path / "replaced"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files that a backup also holds."""
+        logs = (self.metrics, self.events, self.status, self.samples, self.facts, self.report, self.tracker_id)
+        return (self.config, *logs, *self.plots.values())
+
+    def is_run(self) -> bool:
+        """Return whether this project trained in the folder. It did if there is a mark file or, from an older version, a
+        checkpoint, or a status and events in our format. A config.yaml is not enough: any project may have such a file."""
+        if is_marked(self.path, "run") or (is_status(self.status) and read_events(self.events)):
+            return True
+        for checkpoint in checkpoints.complete_checkpoints(self.checkpoints):
+            with suppress(OSError):
+                return bool(checkpoints.listed_files(checkpoint))
+        return False
+
+    def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
+        """Return the newest undamaged checkpoint.
+        Report and skip damaged ones. Raise a `UserError` if there are checkpoints and all of them are damaged."""
+        problem = None
+        for checkpoint in reversed(checkpoints.all_checkpoints(self.checkpoints)):
+            problem = checkpoints.damage(checkpoint)
+            if problem is None:
+                return checkpoint
+            say(f"WARNING: {checkpoint} is damaged: {problem}. The previous checkpoint is used instead.")
+        if problem is not None:
+            raise UserError(f"All checkpoints in {self.checkpoints} are damaged; use --overwrite_output_dir.")
+        return None
+
+    def last_good(self) -> str:
+        """Describe the checkpoint to resume from, for messages."""
+        complete = checkpoints.complete_checkpoints(self.checkpoints)
+        if complete:
+            return f"{complete[-1]} is the last good checkpoint"
+        before = f", and the run before it is in {self.replaced}" if is_marked(self.replaced, "replaced") else ""
+        return f"there is no checkpoint yet{before}"
+
+    def newest_step(self, until: float = math.inf) -> int:
+        """Return the step of the newest complete checkpoint, at most `until`, or 0 if there is none."""
+        steps = map(checkpoints.step_of, checkpoints.complete_checkpoints(self.checkpoints))
+        return max((step for step in steps if step <= until), default=0)
+
+
+REPLACED = (  # files that are deleted with a replaced run
+    *(MARK, UNFINISHED_MARK, *(path.name for path in RunFolder("").files)),
+    *(file if "**" in file else f"{name}/{file}" for name, files in FOLDERS.items() for file in files),
+)
+
+
+def may_hold_run(folder: RunFolder) -> bool:
+    """Return whether a run can be written to a folder without touching unrelated files. The folder must not exist, must hold a run,
+    or must hold only a lock and files that systems and version control put into empty folders."""
+    if not folder.path.is_dir():
+        return not folder.path.exists()
+    names = (*EMPTY, f".{folder.path.resolve().name}.lock*")
+    return folder.is_run() or all(is_known(path.name, names) for path in folder.path.iterdir())
+
+
+def is_checkpoint(path: Path) -> bool:
+    return path.name.startswith("step_") and path.parent.name == "checkpoints"
+
+
+def run_of(path: Path) -> Path:
+    """Return the run folder of `path`, which is a run folder, one of its checkpoints, or its model.
+    Raise a `UserError` for any other path, or if a newer version of this project wrote the run."""
+    run = path
+    if is_checkpoint(path):
+        run = path.parent.parent
+    elif path.name in ("model", "checkpoints") and not RunFolder(path).is_run():
+        run = path.parent
+    if is_checkpoint(path) and run.is_dir() and not path.exists():
+        there = ", ".join(found.name for found in checkpoints.complete_checkpoints(path.parent)) or "no checkpoint"
+        raise UserError(f"{path} does not exist; {run} has {there}.")
+    if not path.exists() or not RunFolder(run).is_run():
+        raise UserError(f"{path} is neither a run folder nor a checkpoint in one.")
+    if not (run / CONFIG_FILE).is_file():
+        raise UserError(f"{run} has no {CONFIG_FILE}; restore it from a backup, or train in another folder.")
+    check_run_format(RunFolder(run).status)
+    return run
+
+
+def find_checkpoint(path: Path, wanted: str) -> Path:
+    """Return the checkpoint `wanted` of the run at `path`: `last`, `best` (lowest validation loss) or a step."""
+    run = RunFolder(run_of(path))
+    if is_checkpoint(path):
+        raise UserError(f"{path} is already a checkpoint; remove --checkpoint {wanted}.")
+    kept = {checkpoints.step_of(found): found for found in checkpoints.complete_checkpoints(run.checkpoints)}
+    there = f"{run.path} has these checkpoint steps: {', '.join(map(str, kept)) or 'none'}"
+    if wanted == "last" and kept:
+        return kept[max(kept)]
+    if wanted == "best":
+        best = best_evaluation([entry for entry in read_metrics(run.metrics) if entry["step"] in kept])
+        if best is None:
+            raise UserError(f"{there}; none of them was validated. Choose one with --checkpoint STEP.")
+        return kept[best["step"]]
+    if not wanted.isdecimal() or int(wanted) not in kept:
+        raise UserError(f"checkpoint is {wanted}, but {there}; use one of them, last or best.")
+    return kept[int(wanted)]
+
+
+def _parts(folder: RunFolder) -> dict[Path, tuple[str, ...]]:
+    """Return the files and folders of a run that exist, config.yaml first and the checkpoints last, with the patterns of a folder."""
+    parts = dict.fromkeys(folder.files, ()) | {folder.path / name: files for name, files in FOLDERS.items()}
+    if not is_marked(folder.hub, "hub"):  # a folder of the user
+        del parts[folder.hub]
+    return {path: files for path, files in parts.items() if os.path.lexists(path)}
+
+
+def put_back(folder: RunFolder) -> None:
+    """Put the replaced run back, and delete the run that replaces it, unless this one has a complete checkpoint."""
+    if is_marked(folder.replaced, "replaced") and not checkpoints.complete_checkpoints(folder.checkpoints):
+        for path, files in _parts(RunFolder(folder.replaced)).items():  # if killed here, the next call completes it
+            discard(folder.path / path.name, files, replacement=path)
+        discard(folder.replaced, (MARK, UNFINISHED_MARK))
+
+
+def forget_replaced(folder: RunFolder) -> None:
+    """Delete the replaced run, and report where the files in it were moved that no run wrote."""
+    is_gone = not os.path.lexists(folder.replaced)  # perhaps a killed process was deleting it
+    if (is_gone or is_marked(folder.replaced, "replaced")) and (kept := discard(folder.replaced, REPLACED)):
+        say(f"Files in {folder.path} that no run wrote were moved to {kept}.")
+
+
+def begin(folder: RunFolder, checkpoint: Path | None) -> None:
+    """Prepare the folder: set the old run aside before a new one, or remove everything after its own `checkpoint` before a resume."""
+    mark(folder.path, "run")
+    checkpoints.sweep(folder.checkpoints)
+    forget_replaced(folder)
+    if checkpoint is None:
+        holds_model = folder.model.is_dir() or checkpoints.all_checkpoints(folder.checkpoints)
+        parts = reversed(_parts(folder))  # the checkpoints first, see `put_back`
+        renew(folder.replaced, "replaced", ())
+        for path in parts:
+            path.rename(folder.replaced / path.name)
+        if not holds_model:
+            forget_replaced(folder)
+        return
+    step = checkpoints.step_of(checkpoint)
+    for later in checkpoints.all_checkpoints(folder.checkpoints):
+        if checkpoints.step_of(later) > step:  # it is damaged, otherwise the run would resume from it
+            aside = later.with_name(f"damaged_{later.name}")
+            discard(aside, checkpoints.FILES)
+            later.rename(aside)
+    checkpoints.renew_model(checkpoint, folder.model)
+    forget_after(folder.metrics, step)
+    forget_samples_after(folder.samples, step)

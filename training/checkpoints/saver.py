@@ -1,0 +1,202 @@
+"""Saving during training: the tensors are copied off the device, and a thread writes the checkpoint.
+
+Training waits only for the copy. The next save and the end of the run wait for the thread.
+"""
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from common.errors import UserError, require_room
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from tokenizer.store.store import TokenStore
+from training.checkpoints import checkpoint
+from training.checkpoints.backup import Backup
+from training.checkpoints.metrics import best_step
+from training.checkpoints.run_folder import RunFolder, forget_replaced
+from training.checkpoints.status import record, write_status
+from training.runtime.distributed import on_main
+from training.step.loss import DivergenceError
+from training.step.optim import moment_shapes, named_moments
+from training.step.tensors import whole
+from training.step.train_step import TrainStep
+
+THREAD = "saver"
+
+
+def wait_for_writing(seconds: float) -> bool:
+    """Wait up to `seconds` for this process's checkpoint. Return whether it is still being written. Not for the saving thread."""
+    writers = [thread for thread in threading.enumerate() if thread.name == THREAD]
+    for thread in writers:
+        if thread.is_alive():  # false while the thread is starting
+            thread.join(seconds)
+    return any(thread.is_alive() for thread in writers)
+
+
+class BackgroundTask(threading.Thread):
+    """Thread of low priority that keeps an exception of its work for the threads that wait for it."""
+
+    def __init__(self, work: Callable[[], None], name: str, niceness: int, daemon: bool = False):
+        super().__init__(target=work, name=name, daemon=daemon)
+        self.niceness = niceness
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            if sys.platform == "linux":  # threads have their own priority there; it must not rise
+                niceness = max(self.niceness, os.getpriority(os.PRIO_PROCESS, 0))
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            super().run()
+        except Exception as error:
+            self.failure = error
+
+    def wait(self) -> None:
+        """Wait until the work is done, if it was started. Raise the exception of the work."""
+        if self.is_alive():
+            self.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the exception of the work, if there is one so far."""
+        if self.failure is not None:
+            raise self.failure
+
+
+class Saver(AbstractContextManager):
+    """Checkpoint saver, used by every process because all of them gather a sharded model. The main process writes.
+    `failed` shows a failed save immediately; the next `wait` raises it. On exit, a save in progress is completed."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        train_step: TrainStep,
+        store: TokenStore,
+        tokenizer: PreTrainedTokenizerBase,
+        save_total_limit: int | None,
+        backup: Backup | None,
+    ):
+        """Allocate memory for the copy of weights and moments while the first step is being prepared. Raise a `UserError` if the
+        disk has no room for a checkpoint, before any step is trained.
+        `store`: no checkpoint is completed before the hashes of its files were verified, because size and modification time would
+        not show a flipped bit. One process per machine reads the files, at the speed of SHA-256: about 1.5 GB/s."""
+        self.folder, self.tokenizer = folder, tokenizer
+        self.accelerator, self.model = train_step.accelerator, train_step.model
+        # Niceness 10: a tenth of the time of a core that training keeps busy. Daemon: it must not delay an exit.
+        self.verification = BackgroundTask(store.check_hashes, "verification", niceness=10, daemon=True)
+        if self.accelerator.is_local_main_process:
+            self.verification.start()
+        self.optimizer = train_step.optimizer.optimizer
+        self.save_total_limit, self.backup = save_total_limit, backup
+        self.saved_step: int | None = None
+        self.snapshot = checkpoint.Snapshot()  # the same memory for every save
+        # Not in the thread: during a step, a sharded model has other parameters.
+        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        shapes |= moment_shapes(self.model, self.optimizer)
+        # Niceness 19: training on a CPU comes first.
+        self.task = BackgroundTask(partial(self._make_room, shapes), THREAD, niceness=19)
+        n_bytes = 4 * sum(shape.numel() for shape in shapes.values())
+        on_main(self.accelerator, lambda: refuse_full_disk(folder, n_bytes))
+        with torch.device("meta"):  # a model without memory, to write config and code while the real model trains
+            self.shell = GPT2ScratchForCausalLM._from_config(deepcopy(self.model.config))  # saving changes the config
+        self.shell.generation_config = deepcopy(self.model.generation_config)
+        if self.accelerator.is_main_process:
+            self.task.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.task.is_alive():
+            self.task.join()
+
+    def save(self, state: checkpoint.TrainState) -> None:
+        """Start a save and record the seconds that training waited for it. Raise the exception of the previous save, if any."""
+        begin = time.perf_counter()
+        on_main(self.accelerator, self.wait)
+        waited = time.perf_counter()
+        if scaler := self.accelerator.scaler:
+            state = replace(state, grad_scaler=scaler.state_dict())
+        self._copy_off_the_device()
+        self.saved_step = state.position.step
+        if self.accelerator.is_main_process:
+            self.task = BackgroundTask(partial(self._write, state), THREAD, niceness=19)
+            self.task.start()
+            seconds = {"seconds_waiting": waited - begin, "seconds_copying": time.perf_counter() - waited}
+            seconds = {name: round(value, 4) for name, value in seconds.items()}
+            record(self.folder.events, "saving", self.saved_step, **seconds)
+
+    @property
+    def failed(self) -> bool:
+        return self.task.failure is not None or self.verification.failure is not None
+
+    def wait(self) -> None:
+        """Wait for the save in progress. Raise a `UserError` if it failed."""
+        self.task.wait()
+        self.verification.check()
+
+    def _make_room(self, shapes: dict[str, torch.Size]) -> None:
+        """Allocate the memory of the snapshot and touch it, so that the first save does not wait for the system.
+        It is one block, page-locked for a GPU: `pin_memory` would round each tensor up to a power of two, 1.5 to 1.7 times as much."""
+        try:
+            block = torch.empty(sum(shape.numel() for shape in shapes.values()), dtype=torch.float32)
+            if self.accelerator.device.type == "cuda":
+                cuda = torch.cuda.cudart()
+                torch.cuda.check_error(cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+                weakref.finalize(self.snapshot, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
+        except (RuntimeError, MemoryError) as error:
+            raise UserError(
+                "The machine has too little memory (not GPU memory) for the copy of weights and moments that is saved, "
+                "12 bytes per parameter; free some, or use a machine with more."
+            ) from error
+        buffer, start = block.zero_().numpy(), 0
+        # Not views of one storage: save_pretrained would treat them as tied, and copy.
+        for name, shape in shapes.items():
+            flat = torch.frombuffer(buffer, dtype=torch.float32, count=shape.numel(), offset=4 * start)
+            self.snapshot.tensors[name] = flat.view(shape)
+            start += shape.numel()
+
+    def _copy_off_the_device(self) -> None:
+        weights, moments = self.model.named_parameters(), named_moments(self.model, self.optimizer)  # tied weights once
+        for name, tensor in (*weights, *moments):
+            full = whole(tensor.detach())
+            if self.accelerator.is_main_process:
+                self.snapshot.tensors[name].copy_(full, non_blocking=True)
+        if self.accelerator.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def _write(self, state: checkpoint.TrainState) -> None:
+        step, begin = state.position.step, time.perf_counter()
+        if not self.snapshot.is_finite():
+            raise DivergenceError(f"Weights or moments are not finite after step {step:,}, so this step is not saved")
+        self.verification.wait()
+        try:
+            refuse_full_disk(self.folder, self.snapshot.n_bytes)
+            saved = checkpoint.write(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
+            seconds = round(time.perf_counter() - begin, 4)
+            checkpoint.copy(saved, self.folder.model, model_only=True)
+            forget_replaced(self.folder)
+            in_use = self.backup.copying if self.backup is not None else None
+            checkpoint.prune(self.folder.checkpoints, self.save_total_limit, best_step(self.folder.metrics), in_use)
+        except Exception as error:
+            problem = checkpoint.as_os_error(error)
+            raise UserError(
+                f"The checkpoint of step {step:,} could not be written to {self.folder.checkpoints}: "
+                f"{problem.strerror or problem}; {self.folder.last_good()}. Fix the problem and resume."
+            ) from error
+        if self.backup is not None:
+            self.backup.submit()
+        record(self.folder.events, "saved", step, seconds=seconds)
+        write_status(self.folder.status, "running", step)
+
+
+def refuse_full_disk(folder: RunFolder, n_bytes: int) -> None:
+    """Raise a `UserError` if a checkpoint and the copy of its weights do not fit on the disk."""
+    remedy = f"{folder.last_good()}: free space, and run the same command again"
+    require_room(folder.checkpoints, n_bytes * 4 / 3, "A checkpoint takes", remedy)

@@ -1,0 +1,89 @@
+"""Run status for users and external monitoring.
+
+status.json    the state (running, finished, stopped or failed), its reason, and the step of the newest checkpoint
+events.jsonl   events with their times, one object per line: begun, resumed (with changed settings, hardware, libraries and
+               the reason of a restart), saving, saved, spike, advice, finished, stopped, failed
+"""
+
+import json
+import os
+import socket
+from contextlib import suppress
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from common import schema
+from common.atomic import write_atomic
+from common.errors import NONSENSE, check_format
+
+State = Literal["running", "finished", "stopped", "failed"]
+FORMAT_VERSION = 1  # of the run folder; a status.json without a version has format 1
+
+
+def write_status(path: Path, state: State, step: int, reason: str = "") -> None:
+    """Replace status.json atomically, ignoring disk errors so that no run fails here. `step` is the newest checkpoint's step."""
+    status = {"format_version": FORMAT_VERSION, "state": state, "reason": reason, "step": step, "time": now()}
+    status |= {"host": socket.gethostname(), "pid": os.getpid()}
+    with suppress(OSError):
+        write_atomic(path, json.dumps(status, indent=2) + "\n")
+
+
+def mark_failed(path: Path, step: int, reason: str) -> None:
+    """Set the status of a running run to `failed`. A run that has ended keeps its status."""
+    if read_status(path).get("state") == "running":
+        write_status(path, "failed", step, reason)
+
+
+def is_status(path: Path) -> bool:
+    """Return whether a file is a status.json of this project, in any format version."""
+    status = read_status(path)
+    return status.get("state") in get_args(State) and {"step", "reason", "time"} <= status.keys()
+
+
+def check_run_format(path: Path) -> None:
+    """Raise a `UserError` if a newer version of this project wrote the run folder of this status.json."""
+    check_format(path.parent, read_status(path).get("format_version"), FORMAT_VERSION)
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """Return the content of a status.json, or an empty dictionary if the file is missing or unreadable."""
+    with suppress(OSError, *NONSENSE):
+        return schema.read(path, dict[str, Any])
+    return {}
+
+
+def record(path: Path, event: str, step: int, **details: Any) -> None:
+    """Append a line to events.jsonl, but ignore disk errors. After a line cut off by a crash, start a new line."""
+    with suppress(OSError), path.open("ab+") as file:
+        file.seek(-min(1, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        is_cut = file.read() not in (b"", b"\n")
+        line = json.dumps({"time": now(), "event": event, "step": step, **details})
+        file.write(b"\n" * is_cut + line.encode() + b"\n")
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def starts_in_force(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the starts that led to the current state of the run, each after `step` steps, oldest first.
+    A resume discards everything after its checkpoint, including later starts. `earlier` holds the starts of the run whose
+    checkpoint this run branched off from."""
+    starts: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] in ("begun", "resumed"):
+            kept = [start for start in starts if start["step"] < event["step"]]
+            own = {name: event[name] for name in ("step", "changes", "environment") if name in event}
+            starts = [*event.get("earlier", []), *kept, own]
+    return starts
+
+
+def hours(events: list[dict[str, Any]], now: datetime | None = None) -> float:
+    """Return the run's hours until `now`, by default until its last event, from its events.jsonl. The time between the last event
+    before a stop or a kill and the next start does not count."""
+    moments = [(event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"])) for event in events]
+    moments += [(False, now)] if now else []
+    spans = [later - before for (_, before), (starts, later) in pairwise(moments) if not starts]
+    return sum(max(0.0, span.total_seconds()) for span in spans) / 3600  # max, in case the clock was set back

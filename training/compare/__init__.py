@@ -1,1 +1,0 @@
-"""Comparison of a model with other models and baselines, and a memorization test."""

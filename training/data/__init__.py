@@ -1,0 +1,1 @@
+"""The tokens of a run, and the batches of a step."""

@@ -1,0 +1,215 @@
+"""Batch order: a stateless function of (seed, step, rank), so that there is no loader state to save or restore.
+
+The tokens of an epoch are cut into windows of `context + 1` that overlap by one, so that every token is a target once.
+The offset of the first window differs between epochs, and the windows are shuffled without replacement. Sample g
+of a run (counted over all steps and processes) is in epoch g // windows at position g % windows.
+"""
+
+import re
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from common.errors import UserError
+from common.limits import free, setting
+from training.data.tokens import Batch, Tokens
+
+BLOCK = 4096  # samples whose positions are computed together, to amortize the cost of the vector operations
+ROUNDS = 4
+# Constants of splitmix64.
+GOLDEN, *FACTORS = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+SHIFTS = tuple(np.uint64(n) for n in (30, 27, 31))
+
+
+@dataclass
+class BatchArguments:
+    tokens_per_step: int = setting(
+        32768, "Global batch in tokens, over all processes.", minimum=1, maximum=10**9, resume="refused"
+    )
+    per_device_train_batch_size: str = free(
+        "auto", "Sequences per micro-batch and process: a number, or auto to choose by free memory."
+    )
+    mask_documents: bool = setting(
+        False,
+        "Restart attention and positions at each document; otherwise attention crosses document boundaries.",
+        resume="refused",
+    )
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Position in the data after `step` steps.
+    Samples are counted over all processes. A step trains on the next `sequences` samples and skips the ranges that a
+    rollback excluded, so that any number of processes and any micro-batch size give the same samples in the same order."""
+
+    step: int = 0
+    sample: int = 0  # first sample of the next step
+    tokens: int = 0  # tokens trained on so far
+    passed_over: tuple[tuple[int, int], ...] = ()  # excluded ranges of samples, [first, end)
+
+    def first_sample(self, step: int, sequences: int) -> int:
+        """Return the first sample of step `step`, at or after this position, at `sequences` samples per step.
+        A step that would reach into an excluded range starts after it."""
+        now, sample = self.step, self.sample
+        for first, end in sorted(self.passed_over):
+            whole = max(0, first - sample) // sequences  # steps that fit before the range
+            if sample < end and now + whole <= step:
+                now, sample = now + whole, end
+        return sample + (step - now) * sequences
+
+    def after(self, step: int, sequences: int, context: int) -> "DataPosition":
+        """Return the position after `step` steps, counted from the start of the run."""
+        tokens = self.tokens + (step - self.step) * sequences * context
+        return replace(self, step=step, sample=self.first_sample(step, sequences), tokens=tokens)
+
+
+START = DataPosition()
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Division of the global batch: tokens_per_step = context * micro_batch * accumulation * processes."""
+
+    context: int
+    micro_batch: int
+    accumulation: int
+    processes: int
+    is_auto: bool = False  # true if available memory determined the micro-batch
+
+    @property
+    def sequences(self) -> int:
+        return self.micro_batch * self.accumulation * self.processes
+
+
+def plan_batches(arguments: BatchArguments, context: int, processes: int, largest_micro_batch: int) -> BatchPlan:
+    """Divide the global batch, or raise a `UserError` if it cannot be divided. `auto` uses the largest micro-batch that divides
+    it and is at most `largest_micro_batch`."""
+    micro = arguments.per_device_train_batch_size
+    is_auto = micro == "auto"
+    if not is_auto and not re.fullmatch(r"[1-9]\d{0,8}", micro, re.ASCII):
+        raise UserError(f"per_device_train_batch_size is {micro!r}; it must be a positive whole number or auto.")
+    tokens = arguments.tokens_per_step
+    unit = context * processes * (1 if is_auto else int(micro))
+    if tokens % unit:
+        nearest = sorted({max(1, tokens // unit) * unit, (tokens // unit + 1) * unit})
+        factors = f"context {context} x {processes} process{'es' * (processes > 1)}"
+        factors += "" if is_auto else f" x micro-batch {micro}"
+        names = " or ".join(str(value) for value in nearest)
+        raise UserError(f"tokens_per_step {tokens} is not a multiple of {unit} ({factors}); the nearest are {names}.")
+    sequences = tokens // (context * processes)  # per process
+    if is_auto:
+        micro = max(size for size in range(1, min(sequences, max(1, largest_micro_batch)) + 1) if sequences % size == 0)
+    return BatchPlan(context, int(micro), sequences // int(micro), processes, is_auto)
+
+
+@dataclass
+class WindowOrder:
+    """Shuffled order of a run's samples, each given by the index of its first token."""
+
+    n_tokens: int
+    context: int
+    seed: int
+    _block: tuple[int, np.ndarray] = field(default=(-1, np.empty(0)), repr=False)
+
+    def __post_init__(self):
+        if self.n_tokens < self.context + 1:
+            raise UserError(
+                f"The training split has {self.n_tokens:,} tokens, fewer than one context of {self.context} plus the "
+                f"next token; use more text or a smaller n_positions."
+            )
+
+    @property
+    def windows(self) -> int:
+        """Number of samples per epoch: one less than would fit, so that an epoch can start anywhere in the first window."""
+        return max(1, self.n_tokens // self.context - 1)
+
+    def starts(self, first: int, count: int) -> np.ndarray:
+        """Return the index of the first token of samples first, first + 1, ..., as (count,) int64."""
+        parts = []
+        while count > 0:
+            block, offset = divmod(first, BLOCK)
+            if self._block[0] != block:
+                self._block = (block, self._compute(np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.uint64)))
+            part = self._block[1][offset : offset + count]
+            parts.append(part)
+            first, count = first + len(part), count - len(part)
+        return np.concatenate(parts)
+
+    def _compute(self, samples: np.ndarray) -> np.ndarray:
+        """Return the first token's index (k,) int64 of consecutive samples (k,) uint64, which may span many epochs."""
+        epochs, places = np.divmod(samples, np.uint64(self.windows))
+        nth = (epochs - epochs[0]).astype(np.intp)  # (k,): index of each sample's epoch in this block
+        here = np.arange(int(epochs[0]), int(epochs[-1]) + 1, dtype=np.uint64)
+        keys = _mixed(np.array([self.seed], dtype=np.uint64), here)  # one key per epoch
+        slack = self.n_tokens - 1 - self.windows * self.context  # tokens by which the windows can shift
+        offsets = keys % np.uint64(min(self.context - 1, slack) + 1)
+        starts = offsets[nth] + permute(places, self.windows, keys, nth) * np.uint64(self.context)
+        return starts.astype(np.int64)
+
+
+def permute(places: np.ndarray, n: int, keys: np.ndarray, nth: np.ndarray) -> np.ndarray:
+    """Apply pseudo-random permutations of 0 .. n-1, one per key, in O(k) time and memory.
+    Each of `places`, (k,) uint64, is mapped by the permutation of `keys[nth]`. A balanced Feistel network (Luby and
+    Rackoff 1988) permutes the smallest square power of two that is at least n; results of n or more are permuted again
+    until they are below n (cycle walking: Black and Rogaway 2002)."""
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    low = np.uint64((1 << int(half)) - 1)
+    round_keys = _mixed(keys, np.arange(ROUNDS, dtype=np.uint64)[:, None])  # (ROUNDS, keys)
+
+    def shuffle(values: np.ndarray, nth: np.ndarray) -> np.ndarray:
+        left, right = values >> half, values & low
+        for keys_of_round in round_keys:
+            left, right = right, left ^ (_scrambled(right ^ keys_of_round[nth]) & low)
+        return (left << half) | right
+
+    out = shuffle(places, nth)
+    while len(beyond := np.flatnonzero(out >= n)):
+        out[beyond] = shuffle(out[beyond], nth[beyond])
+    return out
+
+
+def mix(a: int, b: int) -> int:
+    """Return 64 bits that depend on all bits of both numbers."""
+    return int(_mixed(np.array([a], dtype=np.uint64), np.array([b], dtype=np.uint64))[0])
+
+
+def _mixed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return _scrambled(a * GOLDEN + b + np.uint64(1))
+
+
+def _scrambled(values: np.ndarray) -> np.ndarray:
+    """Apply the output function of splitmix64 (Steele, Lea and Flood 2014) to uint64, with wraparound."""
+    values = values + GOLDEN
+    values = (values ^ (values >> SHIFTS[0])) * FACTORS[0]
+    values = (values ^ (values >> SHIFTS[1])) * FACTORS[1]
+    return values ^ (values >> SHIFTS[2])
+
+
+@dataclass
+class TrainBatches:
+    """Micro-batches of one process."""
+
+    tokens: Tokens
+    order: WindowOrder
+    plan: BatchPlan
+    rank: int
+    position: DataPosition = START  # position in the data at which the run starts or resumes
+    seconds: float = 0.0  # time spent on preparing batches since speed.py last reset it
+
+    def __call__(self, step: int, micro_step: int) -> Batch:
+        """Return a batch of tensors (micro_batch, context) on the device, without waiting for the device."""
+        before = time.perf_counter()
+        starts, context = self._starts(step, micro_step), self.plan.context
+        if self.tokens.file is not None:
+            following = self._starts(step, micro_step + 1)  # after the last one: nearly always the next step's first
+            self.tokens.file.announce(np.concatenate([starts, following]), context + 1)
+        batch = self.tokens.batch(starts, context)
+        self.seconds += time.perf_counter() - before
+        return batch
+
+    def _starts(self, step: int, micro_step: int) -> np.ndarray:
+        plan = self.plan
+        first = self.position.first_sample(step, plan.sequences)
+        first += (micro_step * plan.processes + self.rank) * plan.micro_batch
+        return self.order.starts(first, plan.micro_batch)

@@ -1,0 +1,167 @@
+"""Training data: the token store of a run, its cache, and the placement of tokens in memory."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils import get_int_from_env
+from transformers import PreTrainedTokenizerBase
+
+from common.errors import UserError
+from common.limits import free, setting
+from tokenizer.build.recipe import Recipe
+from tokenizer.store.store import TokenStore, read_metadata
+from training.data.tokens import Documents, MemoryMap, Tokens
+
+CACHE = Path(__file__).parents[2] / "data"  # tokenized raw text: one folder per text and settings
+# Tokens on the device leave less memory for the micro-batch. They save only the copy of each batch, which is not worth a
+# smaller micro-batch; at a twentieth of the memory, they shrink it by at most that fraction.
+LARGEST_SHARE_OF_DEVICE = 1 / 20
+LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+
+@dataclass
+class DataArguments:
+    data: str | None = setting(None, "A token store, or text: file, folder, glob, Hub id.", resume="derived")
+    data_placement: Literal["auto", "device", "ram", "mmap"] = free(
+        "auto",
+        "Where to keep the tokens: on the GPU, in RAM, or memory-mapped. auto: on the GPU if they use at most a "
+        "twentieth of its free memory, otherwise in RAM if they use less than half of the free RAM.",
+    )
+
+
+@dataclass(frozen=True)
+class Placement:
+    where: Literal["device", "ram", "mmap"]
+    reserved: int  # bytes that the tokens of a process use in the memory that it trains in
+
+    def __str__(self) -> str:
+        return {"device": "on the device", "ram": "in RAM", "mmap": "memory-mapped"}[self.where]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A token store, opened for training."""
+
+    store: TokenStore
+    tokenizer: PreTrainedTokenizerBase
+    train: Tokens
+    val: Tokens
+
+
+def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
+    """Open the recipe's token store, which for text is built first and cached by content and settings. A token store must be
+    the recipe's only input. Raise a `UserError` if the input does not exist, or the text or the store is invalid."""
+    folder = _folder_of(recipe)
+    if is_store(str(folder)):
+        return TokenStore(folder)
+    from tokenizer.build.store_builder import pretokenize
+
+    pattern = f"{name_of(recipe.inputs[0])}-{'[0-9a-f]' * 12}/metadata.json"
+    if others := sorted(path.parent for path in CACHE.glob(pattern)):
+        size = sum(file.stat().st_size for other in others for file in other.rglob("*") if file.is_file())
+        say(
+            f"{CACHE} holds {size / 1e6:,.1f} MB of other token stores for this input ({', '.join(other.name for other in others)}), from "
+            f"an earlier text, other settings or an older version. Delete them if no run needs them."
+        )
+    return pretokenize(recipe, folder, say, is_cache=True)
+
+
+def find_store(recipe: Recipe) -> TokenStore | None:
+    """Return the complete token store of `open_store` if it exists, otherwise None. Create nothing."""
+    [data] = recipe.inputs
+    if not is_store(data) and not any(CACHE.glob(f"{name_of(data)}-*/metadata.json")):
+        return None  # the text is not read if no cached store has its name
+    try:
+        return TokenStore(_folder_of(recipe))
+    except UserError:
+        return None
+
+
+def find_cached(identity: str) -> Path | None:
+    """Return the cached token store with the tokens of this identity."""
+    for path in CACHE.glob("*/metadata.json"):
+        with suppress(UserError):
+            if read_metadata(path.parent).identity == identity:
+                return path.parent
+    return None
+
+
+def _folder_of(recipe: Recipe) -> Path:
+    """Return the recipe's only input if it is a token store, otherwise the cache folder for that text. Raise a `UserError` if
+    the text does not exist."""
+    [data] = recipe.inputs
+    if is_store(data):
+        return Path(data)
+    from tokenizer.corpus.units import Corpus
+
+    key = hashlib.sha256(f"{Corpus([data], recipe.corpus).fingerprint()} {recipe.settings()}".encode()).hexdigest()
+    return CACHE / f"{name_of(data)}-{key[:12]}"
+
+
+def name_of(data: str) -> str:
+    """Return a short name for a text or a store: `books/*.txt` and `books/` are both `books`."""
+    path = Path(data).expanduser()
+    named = path.parent if set(path.name) & set("*?[") else path
+    return re.sub(r"[^\w.-]+", "-", named.resolve().stem).strip(".-") or "run"
+
+
+def is_store(data: str) -> bool:
+    """Return whether `data` is a token store, even a damaged one, rather than text."""
+    return TokenStore.is_store(data) or (Path(data) / "train.bin").is_file()
+
+
+def choose_placement(asked: str, n_bytes: int, device: torch.device, local_processes: int) -> Placement:
+    """Decide where to keep `n_bytes` of tokens. Raise a `UserError` if the requested memory is too small.
+    Every process of this machine holds its own copy, except of a memory map. Only NVIDIA and AMD GPUs have separate memory: on
+    other devices, the device's memory is RAM."""
+    if device.type == "cuda" and asked in ("auto", "device"):
+        free, _ = torch.cuda.mem_get_info(device)
+        if asked == "device" and n_bytes > free:
+            raise UserError(
+                f"data_placement is device, but the tokens need {n_bytes / 1e9:.1f} GB and the device has {free / 1e9:.1f} GB "
+                f"free; use ram, mmap or auto."
+            )
+        if asked == "device" or n_bytes <= free * LARGEST_SHARE_OF_DEVICE:
+            return Placement("device", n_bytes)
+    needed, free = n_bytes * local_processes, psutil.virtual_memory().available
+    if asked in ("device", "ram") and needed > free:
+        raise UserError(
+            f"data_placement is {asked}, but the tokens need {needed / 1e9:.1f} GB of RAM for {local_processes} "
+            f"process{'es' * (local_processes > 1)} and {free / 1e9:.1f} GB are free; use mmap or auto."
+        )
+    if asked in ("device", "ram") or (asked == "auto" and needed < free / 2):
+        return Placement("ram", 0 if device.type == "cuda" else n_bytes)
+    return Placement("mmap", 0)
+
+
+def bytes_of(store: TokenStore, *splits: str) -> int:
+    tokens = sum(getattr(store.metadata, split).tokens for split in splits)
+    return tokens * np.dtype(store.metadata.dtype).itemsize
+
+
+def processes_of_this_machine(accelerator: Accelerator) -> int:
+    """Return the local process count set by torchrun, Accelerate or MPI, or the number of all processes if none sets it."""
+    return get_int_from_env(LOCAL_WORLD_SIZE, accelerator.num_processes)
+
+
+def place_tokens(store: TokenStore, split: str, where: str, device: torch.device, mask_documents: bool) -> Tokens:
+    """Load a split into its place. Raise a `UserError` for a token id outside the vocabulary. A memory map is checked per batch."""
+    documents = None
+    if mask_documents:
+        documents = Documents(store.offsets(split), has_eos=store.metadata.eos_token_id is not None)
+    if where == "mmap":
+        file = MemoryMap(store.folder / f"{split}.bin", store.metadata.dtype, store.metadata.vocab_size)
+        return Tokens(file.tensor(), device, documents, file)
+    store.check_ids(split)
+    tokens = store.in_memory(split)
+    values = torch.from_numpy(tokens.view(f"<i{tokens.itemsize}"))
+    return Tokens(values.to(device) if where == "device" else values, device, documents)

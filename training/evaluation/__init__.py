@@ -1,0 +1,1 @@
+"""Scores, text and comparisons of a model."""

@@ -1,0 +1,91 @@
+"""Baselines for comparison: n-grams fitted on the training split, and compressors."""
+
+import bz2
+import gzip
+import lzma
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenizer.store.store import TokenStore
+
+DISCOUNT = 0.75  # as in Jurafsky and Martin: close to the result of Ney's formula for most counts
+FITTED_TOKENS = 20_000_000  # trigrams of more tokens would take minutes and gigabytes
+PIECES = 20  # evenly spaced pieces of a larger split that contain these tokens
+COMPRESSORS = {
+    "gzip -9": lambda data: gzip.compress(data, 9, mtime=0),
+    "bzip2 -9": lambda data: bz2.compress(data, 9),
+    "xz -6": lambda data: lzma.compress(data, preset=6),
+}
+
+
+@dataclass(frozen=True)
+class Level:
+    """(k + 1)-grams of a text: k context tokens, numbered in the order of the previous level's keys, and a last token."""
+
+    keys: np.ndarray  # (grams,) int64, sorted: number of the context * vocab_size + last token
+    counts: np.ndarray  # (grams,): occurrences at the highest level; at lower levels, distinct preceding tokens
+    totals: np.ndarray  # (contexts,): sums of `counts`
+    kinds: np.ndarray  # (contexts,): number of `counts` above 0
+
+
+class NGram:
+    """Interpolated Kneser-Ney model (Kneser and Ney 1995; Chen and Goodman 1999, 2.7) with one discount. Unigrams are interpolated
+    with a uniform distribution over the vocabulary. Order 1 is a unigram model."""
+
+    def __init__(self, tokens: np.ndarray, vocab_size: int, order: int):
+        """Fit the model to `tokens` (n,) in O(n log n)."""
+        self.vocab_size = vocab_size
+        tokens = tokens.astype(np.int64)
+        found, ranks = [], []
+        context = np.zeros(len(tokens), dtype=np.int64)  # (n,): number of the context before each token
+        for k in range(order):
+            keys, rank, counts = np.unique(context * vocab_size + tokens[k:], return_inverse=True, return_counts=True)
+            if found:  # a gram of the previous level counts once per distinct preceding token
+                end = np.empty(len(keys), dtype=np.int64)
+                end[rank] = ranks[-1][1:]
+                found[-1] = (found[-1][0], np.bincount(end, minlength=len(found[-1][0])))
+            found.append((keys, counts))
+            ranks.append(rank)
+            context = rank[:-1]
+        contexts = [1, *(len(keys) for keys, _ in found)]
+        self.levels = [
+            Level(
+                keys,
+                counts,
+                np.bincount(keys // vocab_size, weights=counts, minlength=n),
+                np.bincount(keys[counts > 0] // vocab_size, minlength=n),
+            )
+            for (keys, counts), n in zip(found, contexts, strict=False)
+        ]
+
+    def probabilities(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the probability of each token given the tokens before it in `tokens` (n,), as (n,) float64."""
+        tokens = tokens.astype(np.int64)
+        result = np.full(len(tokens), 1 / self.vocab_size)
+        context = np.zeros(len(tokens), dtype=np.int64)  # -1 for an unseen context
+        for level in self.levels:
+            wanted = context * self.vocab_size + tokens
+            place = np.minimum(np.searchsorted(level.keys, wanted), len(level.keys) - 1)
+            is_seen = (level.keys[place] == wanted) & (context >= 0)
+            totals = np.where(context >= 0, level.totals[context], 0)
+            discounted = np.where(is_seen, np.maximum(level.counts[place] - DISCOUNT, 0), 0)
+            left = DISCOUNT * level.kinds[context] * result
+            result = np.where(totals > 0, (discounted + left) / np.maximum(totals, 1), result)
+            context = np.concatenate([[-1], np.where(is_seen, place, -1)[:-1]])
+        return result
+
+
+def fitted_on(store: TokenStore) -> np.ndarray:
+    """Return the training split, or FITTED_TOKENS tokens of a larger split, in evenly spaced pieces."""
+    tokens = store.memory_map("train")
+    if len(tokens) <= FITTED_TOKENS:
+        return np.asarray(tokens)
+    size = FITTED_TOKENS // PIECES
+    starts = np.linspace(0, len(tokens) - size, PIECES).astype(np.int64)
+    return np.concatenate([tokens[start : start + size] for start in starts])
+
+
+def compressed_bits(data: bytes) -> dict[str, float]:
+    """Return the bits per byte of `data` for each compressor."""
+    return {name: 8 * len(compress(data)) / len(data) for name, compress in COMPRESSORS.items()}

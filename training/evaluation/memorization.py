@@ -1,0 +1,114 @@
+"""Memorization test: verbatim training text in the output of a model.
+
+Texts are sampled from the unmodified distribution of the model (temperature 1, whole vocabulary). Every span of 50 tokens in
+them is searched in the training split, as in Lee et al. (2022). Spans of held-out text are searched too, as a baseline: some text
+that is not memorized also repeats, for example licenses.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from common.errors import UserError
+from common.progress import track
+from tokenizer.store.store import TokenStore
+from training.evaluation.sampling import continue_tokens, generation_config
+from training.evaluation.scoring import ratio
+
+LENGTH = 256  # maximum tokens per text
+AT_ONCE = 32  # texts per batch
+BLOCK = 1 << 22  # tokens of the store that are searched together
+BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
+FILTER_BITS = 20
+
+
+def memorization(
+    model: PreTrainedModel, store: TokenStore, texts: int, span: int, seed: int, accelerator: Accelerator
+) -> dict[str, Any]:
+    """Return the share of spans that occur in the training split, as JSON data. Only one process calls this. Raise a `UserError`
+    if all texts of the model, or all documents of the validation split, are shorter than a span."""
+    eos, val = store.metadata.eos_token_id, store.memory_map("val")
+    starts = np.random.default_rng(seed).integers(0, max(1, len(val) - LENGTH), texts)
+    held_out = [np.asarray(val[start : start + LENGTH], dtype=np.int64) for start in starts]
+    opening = [row[:1] for row in held_out] if eos is None else [np.array([eos])] * texts
+    written = write(model, np.stack(opening), eos, seed, accelerator)
+    of_texts = [spans(text, eos, span) for text in (*written, *held_out)]
+    counts = np.array([len(found) for found in of_texts]).reshape(2, texts)
+    sources = ("the texts that the model wrote", "the validation split")
+    for what, number in zip(sources, counts.sum(axis=1), strict=True):
+        if not number:
+            raise UserError(f"No document in {what} has at least {span} tokens; use a smaller --memorization_span.")
+    looked_up = np.concatenate(of_texts)
+    places = find(store.memory_map("train"), looked_up, accelerator)
+    hits = [part.sum() for part in np.split(places >= 0, counts.cumsum()[:-1])]
+    (share, stderr), (held_out_share, held_out_stderr) = map(ratio, np.reshape(hits, counts.shape), counts)
+    example, first = None, int(np.argmax(places[: counts[0].sum()] >= 0))  # the first span found
+    if share:
+        document = int(np.searchsorted(store.offsets("train"), places[first], side="right")) - 1
+        text = store.load_tokenizer().decode(looked_up[first].tolist())
+        example = {"text": text, "document": document, "token": int(places[first])}
+    return {
+        "span_tokens": span,
+        "texts": texts,
+        "spans": int(counts[0].sum()),
+        "share": share,
+        "share_stderr": stderr,
+        "held_out_spans": int(counts[1].sum()),
+        "held_out_share": held_out_share,
+        "held_out_share_stderr": held_out_stderr,
+        "example": example,
+    }
+
+
+def write(
+    model: PreTrainedModel, opening: np.ndarray, eos: int | None, seed: int, accelerator: Accelerator
+) -> list[np.ndarray]:
+    """Return the continuations of `opening` (B, 1), up to an end of text or `LENGTH` tokens."""
+    torch.manual_seed(seed)
+    config = generation_config(1.0)
+    config.eos_token_id = config.pad_token_id = eos
+    texts = []
+    for at in track(range(0, len(opening), AT_ONCE), "writing", accelerator.is_main_process):
+        tokens = torch.from_numpy(opening[at : at + AT_ONCE]).to(model.device)
+        texts += continue_tokens(model, tokens, LENGTH, config)
+    return [np.array(text, dtype=np.int64) for text in texts]
+
+
+def spans(tokens: np.ndarray, eos: int | None, span: int) -> np.ndarray:
+    """Return all spans of a text that are within one document, (n, span)."""
+    if len(tokens) < span:
+        return np.empty((0, span), dtype=np.int64)
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, span)
+    return windows[(windows != eos).all(axis=1)]  # if eos is None, all tokens differ from it
+
+
+def find(tokens: np.ndarray, wanted: np.ndarray, accelerator: Accelerator) -> np.ndarray:
+    """Return the first position in `tokens` of each span in `wanted` (n, span), as (n,) int64, or -1 if a span does not occur.
+    One pass over `tokens`, in bounded memory: rolling hashes (Karp and Rabin 1987) are matched with a bit filter, then with a
+    sorted table. Of the remaining spans, the first of each hash and block is compared by its tokens."""
+    span = wanted.shape[1]
+    hashes = np.unique(hash_spans(wanted.ravel(), span)[::span])
+    passes = np.zeros(1 << FILTER_BITS, dtype=bool)
+    shift = np.uint64(64 - FILTER_BITS)
+    passes[hashes >> shift] = True
+    places: dict[bytes, int] = {}
+    for start in track(range(0, len(tokens) - span + 1, BLOCK), "searching", accelerator.is_main_process):
+        block = np.asarray(tokens[start : start + BLOCK + span - 1])
+        here = hash_spans(block, span)
+        candidates = np.flatnonzero(passes[here >> shift])
+        candidates = candidates[np.isin(here[candidates], hashes)]
+        _, first = np.unique(here[candidates], return_index=True)
+        for at in candidates[first].tolist():
+            places.setdefault(block[at : at + span].tobytes(), start + at)
+    return np.array([places.get(row.tobytes(), -1) for row in wanted.astype(tokens.dtype)], dtype=np.int64)
+
+
+def hash_spans(tokens: np.ndarray, span: int) -> np.ndarray:
+    """Return the polynomial hash of each span in BASE, modulo 2**64, as (n - span + 1,) uint64, from running sums."""
+    powers = np.full(len(tokens), BASE, dtype=np.uint64).cumprod()
+    inverses = np.full(len(tokens), pow(BASE, -1, 1 << 64), dtype=np.uint64).cumprod()
+    sums = np.concatenate([np.zeros(1, dtype=np.uint64), ((tokens.astype(np.uint64) + np.uint64(1)) * powers).cumsum()])
+    return (sums[span:] - sums[:-span]) * inverses[: len(tokens) - span + 1]

@@ -1,0 +1,164 @@
+"""Comparison of models, n-grams and compressors by bits per byte of the same text.
+
+A model scores each document separately, with its own tokenizer, after its start token (bos, or eos if there is no bos; without
+either, the first token costs as much as under a uniform distribution). Windows of its context overlap by half, so all but the
+first tokens of a document are predicted from half a context or more. The token that ends a document is not text and is not scored.
+"""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  the usual name
+from accelerate import Accelerator
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.errors import UserError, counted
+from common.progress import track
+from tokenizer.store.store import TokenStore
+from training.checkpoints.loading import find_model, load_with_tokenizer
+from training.evaluation.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
+from training.evaluation.scoring import ratio, sum_of_processes, units
+
+LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have memory for more
+BYTES_OF_LOGITS = 1 << 27  # per batch, in fp32
+ORDERS = {"unigram": 1, "trigram": 3}
+DOCUMENTS_AT_ONCE = 256
+Encoded = list[tuple[np.ndarray, np.ndarray]]  # per document: ids of one tokenizer, and the unit of each id
+
+
+class HeldOut:
+    """Documents of the validation split as text."""
+
+    def __init__(self, store: TokenStore, most: int | None):
+        """`most` is the number of evenly spaced documents to use, or None for all."""
+        tokens, offsets, rust = store.memory_map("val"), store.offsets("val"), store.load_tokenizer().backend_tokenizer
+        ends = offsets[1:] - (store.metadata.eos_token_id is not None)
+        number = len(ends) if most is None else min(most, len(ends))
+        chosen = np.linspace(0, len(ends) - 1, number).astype(np.int64)
+        self.texts = [rust.decode(tokens[offsets[i] : ends[i]].tolist(), skip_special_tokens=False) for i in chosen]
+        self.starts = np.concatenate([[0], np.cumsum([len(text) for text in self.texts])])  # characters, with the end
+        self.edges, self.units = units(self.starts)  # boundaries of the units of the standard error; description
+        whole = "".join(self.texts)
+        self.bytes = np.array([len(whole[a:b].encode()) for a, b in pairwise(self.edges)], dtype=np.int64)  # (units,)
+
+    def encoded(self, tokenizer: PreTrainedTokenizerBase, name: str) -> Encoded:
+        """Encode the text. Raise a `UserError` if the tokenizer cannot represent all of it."""
+        rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        rust.encode_special_tokens = True  # text that looks like a control token stays text
+        rust.no_truncation()
+        rust.no_padding()
+        unknown = getattr(rust.model, "unk_token", None)
+        unknown = rust.token_to_id(unknown) if unknown else None
+        problem = f"{name} cannot be compared: its tokenizer does not know every character of the text; remove it."
+        documents = []
+        for first in range(0, len(self.texts), DOCUMENTS_AT_ONCE):
+            try:
+                batch = rust.encode_batch(self.texts[first : first + DOCUMENTS_AT_ONCE], add_special_tokens=False)
+            except Exception as error:  # the Rust library raises no narrower type
+                raise UserError(problem) from error
+            for start, encoding in zip(self.starts[first:], batch, strict=False):
+                if unknown in encoding.ids:
+                    raise UserError(problem)
+                begins = start + np.array([begin for begin, _ in encoding.offsets], dtype=np.int64)
+                places = np.searchsorted(self.edges, begins, side="right") - 1
+                documents.append((np.array(encoding.ids, dtype=np.int64), places))
+        return documents
+
+
+@torch.no_grad()
+def nats_of_model(
+    model: PreTrainedModel, first: int | None, text: Encoded, n_units: int, accelerator: Accelerator, name: str
+) -> np.ndarray:
+    """Return the model's nats for each unit of the text, (units,) float64.
+    All processes compute them together. `first` is the start token of each document."""
+    context = min(getattr(model.config, "max_position_embeddings", LONGEST_WINDOW), LONGEST_WINDOW)
+    sums = np.zeros(n_units)
+    cut = []  # windows: tokens, and the units of the last tokens, which no earlier window scored
+    for ids, unit in text:
+        if first is not None:
+            ids = np.concatenate([[first], ids])
+        elif len(unit):
+            sums[unit[0]] += math.log(model.config.vocab_size) * accelerator.is_main_process
+            unit = unit[1:]
+        start = scored = 0
+        while scored < len(unit):
+            cut.append((ids[start : start + context + 1], unit[scored : start + context]))
+            scored = start + context
+            start += max(1, context // 2)
+    cut.sort(key=lambda window: -len(window[0]))  # longest first: less padding, and peak memory in the first batch
+    rows = max(1, BYTES_OF_LOGITS // (context * model.config.vocab_size * 4))
+    batches = [cut[at : at + rows] for at in range(0, len(cut), rows)]
+    batches = batches[accelerator.process_index :: accelerator.num_processes]
+    for batch in track(batches, name, accelerator.is_main_process):
+        pieces = [torch.from_numpy(tokens) for tokens, _ in batch]
+        padded = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(model.device)  # padding: not attended
+        with accelerator.autocast():
+            logits = model(input_ids=padded[:, :-1], use_cache=False).logits
+        targets = padded[:, 1:]
+        nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view(targets.shape)
+        for row, (tokens, unit) in zip(nats.double().cpu().numpy(), batch, strict=True):
+            np.add.at(sums, unit, row[len(tokens) - 1 - len(unit) : len(tokens) - 1])
+    return sum_of_processes(sums, accelerator)
+
+
+def nats_of_ngram(ngram: NGram, eos: int | None, text: Encoded, n_units: int) -> np.ndarray:
+    """Return an n-gram model's nats for each unit, (units,) float64. Each document follows an end of text, as in the store."""
+    before = [] if eos is None else [eos]
+    stream = np.concatenate([part for ids, _ in text for part in (before, ids)]).astype(np.int64)
+    nats = -np.log(ngram.probabilities(stream))
+    is_text = np.concatenate([np.arange(len(before) + len(ids)) >= len(before) for ids, _ in text])
+    return np.bincount(np.concatenate([units for _, units in text]), weights=nats[is_text], minlength=n_units)
+
+
+def compare(
+    model: PreTrainedModel,
+    name: str,
+    others: list[str],
+    store: TokenStore,
+    most_documents: int | None,
+    accelerator: Accelerator,
+) -> dict[str, Any] | None:
+    """Return the rows of the comparison, best first, and the method, for JSON. Raise a `UserError` if a model cannot be loaded, or
+    its tokenizer cannot represent the text. Only the main process fits n-grams and compresses. The others return None."""
+    text = HeldOut(store, most_documents)
+    nats: dict[str, np.ndarray] = {}
+    for title in (name, *others):
+        scored, tokenizer = model, store.load_tokenizer()
+        if title != name:
+            scored, tokenizer = load_with_tokenizer(find_model(title), torch.float32)
+            scored = scored.to(accelerator.device)
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        encoded = text.encoded(tokenizer, title)
+        nats[title] = nats_of_model(scored, first, encoded, len(text.bytes), accelerator, title)
+        if title == name:
+            ours = encoded
+        del scored  # before the next model is loaded
+    if not accelerator.is_main_process:
+        return None
+    fitted, eos = fitted_on(store), store.metadata.eos_token_id
+    for title, order in track(ORDERS.items(), "n-grams", accelerator.is_main_process):
+        nats[title] = nats_of_ngram(NGram(fitted, store.metadata.vocab_size, order), eos, ours, len(text.bytes))
+    bits_per_byte = compressed_bits("".join(text.texts).encode())
+    rows = [{"name": title, "kind": "compressor", "bits_per_byte": value} for title, value in bits_per_byte.items()]
+    for title, values in nats.items():
+        bits, stderr = ratio(values / math.log(2), text.bytes)
+        row = {"name": title, "kind": "n-gram" if title in ORDERS else "model", "bits_per_byte": bits}
+        if not math.isnan(stderr):  # NaN is not valid in JSON
+            row["bits_per_byte_stderr"] = stderr
+        if title != name:  # differences are paired by unit
+            row["difference"], row["difference_stderr"] = ratio((values - nats[name]) / math.log(2), text.bytes)
+        rows.append(row)
+    split = store.metadata.train
+    on = f"the training split's {split.tokens:,} tokens"
+    if split.tokens > FITTED_TOKENS:
+        on = f"{FITTED_TOKENS:,} of the training split's {split.tokens:,} tokens, evenly spaced"
+    how = (
+        f"All rows use the same {text.bytes.sum():,} bytes of {counted(len(text.texts), 'document')}. Models score each document separately, in "
+        f"windows of their context that overlap by half. ±: standard error over {text.units}, paired for differences. N-grams "
+        f"(Kneser-Ney) are fitted on {on}; compressors read all documents as one file."
+    )
+    return {"rows": sorted(rows, key=lambda row: row["bits_per_byte"]), "how": how}

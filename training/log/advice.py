@@ -1,0 +1,141 @@
+"""Advice on likely problems in a plan (see forecast.py) or in the log of a run. docs/training.md describes the thresholds."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from training.checkpoints.checkpoint import folder_name
+from training.checkpoints.metrics import comparable_loss, read_events, read_metrics
+from training.checkpoints.run_folder import RunFolder
+from training.plan.plan import Plan
+
+IN_A_ROW = 5  # log lines that must show a problem before it is reported
+SLOW = 0.5  # fraction of the MFU that others reach on the device
+IDLE = 0.1  # fraction of the time in which the device waits for data
+ROOM = 0.8  # fraction of a device's memory that is safe to fill
+LONG = 40  # minimum number of log lines, or a fifth of all lines if more, over which the loss trend is measured
+OFTEN = 20  # log lines between two such measurements
+RISE = 0.01  # relative rise of the loss; it must also exceed three standard errors
+FALL = 0.003  # relative fall of the loss, plus two standard errors; a smaller fall is flat
+VALIDATION_RISE = 0.005  # relative rise above the lowest validation loss, twice in a row
+EXPLODES = 5  # ratio of the gradient norm to its median, twice in a row
+NORMS = 100  # log lines over which the median is computed
+
+
+class Advice(NamedTuple):
+    about: str
+    text: str
+
+
+class Advisor:
+    """Advisor of one run: checks each line of metrics.jsonl as it is written, and gives each piece of advice once."""
+
+    def __init__(self, folder: RunFolder, plan: Plan, on_gpu: bool, usual_mfu: float | None):
+        """`usual_mfu` is a typical MFU that others report for the device, or None if unknown."""
+        self.folder, self.plan, self.on_gpu, self.usual_mfu = folder, plan, on_gpu, usual_mfu
+        self.given = {event["about"] for event in read_events(folder.events) if event["event"] == "advice"}
+        self.losses: list[tuple[int, float]] = []  # (step, training loss)
+        self.evaluations: list[tuple[int, float]] = []  # (step, validation loss)
+        self.lines: deque[dict[str, Any]] = deque(maxlen=NORMS)
+        for entry in read_metrics(folder.metrics):
+            self._take(entry)
+
+    def look(self, entry: dict[str, Any], waited: float = 0.0) -> list[Advice]:
+        """Return new advice. `waited` is the fraction of time that the program waited for the device."""
+        if "eval_loss" in entry:
+            self._take(entry)
+            found = self._validation_advice()
+        else:
+            self._take(entry | {"idle": max(0.0, entry.get("data_share", 0.0) - waited)})
+            found = chain(self._speed_advice(), self._gradient_advice(), self._loss_advice(entry["learning_rate"]))
+        new = [advice for advice in found if advice.about not in self.given]
+        self.given |= {advice.about for advice in new}
+        return new
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        if "eval_loss" in entry:
+            self.evaluations.append((entry["step"], comparable_loss(entry)))
+            return
+        self.lines.append(entry)
+        if "loss" in entry:
+            self.losses.append((entry["step"], entry["loss"]))
+
+    def _speed_advice(self) -> Iterator[Advice]:
+        last = [line for line in list(self.lines)[-IN_A_ROW:] if "idle" in line]  # uses only lines of this process
+        if len(last) < IN_A_ROW:
+            return
+        idle, mfu = [line["idle"] for line in last], [line.get("mfu", 1.0) for line in last]
+        if min(idle) >= IDLE:
+            remedy = {
+                "mmap": "they are read from disk, so use --data_placement ram if they fit in RAM, or a faster disk",
+                "ram": "other processes use the CPU, so stop them or give the run more cores",
+                "device": "each batch is too little work, so use a larger micro-batch",
+            }[self.plan.placement.where]
+            text = f"The device waits for its batches {statistics.median(idle):.0%} of the time: {remedy}."
+            yield Advice("data", text)
+        if self.usual_mfu is not None and max(mfu) <= SLOW * self.usual_mfu:
+            text = (
+                f"MFU is {statistics.median(mfu):.0%}, but others reach about {self.usual_mfu:.0%} on this device; check the Device line "
+                f"for a cause (not compiled, fp32, attention: math), and use --profile to see where the time goes."
+            )
+            yield Advice("mfu", text)
+        size, number, available = self.plan.batches.micro_batch, self.plan.batches.accumulation, self.plan.available
+        peak = last[-1]["peak_memory_gb"] * 1e9
+        fits = [k for k in range(2, number + 1) if number % k == 0 and k * peak < ROOM * available]
+        if self.on_gpu and fits:
+            text = (
+                f"A micro-batch of {size:,} sequences uses {peak / 1e9:.1f} of {available / 1e9:.1f} GB, and each step runs {number:,} "
+                f"of them; --per_device_train_batch_size {fits[-1] * size} uses the device better without changing the steps."
+            )
+            yield Advice("micro_batch", text)
+
+    def _gradient_advice(self) -> Iterator[Advice]:
+        norms = [line["grad_norm"] for line in self.lines if "grad_norm" in line]
+        if len(norms) < LONG:
+            return
+        *before, last, this = norms
+        usual = statistics.median(before)
+        if min(last, this) > EXPLODES * usual:  # false if all are 0, because there is nothing to learn
+            text = (
+                f"The gradient norm is {this:.2f}, {this / usual:.0f} times its median; if it stays high, lower learning_rate or raise "
+                f"warmup_steps, and resume from an earlier checkpoint."
+            )
+            yield Advice("gradient", text)
+
+    def _loss_advice(self, learning_rate: float) -> Iterator[Advice]:
+        recent = self.losses[-max(LONG, len(self.losses) // 5) :]
+        if len(recent) < LONG or len(self.losses) % OFTEN or recent[-1][0] > 0.9 * self.plan.max_steps:
+            return
+        before, after = np.array_split(np.array([loss for _, loss in recent]), 2)
+        fall = before.mean() - after.mean()
+        error = math.sqrt(before.var(ddof=1) / len(before) + after.var(ddof=1) / len(after))
+        steps, means = recent[-1][0] - recent[0][0], f"{before.mean():.3f}, then {after.mean():.3f}"
+        if -fall > max(RISE * before.mean(), 3 * error):
+            remedy = "lower learning_rate and resume from an earlier checkpoint."
+            yield Advice("rising", f"The loss is rising: mean {means} over the last {steps:,} steps; {remedy}")
+        elif fall + 2 * error < FALL * before.mean():
+            text = (
+                f"The loss is flat over the last {steps:,} steps: mean {means} (± {error:.3f}). More of the same steps will "
+                f"hardly help: check whether learning_rate ({learning_rate:.1e}) is far too high or too low; otherwise use more "
+                f"text or a larger model."
+            )
+            yield Advice("flat", text)
+
+    def _validation_advice(self) -> Iterator[Advice]:
+        if len(self.evaluations) < 3:
+            return
+        (step, best), (_, before), (_, now) = min(self.evaluations, key=lambda pair: pair[1]), *self.evaluations[-2:]
+        if now > before > (1 + VALIDATION_RISE) * best:
+            kept = "Its checkpoint is kept"
+            if not (self.folder.checkpoints / folder_name(step)).is_dir():
+                kept = "No checkpoint was saved then: set save_steps to eval_steps"
+            text = (
+                f"The validation loss is rising, from {best:.4f} at step {step:,} to {now:.4f}: the model overfits. {kept}; use more "
+                f"text, a smaller model, or dropout (resid_pdrop, attn_pdrop, embd_pdrop)."
+            )
+            yield Advice("overfitting", text)

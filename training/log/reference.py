@@ -1,0 +1,68 @@
+"""Reference curves: validation losses of complete runs, to compare runs of the same settings and text with.
+
+presets/reference/NAME.jsonl: the first line has the settings, the hashes of the tokens, hardware and versions; each other line is a validation.
+`python -m benchmarks.reference runs/x NAME` writes one.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import schema
+from common.errors import NONSENSE
+from common.settings_file import read_yaml
+from tokenizer.store.store import SPLITS
+from training.checkpoints.metrics import comparable_loss
+from training.checkpoints.run_folder import RunFolder
+from training.step.model import ModelArguments
+from training.step.optim import OptimArguments
+
+FOLDER = Path(__file__).parents[2] / "presets" / "reference"
+COMPARED = {part.name for kind in (ModelArguments, OptimArguments) for part in fields(kind)}
+COMPARED |= {"tokens_per_step", "max_steps", "max_eval_samples", "mask_documents"}
+
+
+@dataclass(frozen=True)
+class Reference:
+    name: str
+    steps: list[int]
+    losses: list[float]
+    tokens_per_step: int
+
+    def compared(self, entry: Mapping[str, Any]) -> str:
+        """Return how far the loss of a validation is from the curve, such as `0.02 above the reference x at 40M tokens`, or an empty text
+        beyond its ends."""
+        step = entry["step"]
+        if not self.steps[0] <= step <= self.steps[-1]:
+            return ""
+        difference = comparable_loss(entry) - float(np.interp(step, self.steps, self.losses))
+        where = f"the reference {self.name} at {step * self.tokens_per_step / 1e6:.3g}M tokens"
+        if round(difference, 2) == 0:
+            return f"within 0.01 of {where}"
+        return f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} {where}"
+
+
+def compared_settings(folder: RunFolder) -> dict[str, str]:
+    """Return what must be equal: the settings of a run that affect the loss, and the hashes of its tokens."""
+    settings, data = read_yaml(folder.config), schema.read(folder.facts)["data"]
+    hashes = {split: data[split]["sha256"] for split in SPLITS}
+    return {name: str(settings.get(name)) for name in sorted(COMPARED)} | hashes
+
+
+def find_reference(folder: RunFolder, say: Callable[[str], object] = lambda text: None) -> Reference | None:
+    """Return the reference with the settings and the text of a run, or None. Report damaged references."""
+    wanted = compared_settings(folder)
+    for path in sorted(FOLDER.glob("*.jsonl")):
+        try:
+            head, *entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            if head["compared"] == wanted:
+                points = [[entry["step"], comparable_loss(entry)] for entry in entries]
+                steps, losses = zip(*sorted(schema.build(points, list[tuple[int, float]])), strict=True)
+                return Reference(path.stem, list(steps), list(losses), int(wanted["tokens_per_step"]))
+        except (OSError, *NONSENSE) as error:
+            say(f"{path} is damaged ({error}), so no run is compared with it.")
+    return None

@@ -1,0 +1,120 @@
+"""Log of a run: metrics.jsonl, the screen, and any tracker that Accelerate supports."""
+
+import json
+import time
+from collections import deque
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from training.checkpoints.metrics import best_evaluation, read_events, read_metrics
+from training.checkpoints.status import hours, record
+from training.data.batches import TrainBatches
+from training.log.advice import Advisor
+from training.log.reference import find_reference
+from training.log.screen import Screen
+from training.log.speed import Speed, product_parameters
+from training.log.trackers import log_to_trackers, open_trackers
+from training.plan.run import Run
+from training.runtime.hardware import FILLS_A_GPU, name_of, reported_mfu
+
+LINES_OF_ETA = 100  # last log lines whose mean speed gives the ETA
+
+
+class RunLog(AbstractContextManager):
+    """Log of a run, used by every process and written by the main process."""
+
+    def __init__(self, run: Run, batches: TrainBatches, evaluation_share: float, hourly_price: float | None):
+        """`evaluation_share` is the expected fraction of time spent on validation."""
+        self.folder, self.accelerator, self.plan = run.folder, run.accelerator, run.plan
+        self.start, self.compiled = run.start, run.setup.torch_compile
+        self.speed = Speed(batches, run.plan.model, run.accelerator)
+        self.pause, self.waiting = self.speed.pause, self.speed.waiting
+        self.evaluation_share = evaluation_share
+        self.first_step_is_done = False
+        self.unlogged: dict[str, float] = {}  # additional values for the next log line
+        self.paces: deque[tuple[int, float]] = deque(maxlen=LINES_OF_ETA)  # (steps, seconds) per log line
+        self.main = run.accelerator.is_main_process
+        if self.main:
+            self.began = time.monotonic() - 3600 * hours(read_events(run.folder.events), datetime.now(UTC))
+            device = run.accelerator.device
+            reported = reported_mfu(name_of(device)) if product_parameters(run.plan.model) >= FILLS_A_GPU else None
+            self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", reported and reported[1])
+            self.reference = find_reference(run.folder, print)
+            losses = [loss for _, loss in self.advisor.losses]
+            self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled, hourly_price)
+
+    def __exit__(self, *_: object) -> None:
+        if self.main:
+            self.screen.close()
+
+    def count(self, loss: torch.Tensor) -> None:
+        """Count a step without waiting for the device.
+        Only the first step of a process is waited for. It compiles, so it is excluded from speed and ETA."""
+        if self.main:
+            self.screen.steps += 1
+        if self.first_step_is_done:
+            self.speed.count(self.plan.tokens_per_step)
+            return
+        self.first_step_is_done = True
+        float(loss)  # waits for the device
+        seconds = self.speed.seconds
+        self.unlogged = {"seconds_to_first_step": round(seconds, 1)}
+        if self.main:
+            self.screen.waits_for = ""
+        self.say(f"First step after {seconds:.1f} s{' (including compilation)' if self.compiled else ''}.")
+        self.speed.restart()
+
+    def log(self, step: int, learning_rate: float, reading: dict[str, float]) -> None:
+        """Write a log line for the steps since the previous one. `learning_rate` is the last step's. See health.py for `reading`."""
+        entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **reading}
+        entry |= {"learning_rate": learning_rate, "tokens": self.plan.after(step).tokens}
+        entry |= self.speed.measured() | self.unlogged
+        self.unlogged = {}
+        waited, left = self.speed.waited / self.speed.seconds, None
+        if self.speed.steps:
+            self.paces.append((self.speed.steps, self.speed.seconds))
+        if self.paces:  # the ETA includes the remaining validations
+            steps, seconds = map(sum, zip(*self.paces, strict=True))
+            left = (self.plan.max_steps - step) * seconds / steps / (1 - self.evaluation_share)
+        self._write(entry, left, waited)
+        self.speed.restart()
+
+    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self._write({"step": step, "epoch": round(self.plan.epoch(step), 4), **metrics})
+
+    def _write(self, entry: dict[str, Any], left: float | None = None, waited: float = 0.0) -> None:
+        """Write an entry of metrics.jsonl, show it, and print advice on problems that it reveals."""
+        if not self.main:
+            return
+        with self.folder.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        log_to_trackers(self.accelerator, entry, entry["step"])
+        if "eval_loss" in entry:
+            reference = self.reference.compared(entry) if self.reference is not None else ""
+            self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)), reference)
+        else:
+            self.screen.show(entry, time.monotonic() - self.began, left)
+        for advice in self.advisor.look(entry, waited):
+            self.say(f"ADVICE: {advice.text}")
+            record(self.folder.events, "advice", entry["step"], **advice._asdict())
+
+    def resize(self, max_steps: int) -> None:
+        """Show progress relative to another number of steps."""
+        if self.main:
+            self.screen.max_steps = max_steps
+
+    def show_progress(self, task: str, share: float) -> None:
+        if self.main:
+            self.screen.show_progress(task, share)
+
+    def say(self, text: str) -> None:
+        if self.main:
+            self.screen.say(text)
+
+    def start_trackers(self, project: str, settings: dict[str, Any]) -> None:
+        """Open the trackers of `report_to` and send them every setting that has a value."""
+        if self.main:
+            open_trackers(self.accelerator, self.folder, project, settings, self.start.step)

@@ -1,0 +1,143 @@
+"""Run display: lines updated in place on a terminal, one printed line per log entry elsewhere."""
+
+import os
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+
+from common.errors import counted
+from training.checkpoints.metrics import comparable_loss, scores_more
+from training.log.speed import in_words
+from training.runtime.console import AT_ONCE, clock, perplexity, say
+
+# A notebook gives commands a terminal, but keeps everything written to it: print lines there, not four frames per second.
+IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # set by Jupyter for its kernels
+FRAMES_PER_SECOND = 4
+LONG_SILENCE = 60  # seconds without output before progress is printed, if no terminal shows it
+BARS = "▁▂▃▄▅▆▇█"
+CURVE = 24  # bars of the loss curve
+MANY = 10_000  # losses; above this number, the curve is drawn from a subset
+
+
+def parts_of(entry: dict[str, Any], seconds: float, left: float | None, hourly_price: float | None) -> dict[str, str]:
+    """Return the parts of a log line by name. An unknown part is an empty string.
+    `entry`: from metrics.jsonl. `seconds`: the run's time so far, including validation and pauses of the speed clock.
+    `left`: estimated seconds until the end, None if unknown."""
+    skipped, norm, dollars = entry.get("skipped_steps"), entry.get("grad_norm"), ""
+    note = f"  ({counted(skipped, 'step')} skipped: not finite)" if skipped else ""
+    if hourly_price is not None:
+        so_far = seconds / 3600 * hourly_price
+        whole = "" if left is None else f" of ${so_far + left / 3600 * hourly_price:,.2f}"
+        dollars = f"${so_far:,.2f}{whole}"
+    return {
+        "loss": (f"loss {entry['loss']:6.3f}" if "loss" in entry else "no finite loss") + note,
+        "norm": "" if norm is None else f"norm {norm:5.2f}",
+        "rate": f"lr {entry['learning_rate']:.2e}",
+        "speed": in_words(entry),
+        "eta": "" if left is None else f"ETA {clock(left)}",
+        "dollars": dollars,
+    }
+
+
+def line_of(*parts: str) -> str:
+    return "  ".join(filter(None, parts))
+
+
+class Screen:
+    """Terminal or line output of a run, used by the main process only."""
+
+    def __init__(
+        self, max_steps: int, first_step: int, losses: list[float], compiles: bool, hourly_price: float | None
+    ):
+        """`losses` are the training losses of earlier log lines."""
+        self.max_steps, self.steps = max_steps, first_step
+        self.losses, self.hourly_price = losses, hourly_price
+        self.tenths_shown = first_step * 10 // max_steps
+        self.rows = dict.fromkeys(("train", "validate", "speed", "time"), "")  # text below the progress bar
+        self.left = self.progress = ""  # to the right of the bar; `progress` replaces `left` unless it is empty
+        self.waits_for = "compiling" if compiles else "first step"  # empty after the first step
+        self.began = self.said_last = time.monotonic()
+        self.console = Console(highlight=False, soft_wrap=True, markup=False)
+        self.live = None
+        # isatty: with FORCE_COLOR set, rich alone treats a file as a terminal.
+        if self.console.file.isatty() and self.console.is_interactive and not IN_NOTEBOOK:
+            self.live = Live(console=self.console, get_renderable=self._picture, refresh_per_second=FRAMES_PER_SECOND)
+            self.live.start()
+        elif compiles:
+            self.say("Compiling before the first step; this may take minutes ...")
+
+    def _picture(self) -> Group:
+        """Draw the current state. Called by rich's refresh thread."""
+        note = self.progress or self.left
+        if self.waits_for:
+            note = f"{self.waits_for} ... {clock(time.monotonic() - self.began)}"
+        # In a narrow terminal, the bar shrinks first.
+        bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1, 0, 0), expand=True)
+        bar.add_row(Text(f"step {self.steps}/{self.max_steps}"), ProgressBar(self.max_steps, self.steps), Text(note))
+        table = Table.grid(Column(style="dim", min_width=8), Column(overflow="fold"), padding=(0, 2, 0, 0))
+        for name in filter(self.rows.get, self.rows):
+            table.add_row(name, Text(self.rows[name]))
+        return Group(bar, table)
+
+    def show(self, entry: dict[str, Any], seconds: float, left: float | None) -> None:
+        """Show a log line. `parts_of` documents the parameters."""
+        if "loss" in entry:
+            self.losses.append(entry["loss"])
+        step, parts = entry["step"], parts_of(entry, seconds, left, self.hourly_price)
+        numbered = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
+        if self.live is None:
+            self.say(line_of(numbered, *parts.values()))
+            return
+        draws = self.console.encoding.startswith("utf") and len(self.losses) > 1
+        curve = sparkline(self.losses, CURVE) if draws else ""
+        self.rows["train"] = line_of(parts["loss"], curve, parts["norm"], parts["rate"])
+        self.rows["speed"] = parts["speed"].strip()
+        self.rows["time"] = line_of(f"{clock(seconds)} so far", parts["dollars"])
+        self.steps, self.left, self.progress = step, parts["eta"], ""
+        if step * 10 // self.max_steps > self.tenths_shown:  # the live rows are overwritten, but these lines stay
+            self.tenths_shown = step * 10 // self.max_steps
+            pace = {name: entry[name] for name in entry if name not in ("data_share", "peak_memory_gb")}
+            self.say(line_of(numbered, parts["loss"], in_words(pace)))  # fits 80 columns
+
+    def validated(self, entry: dict[str, Any], best: dict[str, Any], reference: str) -> None:
+        """Show a validation with one comparison: the best of the run if that is another, by the loss on the text that all validations
+        score, otherwise `reference` (of another run), if there is one."""
+        step, loss = entry["step"], f"loss {entry['eval_loss']:.4f}"
+        bits, sample = f"{entry['eval_bits_per_byte']:.3f} bits per byte", " on the sample" * scores_more(entry)
+        shown = perplexity(entry["eval_perplexity"])
+        note = reference or f"best{sample}"
+        if best["step"] != step:
+            now = f", now {comparable_loss(entry):.4f}" if sample else ""
+            note = f"best{sample}: {comparable_loss(best):.4f} at step {best['step']:,}{now}"
+        scored = f"{bits} on all held-out text" if sample else bits
+        self.say(f"step {step}: validation {loss}, perplexity {shown}, {scored} ({note})")
+        self.rows["validate"], self.progress = f"{loss}, {bits} at step {step:,}", ""
+
+    def show_progress(self, what: str, share: float) -> None:
+        self.progress = f"{what}: {share:.0%}"
+        if self.live is None and time.monotonic() - self.said_last > LONG_SILENCE:
+            self.say(self.progress)
+
+    def say(self, text: str) -> None:
+        self.said_last = time.monotonic()
+        say(text, AT_ONCE if self.live is None else self.console.print)
+
+    def close(self) -> None:
+        if self.live is not None:
+            with suppress(OSError, SystemExit):
+                self.live.stop()  # shows the cursor again, also after an error
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """Draw `values` as at most `width` bars of eight heights, from left to right. One bar averages several neighbors."""
+    some = np.array(values[:: 1 + len(values) // MANY])
+    means = [part.mean() for part in np.array_split(some, min(width, len(some)))]
+    low, span = min(means), max(means) - min(means)
+    return "".join(BARS[round((len(BARS) - 1) * (mean - low) / span) if span else 0] for mean in means)

@@ -1,0 +1,1 @@
+"""Everything that is decided about a run before its first step."""

@@ -1,0 +1,119 @@
+"""Compatibility of a command with the run it resumes. Each changed setting is refused, allowed by name, or reported."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from inspect import get_annotations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import Problems, UserError
+from common.limits import free
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.checkpoints.checkpoint import TrainState
+from training.data.run_data import find_cached
+
+# Model fields that a resumed run may change. Dropout is reported as a setting. `use_cache` affects only generation.
+MAY_DIFFER = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "use_cache"}
+TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # allowed together with a changed tokenizer
+
+
+@dataclass
+class ChangeArguments:
+    allow_change: list[str] = free(
+        [], "Settings that may differ from those of the resumed checkpoint, by the names in the error message."
+    )
+
+    @property
+    def allowed(self) -> set[str]:
+        return {name for names in self.allow_change for name in names.replace(",", " ").split()}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a command, with the effect of each on resuming."""
+
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    resume: Mapping[str, str | None]  # by name, see `limits.setting`; None is reported
+    allowed: set[str]  # names given in --allow_change
+
+    @property
+    def refused(self) -> set[str]:
+        return {"tokenizer", "data"} | {name for name, meaning in self.resume.items() if meaning == "refused"}
+
+    def problems(self) -> list[str]:
+        may_name = [*sorted(self.refused), *model_fields(GPT2ScratchConfig)]
+        unknown = sorted(self.allowed - set(may_name))
+        return [f"allow_change names {name!r}; it may name {', '.join(may_name)}." for name in unknown]
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint records."""
+        return {name: value for name, value in self.values.items() if self.resume.get(name) not in ("free", "derived")}
+
+    def differences(self, before: Mapping[str, Any]) -> list[str]:
+        """Return the differences from the config.yaml of a run. A setting missing there has its default."""
+        before = {**self.defaults, **before}
+        return [
+            f"{name} {before.get(name)} -> {value}"
+            for name, value in self.values.items()
+            if self.resume.get(name) != "free" and name not in self.allowed and str(before.get(name)) != str(value)
+        ]
+
+
+def model_fields(kind: type[GPT2ScratchConfig]) -> list[str]:
+    """Return the fields declared by the model's own configuration that affect what the weights compute."""
+    kinds = [base for base in reversed(kind.__mro__) if issubclass(base, GPT2ScratchConfig)]
+    return [name for base in kinds for name in get_annotations(base) if name not in MAY_DIFFER]
+
+
+def compare(
+    checkpoint: Path, state: TrainState, model: GPT2ScratchConfig, now: Mapping[str, Any], settings: Settings
+) -> list[str]:
+    """Return the settings that change when `checkpoint` with its `state` is resumed, one sentence each. Raise a `UserError` with
+    all changes that are not allowed, one per line.
+    `model`: the command's model, compared with the checkpoint's config.json. `now`: settings that its checkpoint would record."""
+    try:
+        saved = type(model).from_json_file(checkpoint / "config.json")
+    except Exception as error:  # many types are possible if another program wrote the file
+        problem = " ".join(str(error).split())[:200]
+        raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
+    fields = model_fields(type(model))
+    older = {"optimizer": "adamw"}  # once the only one, and not recorded
+    before = older | {name: getattr(saved, name) for name in fields} | state.settings
+    now = {name: getattr(model, name) for name in fields} | dict(now)
+    different = {name: _sentence(name, now, before) for name in now if name in before and now[name] != before[name]}
+    allowed = settings.allowed | (TOKEN_IDS if "tokenizer" in settings.allowed else set())
+    refused = []
+    for name, sentence in different.items():
+        if name in fields and not _has_same_shapes(saved, name, now[name]):
+            refused.append(f"{sentence}, so its weights do not fit; start a new run in another --output_dir")
+        elif settings.resume.get(name) == "fixed":
+            refused.append(f"{sentence}, so its moments do not fit; start a new run in another --output_dir")
+        elif name in settings.refused.union(fields) - allowed and not (name in TOKEN_IDS and "tokenizer" in different):
+            refused.append(f"{sentence}; if this is intended, add --allow_change {name}")
+    if str(saved.dtype) not in ("None", "float32", "torch.float32"):
+        refused.append(f"its weights are {saved.dtype}, but training needs float32")
+    Problems(f"{checkpoint} cannot be resumed: {difference}." for difference in refused).refuse()
+    return [sentence for name, sentence in different.items() if settings.resume.get(name) != "free"]
+
+
+def _has_same_shapes(saved: GPT2ScratchConfig, name: str, value: Any) -> bool:
+    """Return whether the weights of `saved` fit a model with another value in one field."""
+    changed = deepcopy(saved)
+    setattr(changed, name, value)
+    with torch.device("meta"):
+        models = [GPT2ScratchForCausalLM._from_config(config) for config in (saved, changed)]
+    shapes = [{key: parameter.shape for key, parameter in model.named_parameters()} for model in models]
+    return shapes[0] == shapes[1]
+
+
+def _sentence(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    if name not in ("tokenizer", "data"):
+        return f"{name} changed from {before[name]} to {now[name]}"
+    kept = find_cached(before["data"])
+    trained_on = f"; the run was trained on {kept}, so resume it with --data {kept}" if kept is not None else ""
+    change = "the token store has another tokenizer" if name == "tokenizer" else "the token store has other tokens"
+    return f"{change}, sha256 {now[name][:12]} instead of {before[name][:12]}{trained_on}"

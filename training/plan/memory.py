@@ -1,0 +1,145 @@
+"""Estimated memory of a training process, by component."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.runtime.device import Setup
+from training.step.loss import rows_of_chunk
+from training.step.optim import moment_bytes
+
+USABLE = 0.8  # fraction of free memory; the rest is for workspaces, fragmentation and memory kept by compilation
+LARGEST_MICRO_BATCH = 1 << 30  # sequences: the maximum of --per_device_train_batch_size
+BYTES_KEPT_WHOLE = 4  # per parameter: unsharded gradients on every process of a sharded model, during accumulation
+# Bytes that a block keeps for its backward pass, per token and unit of width (counted by test_memory.py).
+KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
+# More of the same bytes, each as (fp32, half). Rotation and QK-norm make further queries and keys. Without compilation, autocast
+# normalizes queries and keys in fp32, and squares in fp32 on a GPU; the backward pass of the square holds a further MLP tensor.
+KEPT_BY_QUERIES, KEPT_BY_EAGER_QK_NORM, KEPT_BY_EAGER_SQUARE, SQUARE_BACKWARD = (8, 4), (0, 8), (0, 16), 16
+# Bytes that eager attention keeps, per token, head and attended position.
+SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
+# Temporary bytes of Muon's step per weight of the MLPs, whose matrices are its largest stack, with products in (fp32, bf16):
+# X, the next X and A, or the updates and their stack. Counted for 12 layers of width 768 and 1,024 (tests/fake_cuda).
+MUON = (9, 8)
+# Additional temporary bytes, each as (fp32, half). On a GPU as counted by its allocator for 1, 3, 4 and 12 layers
+# (tests/fake_cuda); on a CPU a logit is computed once and held twice in fp32.
+LOSS_ON_CPU, LOSS_ON_GPU, LOSS_COMPILED = (12, 10), (21, 19), (8, 4)  # bytes per logit of a chunk
+BACKWARD = (36, 24)  # of a block, eager and compiled: bytes per token and unit of width
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Estimated memory of one process, in bytes. The values of `parts(micro_batch)` add up to the total."""
+
+    model: GPT2ScratchConfig
+    setup: Setup
+    on_gpu: bool  # on a CPU, the copy for saving and the program itself use the same memory as training
+    sharded_by: int = 1  # number of processes that share the model
+    program: int = 0  # bytes of Python and PyTorch
+    optimizer: str = "adamw"
+
+    @property
+    def in_half(self) -> bool:
+        """True if matrix products use bf16 or fp16."""
+        return self.setup.mixed_precision != "no"
+
+    @cached_property
+    def parameters(self) -> int:
+        with torch.device("meta"):
+            return GPT2ScratchForCausalLM(self.model).num_parameters()
+
+    @property
+    def moments(self) -> int:
+        """Bytes of the optimizer's moments."""
+        attention = self.model.n_layer * 4 * self.model.n_embd**2
+        return moment_bytes(self.optimizer, self.parameters, attention + self._mlp_weights)
+
+    def fixed(self) -> dict[str, int]:
+        """Return the components that do not depend on the micro-batch."""
+        N, P = self.parameters, self.sharded_by
+        parts = {"weights": 4 * N // P, "gradients": 4 * N // P, "optimizer": self.moments // P}
+        if P > 1:
+            parts["gradients"] += BYTES_KEPT_WHOLE * N
+        if self.in_half:
+            parts["weights in half precision"] = 2 * N // P
+        if not self.on_gpu:
+            parts["checkpoint copy"] = 4 * N + self.moments
+        return parts
+
+    def parts(self, micro_batch: int) -> dict[str, int]:
+        passing = "loss or backward pass" if self.on_gpu else "logits"
+        parts = self.fixed() | {"activations": self._activations(micro_batch), passing: self._passing(micro_batch)}
+        # The optimizer's step follows when all of these are free, and needs more only with small micro-batches.
+        freed = parts["activations"] + parts[passing] + parts.get("weights in half precision", 0)
+        # Of Muon's step: the update of all matrices of the MLPs, and the iterations on them.
+        muon = MUON[self.setup.mixed_precision == "bf16"] * self._mlp_weights if self.optimizer == "muon" else 0
+        if muon > freed:
+            parts["Muon's step"] = muon - freed
+        return parts | ({"Python and PyTorch": self.program} if self.program else {})
+
+    def total(self, micro_batch: int) -> int:
+        return sum(self.parts(micro_batch).values())
+
+    def largest_micro_batch(self, free: int) -> int:
+        """Return the number of sequences that should fit into `free` bytes. It is at least 1, which is then tried."""
+        left = USABLE * (free - sum(self.fixed().values()))
+        sizes = range(1, LARGEST_MICRO_BATCH + 1)
+        return max(1, bisect_right(sizes, left, key=lambda size: self._activations(size) + self._passing(size)))
+
+    @property
+    def _mlp_weights(self) -> int:
+        return self.model.n_layer * 2 * self.model.n_embd * (self.model.n_inner or 4 * self.model.n_embd)
+
+    def _activations(self, micro_batch: int) -> int:
+        layers, block = self.model.n_layer, self._block(micro_batch)
+        stream = 4 * micro_batch * self.model.n_positions * self.model.n_embd  # bytes of the residual stream
+        blocks = layers * block
+        if self.setup.gradient_checkpointing:  # on a CPU, plus the block that is being recomputed
+            blocks = layers * stream + (0 if self.on_gpu else block)
+        norms = 2 + (self.model.normalization == "rms_norm" and not self.setup.torch_compile)  # after the embedding
+        return int(blocks + norms * stream)  # plus the stream before and after the last normalization
+
+    def _block(self, micro_batch: int) -> float:
+        """Return the bytes that one block keeps for its backward pass."""
+        model, tokens = self.model, micro_batch * self.model.n_positions
+        is_modern = model.normalization == "rms_norm"
+        kept = KEPT_IN_HALF if self.in_half else KEPT_IN_FP32
+        is_eager = self.setup.attn_implementation == "eager"  # keeps contiguous copies of queries and keys in any case
+        if is_modern or (model.rope_parameters is not None and not is_eager):
+            kept += KEPT_BY_QUERIES[self.in_half]
+        if is_modern and not self.setup.torch_compile:
+            kept += KEPT_BY_EAGER_QK_NORM[self.in_half]
+        if self.on_gpu and self._squares_in_eager_mode:
+            kept += KEPT_BY_EAGER_SQUARE[self.in_half]
+        block = tokens * model.n_embd * kept
+        if is_eager:
+            block += tokens * model.n_head * model.n_positions * (SCORES_IN_HALF if self.in_half else SCORES_IN_FP32)
+        return block
+
+    @property
+    def _squares_in_eager_mode(self) -> bool:
+        return self.model.activation_function == "relu2" and not self.setup.torch_compile
+
+    def _passing(self, micro_batch: int) -> int:
+        """Return the temporary bytes of the loss or, on a GPU, of the last block's backward pass if that needs more."""
+        loss = self._loss(micro_batch)
+        if not self.on_gpu:
+            return loss
+        per_unit = BACKWARD[self.setup.torch_compile] + SQUARE_BACKWARD * self._squares_in_eager_mode
+        backward = per_unit * micro_batch * self.model.n_positions * self.model.n_embd
+        if self.setup.gradient_checkpointing:
+            block = int(self._block(micro_batch))
+            backward = max(backward, block) if self.setup.torch_compile else backward + block
+        return max(loss, backward)
+
+    def _loss(self, micro_batch: int) -> int:
+        """Return the bytes of one chunk's logits, of their gradients, and of the head's gradient."""
+        tokens, V, C = micro_batch * self.model.n_positions, self.model.vocab_size, self.model.n_embd
+        compiled = self.on_gpu and self.setup.torch_compile
+        rows, per_logit, head = rows_of_chunk(tokens, compiled), LOSS_ON_GPU if self.on_gpu else LOSS_ON_CPU, 4
+        if compiled:  # one head gradient per chunk in half precision, or two in fp32
+            per_logit, head = LOSS_COMPILED, 2 * -(-tokens // rows) if self.in_half else 8
+        return rows * V * per_logit[self.in_half] + head * V * C

@@ -1,0 +1,127 @@
+"""Starting point of a command: the first step, the newest checkpoint of the run or its backup, or a named checkpoint."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from common.errors import Problems, UserError
+from common.settings_file import read_yaml
+from training.checkpoints import checkpoint as checkpoints
+from training.checkpoints.backup import Backup
+from training.checkpoints.checkpoint import TrainState
+from training.checkpoints.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, put_back, run_of
+from training.checkpoints.status import check_run_format
+from training.data.batches import START, DataPosition
+from training.plan.compatibility import Settings
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Starting point of a run: its first step, or a checkpoint."""
+
+    checkpoint: Path | None
+    state: TrainState  # state at the start: position, settings, last losses
+    changes: list[str]  # one sentence per setting that differs from the checkpoint's
+    owes_validation: bool = False  # the run ended between a checkpoint and its validation, or has pretrained weights
+    pretrained: Callable[[nn.Module], None] | None = None  # writes the weights of step 0; None: random weights
+
+    @property
+    def step(self) -> int:
+        return self.state.position.step
+
+    def is_own(self, folder: RunFolder) -> bool:
+        """Return whether the checkpoint is the run's own, rather than from another run that this run branches off from."""
+        return self.checkpoint is not None and self.checkpoint.parent.resolve() == folder.checkpoints.resolve()
+
+
+def resume_position(state: TrainState | None, data: str, passed_over: Iterable[Sequence[int]]) -> DataPosition:
+    """Return the position in the data to start from. If the data changed, start at the beginning of the new data.
+    `passed_over`: ranges of samples that a restart skips, in addition to those of the checkpoint."""
+    position = state.position if state is not None else START
+    if state is not None and state.settings.get("data") != data:
+        position = replace(position, sample=0, passed_over=())
+    return replace(position, passed_over=tuple(sorted({*position.passed_over, *map(tuple, passed_over)})))
+
+
+def choose_checkpoint(
+    arguments: RunArguments, settings: Settings, backup: Backup | None, is_restart: bool, say: Callable[[str], None]
+) -> Path | None:
+    """Return the checkpoint that this command resumes from, or None for a new run.
+    Raise a `UserError` if the command would replace another run, or if a checkpoint is missing or damaged.
+    After a restart, the run resumes in its own folder, even if the command asks for a new run. The only files written are
+    those that the backup has and the folder lacks, and those of a run that was replaced in vain."""
+    folder, overwrites = arguments.folder, arguments.overwrite_output_dir
+    check_run_format(folder.status)
+    if is_restart:  # newer checkpoints of the backup were rolled back
+        backup = None
+        if checkpoints.all_checkpoints(folder.checkpoints):
+            return folder.newest_checkpoint(say)
+    source = Path(named) if (named := arguments.resume_from_checkpoint) is not None else None
+    is_branch = source is not None and run_of(source).resolve() != folder.path.resolve()
+    if source is None or is_branch:
+        put_back(folder)
+    has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
+    if source is not None and not (is_branch and has_begun and not overwrites):
+        checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, say)
+    elif overwrites:
+        checkpoint = None
+    else:  # includes a repeated command that branched off
+        if has_begun:
+            _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
+        checkpoint = _newest(folder, backup, settings, say)
+    is_own = checkpoint is not None and checkpoint.parent.resolve() == folder.checkpoints.resolve()
+    if not (is_own or overwrites) and (folder.model / checkpoints.WEIGHTS).exists():
+        raise UserError(
+            f"{folder.path} contains a model, but no checkpoint that this command can resume from; use another --output_dir, or "
+            f"delete the model with --overwrite_output_dir."
+        )
+    return checkpoint
+
+
+def _newest(
+    folder: RunFolder, backup: Backup | None, settings: Settings | None, say: Callable[[str], None]
+) -> Path | None:
+    """Return the newest checkpoint of the folder and its backup. A newer one in the backup is copied to the folder first.
+    `settings` (None: the run's own) must match those of the run in the backup."""
+    problems = Problems()
+    checkpoint = problems.add_of(folder.newest_checkpoint, [say])
+    if backup is not None:
+        step = checkpoints.step_of(checkpoint) if checkpoint is not None else -1
+        restored = backup.restore(step, lambda found: _refuse_another(backup.there.path, found, settings))
+        checkpoint = restored or checkpoint
+    if checkpoint is None:
+        problems.refuse()
+    return checkpoint
+
+
+def _refuse_another(folder: Path, before: dict[str, Any], settings: Settings | None) -> None:
+    """Raise a `UserError` that names the settings of the run in the folder that differ."""
+    if settings is not None and (changed := settings.differences(before)):
+        raise UserError(
+            f"{folder} contains another run ({', '.join(changed)}); use another --output_dir, resume that run with "
+            f"--resume_from_checkpoint {folder}, or delete it with --overwrite_output_dir."
+        )
+
+
+def _named_checkpoint(source: Path, folder: RunFolder, backup: Backup | None, say: Callable[[str], None]) -> Path:
+    if not is_checkpoint(source):
+        newest = _newest(RunFolder(run_of(source)), backup, None, say)
+        if newest is None:
+            raise UserError(
+                f"{source} cannot be resumed ({RunFolder(run_of(source)).last_good()}); start it again with its first command."
+            )
+        return newest
+    if not (source / checkpoints.MANIFEST).is_file():
+        raise UserError(f"{source} is incomplete (it has no {checkpoints.MANIFEST}); resume from another checkpoint.")
+    if problem := checkpoints.damage(source):
+        raise UserError(f"{source} is damaged: {problem}. Resume from another checkpoint.")
+    newer = [path for path in checkpoints.complete_checkpoints(folder.checkpoints) if path.name > source.name]
+    if newer and source.resolve().parent == folder.checkpoints.resolve():
+        raise UserError(
+            f"{folder.path} already continued from {source.name} to {newer[-1].name}; use another --output_dir to branch "
+            f"off, or delete the later checkpoints."
+        )
+    return source

@@ -1,0 +1,134 @@
+"""Parts of a run that were decided before it starts, the first entries of its record, and its end."""
+
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from accelerate import Accelerator
+
+from common.atomic import write_atomic
+from common.errors import UserError, counted, disk_errors
+from training.checkpoints import checkpoint as checkpoints
+from training.checkpoints.backup import Backup
+from training.checkpoints.metrics import read_events
+from training.checkpoints.run_folder import RunArguments, RunFolder, begin, is_checkpoint, run_of
+from training.checkpoints.status import record, starts_in_force, write_status
+from training.data.run_data import RunData
+from training.evaluation.sampling import SamplingArguments
+from training.plan.plan import Plan
+from training.plan.resume import ResumePoint
+from training.runtime.console import printer
+from training.runtime.device import Setup, describe
+from training.runtime.distributed import on_main
+from training.runtime.launcher import launch_command
+from training.runtime.restart import restarted
+from training.step.optim import OptimArguments, cooldown_start
+
+LIBRARIES = ("torch", "transformers", "tokenizers", "accelerate")
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: RunFolder
+    accelerator: Accelerator
+    setup: Setup
+    data: RunData
+    plan: Plan
+    start: ResumePoint
+    backup: Backup | None
+    sampling: SamplingArguments  # with the prompts to continue
+
+
+def is_finished(run: Run) -> bool:
+    return run.start.step >= run.plan.max_steps and not run.start.owes_validation
+
+
+def begin_run(run: Run, arguments: RunArguments, config: str, planned: dict[str, float | None]) -> None:
+    """Prepare the run folder and record the start: `config` (YAML), the estimate (`planned`) and the hardware.
+    Called by every process; the main process writes after all have read the folder."""
+    run.accelerator.wait_for_everyone()
+    hardware = describe(run.accelerator, run.setup, run.plan.model)
+    on_main(run.accelerator, lambda: _write_beginning(run, arguments, config, planned, hardware))
+
+
+def _write_beginning(
+    run: Run, arguments: RunArguments, config: str, planned: dict[str, float | None], hardware: str
+) -> None:
+    folder, start = run.folder, run.start
+    own = start.checkpoint if start.is_own(folder) else None
+    earlier = []  # the starts of the run that this one branches off from
+    if start.checkpoint is not None and own is None:
+        events = read_events(RunFolder(run_of(start.checkpoint)).events)
+        earlier = [before for before in starts_in_force(events) if before["step"] < start.step]
+    with disk_errors(folder.path, "use another --output_dir"):
+        if own is None and arguments.overwrite_output_dir:
+            run.data.store.check_hashes()  # before a run is replaced by one that could not save a checkpoint
+        begin(folder, own)
+        write_atomic(folder.config, config)
+        folder.checkpoints.mkdir(exist_ok=True)
+    if run.backup is not None:
+        named = arguments.resume_from_checkpoint
+        goes_back = arguments.overwrite_output_dir or (named is not None and is_checkpoint(Path(named)))
+        run.backup.begin(start.step, may_replace=goes_back)
+        if own is not None:
+            run.backup.submit()
+    write_status(folder.status, "running", start.step)
+    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    details: dict[str, Any] = {"batches": asdict(run.plan.batches), "planned": planned}
+    details["environment"] = f"{hardware}; {versions}"
+    if start.checkpoint is not None:
+        details |= {"checkpoint": start.checkpoint.name, "changes": start.changes}
+    if earlier:
+        details["earlier"] = earlier
+    if known := restarted():
+        details["because"] = known["because"]
+    record(folder.events, "begun" if start.checkpoint is None else "resumed", start.step, **details)
+
+
+def print_end(run: Run, step: int, reason: str | None) -> None:
+    """Print the next commands. `reason` is why the run stopped after `step` steps, or None if it is finished."""
+    say, folder, path = printer(run.accelerator), run.folder, quote(str(run.folder.path))
+    if reason is not None:
+        how = f"run the same command again, or:\n  {launch_command()} --resume_from_checkpoint {path}"
+        resume = f"To resume, {how}" if folder.newest_step() else "The same command starts the run from the beginning."
+        say(f"\nStopped after step {step:,} of {run.plan.max_steps:,} ({reason}); {folder.last_good()}. {resume}")
+        return
+    opening = next((line for line in run.sampling.sample_prompts[0].splitlines() if line.strip()), "")
+    say(
+        f"\nDone. Model: {folder.model}; report: {folder.report}. Next:\n"
+        f"  python generate.py {path} --prompt {quote(opening)}\n"
+        f"  python -m training.evaluate {path} --compare\n"
+        f"  python -m publishing.demo {path}\n"
+        f"  python -m examples.finetune_chat {path} --data CHATS.jsonl\n"
+        f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{quote(folder.path.resolve().name)}"
+    )
+
+
+def finish_again(run: Run, optim: OptimArguments) -> None:
+    """Complete the files of a finished run, in case it was killed at its very end, and print the next commands. Raise a
+    `UserError` if its folder cannot be written."""
+    if not run.start.is_own(run.folder):
+        raise UserError(
+            f"{run.start.checkpoint} is at step {run.start.step:,} of {run.plan.max_steps:,}, so nothing is left to train; use a greater --max_steps."
+        )
+    on_main(run.accelerator, lambda: _complete(run))
+    folder, source = run.folder, str(run.folder.path)
+    if stable := folder.newest_step(until=cooldown_start(run.plan.max_steps, optim)):
+        source = f"{folder.checkpoints / checkpoints.folder_name(stable)} --output_dir NEW_FOLDER"
+    printer(run.accelerator)(
+        f"{folder.path} is finished ({counted(run.start.step, 'step')}). To train again, add --overwrite_output_dir. To "
+        f"train longer, use --resume_from_checkpoint {source} --max_steps N."
+    )
+
+
+def _complete(run: Run) -> None:
+    folder, start = run.folder, run.start
+    with disk_errors(folder.path):
+        checkpoints.renew_model(start.checkpoint, folder.model)
+    write_status(folder.status, "finished", start.step)
+    if run.backup is not None:
+        run.backup.begin(start.step, may_replace=False)
+        run.backup.submit()
+        run.backup.finish()

@@ -1,0 +1,66 @@
+"""Validation during training: loss on held-out text, samples, and the report."""
+
+import math
+from collections.abc import Callable
+
+from training.checkpoints.samples import write_samples
+from training.evaluation.sampling import sample
+from training.evaluation.scoring import evaluate
+from training.log.run_log import RunLog
+from training.plan.run import Run
+from training.report.facts import begin_report
+from training.report.report import write_report
+from training.runtime.hardware import name_of, watts
+from training.step.loss import DivergenceError
+from training.step.sharding import generating
+from training.step.train_step import TrainStep
+
+
+class Validation:
+    def __init__(self, run: Run, train_step: TrainStep, max_samples: int | None):
+        """Score `max_samples` windows before the last step, or all if None. After the last step, all windows are scored."""
+        self.run, self.train_step, self.max_samples = run, train_step, max_samples
+        if run.accelerator.is_main_process:
+            parameters, data = train_step.model.num_parameters(), run.data.store.metadata
+            each = watts(name_of(run.accelerator.device))
+            together = None if each is None else each * run.accelerator.num_processes
+            begin_report(run.folder, run.plan.model, parameters, data, together)
+
+    def validate(self, step: int, log: RunLog, stop: Callable[[], object]) -> None:
+        """Score the model after `step` steps.
+        If `stop` returns true, end early and write nothing. The resumed run starts with this validation."""
+        run, last = self.run, step == self.run.plan.max_steps
+
+        def watch(share: float) -> object:
+            log.show_progress("validating", share)
+            return stop()
+
+        def score(most: int | None) -> dict[str, float] | None:
+            split = run.data.store.metadata.val
+            return evaluate(self.train_step.loss, run.data.val, split, run.plan.batches, run.accelerator, most, watch)
+
+        metrics = score(None if last else self.max_samples)
+        if metrics is None:
+            return
+        if not math.isfinite(loss := metrics["eval_loss"]):
+            raise DivergenceError(f"The validation loss is {loss} after step {step:,}", step)
+        if last and self.max_samples is not None:
+            sampled = score(self.max_samples)
+            if sampled is None:
+                return
+            metrics["eval_sampled_loss"] = sampled["eval_loss"]
+        log.log_evaluation(step, metrics)
+        self.write_samples(step, log, prints=last)
+        if run.accelerator.is_main_process:
+            write_report(run.folder)
+
+    def write_samples(self, step: int, log: RunLog, prints: bool) -> None:
+        """Write prompts and continuations to samples.md, and print them if `prints`."""
+        model, seed = self.train_step.model, self.run.plan.order.seed
+        with generating(model):
+            samples = sample(model, self.run.data.tokenizer, self.run.sampling, seed)
+        if not self.run.accelerator.is_main_process:
+            return
+        write_samples(self.run.folder.samples, step, samples)
+        for prompt, text in samples if prints else []:
+            log.say(f"--- step {step}:\n{prompt}{text}")

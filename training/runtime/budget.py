@@ -1,0 +1,100 @@
+"""Budget of a run in time, dollars, Colab compute units or floating-point operations."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from common.errors import UserError
+from common.limits import setting
+from training.runtime.hardware import DOLLARS_PER_COLAB_UNIT, PRICES_OF, RENTALS, model_of
+
+SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+NUMBER = r"(\d{1,15}(?:\.\d{1,9})?(?:e\+?\d{1,2})?)"
+WRITTEN = re.compile(rf"{NUMBER}\s*({'|'.join(SECONDS)}|usd|units|flops)", re.ASCII)
+FORMS = "such as 90m, 3h, 5usd, 120units (of Colab) or 2e18flops"
+
+
+class Amount(NamedTuple):
+    number: float
+    unit: str  # a key of SECONDS, usd, units or flops
+
+    def __str__(self) -> str:
+        names = {"usd": "dollars", "flops": "FLOPs", "m": "min"}
+        return f"{self.number:.6g} {names.get(self.unit, self.unit)}"
+
+
+@dataclass
+class BudgetArguments:
+    """Settings that replace a choice of model, tokens, batch and rates by hand (sizing.py)."""
+
+    budget: str | None = setting(None, f"Choose the model for a budget, {FORMS}.", resume="derived")
+    family: Literal["gpt2", "modern"] | None = setting(
+        None, "With --budget or --depth: architecture and optimizer. Default: modern.", resume="derived"
+    )
+    depth: int | None = setting(
+        None, "The same for this number of layers, of width 64 each.", minimum=1, maximum=100, resume="derived"
+    )
+
+    @property
+    def amount(self) -> Amount | None:
+        found = WRITTEN.fullmatch(self.budget.strip().lower()) if self.budget is not None else None
+        return Amount(float(found[1]), found[2]) if found else None
+
+    @property
+    def chooses(self) -> bool:
+        return self.budget is not None or self.depth is not None
+
+    def problems(self) -> list[str]:
+        if self.budget is not None and not (self.amount and self.amount.number):
+            return [f"budget is {self.budget!r}; it must be a number above 0 with a unit, {FORMS}."]
+        if self.family is not None and not self.chooses:
+            return [f"family is {self.family}, which only applies with --budget or --depth; add one of them."]
+        return []
+
+
+@dataclass(frozen=True)
+class Price:
+    """Price of all devices of a run per hour. None: unknown."""
+
+    device: str
+    dollars: float | None
+    units: float | None
+    source: str
+
+    def seconds(self, amount: Amount) -> float:
+        """Return the seconds that an amount of time or money pays for. Raise a `UserError` if the price in its unit is unknown."""
+        if amount.unit in SECONDS:
+            return amount.number * SECONDS[amount.unit]
+        if (per_hour := self.dollars if amount.unit == "usd" else self.units) is None:
+            other = "add --hourly_price" if amount.unit == "usd" else "give a time such as 3h"
+            priced = "a100-80gb" if amount.unit == "usd" else "a100-40gb"
+            raise UserError(
+                f"budget is {amount}, but the hourly price of {self.device or 'this CPU'} in this unit is not known; {other}, or use --plan "
+                f"with a device of known price, such as --plan_device {priced}."
+            )
+        return 3600 * amount.number / per_hour if per_hour else math.inf
+
+    def verdict(self, amount: Amount, seconds: float) -> str:
+        """Compare an amount of time or money with the `seconds` that a run needs: `120 units available, 96 needed: sufficient, 20%
+        margin`. All known prices follow."""
+        share, hours = seconds / self.seconds(amount), seconds / 3600
+        state = f"sufficient, {1 - share:.0%} margin" if share <= 1 else f"NOT sufficient, {share - 1:.0%} too little"
+        costs = {"dollars": self.dollars, "Colab units": self.units}
+        known = [f"{hours * price:,.2f} {name}" for name, price in costs.items() if price is not None]
+        source = f"; {hours:,.2f} hours cost {' or '.join(known)} ({self.source})" if known else ""
+        return f"{amount} available, {share * amount.number:,.3g} needed: {state}{source}"
+
+
+def price_of(device: str, plan_device: str | None, hourly_price: float | None, processes: int) -> Price:
+    """Return the price of `processes` devices. `device`: name of the local GPU. `hourly_price`: dollars for all of them. Of a range of
+    prices, the highest counts."""
+    similar = [rental for rental in RENTALS.values() if device and rental.datasheet == model_of(device)]
+    rentals = similar if plan_device is None else [RENTALS[plan_device]]
+    units = next((rental.colab_units * processes for rental in rentals if rental.colab_units is not None), None)
+    dollars = next((rental.dollars[1] * processes for rental in rentals if rental.dollars is not None), None)
+    if hourly_price is not None:
+        return Price(device, hourly_price, units, "hourly_price")
+    if dollars is None and units is not None:
+        dollars = units * DOLLARS_PER_COLAB_UNIT
+    return Price(device if plan_device is None else rentals[0].name, dollars, units, f"prices of {PRICES_OF}")

@@ -1,0 +1,131 @@
+"""Compilation with torch.compile: the decision for this machine, and the locks and files of its cache.
+
+Inductor lets the linker write directly into its cache. If the process is killed during that, the truncated file crashes every
+later run: an empty file with an error, a partial one with SIGBUS and no message. Such files are deleted.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import struct
+import sysconfig
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+import torch._inductor
+from filelock import FileLock, Timeout
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.utils import _filelock
+
+from common.errors import UserError
+from training.runtime.console import say
+from training.runtime.launcher import is_launched
+from training.runtime.restart import restarted
+
+SILENCE = 30.0  # seconds until a wait for a lock is reported
+LINKING = 5.0  # a file without a write for this many seconds is not being linked by any process
+ELF = struct.Struct("<16s2HI3QI6H")  # header of a 64-bit file
+
+
+def decide_compilation(asked: str, mode: str | None, notes: list[str]) -> bool:
+    """Return whether to compile. With `auto`, add the reason for not compiling to `notes`."""
+    modes = list(torch._inductor.list_mode_options())
+    if mode is not None and mode not in modes:
+        raise UserError(f"torch_compile_mode is {mode!r}; it must be one of {', '.join(modes)}.")
+    if asked.lower() not in ("auto", "true", "false"):
+        raise UserError(f"torch_compile is {asked!r}; it must be true, false or auto.")
+    asked = asked.lower()
+    if asked == "auto" and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        asked = "true"
+    missing = _missing_to_compile()
+    if missing and asked == "true":
+        raise UserError(f"torch_compile is true, but it cannot work here: {missing} Or leave torch_compile at auto.")
+    if missing and asked == "auto":
+        notes.append(f"torch.compile is off, which makes steps slower: {missing}")
+    is_proven = not torch.backends.mps.is_available()  # compilation for Apple GPUs is still a prototype
+    return asked == "true" or (asked == "auto" and not missing and is_proven)
+
+
+def _missing_to_compile() -> str:
+    """Return the missing requirements of Inductor with their remedy, or an empty string if nothing is missing.
+    Inductor compiles C++ for CPUs, and Triton compiles C for GPUs. Both need Python's headers."""
+
+    def found(variable: str, *names: str) -> bool:
+        return any(shutil.which(name) for name in (os.environ.get(variable, ""), *names))
+
+    missing = []
+    if not found("CXX", "g++", "clang++"):
+        missing.append(("a C++ compiler (g++ or clang++)", "g++"))
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        missing.append(("Python's headers (Python.h)", "python3-dev"))
+    if torch.cuda.is_available() and not found("CC", "gcc", "clang"):
+        missing.append(("a C compiler (gcc or clang)", "gcc"))
+    parts = []
+    if missing:
+        names, packages = (", ".join(column) for column in zip(*missing, strict=True))
+        parts.append(f"{names} not found; on Debian and Ubuntu: apt install {packages.replace(',', '')}.")
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        parts.append("Triton is not installed (pip install triton).")
+    return " ".join(parts)
+
+
+def prepare_cache() -> None:
+    """Prepare Inductor's cache for this process. After a restart that a lock has caused, it is a folder of this run alone."""
+    if own := restarted().get("compiler_cache"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = own
+    _filelock.FileLock.acquire = _acquire
+    remove_incomplete_libraries()
+
+
+def _acquire(lock: FileLock) -> object:
+    """Acquire a lock of Inductor, which would wait silently. Raise a `Timeout` if another process keeps it."""
+    limit = lock.timeout if lock.timeout >= 0 else 600.0  # Inductor waits for some locks without a limit
+    with suppress(Timeout):
+        return FileLock.acquire(lock, min(SILENCE, limit / 2))
+    if holder := _holder(lock.lock_file):
+        say(
+            f"Compiling waits for {lock.lock_file}, which {holder} holds. Continue or end that process, or set "
+            f"TORCHINDUCTOR_CACHE_DIR to another folder and run this command again. After {limit:g} s, the run does that by itself."
+        )
+    return FileLock.acquire(lock, limit)
+
+
+def _holder(lock: str) -> str:
+    """Describe the process that holds a lock, or return an empty string if it belongs to the same job.
+    An example is `process 12 of ann (python train_accelerate.py: stopped)`."""
+    with suppress(OSError, psutil.Error, TypeError):  # not on Linux, or not in this container
+        pattern = rf"FLOCK .* (\d+) \S+:{os.stat(lock).st_ino} "
+        process = psutil.Process(int(re.search(pattern, Path("/proc/locks").read_text(encoding="utf-8"))[1]))
+        if is_launched() and process.ppid() == os.getppid():
+            return ""
+        return f"process {process.pid} of {process.username()} ({' '.join(process.cmdline())[:80]}: {process.status()})"
+    return "another process"
+
+
+def remove_incomplete_libraries(cache: Path | None = None) -> None:
+    """Delete the shared libraries in Inductor's cache that are incomplete and that no process is writing."""
+    libraries = Path(cache or cache_dir()).rglob("*.so")
+    found = {path: path.stat().st_mtime_ns for path in libraries if not is_complete(path)}
+    if found:
+        time.sleep(LINKING)
+    for path, mtime in found.items():
+        with suppress(FileNotFoundError):  # deleted by another process of the run
+            if path.stat().st_mtime_ns == mtime:
+                path.unlink()
+
+
+def is_complete(library: Path) -> bool:
+    """Return whether a shared library has its last part, the section table. Always true for formats other than 64-bit ELF."""
+    size = library.stat().st_size
+    with library.open("rb") as file:
+        header = file.read(ELF.size)
+    if len(header) < ELF.size or not any(header[:4]):
+        return False
+    if header[:5] != b"\x7fELF\x02":
+        return True
+    *_, table, _, _, _, _, entry_size, entries, _ = ELF.unpack(header)
+    return table + entry_size * entries <= size

@@ -1,0 +1,248 @@
+"""Device setup of a run: device, precision, compilation and attention kernel."""
+
+import ctypes
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from torch.nn.attention import SDPBackend
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available
+
+from common.errors import Problems, UserError
+from common.limits import free, setting
+from modeling_gpt2scratch import GPT2ScratchConfig
+from training.runtime.compilation import decide_compilation
+from training.runtime.fsdp_settings import Sharding, sharding_asked
+from training.runtime.hardware import name_of, peak_flops
+from training.runtime.launcher import is_alone_by_mistake
+
+_MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # parameters of glibc's mallopt
+# Lowest compute capability of PyTorch's builds for CUDA 13. Torch 2.14 is the last with builds for CUDA 12.6 (pytorch#190385).
+OLDEST_CAPABILITY = (7, 5)
+LONGEST_EAGER = 512  # tokens of context up to which a CPU uses eager attention
+
+
+@dataclass
+class DeviceArguments:
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = setting(
+        "auto", "Precision of matrix products; weights stay fp32. auto: best for the device.", resume="refused"
+    )
+    torch_compile: str = free("auto", "Compile model and loss: true, false, or auto (if a C++ compiler is found).")
+    torch_compile_mode: str | None = free(None, "Mode of torch.compile, such as max-autotune-no-cudagraphs.")
+    attn_implementation: str = free(
+        "auto",
+        "sdpa, eager, flash_attention_2 or flex_attention (see Transformers). auto: sdpa, which picks the device's "
+        "fastest kernel; eager on a CPU that computes in bf16, up to a context of 512.",
+    )
+    bf16_residual: bool = setting(
+        False, "Also keep the residual stream in bf16: less memory traffic, slightly higher loss per step."
+    )
+    gradient_checkpointing: bool = free(
+        False, "Recompute activations in the backward pass: uses less memory, about a third slower."
+    )
+    full_determinism: bool = free(
+        False,
+        "Use only deterministic kernels, so that GPU runs are bit-identical when repeated; slower. CPU runs are "
+        "bit-identical without it.",
+    )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Device settings: `DeviceArguments` with every `auto` resolved."""
+
+    mixed_precision: str
+    torch_compile: bool
+    attn_implementation: str
+    notes: tuple[str, ...]  # messages for the user
+    sharding: Sharding | None = None
+    torch_compile_mode: str | None = None
+    full_determinism: bool = False
+    cudnn_attention: bool = True  # False: never use it, even if PyTorch would choose it
+    gradient_checkpointing: bool = False
+    bf16_residual: bool = False
+    mask_documents: bool = False
+
+    @property
+    def compile_settings(self) -> dict[str, Any] | None:
+        """Arguments of `torch.compile`, or None if not compiled. One graph includes the loss. All batches have the same shape."""
+        if not self.torch_compile:
+            return None
+        return {"backend": "inductor", "mode": self.torch_compile_mode, "fullgraph": True, "dynamic": False}
+
+    @property
+    def autotunes(self) -> bool:
+        """True if torch.compile benchmarks kernels on the device, which needs memory that `Memory` does not count."""
+        return self.torch_compile and "max-autotune" in (self.torch_compile_mode or "")
+
+    def shards(self, accelerator: Accelerator) -> bool:
+        """Return whether the model is sharded: sharding is configured and there are several processes."""
+        return self.sharding is not None and accelerator.num_processes > 1
+
+
+def decide(arguments: DeviceArguments, context: int, mask_documents: bool = False) -> Setup:
+    """Decide the setup for this machine. Raise a `UserError` with all unsupported settings, one per line. `context`: in tokens."""
+    found, notes = Problems(), []
+    found.add_of(_check_kernels, [])
+    if is_alone_by_mistake():
+        found.add(
+            "accelerate launch was asked for several processes but started one, because of --cpu or because there are fewer "
+            "GPUs than processes; add --config_file launch/two_cpu_processes.yaml, or launch/one_node.yaml for GPUs."
+        )
+    precision = found.add_of(_precision, [arguments.mixed_precision])
+    if arguments.bf16_residual and precision not in ("bf16", None):
+        found.add(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave out one of the two.")
+    attention = found.add_of(_attention, [arguments.attn_implementation, precision, context])
+    compiled = found.add_of(decide_compilation, [arguments.torch_compile, arguments.torch_compile_mode, notes])
+    # cuDNN's backward pass with a mask produced NaN at these lengths, so every step would be skipped.
+    cudnn_attention = not (mask_documents and context % 128 == 64)
+    if torch.cuda.is_available() and not cudnn_attention:
+        notes.append(
+            f"Attention does not use cuDNN: with mask_documents and context {context}, its gradients can be NaN (at 64, 192, 320 ...)."
+        )
+    if shutil.which("nvidia-smi") and torch.version.cuda is None:
+        notes.append(
+            "This machine has an NVIDIA GPU, but torch is a CPU-only build: install a CUDA build of torch to use it."
+        )
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation != "1":
+        notes.append(f"The launcher's gradient_accumulation_steps {accumulation} is ignored: tokens_per_step sets it.")
+    sharding = found.add_of(sharding_asked, [notes])
+    found.refuse()
+    kept = ("torch_compile_mode", "full_determinism", "gradient_checkpointing", "bf16_residual")
+    more = {name: getattr(arguments, name) for name in kept} | {"mask_documents": mask_documents}
+    return Setup(precision, compiled, attention, tuple(notes), sharding, cudnn_attention=cudnn_attention, **more)
+
+
+def _check_kernels() -> None:
+    """Raise a `UserError` for a GPU without kernels in this build of PyTorch, because the first kernel would fail."""
+    if torch.cuda.is_available() and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability()
+        if not has_kernels(torch.cuda.get_arch_list(), capability):
+            raise UserError(without_kernels(torch.cuda.get_device_name(), capability, f"torch {torch.__version__}"))
+
+
+def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
+    """Return whether a device can run code built for targets such as `sm_90` or `compute_90`.
+    Binaries (sm_) run on later devices of the same major version; compute_ targets are compiled on load for any later device."""
+    built = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built_for))
+    return any(
+        (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
+        for kind, major, minor in built
+    )
+
+
+def without_kernels(name: str, capability: tuple[int, int], build: str) -> str:
+    """Return the error, with its remedy, for a GPU that is too old or too new for a build of PyTorch."""
+    remedy = "update torch"
+    if capability < OLDEST_CAPABILITY:
+        remedy = "install a build for CUDA 12.6, which PyTorch publishes up to 2.14 (pytorch.org/get-started)"
+    return f"{build} has no kernels for {name} (compute capability {'.'.join(map(str, capability))}): {remedy}."
+
+
+def _precision(asked: str) -> str:
+    has_gpu = torch.cuda.is_available()
+    has_bf16 = has_gpu and computes_bf16()
+    if asked == "auto":  # the launcher also exports `no` if the user set nothing
+        asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "auto")
+    if asked == "fp16" and not has_gpu:
+        raise UserError("mixed_precision is fp16, which needs a GPU, and none was found; use bf16, no or auto.")
+    if asked == "bf16" and has_gpu and not has_bf16:
+        gpu = torch.cuda.get_device_name()
+        raise UserError(f"mixed_precision is bf16, which {gpu} does not support; use fp16 or auto.")
+    if asked != "auto":
+        return asked
+    if has_gpu:
+        return "bf16" if has_bf16 else "fp16"
+    return "bf16" if computes_bf16() and not torch.backends.mps.is_available() else "no"
+
+
+def computes_bf16() -> bool:
+    """Return whether the device has instructions for bf16. Emulated bf16 is slower than fp32."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _attention(asked: str, precision: str | None, context: int) -> str:
+    known = ["auto", "eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
+    if asked not in known:
+        raise UserError(f"attn_implementation is {asked!r}; it must be one of {', '.join(known)}.")
+    if asked.startswith("flash_attention") and not torch.cuda.is_available():
+        raise UserError(f"attn_implementation is {asked}, which needs an NVIDIA GPU; use sdpa.")
+    if asked == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError(
+            "attn_implementation is flash_attention_2, which is not installed: pip install flash-attn, or use sdpa."
+        )
+    # PyTorch's CPU kernel is slower than bf16 matrix products until the context x context scores outgrow the caches; see
+    # docs/log.md for the measurement.
+    is_faster = not torch.accelerator.is_available() and precision == "bf16" and context <= LONGEST_EAGER
+    return asked if asked != "auto" else "eager" if is_faster else "sdpa"
+
+
+def use_deterministic_kernels() -> None:
+    """Make PyTorch use kernels with a fixed order of additions. These are flash instead of cuDNN attention, one split of keys
+    in memory-efficient attention, and a fixed cuBLAS workspace. An operation without such a kernel raises an error."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory before writing it
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory, because each step on a CPU frees memory that the next step allocates again.
+    By default, glibc returns large blocks to the system, which must find and clear every page again: a third of a step's time."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_TRIM_THRESHOLD, -1)
+
+
+def memory_of_others() -> str:
+    """Return a message if other processes use the GPU's memory, or an empty string if they use less than a tenth of it."""
+    if not torch.cuda.is_available():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()
+    if others < total / 10:  # includes about 0.5 GB of CUDA itself
+        return ""
+    return (
+        f"{others / 1e9:.0f} of {total / 1e9:.0f} GB of the GPU are in use by other processes (nvidia-smi lists them): stop them, or "
+        f"choose another GPU with CUDA_VISIBLE_DEVICES"
+    )
+
+
+def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -> str:
+    """Describe the setup in one line: `CPU (2 threads), fp32, compiled, 1 process, attention: sdpa (flash)`. A GPU adds its peak."""
+    if accelerator.device.type == "cuda":
+        peak = peak_flops(name_of(accelerator.device), setup.mixed_precision)
+        best = "MFU unknown" if peak is None else f"{peak / 1e12:g} TFLOP/s"
+        where = f"{name_of(accelerator.device)} ({best})"
+    else:
+        threads = torch.get_num_threads()
+        where = f"{accelerator.device.type.upper()} ({threads} thread{'s' if threads > 1 else ''})"
+    precision = {"no": "fp32"}.get(setup.mixed_precision, setup.mixed_precision)
+    compiled = "compiled" if setup.torch_compile else "not compiled"
+    processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
+    shared = ", model and optimizer sharded" if setup.shards(accelerator) else ""
+    attention = setup.attn_implementation
+    if attention == "sdpa" and accelerator.device.type in ("cpu", "cuda"):
+        attention += f" ({kernel_of_sdpa(accelerator.device, setup, model)})"
+    return f"{where}, {precision}, {compiled}, {processes}{shared}, attention: {attention}"
+
+
+def kernel_of_sdpa(device: torch.device, setup: Setup, model: GPT2ScratchConfig) -> str:
+    """Return the kernel that PyTorch reports for tensors like those of a step.
+    It is cudnn, flash, efficient, or math, which is slow and stores the matrix of scores."""
+    T = model.n_positions
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.mixed_precision, torch.float32)
+    shape = (1, model.n_head, T, model.n_embd // model.n_head)
+    query = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
+    mask = torch.ones(1, 1, T, T, device=device, dtype=torch.bool) if setup.mask_documents else None
+    choice = torch._fused_sdp_choice(query, query, query, mask, model.attn_pdrop, mask is None)
+    return SDPBackend(choice).name.split("_")[0].lower()

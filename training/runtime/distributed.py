@@ -1,0 +1,136 @@
+"""Processes of a run: start, results of the main process for all, and shutdown."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import TorchDynamoPlugin, gather_object
+from torch import distributed
+from transformers.utils import logging as transformers_logging
+
+from common.errors import UserError
+from training.runtime.device import Setup, keep_freed_memory, use_deterministic_kernels
+from training.runtime.fsdp_settings import keep_accelerate_from_sharding
+from training.runtime.restart import restarted
+
+Found = TypeVar("Found")
+LONGEST_WAIT = 6 * 3600  # seconds
+MEETING = "restart://"  # the init_method of the process group
+_waits = False
+
+
+def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.Store, int, int]]:
+    """Rendezvous like `env://`, with a new key prefix per restart because the launcher's store keeps addresses of old processes."""
+    store, rank, processes = next(distributed.rendezvous("env://", timeout=timeout))
+    yield distributed.PrefixStore(f"restart_{restarted().get('restarts', 0)}", store), rank, processes
+
+
+distributed.register_rendezvous_handler(MEETING.removesuffix("://"), _meet)
+
+
+def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str, ddp_timeout: int) -> Accelerator:
+    """Start Accelerate. Raise a `UserError` if the environment requests more processes than it created, or if they cannot
+    connect. `ddp_timeout`: seconds that a process waits for the others."""
+    torch.set_float32_matmul_precision("high")  # TF32 for fp32 matrix products on a GPU
+    if setup.full_determinism:
+        use_deterministic_kernels()
+    torch.backends.cuda.enable_cudnn_sdp(setup.cudnn_attention)
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)  # hides "Not enough SMs" on small GPUs
+    transformers_logging.disable_progress_bar()  # hides "model shards" for every checkpoint
+    if not torch.accelerator.is_available():
+        keep_freed_memory()
+    keep_accelerate_from_sharding()
+    handlers = [
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        InitProcessGroupKwargs(init_method=MEETING, timeout=timedelta(seconds=ddp_timeout)),
+    ]
+    try:
+        accelerator = Accelerator(
+            # By default, Accelerate does not connect launched processes on a machine without a GPU: each would train alone.
+            cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
+            mixed_precision=setup.mixed_precision,
+            dynamo_plugin=TorchDynamoPlugin(backend="no"),  # step.py compiles, even if the launcher exports a backend
+            log_with=trackers,
+            project_dir=output_dir,
+            kwargs_handlers=handlers,
+        )
+    except distributed.DistError as error:
+        raise UserError(
+            f"The processes of the job did not connect within {ddp_timeout} s (ddp_timeout): {str(error).splitlines()[0]}"
+        ) from error
+    asked = int(os.environ.get("WORLD_SIZE", 1))
+    if asked != accelerator.num_processes:
+        raise UserError(
+            f"The environment requests {asked} processes (WORLD_SIZE), but Accelerate sees {accelerator.num_processes}; "
+            f"start them with accelerate launch, on CPU with --config_file launch/two_cpu_processes.yaml."
+        )
+    return accelerator
+
+
+def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
+    """Call `find` on the main process and return its result, which can be pickled, on every process.
+    An error of the main process is raised as a `UserError` on the others.
+    The others wait without `ddp_timeout`, in a separate group, because the main process may wait for a disk. If it dies or
+    freezes meanwhile, the watchdog stops all. The group's store cannot be used: it ends with the launcher."""
+    global _waits  # noqa: PLW0603
+    if accelerator.num_processes == 1:
+        return find()
+    group, answer, failure = _patient_group(), [None, None], None
+    if accelerator.is_main_process:
+        try:
+            answer[0] = find()
+        except Exception as error:
+            answer[1], failure = str(error) or type(error).__name__, error
+    _waits = not accelerator.is_main_process
+    try:
+        distributed.broadcast_object_list(answer, src=0, group=group)
+    finally:
+        _waits = False
+    if failure is not None:
+        raise failure
+    found, problem = answer
+    if problem is not None:
+        error = UserError(problem)
+        error.is_reported = True
+        raise error
+    return found
+
+
+def waits_for_main() -> bool:
+    """Return whether this process is waiting in `on_main`. Other threads call this."""
+    return _waits
+
+
+@cache
+def _patient_group() -> distributed.ProcessGroup:
+    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=LONGEST_WAIT))
+
+
+def check_same_command(settings: dict[str, Any]) -> None:
+    """Raise a `UserError` if the processes of the group have different settings."""
+    first, *others = gather_object([settings])
+    if different := [rank for rank, other in enumerate(others, start=1) if other != first]:
+        raise UserError(
+            f"Rank {different[0]} has other settings than rank 0: run the same command on all machines, and stop processes of "
+            f"earlier runs that are still running."
+        )
+
+
+def stop_accelerator(accelerator: Accelerator) -> None:
+    """Close the trackers and the process group.
+    Gloo's thread needs the interpreter lock to free the tensors of the last collective. If the main thread destroys the group
+    at that moment, it holds the lock and waits for the thread: a deadlock. The short sleep lets the thread finish."""
+    # All processes wait, so that slow trackers finish sending before the launcher kills remaining processes.
+    on_main(accelerator, lambda: [tracker.finish() for tracker in accelerator.trackers])
+    accelerator.trackers = []
+    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        time.sleep(0.2)
+    _patient_group.cache_clear()
+    accelerator.end_training()

@@ -1,0 +1,91 @@
+"""Devices: peak FLOP/s for model FLOPs utilization (MFU), power, and rental prices. hardware.yaml holds the figures."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from common import schema
+from common.limits import free
+
+_DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+PRICES_OF, DOLLARS_PER_COLAB_UNIT = _DATA["prices_of"], _DATA["dollars_per_colab_unit"]
+GRAMS_OF_CO2_PER_KWH, MFU_OF_OTHERS = _DATA["grams_of_co2_per_kwh"], _DATA["reported_mfu"]["others"]
+UNKNOWN = (None, None, None)  # for a device without a datasheet
+FILLS_A_GPU = 30e6  # weights in matrix products: the MFU that others report does not apply to smaller models
+# Words in a device's name that do not affect its speed. Any other word, as in `RTX 4090 Laptop GPU` or
+# `A100-SXM4-40GB MIG 1g.5gb`, makes it a different device.
+NOT_THE_MODEL = re.compile(r"NVIDIA|AMD|TESLA|GEFORCE|INSTINCT|GENERATION|OAM|SXM\d?|HBM3E?|\d+GB")
+
+
+@dataclass(frozen=True)
+class Rental:
+    """Device that can be rented."""
+
+    name: str
+    datasheet: str  # key in `datasheets`
+    gigabytes: float  # size of the memory
+    dollars: tuple[float, float] | None = None  # per hour: lowest and highest price
+    colab_units: float | None = None  # per hour, if Colab offers it
+    too_old: tuple[int, int] | None = None  # compute capability without kernels in PyTorch's current builds
+
+
+RENTALS = {key: schema.build(rental, Rental) for key, rental in _DATA["rentals"].items()}
+
+
+@dataclass
+class CostArguments:
+    hourly_price: float | None = free(None, "Dollars per hour for all devices, for plan, report and model card.")
+    plan: bool = free(False, "Estimate memory, time, cost and disk use, and report problems, without training.")
+    plan_device: str | None = free(
+        None,
+        f"With --plan: estimate for this device, from its datasheet, instead of this machine: {', '.join(RENTALS)}.",
+    )
+    plan_steps: int = free(10, "With --plan: most steps to measure at a time; 0 measures nothing.", maximum=10_000)
+
+    def __post_init__(self) -> None:
+        """Complete a part of a device's name that only one device has: `RTX 4090` is rtx4090-24gb."""
+        if self.plan_device and len(found := rentals_named(self.plan_device)) == 1:
+            [self.plan_device] = found
+
+    def problems(self) -> Iterator[str]:
+        if self.plan_device is not None and self.plan_device not in RENTALS:
+            yield f"plan_device is {self.plan_device!r}; it must be one of {', '.join(rentals_named(self.plan_device) or RENTALS)}."
+        elif self.plan_device is not None and not self.plan:
+            yield f"plan_device is {self.plan_device}, which only applies with --plan; add --plan or leave it out."
+
+
+def rentals_named(part: str) -> list[str]:
+    """Return the devices in `RENTALS` whose names contain `part`, compared by letters and digits."""
+    return [name for name in RENTALS if re.sub(r"[\W_]", "", part.lower()) in name.replace("-", "")]
+
+
+def model_of(name: str) -> str:
+    """Return the model in a device's name: `NVIDIA A100-SXM4-80GB` -> `A100`."""
+    return " ".join(word for word in re.split("[ -]", name.upper()) if not NOT_THE_MODEL.fullmatch(word))
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of a GPU, or an empty string for other devices."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def peak_flops(name: str, mixed_precision: str) -> float | None:
+    """Return the peak FLOP/s of a device by its name, or None if unknown. `mixed_precision` is no, bf16 or fp16."""
+    half, single, _ = _DATA["datasheets"].get(model_of(name), UNKNOWN)
+    teraflops = single if mixed_precision == "no" else half
+    return None if teraflops is None else teraflops * 1e12
+
+
+def watts(name: str) -> float | None:
+    """Return the maximum power of a device in watts, by its name, or None if unknown."""
+    return _DATA["datasheets"].get(model_of(name), UNKNOWN)[2]
+
+
+def reported_mfu(name: str) -> list[float] | None:
+    """Return the lowest, a typical and the highest MFU that others report for GPT-2 on a device, or None without reports.
+    The models have 124M to 135M parameters."""
+    return _DATA["reported_mfu"].get(model_of(name).partition(" ")[0])

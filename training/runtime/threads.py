@@ -1,0 +1,32 @@
+"""Number of CPU threads, and how they wait. Import this before torch, which reads both when it loads."""
+
+import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
+
+import os
+
+import psutil
+
+from training.runtime.launcher import launcher_option, set_by_launcher
+
+
+def _cores() -> int:
+    """Return the number of physical cores that this process may use."""
+    physical = psutil.cpu_count(logical=False) or os.cpu_count()
+    return min(physical, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else physical
+
+
+def _is_asked_for() -> bool:
+    """Return whether the user chose a number. By default, the launcher sets 1, which would idle all other cores."""
+    number = os.environ.get("OMP_NUM_THREADS", "")
+    is_chosen = not set_by_launcher("OMP_NUM_THREADS") or launcher_option("num_cpu_threads_per_process")
+    return number not in ("", "1") or bool(number and is_chosen)
+
+
+# Otherwise torch might choose another number and round differently. It is set here, not later in torch, because then a step of
+# two threads takes a fifth longer (docs/log.md).
+if not _is_asked_for():
+    os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+# Threads wait for each other in every step. By default they spin for milliseconds, and a step takes several times longer if another
+# process uses a core. This is libgomp's own value for more threads than cores; it costs 3% if the cores are free (docs/log.md).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -1,0 +1,239 @@
+"""Optimizer: parameter groups, state per parameter, learning rate schedule, and skipped steps.
+
+All code that depends on the kind of optimizer is here and in muon.py.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from common.errors import UserError
+from common.limits import setting
+from training.step.muon import Muon, momentum_at
+from training.step.tensors import opened, shard_like, verified
+
+
+@dataclass
+class OptimArguments:
+    """The defaults are those of AdamW; `with_defaults` replaces them for Muon."""
+
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw", "muon: Muon for the matrices of the blocks, Adam for all other parameters.", resume="fixed"
+    )
+    learning_rate: float = setting(6e-4, "Peak learning rate; with muon 0.02, of the blocks.", above=0, maximum=100)
+    embedding_learning_rate: float | None = setting(
+        None, "Peak rate of the embeddings. Default: learning_rate; with muon by width.", above=0, maximum=100
+    )
+    head_learning_rate: float | None = setting(
+        None, "Peak rate of the head, with muon also of vectors. Defaults as above.", above=0, maximum=100
+    )
+    min_learning_rate: float = setting(
+        6e-5, "learning_rate of the last step, with muon 0; other rates fall alike.", minimum=0, maximum=100
+    )
+    warmup_steps: int = setting(100, "Steps of linear learning rate warm-up to the peak; with muon 0.")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = setting(
+        "cosine", "Decay of the rates. warmup_stable_decay, the default with muon: constant, then linear."
+    )
+    cooldown_fraction: float = setting(0.6, "Share of steps in which warmup_stable_decay decays.", minimum=0, maximum=1)
+    weight_decay: float = setting(
+        0.1, "Decoupled weight decay of matrices; with muon 0.05, of the blocks only.", minimum=0, maximum=1000
+    )
+    adam_beta1: float = setting(0.9, "Decay of Adam's first moment; with muon 0.8.", minimum=0, below=1)
+    adam_beta2: float = setting(0.95, "Decay of Adam's second moment.", minimum=0, below=1)
+    adam_epsilon: float = setting(1e-8, "Added to Adam's denominator; with muon 1e-10.", minimum=1e-20, maximum=1)
+    max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables clipping.")
+
+    def problems(self) -> Iterator[str]:
+        lowest, peak = self.min_learning_rate, self.learning_rate
+        if lowest > peak:
+            yield f"min_learning_rate is {lowest}; it must be between 0 and learning_rate, {peak}."
+
+
+# Settings of modded-nanogpt's plain recipe for Muon (track_3_optimization, record 36, for 12 layers of width 768).
+MUON_RATES = {"learning_rate": 0.02, "embedding_learning_rate": 0.3, "head_learning_rate": 0.004}
+MUON_DEFAULTS = {
+    "min_learning_rate": 0.0,
+    "warmup_steps": 0,
+    "lr_scheduler_type": "warmup_stable_decay",
+    "weight_decay": 0.05,
+    "adam_beta1": 0.8,
+    "adam_epsilon": 1e-10,
+}
+
+
+def with_defaults(
+    arguments: OptimArguments, given: set[str], tokens_per_step: int, width: int, has_large_embedding: bool
+) -> OptimArguments:
+    """Return the arguments with Muon's defaults for the settings that are not `given`. AdamW's arguments are returned as they are.
+    Muon's rate does not depend on the width. Adam's rates are those of width 768 times sqrt(768 / width). All rates are multiplied
+    by `batch_factor`. An embedding that is a head too, or is not normalized, has small values and therefore the head's rate:
+    `has_large_embedding` is false."""
+    if arguments.optimizer != "muon":
+        return arguments
+    scale = batch_factor(tokens_per_step)
+    rates = {name: rate * scale for name, rate in MUON_RATES.items()}
+    for name in ("embedding_learning_rate", "head_learning_rate"):
+        rates[name] *= math.sqrt(768 / width)
+    if not has_large_embedding:
+        rates["embedding_learning_rate"] = arguments.head_learning_rate or rates["head_learning_rate"]
+    defaults = {name: value for name, value in (rates | MUON_DEFAULTS).items() if name not in given}
+    return replace(arguments, **defaults)
+
+
+def batch_factor(tokens_per_step: int) -> float:
+    """Return the factor of Muon's default rates: sqrt(B / 2^19) for a larger global batch B, as in nanochat, otherwise 1.
+    For smaller batches the rule does not hold: see docs/log.md for the measurement."""
+    return max(1.0, math.sqrt(tokens_per_step / 2**19))
+
+
+def describe_rates(arguments: OptimArguments, tokens_per_step: int) -> str:
+    """Describe the peak rates of the parameter groups. The text is empty if all groups have the same rate."""
+    embedding, head = arguments.embedding_learning_rate, arguments.head_learning_rate
+    if arguments.optimizer == "adamw" and embedding is head is None:
+        return ""
+    factor, rate = batch_factor(tokens_per_step), arguments.learning_rate
+    text = f"{rate:.3g} (blocks, {arguments.optimizer}), {embedding or rate:.3g} (embedding), {head or rate:.3g} (head)"
+    if factor > 1 and rate == factor * MUON_RATES["learning_rate"]:
+        text += f"; the default rates are multiplied by sqrt(tokens_per_step / 2^19) = {factor:.3g}"
+    return text
+
+
+# Keys of the fp32 tensors in the optimizer's state of a parameter, by the rule of its group.
+MOMENTS = {"adam": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+SCALARS = {"step"}  # a single number instead of one per weight
+
+
+def build_optimizer(
+    model: nn.Module, arguments: OptimArguments, device: torch.device, precision: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
+    """Build the optimizer of a model. `precision`: dtype of Muon's matrix products."""
+    groups, fused = parameter_groups(model, arguments), device.type in ("cuda", "cpu")
+    if arguments.optimizer == "muon":
+        return Muon(groups, fused, precision)
+    return torch.optim.AdamW(groups, fused=fused)  # Loshchilov and Hutter 2019
+
+
+def parameter_groups(model: nn.Module, arguments: OptimArguments) -> list[dict[str, Any]]:
+    """Return the optimizer's groups. `initial_lr` of a group is its peak learning rate, and `rule` the key in `MOMENTS`.
+    Weight decay applies to matrices; with Muon, only to those of the blocks. A tied head belongs to the embedding."""
+    uses_muon = arguments.optimizer == "muon"
+    peaks = {"wte": arguments.embedding_learning_rate, "wpe": arguments.embedding_learning_rate}
+    peaks |= {"lm_head": arguments.head_learning_rate}
+    adam = {"rule": "adam", "betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+    muon = {"rule": "muon", "momentum": momentum_at(0)}
+    groups: dict[tuple, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        is_matrix, matrices = parameter.dim() >= 2, 3 if name.endswith("attn.c_attn.weight") else 1
+        by_muon = uses_muon and is_matrix and ".h." in name
+        others = arguments.head_learning_rate if uses_muon and not by_muon else None
+        peak = peaks.get(name.split(".")[-2], others) or arguments.learning_rate
+        decay = arguments.weight_decay if is_matrix and (by_muon or not uses_muon) else 0.0
+        rule = muon | {"matrices": matrices} if by_muon else adam
+        group = {"params": [], "weight_decay": decay, "lr": peak, "initial_lr": peak, **rule}
+        groups.setdefault((by_muon and matrices, peak, decay), group)["params"].append(parameter)
+    return list(groups.values())
+
+
+def schedule(step: int, max_steps: int, arguments: OptimArguments) -> float:
+    """Return the factor of each group's peak learning rate at step 0 .. max_steps - 1.
+    It rises linearly to 1 in the warm-up, then decays to `min_learning_rate / learning_rate` at the last step."""
+    floor, warmup = arguments.min_learning_rate / arguments.learning_rate, arguments.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    kind = arguments.lr_scheduler_type
+    if kind == "constant":
+        return 1.0
+    start = max(warmup, cooldown_start(max_steps, arguments))
+    progress = min(1.0, max(0, step - start) / max(1, max_steps - 1 - start))  # 0 .. 1
+    if kind == "cosine":
+        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0 + (floor - 1.0) * progress
+
+
+def cooldown_start(max_steps: int, arguments: OptimArguments) -> int:
+    """Return the number of steps of `warmup_stable_decay` before the rates fall. Other schedules have no stable phase: 0."""
+    stable = arguments.lr_scheduler_type == "warmup_stable_decay"
+    return round(max_steps * (1.0 - arguments.cooldown_fraction)) if stable else 0
+
+
+def jump_at(step: int, before: Mapping[str, Any], max_steps: int, arguments: OptimArguments) -> list[str]:
+    """Return a sentence if `step` is in the cooldown of a shorter run with the settings `before`, and the rates now rise."""
+    kept = {name: getattr(arguments, name) for name in ("lr_scheduler_type", "cooldown_fraction", "warmup_steps")}
+    if before.get("max_steps") not in range(1, max_steps) or not kept.items() <= before.items():
+        return []
+    old, new = (schedule(step, steps, arguments) for steps in (before["max_steps"], max_steps))
+    text = f"rates of step {step + 1:,} changed from {old:.0%} to {new:.0%} of their peak: the checkpoint is from a cooldown"
+    return [text] if new > old and arguments.lr_scheduler_type == "warmup_stable_decay" else []
+
+
+def set_rates(optimizer: torch.optim.Optimizer, step: int, factor: float) -> None:
+    """Set the learning rate of every group to `factor` times its peak, and Muon's momentum to that of the step."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+        if group["rule"] == "muon":
+            group["momentum"] = momentum_at(step)
+
+
+def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
+    """Make the next `step` change nothing, including moments and their step count, if the gradient is not finite.
+    PyTorch's fused kernels read `found_inf` on the device. In fp16, the scaler sets it; this function is for other precisions."""
+    if optimizer.defaults.get("fused"):
+        optimizer.grad_scale, optimizer.found_inf = None, (~grad_norm.isfinite()).float()
+    elif not grad_norm.isfinite():  # waits for the device, but only on Apple GPUs, where Adam is not fused
+        optimizer.zero_grad()
+
+
+def moment_bytes(optimizer: str, parameters: int, matrices: int) -> int:
+    """Return the bytes of the moments of a model, without the scalars per tensor.
+    Of its parameters, `matrices` are weights in matrices of the blocks."""
+    return 4 * (2 * parameters - (matrices if optimizer == "muon" else 0))
+
+
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Yield the name in a checkpoint, such as `transformer.wte.weight/exp_avg`, the parameter, and the key of each moment."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key in MOMENTS[group["rule"]]:
+                yield f"{names[parameter]}/{key}", parameter, key
+
+
+def moment_shapes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Size]:
+    """Return the shape of each moment, unsharded, by its name in a checkpoint. No step is needed before."""
+    moments = _moments(model, optimizer)
+    return {name: torch.Size() if key in SCALARS else parameter.shape for name, parameter, key in moments}
+
+
+def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of the optimizer's state with its name in a checkpoint."""
+    for name, parameter, key in _moments(model, optimizer):
+        if parameter in optimizer.state:
+            yield name, optimizer.state[parameter][key]
+
+
+def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load the moments of a safetensors file into `optimizer`, built for `model`. Its hyperparameters do not change. Raise a
+    `UserError` if the file's tensors do not match the optimizer, or hold values that no run writes."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[torch.Tensor, dict[str, torch.Tensor]] = {parameter: {} for parameter in parameters}
+    shapes = moment_shapes(model, optimizer)
+    with opened(path) as file:  # one tensor at a time: only this process's shard is kept
+        if wrong := sorted(set(file.keys()) ^ shapes.keys()):
+            raise UserError(f"{path} does not fit the model and its optimizer: {', '.join(wrong[:5])}.")
+        for name, parameter, key in _moments(model, optimizer):
+            full = verified(file.get_tensor(name), name, shapes[name], path)
+            state[parameter][key] = shard_like(full, parameter)
+    numbered = dict(enumerate(state.values()))
+    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def usual_learning_rate(parameters: int) -> float:
+    """Return the usual peak learning rate of Adam (Kaplan et al. 2020, appendix D.6): 6.4e-4 for 124M parameters."""
+    return 0.003239 - 0.0001395 * math.log(parameters)

@@ -1,0 +1,108 @@
+"""Training step: the hot path. Nothing here waits for the device."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.profiler import record_function
+
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.data.batches import TrainBatches, mix
+from training.runtime.compilation import prepare_cache
+from training.runtime.device import Setup, computes_bf16
+from training.step.loss import NextTokenLoss
+from training.step.model import build_model
+from training.step.optim import OptimArguments, build_optimizer, load_moments, set_rates, skip_if_not_finite
+from training.step.sharding import shard
+from training.step.tensors import OPTIMIZER, WEIGHTS, load_weights, whole
+
+
+@dataclass
+class TrainStep:
+    """Model, loss and optimizer, prepared by Accelerate, with their training batches."""
+
+    accelerator: Accelerator
+    model: GPT2ScratchForCausalLM
+    loss: nn.Module  # the prepared `NextTokenLoss` of the model
+    optimizer: AcceleratedOptimizer  # around `optimizer.optimizer`, PyTorch's own
+    batches: TrainBatches
+    max_grad_norm: float
+
+    def __call__(self, step: int, rate_factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Train on global batch `step`, at `rate_factor` times the peak learning rates. Return this process's mean loss and the
+        gradient norm before clipping, as tensors on the device."""
+        accumulation = self.batches.plan.accumulation
+        # Dropout is a function of (seed, step, rank), like the data: no generator state to save or restore.
+        self._seed(mix(mix(self.batches.order.seed, step), self.accelerator.process_index) >> 1)
+        set_rates(self.optimizer.optimizer, step, rate_factor)
+        total = torch.zeros((), device=self.accelerator.device)
+        for micro_step in range(accumulation):
+            with record_function("data"):  # for --profile; costs 5 us when not recording
+                inputs, targets, positions = self.batches(step, micro_step)  # (B, T) each
+            with self.accelerator.accumulate(self.loss):
+                with record_function("forward"):
+                    loss = self.loss(inputs, targets, targets.numel(), positions)
+                with record_function("backward"):
+                    # A factor of exactly 1. If the loss is not finite, every gradient becomes not finite, on all processes.
+                    self.accelerator.backward(loss * (1 + 0 * loss.detach()))
+                    total += loss.detach()
+                with record_function("optimizer"):
+                    if self.accelerator.sync_gradients:
+                        norm = self.accelerator.clip_grad_norm_(self.loss.parameters(), self.max_grad_norm or math.inf)
+                        norm = whole(norm)
+                        if self.accelerator.scaler is None:
+                            skip_if_not_finite(self.optimizer.optimizer, norm)  # both may be offloaded
+                        grad_norm = norm.to(total.device)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+        return total / accumulation, grad_norm
+
+    def _seed(self, seed: int) -> None:
+        """Seed only the generators in use.
+        Without a GPU, `torch.manual_seed` takes 0.3 ms: on each call, it records a traceback, for use if a GPU appears later."""
+        torch.default_generator.manual_seed(seed)
+        if self.accelerator.device.type != "cpu":
+            torch.get_device_module(self.accelerator.device).manual_seed(seed)
+
+
+def build_train_step(
+    config: GPT2ScratchConfig,
+    checkpoint: Path | None,
+    batches: TrainBatches,
+    arguments: OptimArguments,
+    setup: Setup,
+    accelerator: Accelerator,
+    pretrained: Callable[[nn.Module], None] | None = None,
+) -> TrainStep:
+    """Build, compile and distribute the model, and create its optimizer. Weights and moments are new or from a checkpoint. Raise a
+    `UserError` if the checkpoint's tensors do not fit the model, or hold values that no run writes.
+    `pretrained` writes the initial weights of a run without a checkpoint; by default they are random."""
+    load = partial(load_weights, checkpoint / WEIGHTS) if checkpoint is not None else pretrained
+    model = build_model(config, setup, batches.order.seed, load)
+    # The count of micro-batches starts at 0, so that a measurement before the run does not shift the run's global batches.
+    accelerator.gradient_accumulation_steps, accelerator.step = batches.plan.accumulation, 0
+    loss = _prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
+    precision = torch.bfloat16 if setup.mixed_precision == "bf16" and computes_bf16() else torch.float32
+    optimizer = accelerator.prepare(build_optimizer(model, arguments, accelerator.device, precision))
+    if checkpoint is not None:
+        load_moments(checkpoint / OPTIMIZER, model, optimizer.optimizer)
+    return TrainStep(accelerator, model, loss, optimizer, batches, arguments.max_grad_norm)
+
+
+def _prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) -> nn.Module:
+    """Compile `loss` and wrap it for the run's processes, as one process, DDP, or FSDP2 if the launcher requests it.
+    It is compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot be
+    one graph (huggingface/accelerate#3991). The autocast that Accelerate adds to `forward` is part of the graph either way."""
+    if setup.torch_compile:
+        prepare_cache()
+    if setup.shards(accelerator):
+        return shard(loss, accelerator, setup.sharding, setup.compile_settings)
+    if setup.compile_settings is not None:
+        loss.compile(**setup.compile_settings)
+    return accelerator.prepare(loss)
