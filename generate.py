@@ -28,7 +28,7 @@ from common.command_line import FlagParser, run
 from common.errors import UserError
 from common.limits import setting
 from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, check_logits, encode_prompt, end_tokens
-from training.checkpoints.loading import find_model, load_with_tokenizer, model_errors
+from training.checkpoints.loading import find_model, load_any_model, model_errors
 from training.evaluation.sampling import TextStream, compiled, continue_texts, continue_tokens, generation_config
 from training.log.screen import IN_NOTEBOOK
 
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> None:
     if options.chat and (options.num_return_sequences > 1 or options.torch_compile):
         raise UserError("num_return_sequences and torch_compile do not apply to a chat; leave them out.")
     source = find_model(options.model)
-    model, tokenizer = load_with_tokenizer(source, options.dtype)
+    model, tokenizer = load_any_model(source, options.dtype)
     # Keep only the end-of-text tokens. The flags set all other values. A max_length here would cause a warning in every window.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")

@@ -85,7 +85,7 @@ def _short(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """Sampling settings, with the names and meanings of generate.py's flags."""
 
     max_new_tokens: int
@@ -110,7 +110,7 @@ class Settings:
 
 
 @torch.no_grad()
-def new_tokens(model: PreTrainedModel, ids: list[int], settings: Settings) -> Iterator[int]:
+def new_tokens(model: PreTrainedModel, ids: list[int], settings: GenerationSettings) -> Iterator[int]:
     """Yield new tokens after `ids` until the model ends its text. When the context is full, its second half becomes the prompt.
     At temperature 0 these are the tokens of generate.py. Transformers' `generate` uses one random generator for all threads;
     here each text has its own, so that a seed gives the same text while others are generated."""

@@ -23,7 +23,16 @@ import gradio
 from jinja2 import Template
 
 from modeling_gpt2scratch import loading
-from publishing.demo_models import MAX_MODELS, DemoModel, Settings, difference, new_tokens, on_hub, score, sentence
+from publishing.demo_models import (
+    MAX_MODELS,
+    DemoModel,
+    GenerationSettings,
+    difference,
+    new_tokens,
+    on_hub,
+    score,
+    sentence,
+)
 
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")
 REFRESH = 0.08  # seconds between updates of the page
@@ -61,7 +70,9 @@ class Continuation:
     is_endless: bool = False  # the model has no token that ends an answer
 
 
-def write(shown: DemoModel, prompt: str | list[dict], settings: Settings, into: Continuation) -> Iterator[None]:
+def write(
+    shown: DemoModel, prompt: str | list[dict], settings: GenerationSettings, into: Continuation
+) -> Iterator[None]:
     """Append generated text to `into`, one token per step. `prompt`: a text to continue, or a chat to answer."""
     try:
         (model, tokenizer), written = shown.load(), []
@@ -86,7 +97,7 @@ def write(shown: DemoModel, prompt: str | list[dict], settings: Settings, into: 
 
 
 def side_by_side(
-    models: list[DemoModel], prompt: str | list[dict], settings: Settings, stop: threading.Event
+    models: list[DemoModel], prompt: str | list[dict], settings: GenerationSettings, stop: threading.Event
 ) -> Iterator[list[Continuation]]:
     """Yield all continuations repeatedly until all are done or `stop` is set.
     The models take turns, one token each, because threads were not faster."""
@@ -294,9 +305,9 @@ def sampling(prefix: str = "") -> dict[str, gradio.components.Component]:
     return controls
 
 
-def settings_of(controls: dict[str, gradio.components.Component], values: dict) -> Settings:
+def settings_of(controls: dict[str, gradio.components.Component], values: dict) -> GenerationSettings:
     given = {name: values[control] for name, control in controls.items()}
-    return Settings(**given | {"seed": secrets.randbelow(10_000) if given["seed"] is None else given["seed"]})
+    return GenerationSettings(**given | {"seed": secrets.randbelow(10_000) if given["seed"] is None else given["seed"]})
 
 
 def serve(groups: list[list[DemoModel]], title: str, examples: list[str], text: str, **options: Any) -> None:

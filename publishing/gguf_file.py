@@ -94,7 +94,7 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
 
 
 @torch.no_grad()
-def difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float]:
+def logit_difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float]:
     """Return the differences between GGUF file and model: the largest of a logit, and the loss in nats per token.
     `ids`: (B, T) int64. Computed in float32 with the file's weights and llama.cpp's activation. The rounding inside llama.cpp is
     not included."""

@@ -13,7 +13,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, l
 from modeling_gpt2scratch.conversion_gpt2scratch import convert, native_kind
 from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TOKENIZER, WEIGHTS, read_json
 from publishing.card import FolderArguments, model_card
-from publishing.gguf_file import difference, write_gguf
+from publishing.gguf_file import logit_difference, write_gguf
 from publishing.source import Source
 from publishing.upload import Repository
 from training.checkpoints.loading import model_errors
@@ -50,7 +50,7 @@ def assemble(
     for kind in options.gguf:
         file = destination / f"{name}-{kind.upper()}.gguf"
         write_gguf(source.model, file, kind, name, options.license)
-        logits, loss = difference(source.model, file, ids)
+        logits, loss = logit_difference(source.model, file, ids)
         gguf.append({"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": ids.numel()})
     write_atomic(destination / "README.md", model_card(source, repository, options, gguf))
     set_default_permissions(destination)

@@ -178,9 +178,9 @@ def test_an_example_fills_the_prompt_and_an_unknown_character_is_reported(addres
     assert refusal in page.texts(".text")[1]
 
 
-def settings(**others) -> demo_page.Settings:
+def settings(**others) -> demo_page.GenerationSettings:
     usual = {"max_new_tokens": 30, "temperature": 1.0, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
-    return demo_page.Settings(**usual | others)
+    return demo_page.GenerationSettings(**usual | others)
 
 
 def written(models: list[demo_page.DemoModel], **others) -> list[str]:

@@ -19,7 +19,7 @@ from training import evaluate
 from training.checkpoints.run_folder import RunFolder
 from training.evaluation import baselines, memorization
 from training.evaluation.baselines import NGram, compressed_bits
-from training.evaluation.memorization import find, hash_spans
+from training.evaluation.memorization import find_spans, hash_spans
 from training.evaluation.scoring import ratio, units
 from training.report.report import evaluation_of
 
@@ -203,8 +203,8 @@ def test_planted_span_is_found_at_its_position_and_an_absent_one_is_not(monkeypa
     changed[-1] += 1
     again = np.concatenate([tokens, planted])
     wanted = np.stack([planted, edge, changed, tokens[-50:], planted]).astype(np.int64)
-    assert find(again[:5000], wanted, Accelerator()).tolist() == [1234, 980, -1, 4950, 1234]
-    assert find(tokens[:40], wanted, Accelerator()).tolist() == [-1] * 5
+    assert find_spans(again[:5000], wanted, Accelerator()).tolist() == [1234, 980, -1, 4950, 1234]
+    assert find_spans(tokens[:40], wanted, Accelerator()).tolist() == [-1] * 5
     hashes = hash_spans(tokens[:1000], 7)  # independent of a span's position
     assert len(hashes) == len(set(hashes.tolist())) == 994
     assert all(hash_spans(tokens[i : i + 7], 7)[0] == hashes[i] for i in range(0, 994, 50))

@@ -18,7 +18,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, end_tokens, turn_end
 from tokenizer.corpus.chat import ChatTemplate
 from tokenizer.encoding.vocabulary import character_tokenizer
-from training.checkpoints.loading import check_store, load_with_tokenizer
+from training.checkpoints.loading import check_store, load_any_model
 from training.evaluation.sampling import SamplingArguments, continue_texts, continue_tokens, generation_config, sample
 
 
@@ -183,7 +183,7 @@ def test_a_token_that_ends_a_turn_is_neither_shown_nor_read_from_a_message(a_cop
     added = json.loads(path.read_text())
     added["added_tokens"][1]["special"] = False
     path.write_text(json.dumps(added))
-    model, tokenizer = load_with_tokenizer(a_copy / "model")
+    model, tokenizer = load_any_model(a_copy / "model")
     assert end_tokens(model) == [0, 1]
     assert tokenizer.decode([1], skip_special_tokens=True) == ""
     check_store(a_copy, tokenizer, store)  # it is still the store's tokenizer
@@ -206,7 +206,7 @@ def test_a_chat_keeps_its_history_and_survives_a_full_context_and_ctrl_c(a_copy,
     monkeypatch.setattr(generate, "chat_ids", lambda *given: seen.append(given[1]) or chat_ids(*given))
     monkeypatch.setattr(generate, "continue_tokens", answer)
     generate.main([str(a_copy), "--chat", "--prompt", "a", *GREEDY])
-    model, _ = load_with_tokenizer(a_copy / "model")
+    model, _ = load_any_model(a_copy / "model")
     ids = torch.tensor([chat_ids(tokenizer, [{"role": "user", "content": "a"}], 12)[0]])
     first = tokenizer.decode(model.generate(ids, do_sample=False, max_length=16)[0, ids.shape[1] :])
     assert end_tokens(model) == [0, 1]

@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from conftest import MODERN, assert_user_error, prose
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import to_native
-from publishing.gguf_file import difference, main, write_gguf
+from publishing.gguf_file import logit_difference, main, write_gguf
 from publishing.hub_folder import write_native
 from tokenizer.corpus.chat import CHATML
 from tokenizer.encoding.vocabulary import character_tokenizer, save
@@ -175,7 +175,7 @@ def test_the_logits_of_llama_cpp_differ_as_reported(kind, fields, room, written,
     """`room` allows for rounding by llama.cpp: activations to f16, or to 8 bits before a Q8_0 matrix."""
     ours, folder, file = written(bpe(), kind, **fields)
     ids = some_ids(ours)
-    theirs, (logits, loss_gap) = llama_logits(llama(file), ids), difference(folder, file, torch.tensor([ids]))
+    theirs, (logits, loss_gap) = llama_logits(llama(file), ids), logit_difference(folder, file, torch.tensor([ids]))
     measured = theirs - logits_of(ours, ids)
     assert measured.abs().max() == pytest.approx(logits, abs=room)
     loss = partial(torch.nn.functional.cross_entropy, target=torch.tensor(ids[1:]))
@@ -198,7 +198,7 @@ def test_an_f16_file_differs_by_rounding_and_by_the_exact_gelu(written, activati
     ours, folder, file = written(bpe(), tie_word_embeddings=True, activation_function=activation)
     assert "output.weight" not in kinds_of(file)
     ids = torch.tensor([some_ids(ours), some_ids(ours)[::-1]])
-    logits, loss = difference(folder, file, ids)
+    logits, loss = logit_difference(folder, file, ids)
     with torch.no_grad():
         before, loss_before = ours(ids).logits, ours(ids, labels=ids).loss
         for block in rounded(ours).transformer.h:

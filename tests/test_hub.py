@@ -16,7 +16,7 @@ from test_merge import documents
 
 from conftest import REPOSITORY, assert_user_error, prose, trained
 from hub_server import File, Repository, serving
-from tokenizer.corpus.hub import HubDataset, opened
+from tokenizer.corpus.hub import HubDataset, open_dataset
 from tokenizer.corpus.named_data import dataset_of, names
 from tokenizer.encoding.vocabulary import save, train_bpe
 from tokenizer.store.store import TokenStore
@@ -37,7 +37,7 @@ def test_hub_ids_have_optional_config_split_and_revision(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert HubDataset.parse(entry) == expected
     assert str(expected) == entry
-    assert opened(entry) == expected
+    assert open_dataset(entry) == expected
 
 
 def test_local_paths_are_not_hub_ids(tmp_path, monkeypatch):
@@ -48,7 +48,7 @@ def test_local_paths_are_not_hub_ids(tmp_path, monkeypatch):
     (tmp_path / "user").mkdir()
     assert HubDataset.parse("user/name") is None
     as_planned = HubDataset("user/name", revision="main")  # it was a Hub id when the work was planned
-    assert opened("user/name@main") == as_planned
+    assert open_dataset("user/name@main") == as_planned
 
 
 CARD = """---
@@ -281,7 +281,7 @@ def test_names_lose_to_local_paths_and_are_checked(tmp_path, monkeypatch):
     assert str(dataset_of("shakespeare")) == "karpathy/tiny_shakespeare@refs/convert/parquet"
     for name in names():
         dataset = dataset_of(f"{name}:simple" if name == "wikipedia" else name)
-        assert opened(str(dataset)) == dataset  # plans contain the text
+        assert open_dataset(str(dataset)) == dataset  # plans contain the text
     assert_user_error("wikipedia needs a language, such as wikipedia:de", dataset_of, "wikipedia")
     assert_user_error("tinystories:de has no languages", dataset_of, "tinystories:de")
     write(tmp_path / "wrong.yaml", "dataset: user/name\nspilt: train\n")

@@ -14,7 +14,7 @@ from common.errors import UserError
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import ModelError, load_model, load_tokenizer
 from tokenizer.encoding.vocabulary import character_tokenizer
-from training.checkpoints.loading import load_with_tokenizer
+from training.checkpoints.loading import load_any_model
 
 SIZE = {"vocab_size": 4, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
 LLAMA = {"vocab_size": 4, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -40,7 +40,7 @@ def saved(folder: Path, model=None, **options) -> Path:
 )
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": 3000}], ids=["whole", "sharded"])
 def test_models_saved_by_transformers_are_loaded(tmp_path, model, options):
-    loaded, _ = load_with_tokenizer(saved(tmp_path, model, **options))
+    loaded, _ = load_any_model(saved(tmp_path, model, **options))
     assert type(loaded) is type(model)
     ids = torch.arange(4)[None]
     torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).logits, rtol=0, atol=1e-6)

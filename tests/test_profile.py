@@ -9,7 +9,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from conftest import assert_same_run
-from training.log.profile import account, classify, summarize, table
+from training.log.profile import account, classify, summarize_profile, table
 
 CUDNN = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0"
 ADAMW = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>"
@@ -73,7 +73,7 @@ def test_device_time_is_that_of_kernels_and_copies_get_the_rest():
         ("copies", copy): 50,
         ("idle", "idle"): 0,
     }
-    summary = summarize(spent, 1000, 4, 5)
+    summary = summarize_profile(spent, 1000, 4, 5)
     assert summary["step_ms"] == 0.5
     expected = {"matmul": 0.15, "attention": 0.1, "optimizer": 0.15, "copies": 0.025, "communication": 0.075}
     assert summary["ms"] == expected

@@ -18,9 +18,9 @@ from common.errors import Problems, disk_errors
 from common.limits import setting
 from common.removal import refuse_replacing
 from training.checkpoints.run_folder import RunFolder, run_of
-from training.report.facts import summarize
+from training.report.facts import summarize_run
 from training.report.plots import plot_runs
-from training.report.report import Page, environment
+from training.report.report import TerminalPage, environment
 
 NOT_COMPARED = {"hourly_price", "backup_dir", "report_to", "project", "sample_prompts"}  # without effect on the model
 
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
     for sentence in problems.sentences:
         print(f"Skipped: {sentence}", file=sys.stderr)
     base = os.path.commonpath([folder.resolve().parent for folder in folders])
-    found = {os.path.relpath(folder.resolve(), base): summarize(RunFolder(folder)) for folder in folders}
+    found = {os.path.relpath(folder.resolve(), base): summarize_run(RunFolder(folder)) for folder in folders}
     runs = dict(sorted(found.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))
     values: dict[str, set[str]] = {}
     for name, value in (item for each in runs.values() for item in each["settings"].items()):
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
     is_other_text = len({run["text"] for run in runs.values() if run["last"]}) > 1
     table = environment().get_template("comparison.md.j2")
     page = table.render(runs=runs, differing=differing, is_other_text=is_other_text)
-    Console().print(Page(page)) if sys.stdout.isatty() else print(page)
+    Console().print(TerminalPage(page)) if sys.stdout.isatty() else print(page)
     measure = "eval_bits_per_byte" if is_other_text else "eval_loss"
     with disk_errors(given.output):
         if plot_runs({name: run["entries"] for name, run in runs.items()}, Path(given.output), measure):

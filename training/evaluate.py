@@ -41,7 +41,7 @@ from training.config import read_config
 from training.data.run_data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
 from training.evaluation import panel
 from training.evaluation.memorization import memorization
-from training.evaluation.scoring import score
+from training.evaluation.scoring import score_split
 from training.report.report import evaluated_run, keep_evaluation, show_evaluation
 from training.runtime.device import keep_freed_memory
 from training.runtime.fsdp_settings import keep_accelerate_from_sharding
@@ -202,12 +202,14 @@ def main(arguments: list[str]) -> None:
     placement = choose_placement("auto", bytes_of(store, "val"), accelerator.device, local)
     store.check_hashes("val", *["train"] * given.memorization)
     tokens = place_tokens(store, "val", placement.where, accelerator.device, mask_documents)
-    scored = score(model, store, tokens, given.per_device_eval_batch_size, accelerator)
+    scored = score_split(model, store, tokens, given.per_device_eval_batch_size, accelerator)
     if not math.isfinite(loss := scored["eval_loss"]):
         raise UserError(f"{folder} has a loss of {loss}; its weights or its config.json are damaged.")
     results = {"model": str(folder), "data": str(store.folder)} | scored
     if given.compare or given.compare_with:
-        results["panel"] = panel.compare(model, chosen, given.compare_with, store, given.compare_documents, accelerator)
+        results["panel"] = panel.compare_models(
+            model, chosen, given.compare_with, store, given.compare_documents, accelerator
+        )
     if not accelerator.is_main_process:
         return
     if given.memorization:

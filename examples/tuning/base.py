@@ -16,7 +16,7 @@ from common.errors import UserError
 from examples.tuning.measurements import Learned, mean_loss
 from examples.tuning.settings import Tuning
 from tokenizer.store.store import TokenStore
-from training.checkpoints.loading import check_store, find_model, load_with_tokenizer
+from training.checkpoints.loading import check_store, find_model, load_any_model
 from training.evaluate import store_and_masking
 from training.evaluation.scoring import eval_metrics
 
@@ -68,7 +68,7 @@ def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Orig
     """Load the model in fp32, its tokenizer and its original text; set the options that `tuning` leaves open.
     Raise a `UserError` if the model cannot be loaded, or the requested original text is missing or of another tokenizer."""
     source = find_model(tuning.model)
-    model, tokenizer = load_with_tokenizer(source, torch.float32)
+    model, tokenizer = load_any_model(source, torch.float32)
     record = record_of(tuning)
     store = original_store(tuning, record, source, tokenizer)
     tuning.decide(model.config.hidden_size, store is not None)

@@ -22,7 +22,7 @@ import xxhash
 from common import schema
 from common.atomic import write_atomic
 from common.errors import UserError
-from tokenizer.build.worker import Part, Settings, part_file, row_type
+from tokenizer.build.worker import DocumentSettings, Part, part_file, row_type
 from tokenizer.cleaning import dedup
 from tokenizer.corpus.units import Unit
 from tokenizer.encoding import encode
@@ -66,7 +66,7 @@ class MergeProgress:
 
 
 class Merger:
-    def __init__(self, work: Path, folder: Path, settings: Settings, units: list[Unit]):
+    def __init__(self, work: Path, folder: Path, settings: DocumentSettings, units: list[Unit]):
         """Read and verify the parts of `units` in `work`, whose files will go to `folder`.
         Raise a `UserError` if a part is damaged, or there is too little text."""
         self.work, self.folder, self.settings = work, folder, settings

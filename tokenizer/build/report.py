@@ -42,7 +42,7 @@ def documents(metadata: Metadata) -> str:
     return f"{counted(found, 'document')} found, {kept:,} in the store"
 
 
-def write(store: TokenStore, rust: Tokenizer) -> None:
+def write_store_report(store: TokenStore, rust: Tokenizer) -> None:
     """Write `report.md`."""
     data = {"metadata": store.metadata, "tokens": _token_statistics(store, rust)}
     write_atomic(store.folder / "report.md", render("report.md.j2", data))

@@ -28,12 +28,12 @@ from common.removal import MARK, discard, is_marked, mark, renew
 from tokenizer.build import megatron, report
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
-from tokenizer.build.worker import Part, Plan, Settings, Workers, done_parts
+from tokenizer.build.worker import DocumentSettings, Part, StorePlan, Workers, done_parts
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
 from tokenizer.corpus.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
-from tokenizer.corpus.hub import opened
+from tokenizer.corpus.hub import open_dataset
 from tokenizer.corpus.named_data import template_of
 from tokenizer.corpus.units import TOLERATED_SHARE, UNIT_BYTES, Corpus, TextFile, Unit
 from tokenizer.encoding import encode, vocabulary
@@ -165,11 +165,11 @@ class StoreBuilder:
         return "; ".join(named[:3]) + (f"; and {len(named) - 3} more" if len(named) > 3 else "")
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> StorePlan:
         """Plan of units, settings and tokenizer: new, or from the interrupted command that this one resumes."""
         self.check_writable()
         if (self.work / "plan.json").is_file():
-            plan = Plan.read(self.work)
+            plan = StorePlan.read(self.work)
             mark(self.work, "unfinished")  # older versions set no mark
             if not (changed := self._changed(plan.settings_of_user, plan.inputs)):
                 done = len(done_parts(self.work, range(len(plan.units))))
@@ -193,7 +193,7 @@ class StoreBuilder:
 
     # ---- the plan -------------------------------------------------------------------------------------------------------
 
-    def _new_plan(self) -> Plan:
+    def _new_plan(self) -> StorePlan:
         recipe, corpus = self.recipe, self.corpus
         if recipe.dedup.dedup == "near":
             MinHasher()  # raises an error before any work if rensa is not installed
@@ -201,7 +201,7 @@ class StoreBuilder:
         self.say(f"Reading {', '.join(recipe.inputs)} ({files}) ...")
         self.workers.start(min(self.processes, corpus.text_size // UNIT_BYTES))
         units = corpus.units()
-        settings = Settings(
+        settings = DocumentSettings(
             recipe.corpus.sample_by,
             recipe.cleaning.cleaning,
             recipe.dedup.dedup,
@@ -221,7 +221,7 @@ class StoreBuilder:
         vocabulary.save(tokenizer, self.store / "tokenizer")
         settings = replace(settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id)
         self._require_room(sample, np.dtype(settings.dtype).itemsize)
-        return Plan(recipe.settings(), self.inputs, settings, units, corpus.skipped)
+        return StorePlan(recipe.settings(), self.inputs, settings, units, corpus.skipped)
 
     def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
         """Return source, control tokens and variables of the chat template, or None and empty values if there are no chats."""
@@ -372,7 +372,7 @@ class StoreBuilder:
     def _commits(self) -> dict[str, str]:
         """Return the commit of each Hub dataset by its name."""
         paths = {part.path for unit in self.plan.units for part in unit.ranges if part.kind == "hub"}
-        return {dataset.name: dataset.revision for dataset in map(opened, paths)}
+        return {dataset.name: dataset.revision for dataset in map(open_dataset, paths)}
 
     def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
         write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
@@ -398,13 +398,13 @@ class StoreBuilder:
             repeated_documents=merger.repeated,
             command=shlex.join(["python", *sys.orig_argv[1:]]),
         )
-        report.write(TokenStore(self.store), self.rust)
+        report.write_store_report(TokenStore(self.store), self.rust)
 
 
 class Sample:
     """Evenly spread sample of the text, to train a tokenizer on."""
 
-    def __init__(self, units: list[Unit], settings: Settings, arguments: VocabularyArguments, corpus: Corpus):
+    def __init__(self, units: list[Unit], settings: DocumentSettings, arguments: VocabularyArguments, corpus: Corpus):
         self.settings = settings
         self.is_all = arguments.tokenizer_type == "character" or corpus.most_bytes <= arguments.sample_bytes
         step = max(1, corpus.text_size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)

@@ -45,7 +45,7 @@ BATCH_BYTES = 4 << 20  # bytes encoded together: smaller batches reuse fewer wor
 
 
 @dataclass(frozen=True)
-class Settings:
+class DocumentSettings:
     """Settings that apply to every document."""
 
     sample_by: Literal["document", "paragraph", "line"]
@@ -67,24 +67,24 @@ class Settings:
 
 
 @dataclass
-class Plan:
+class StorePlan:
     """Content of `plan.json`: the decisions made before the work starts."""
 
     settings_of_user: dict[str, Any]
     inputs: list[tuple[str, int, int]]
-    settings: Settings
+    settings: DocumentSettings
     units: list[Unit]
     skipped: Counts = field(default_factory=Counts)
     format_version: int = PLAN_VERSION  # a plan without a version also has format 1
 
     @staticmethod
-    def read(folder: Path) -> "Plan":
+    def read(folder: Path) -> "StorePlan":
         """Return the plan. Raise a `UserError` if it is damaged or of a newer format."""
         path = folder / "plan.json"
         try:
             content = schema.read(path, dict[str, Any])
             check_format(folder, content.get("format_version"), PLAN_VERSION)
-            return schema.build(content, Plan)
+            return schema.build(content, StorePlan)
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error}); delete {folder} to start over.") from error
 
@@ -130,7 +130,7 @@ class UnitProcessor:
     """Processor of the units of an unfinished store."""
 
     def __init__(self, folder: Path):
-        plan = Plan.read(folder)
+        plan = StorePlan.read(folder)
         self.folder, self.settings, self.units = folder, plan.settings, plan.units
         rust = encode.load_rust(folder / "store" / "tokenizer" / "tokenizer.json")
         self.encoder = encode.encoder(rust, np.dtype(self.settings.dtype).newbyteorder("<"))

@@ -134,6 +134,6 @@ class HubDataset:
 
 
 @cache
-def opened(pinned: str) -> HubDataset:
+def open_dataset(pinned: str) -> HubDataset:
     """Open a dataset by its name, `str(dataset)`, even if a local folder now has the same name."""
     return HubDataset(**ID.fullmatch(pinned).groupdict())

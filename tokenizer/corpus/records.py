@@ -152,7 +152,7 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
 
 
 def _hub(part: ByteRange) -> Records:
-    for i, record in enumerate(hub.opened(part.path).records(part.start)):
+    for i, record in enumerate(hub.open_dataset(part.path).records(part.start)):
         yield record, {"record": i + 1}
 
 

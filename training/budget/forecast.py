@@ -31,7 +31,7 @@ from training.report.report import environment
 from training.runtime.console import printer
 from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_others
 from training.runtime.distributed import start_accelerator
-from training.runtime.hardware import FILLS_A_GPU, RENTALS, Rental, name_of
+from training.runtime.hardware import FILLS_A_GPU, RENTALS, Rental, device_name
 from training.step.optim import MUON_RATES, describe_rates, usual_learning_rate
 
 VALIDATION_GRAPH = 0.4  # time to compile the validation, as a fraction of the time until the first step (quickstart)
@@ -102,7 +102,7 @@ class Forecast:
 
 def forecast_run(config: TrainConfig, run: Run, sizing: Sizing | None) -> Forecast:
     speed = assumed_speed(
-        name_of(run.accelerator.device), run.plan.model, run.setup.mixed_precision, run.accelerator.num_processes
+        device_name(run.accelerator.device), run.plan.model, run.setup.mixed_precision, run.accelerator.num_processes
     )
     return Forecast(config, run.setup, run.plan, run.data.store, speed, sizing)
 

@@ -27,7 +27,7 @@ from training.runtime.budget import price_of
 from training.runtime.console import printer
 from training.runtime.device import Setup
 from training.runtime.distributed import on_main
-from training.runtime.hardware import FILLS_A_GPU, MFU_OF_OTHERS, RENTALS, name_of, peak_flops, reported_mfu
+from training.runtime.hardware import FILLS_A_GPU, MFU_OF_OTHERS, RENTALS, device_name, peak_flops, reported_mfu
 from training.runtime.restart import restarted
 from training.step.model import ModelArguments, model_config
 from training.step.optim import with_defaults
@@ -143,7 +143,7 @@ class Sizer:
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
         self.unique, self.paces, self.known = store.metadata.train.tokens, {}, ""
         self.left: float | None = None  # seconds of the budget that are left; None: no time limit
-        cost, name = config.cost, name_of(accelerator.device)
+        cost, name = config.cost, device_name(accelerator.device)
         self.price = price_of(name, cost.plan_device, cost.hourly_price, accelerator.num_processes)
 
     def choose(self, spent: float, tokenized: float) -> Sizing:
@@ -285,7 +285,7 @@ class Sizer:
     def _find_pace(self) -> None:
         """Find FLOP/s: from published results for a model that fills a known GPU, otherwise from a few steps without compilation."""
         plan_device, processes = self.config.cost.plan_device, self.accelerator.num_processes
-        device = RENTALS[plan_device].datasheet if plan_device else name_of(self.accelerator.device)
+        device = RENTALS[plan_device].datasheet if plan_device else device_name(self.accelerator.device)
         if (peak := peak_flops(device, self.setup.mixed_precision)) is not None:
             _, usual, _ = reported_mfu(device) or MFU_OF_OTHERS
             self.paces = {0: usual * peak * processes}

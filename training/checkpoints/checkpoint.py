@@ -99,7 +99,7 @@ class Snapshot:
         return all(torch.linalg.vector_norm(tensor, float("inf")).isfinite() for tensor in self.tensors.values())
 
 
-def write(
+def write_checkpoint(
     folder: Path,
     snapshot: Snapshot,
     shell: GPT2ScratchForCausalLM,
@@ -232,7 +232,7 @@ def is_linked(path: Path, folder: Path) -> bool:
 
 
 def load_state(checkpoint: Path) -> TrainState:
-    """Return the state of a checkpoint. Raise a `UserError` if `write` cannot have written it."""
+    """Return the state of a checkpoint. Raise a `UserError` if `write_checkpoint` cannot have written it."""
     try:
         content = schema.read(checkpoint / STATE, dict[str, Any])
         if "position" not in content:

@@ -56,7 +56,7 @@ def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT
     return model
 
 
-def load_with_tokenizer(
+def load_any_model(
     source: str | Path, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer like `modeling_gpt2scratch.loading`, but with `UserError`s."""

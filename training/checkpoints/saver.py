@@ -178,7 +178,9 @@ class Saver(AbstractContextManager):
         self.verification.wait()
         try:
             refuse_full_disk(self.folder, self.snapshot.n_bytes)
-            saved = checkpoint.write(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
+            saved = checkpoint.write_checkpoint(
+                self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state
+            )
             seconds = round(time.perf_counter() - begin, 4)
             checkpoint.copy(saved, self.folder.model, model_only=True)
             forget_replaced(self.folder)

@@ -34,7 +34,7 @@ def memorization(
     starts = np.random.default_rng(seed).integers(0, max(1, len(val) - LENGTH), texts)
     held_out = [np.asarray(val[start : start + LENGTH], dtype=np.int64) for start in starts]
     opening = [row[:1] for row in held_out] if eos is None else [np.array([eos])] * texts
-    written = write(model, np.stack(opening), eos, seed, accelerator)
+    written = generate_texts(model, np.stack(opening), eos, seed, accelerator)
     of_texts = [spans(text, eos, span) for text in (*written, *held_out)]
     counts = np.array([len(found) for found in of_texts]).reshape(2, texts)
     sources = ("the texts that the model wrote", "the validation split")
@@ -42,7 +42,7 @@ def memorization(
         if not number:
             raise UserError(f"No document in {what} has at least {span} tokens; use a smaller --memorization_span.")
     looked_up = np.concatenate(of_texts)
-    places = find(store.memory_map("train"), looked_up, accelerator)
+    places = find_spans(store.memory_map("train"), looked_up, accelerator)
     hits = [part.sum() for part in np.split(places >= 0, counts.cumsum()[:-1])]
     (share, stderr), (held_out_share, held_out_stderr) = map(ratio, np.reshape(hits, counts.shape), counts)
     example, first = None, int(np.argmax(places[: counts[0].sum()] >= 0))  # the first span found
@@ -63,7 +63,7 @@ def memorization(
     }
 
 
-def write(
+def generate_texts(
     model: PreTrainedModel, opening: np.ndarray, eos: int | None, seed: int, accelerator: Accelerator
 ) -> list[np.ndarray]:
     """Return the continuations of `opening` (B, 1), up to an end of text or `LENGTH` tokens."""
@@ -85,7 +85,7 @@ def spans(tokens: np.ndarray, eos: int | None, span: int) -> np.ndarray:
     return windows[(windows != eos).all(axis=1)]  # if eos is None, all tokens differ from it
 
 
-def find(tokens: np.ndarray, wanted: np.ndarray, accelerator: Accelerator) -> np.ndarray:
+def find_spans(tokens: np.ndarray, wanted: np.ndarray, accelerator: Accelerator) -> np.ndarray:
     """Return the first position in `tokens` of each span in `wanted` (n, span), as (n,) int64, or -1 if a span does not occur.
     One pass over `tokens`, in bounded memory: rolling hashes (Karp and Rabin 1987) are matched with a bit filter, then with a
     sorted table. Of the remaining spans, the first of each hash and block is compared by its tokens."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.errors import UserError, counted
 from common.progress import track
 from tokenizer.store.store import TokenStore
-from training.checkpoints.loading import find_model, load_with_tokenizer
+from training.checkpoints.loading import find_model, load_any_model
 from training.evaluation.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
 from training.evaluation.scoring import ratio, sum_of_processes, units
 
@@ -114,7 +114,7 @@ def nats_of_ngram(ngram: NGram, eos: int | None, text: Encoded, n_units: int) ->
     return np.bincount(np.concatenate([units for _, units in text]), weights=nats[is_text], minlength=n_units)
 
 
-def compare(
+def compare_models(
     model: PreTrainedModel,
     name: str,
     others: list[str],
@@ -129,7 +129,7 @@ def compare(
     for title in (name, *others):
         scored, tokenizer = model, store.load_tokenizer()
         if title != name:
-            scored, tokenizer = load_with_tokenizer(find_model(title), torch.float32)
+            scored, tokenizer = load_any_model(find_model(title), torch.float32)
             scored = scored.to(accelerator.device)
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         encoded = text.encoded(tokenizer, title)

@@ -83,7 +83,7 @@ def evaluate(
 
 
 @torch.no_grad()
-def score(
+def score_split(
     model: GPT2ScratchForCausalLM, store: TokenStore, tokens: Tokens, micro_batch: int, accelerator: Accelerator
 ) -> dict[str, Any]:
     """Score the whole validation split like `evaluate`. Return its metrics with their standard errors."""

@@ -149,7 +149,7 @@ class Stopper:
         self._said = True
         if os.environ.get("RANK", "0") == "0":
             more = " Press Ctrl-C again to end the run immediately, without saving." if reason == "SIGINT" else ""
-            say(f"Stopping after this step ({reason}) and saving.{more}")
+            print_unbuffered(f"Stopping after this step ({reason}) and saving.{more}")
 
     # Methods that run in the thread.
 
@@ -200,7 +200,7 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def say(line: str) -> None:
+def print_unbuffered(line: str) -> None:
     """Print to stderr from any thread, bypassing Python's buffers, which the main thread may have locked."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
@@ -210,5 +210,5 @@ def leave(code: int, last_words: str = "") -> NoReturn:
     """End the process from any thread, even if other threads hang."""
     show_cursor()
     if last_words and os.environ.get("RANK", "0") == "0":
-        say(last_words)
+        print_unbuffered(last_words)
     os._exit(code)

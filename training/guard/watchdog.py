@@ -23,7 +23,7 @@ from torch import distributed
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import wait_for_writing
 from training.checkpoints.status import mark_failed
-from training.guard.stopping import leave, say
+from training.guard.stopping import leave, print_unbuffered
 from training.runtime.launcher import PARENT, is_launched
 from training.runtime.restart import Restart, execute, show_cursor
 
@@ -196,7 +196,7 @@ class Watchdog:
             sentence += f" Not all processes answered within {ALL_READY:g} s"
         elif facts is not None:
             if self.rank == 0:
-                say(sentence)
+                print_unbuffered(sentence)
             wait_for_writing(BEFORE_LEAVING)
             try:
                 execute(Restart(sentence, facts))
@@ -219,7 +219,7 @@ class Watchdog:
         """End the process, from any thread. `fault` is empty if another process reports it."""
         show_cursor()
         if fault:
-            say(f"error: {fault}. {REMEDY}")
+            print_unbuffered(f"error: {fault}. {REMEDY}")
         for seconds in (0, BEFORE_LEAVING):  # marked twice: a save in progress writes the status `running`
             wait_for_writing(seconds)
             if fault and self.folder is not None:

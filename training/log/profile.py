@@ -102,7 +102,7 @@ class Profiler:
         spent = account(self.profiled.events(), wall)
         if self.accelerator.device.type == "cuda" and ("host", "host") in spent:
             self.log.say("WARNING: the driver did not allow kernel recording; the table shows only host time.")
-        summary = summarize(spent, wall, self.first + 1, done)
+        summary = summarize_profile(spent, wall, self.first + 1, done)
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         self.log.say(f"{table(summary)}\nTrace: {trace}; open it at https://ui.perfetto.dev.")
 
@@ -139,7 +139,7 @@ def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]
     return spent
 
 
-def summarize(spent: Counter[tuple[str, str]], wall: float, first_step: int, last_step: int) -> dict[str, Any]:
+def summarize_profile(spent: Counter[tuple[str, str]], wall: float, first_step: int, last_step: int) -> dict[str, Any]:
     """Return milliseconds per step for `first_step` to `last_step` (counted from 1), in the format of summary.json."""
     microseconds = 1000 * (last_step - first_step + 1)
     categories = Counter()

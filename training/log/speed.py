@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.data.batches import TrainBatches
-from training.runtime.hardware import name_of, peak_flops
+from training.runtime.hardware import device_name, peak_flops
 
 # Measurements by name in metrics.jsonl, with their format on the screen. Widths are fixed, so that columns of the log do not shift.
 SHOWN = {
@@ -28,7 +28,7 @@ class Speed:
     def __init__(self, batches: TrainBatches, model: GPT2ScratchConfig, accelerator: Accelerator):
         self.batches = batches
         self.device = accelerator.device
-        peak = peak_flops(name_of(accelerator.device), accelerator.mixed_precision)
+        peak = peak_flops(device_name(accelerator.device), accelerator.mixed_precision)
         # Tokens per second of all devices together at their peak FLOP/s.
         self.at_peak = None if peak is None else peak * accelerator.num_processes / flops_per_token(model)
         self.restart()

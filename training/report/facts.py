@@ -121,7 +121,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     }
 
 
-def summarize(folder: RunFolder) -> dict[str, Any]:
+def summarize_run(folder: RunFolder) -> dict[str, Any]:
     """Return the facts of a run, finished or in progress, for a comparison with other runs."""
     entries, events, settings = read_metrics(folder.metrics), read_events(folder.events), read_yaml(folder.config)
     data, state = (read_facts(folder) or {}).get("data", {}), read_status(folder.status).get("state", "running")

@@ -94,7 +94,7 @@ def sections_of(page: str) -> dict[str, str]:
     return {heading: "\n\n".join(part.strip() for part in parts) for heading, parts in sections.items()}
 
 
-class Page(Markdown):
+class TerminalPage(Markdown):
     """Markdown on a terminal, with tables that fold long names instead of truncating them."""
 
     class Table(TableElement):
@@ -108,7 +108,7 @@ class Page(Markdown):
 
 
 def show_evaluation(results: dict[str, Any]) -> None:
-    Console().print(Page(_page(results)))
+    Console().print(TerminalPage(_page(results)))
 
 
 def evaluated_run(model: Path, folder: str) -> RunFolder | None:

@@ -10,7 +10,7 @@ from training.log.run_log import RunLog
 from training.plan.run import Run
 from training.report.facts import begin_report
 from training.report.report import write_report
-from training.runtime.hardware import name_of, watts
+from training.runtime.hardware import device_name, watts
 from training.step.loss import DivergenceError
 from training.step.sharding import generating
 from training.step.train_step import TrainStep
@@ -22,7 +22,7 @@ class Validation:
         self.run, self.train_step, self.max_samples = run, train_step, max_samples
         if run.accelerator.is_main_process:
             parameters, data = train_step.model.num_parameters(), run.data.store.metadata
-            each = watts(name_of(run.accelerator.device))
+            each = watts(device_name(run.accelerator.device))
             together = None if each is None else each * run.accelerator.num_processes
             begin_report(run.folder, run.plan.model, parameters, data, together)
 

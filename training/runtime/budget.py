@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from common.errors import UserError
 from common.limits import setting
-from training.runtime.hardware import DOLLARS_PER_COLAB_UNIT, PRICES_OF, RENTALS, model_of
+from training.runtime.hardware import DOLLARS_PER_COLAB_UNIT, PRICES_OF, RENTALS, device_model
 
 SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 NUMBER = r"(\d{1,15}(?:\.\d{1,9})?(?:e\+?\d{1,2})?)"
@@ -89,7 +89,7 @@ class Price:
 def price_of(device: str, plan_device: str | None, hourly_price: float | None, processes: int) -> Price:
     """Return the price of `processes` devices. `device`: name of the local GPU. `hourly_price`: dollars for all of them. Of a range of
     prices, the highest counts."""
-    similar = [rental for rental in RENTALS.values() if device and rental.datasheet == model_of(device)]
+    similar = [rental for rental in RENTALS.values() if device and rental.datasheet == device_model(device)]
     rentals = similar if plan_device is None else [RENTALS[plan_device]]
     units = next((rental.colab_units * processes for rental in rentals if rental.colab_units is not None), None)
     dollars = next((rental.dollars[1] * processes for rental in rentals if rental.dollars is not None), None)

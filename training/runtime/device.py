@@ -19,7 +19,7 @@ from common.limits import free, setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.runtime.compilation import decide_compilation
 from training.runtime.fsdp_settings import Sharding, sharding_asked
-from training.runtime.hardware import name_of, peak_flops
+from training.runtime.hardware import device_name, peak_flops
 from training.runtime.launcher import is_alone_by_mistake
 
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # parameters of glibc's mallopt
@@ -220,9 +220,9 @@ def memory_of_others() -> str:
 def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -> str:
     """Describe the setup in one line: `CPU (2 threads), fp32, compiled, 1 process, attention: sdpa (flash)`. A GPU adds its peak."""
     if accelerator.device.type == "cuda":
-        peak = peak_flops(name_of(accelerator.device), setup.mixed_precision)
+        peak = peak_flops(device_name(accelerator.device), setup.mixed_precision)
         best = "MFU unknown" if peak is None else f"{peak / 1e12:g} TFLOP/s"
-        where = f"{name_of(accelerator.device)} ({best})"
+        where = f"{device_name(accelerator.device)} ({best})"
     else:
         threads = torch.get_num_threads()
         where = f"{accelerator.device.type.upper()} ({threads} thread{'s' if threads > 1 else ''})"

@@ -63,29 +63,29 @@ def rentals_named(part: str) -> list[str]:
     return [name for name in RENTALS if re.sub(r"[\W_]", "", part.lower()) in name.replace("-", "")]
 
 
-def model_of(name: str) -> str:
+def device_model(name: str) -> str:
     """Return the model in a device's name: `NVIDIA A100-SXM4-80GB` -> `A100`."""
     return " ".join(word for word in re.split("[ -]", name.upper()) if not NOT_THE_MODEL.fullmatch(word))
 
 
-def name_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """Return the name of a GPU, or an empty string for other devices."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def peak_flops(name: str, mixed_precision: str) -> float | None:
     """Return the peak FLOP/s of a device by its name, or None if unknown. `mixed_precision` is no, bf16 or fp16."""
-    half, single, _ = _DATA["datasheets"].get(model_of(name), UNKNOWN)
+    half, single, _ = _DATA["datasheets"].get(device_model(name), UNKNOWN)
     teraflops = single if mixed_precision == "no" else half
     return None if teraflops is None else teraflops * 1e12
 
 
 def watts(name: str) -> float | None:
     """Return the maximum power of a device in watts, by its name, or None if unknown."""
-    return _DATA["datasheets"].get(model_of(name), UNKNOWN)[2]
+    return _DATA["datasheets"].get(device_model(name), UNKNOWN)[2]
 
 
 def reported_mfu(name: str) -> list[float] | None:
     """Return the lowest, a typical and the highest MFU that others report for GPT-2 on a device, or None without reports.
     The models have 124M to 135M parameters."""
-    return _DATA["reported_mfu"].get(model_of(name).partition(" ")[0])
+    return _DATA["reported_mfu"].get(device_model(name).partition(" ")[0])

@@ -15,7 +15,7 @@ from torch import nn
 from common.errors import UserError
 from common.limits import setting
 from training.step.muon import Muon, momentum_at
-from training.step.tensors import opened, shard_like, verified
+from training.step.tensors import open_tensors, shard_like, verified
 
 
 @dataclass
@@ -224,7 +224,7 @@ def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[torch.Tensor, dict[str, torch.Tensor]] = {parameter: {} for parameter in parameters}
     shapes = moment_shapes(model, optimizer)
-    with opened(path) as file:  # one tensor at a time: only this process's shard is kept
+    with open_tensors(path) as file:  # one tensor at a time: only this process's shard is kept
         if wrong := sorted(set(file.keys()) ^ shapes.keys()):
             raise UserError(f"{path} does not fit the model and its optimizer: {', '.join(wrong[:5])}.")
         for name, parameter, key in _moments(model, optimizer):

@@ -35,7 +35,7 @@ def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file. Raise a `UserError` if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -56,10 +56,10 @@ def verified(tensor: torch.Tensor, name: str, shape: torch.Size, path: Path) -> 
     return tensor
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_checkpoint_weights(path: Path, model: nn.Module) -> None:
     """Load a safetensors file into `model`, which is not yet sharded. Raise a `UserError` if the tensors do not match."""
     parameters = dict(model.named_parameters())  # without a tied head
-    with opened(path) as file, torch.no_grad():
+    with open_tensors(path) as file, torch.no_grad():
         if wrong := sorted(set(file.keys()) ^ parameters.keys()):
             raise UserError(f"{path} does not fit its config.json: {', '.join(wrong[:5])}.")
         for name, parameter in parameters.items():

@@ -20,7 +20,7 @@ from training.step.loss import NextTokenLoss
 from training.step.model import build_model
 from training.step.optim import OptimArguments, build_optimizer, load_moments, set_rates, skip_if_not_finite
 from training.step.sharding import shard
-from training.step.tensors import OPTIMIZER, WEIGHTS, load_weights, whole
+from training.step.tensors import OPTIMIZER, WEIGHTS, load_checkpoint_weights, whole
 
 
 @dataclass
@@ -83,7 +83,7 @@ def build_train_step(
     """Build, compile and distribute the model, and create its optimizer. Weights and moments are new or from a checkpoint. Raise a
     `UserError` if the checkpoint's tensors do not fit the model, or hold values that no run writes.
     `pretrained` writes the initial weights of a run without a checkpoint; by default they are random."""
-    load = partial(load_weights, checkpoint / WEIGHTS) if checkpoint is not None else pretrained
+    load = partial(load_checkpoint_weights, checkpoint / WEIGHTS) if checkpoint is not None else pretrained
     model = build_model(config, setup, batches.order.seed, load)
     # The count of micro-batches starts at 0, so that a measurement before the run does not shift the run's global batches.
     accelerator.gradient_accumulation_steps, accelerator.step = batches.plan.accumulation, 0
