@@ -207,15 +207,16 @@ def test_kill_9_never_leaves_a_partial_checkpoint(drive, tmp_path):
     assert all(path.name.startswith("step_") for path in drive.iterdir())
 
 
-def test_damaged_checkpoint_is_reported_and_the_previous_one_is_copied(make, tmp_path):
-    run = write_run(tmp_path / "x", 1, 2)
-    (run.checkpoints / "step_00000002" / "config.json").write_bytes(b"x" * 1000)
+def test_damaged_checkpoint_is_reported_and_the_next_one_is_copied(make, tmp_path):
+    run = write_run(tmp_path / "x", 1)
+    (run.checkpoints / "step_00000001" / "config.json").write_bytes(b"x" * 1000)
     copies, said = make(run)
-    submit(copies, run.checkpoints / "step_00000001")
-    copies.finish()
-    assert "step_00000002 is damaged: config.json was changed or damaged" in said[0]
-    assert said[1:] == [f"Backup:  step_00000001 is in {copies.there.path}"]
-    assert names(copies.there) == ["step_00000001"]
+    copies.submit()
+    wait_until(lambda: copies.problem)
+    submit(copies, write_checkpoint(run.checkpoints, 2))
+    assert "step_00000001 could not be copied" in said[0]
+    assert "(config.json was changed or damaged" in said[0]
+    assert names(copies.there) == ["step_00000002"]
 
 
 def test_rolled_back_checkpoints_are_removed_from_the_backup(make, tmp_path):

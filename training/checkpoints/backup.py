@@ -72,7 +72,6 @@ class Backup:
         self.may_replace = False
         self.is_made = False  # true once the backup folder exists
         self.submitted: set[str] = set()  # names of checkpoints that this process copied or started to copy
-        self.damaged: set[Path] = set()  # damaged checkpoints of the run
         self.copying: Path | None = None  # this checkpoint must not be deleted
         self.copied: str | None = None  # the newest checkpoint of this run in the backup
         self.problem: str | None = None  # the last error of the drive, until an attempt succeeds
@@ -127,10 +126,8 @@ class Backup:
         logged = read_metrics(self.run.metrics)
         is_older = not logged or logged[-1]["step"] < step
         for source, target in zip(self.there.files, self.run.files, strict=True):
-            is_needed = not target.exists() or (is_older and target != self.run.config)
-            if is_needed and source.is_file() and not is_linked(source, self.there.path):
-                with unfinished_path(target) as unfinished:
-                    copy_file(source, unfinished)
+            if not target.exists() or (is_older and target != self.run.config):
+                _copy_file(source, self.there.path, target)
 
     def begin(self, first_step: int, may_replace: bool) -> None:
         """Start the backup of a run from `first_step`. With `may_replace`, the user allowed deleting later steps.
@@ -156,11 +153,9 @@ class Backup:
             pause = None if self.problem is None else min(2 * (pause or FIRST_PAUSE / 2), LONGEST_PAUSE)
 
     def finish(self, timeout: float = 600.0) -> None:
-        """Wait at most `timeout` seconds for unfinished copies. An unavailable drive is tried once more."""
-        if self._thread is None:
-            return
+        """Copy the newest checkpoint and the logs, and wait at most `timeout` seconds for it. An unavailable drive is tried once more."""
         self._is_closing = True
-        self._wake.set()
+        self.submit()
         self._thread.join(min(1.0, timeout))  # usually enough, so that no waiting has to be reported
         if self._thread.is_alive():
             self.say(f"Backup:  waiting for {self.there.path}, at most {clock(timeout)} ...")
@@ -173,29 +168,21 @@ class Backup:
             self.say(f"Backup:  {self.copied} is in {self.there.path}")
 
     def update(self) -> None:
-        """Copy the run's logs and its newest intact checkpoint to the drive, and delete checkpoints of later steps there. Report
+        """Copy the run's logs and its newest checkpoint to the drive, and delete checkpoints of later steps there. Report
         when the drive fails and when it is available again."""
         with self._updating:
-            own = (path for path in complete_checkpoints(self.run.checkpoints) if path not in self.damaged)
-            checkpoint = self.copying = max(own, key=step_of, default=None)
+            checkpoint = self.copying = max(complete_checkpoints(self.run.checkpoints), key=step_of, default=None)
             if checkpoint is None:
                 return
             try:
                 self._copy(checkpoint)
             except OSError as error:
-                if not (checkpoint / MANIFEST).is_file():
-                    self._wake.set()  # the checkpoint was deleted before `copying` protected it, so a newer one exists
-                elif isinstance(error, DamageError):
-                    self.damaged.add(checkpoint)
-                    self.say(f"WARNING: {checkpoint} is damaged: {error}. It is not backed up.")
-                    self._wake.set()
-                else:
-                    if self.problem is None:
-                        self.say(
-                            f"WARNING: {checkpoint.name} could not be copied to {self.there.path} ({_reason(error)}). Training "
-                            f"continues, and the copy will be retried."
-                        )
-                    self.problem = _reason(error)
+                if self.problem is None:
+                    self.say(
+                        f"WARNING: {checkpoint.name} could not be copied to {self.there.path} ({_reason(error)}). Training "
+                        f"continues, and the copy will be retried."
+                    )
+                self.problem = _reason(error)
                 return
             if self.problem is not None:
                 self.say(f"Backup:  {self.there.path} is available again, and {checkpoint.name} is in it")
@@ -219,11 +206,10 @@ class Backup:
             )
         self.submitted.add(checkpoint.name)
         self._copy_files()  # before the checkpoint is complete, so that the log always reaches its step
-        copied, exists = there / checkpoint.name, False
+        copied, is_complete = there / checkpoint.name, False
         with suppress(FileNotFoundError, DamageError):  # checks only the manifest and the sizes
-            is_same = (copied / MANIFEST).read_bytes() == (checkpoint / MANIFEST).read_bytes()
-            exists = is_same and bool(listed_files(copied))
-        if not exists:
+            is_complete = listed_files(copied) == listed_files(checkpoint)
+        if not is_complete:
             checkpoints.copy(checkpoint, copied)
         self._copy_files()  # again: the copy takes long, and this step may have been validated meanwhile
         for path in later:
@@ -235,9 +221,14 @@ class Backup:
 
     def _copy_files(self) -> None:
         for source, target in zip(self.run.files, self.there.files, strict=True):
-            if source.is_file():
-                with unfinished_path(target) as unfinished:
-                    copy_file(source, unfinished)
+            _copy_file(source, self.run.path, target)
+
+
+def _copy_file(source: Path, folder: Path, target: Path) -> None:
+    """Copy a file of a folder, unless it does not exist or is a link to a path outside."""
+    if source.is_file() and not is_linked(source, folder):
+        with unfinished_path(target) as unfinished:
+            copy_file(source, unfinished)
 
 
 def earlier_run(run: RunFolder, backup_dir: str | None) -> RunFolder | None:

@@ -58,7 +58,9 @@ class RunLock:
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
-            self.say(f"{self.folder} is in use by {self._holder()}; waiting up to {self.patience:g} s for it to end ...")
+            self.say(
+                f"{self.folder} is in use by {self._holder()}; waiting up to {self.patience:g} s for it to end ..."
+            )
             self.lock.acquire(timeout=self.patience, poll_interval=0.25)
 
     def release(self, *_: object) -> None:

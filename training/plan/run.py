@@ -130,5 +130,4 @@ def _complete(run: Run) -> None:
     write_status(folder.status, "finished", start.step)
     if run.backup is not None:
         run.backup.begin(start.step, may_replace=False)
-        run.backup.submit()
         run.backup.finish()
