@@ -30,12 +30,6 @@ def write_status(path: Path, state: State, step: int, reason: str = "") -> None:
         write_atomic(path, json.dumps(status, indent=2) + "\n")
 
 
-def mark_failed(path: Path, step: int, reason: str) -> None:
-    """Set the status of a running run to `failed`. A run that has ended keeps its status."""
-    if read_status(path).get("state") == "running":
-        write_status(path, "failed", step, reason)
-
-
 def is_status(path: Path) -> bool:
     """Return whether a file is a status.json of this project, in any format version."""
     status = read_status(path)

@@ -76,12 +76,10 @@ class Stopper:
             self._hours_end = time.monotonic() + self.arguments.max_hours * 3600 - age
         self._received, self._sent = socket.socketpair()
         self._sent.setblocking(False)
-        self._handlers = {}
-        if threading.current_thread() is threading.main_thread():  # Python sets handlers there only
-            # The interpreter itself writes the signal number to this socket at any time, so no handler has to run.
-            self._wakeup = signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
-            is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            self._handlers = {number: signal.signal(number, _only_note) for number in SIGNALS[: 2 if is_nohup else 3]}
+        # The interpreter itself writes the signal number to this socket at any time, so no handler has to run.
+        self._wakeup = signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self._handlers = {number: signal.signal(number, _only_note) for number in SIGNALS[: 2 if is_nohup else 3]}
         self._thread = threading.Thread(target=self._watch, name="stopper", daemon=True)
         self._thread.start()
         die_with_launcher(False)  # from here on, progress is saved first
@@ -96,8 +94,7 @@ class Stopper:
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-            if self._handlers:
-                signal.set_wakeup_fd(self._wakeup)
+            signal.set_wakeup_fd(self._wakeup)
             self._over = True
             with suppress(BlockingIOError):
                 self._sent.send(b"\0")

@@ -22,7 +22,7 @@ from torch import distributed
 
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import wait_for_writing
-from training.checkpoints.status import mark_failed
+from training.checkpoints.status import read_status, write_status
 from training.guard.stopping import leave, print_unbuffered
 from training.runtime.launcher import PARENT, is_launched
 from training.runtime.restart import Restart, execute, show_cursor
@@ -94,7 +94,7 @@ def find_fault(judge: int, pulses: list[Pulse], trouble: float, patience: float,
     if judge != 0:
         return None
     if behind := [pulse for pulse in running if not pulse.error and not pulse.failure]:
-        phases = _listed([f"rank {pulse.rank} is at {pulse.phase}" for pulse in behind + errors], most=8)
+        phases = _listed([f"rank {pulse.rank} is at {pulse.phase}" for pulse in behind + errors])
         return f"{_listed(behind)} kept the others waiting for {ddp_timeout:g} s (ddp_timeout): {phases}"
     return f"the processes lost their connection at {errors[0].phase}: {errors[0].error.rstrip('.')}"
 
@@ -222,8 +222,8 @@ class Watchdog:
             print_unbuffered(f"error: {fault}. {REMEDY}")
         for seconds in (0, BEFORE_LEAVING):  # marked twice: a save in progress writes the status `running`
             wait_for_writing(seconds)
-            if fault and self.folder is not None:
-                mark_failed(self.folder.status, self.folder.newest_step(), f"{fault}. {REMEDY}")
+            if fault and self.folder is not None and read_status(self.folder.status).get("state") == "running":
+                write_status(self.folder.status, "failed", self.folder.newest_step(), f"{fault}. {REMEDY}")
         leave(1)
 
 
@@ -244,6 +244,5 @@ def is_of_the_group(error: BaseException) -> bool:
     return is_named or isinstance(error, distributed.DistError)
 
 
-def _listed(items: list[Any], most: int = 4) -> str:
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(map(str, items[:most])) + more
+def _listed(items: list[Any]) -> str:
+    return ", ".join(map(str, items[:8])) + (f" and {len(items) - 8} more" if len(items) > 8 else "")

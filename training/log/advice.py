@@ -76,8 +76,9 @@ class Advisor:
                 "ram": "other processes use the CPU, so stop them or give the run more cores",
                 "device": "each batch is too little work, so use a larger micro-batch",
             }[self.plan.placement.where]
-            text = f"The device waits for its batches {statistics.median(idle):.0%} of the time: {remedy}."
-            yield Advice("data", text)
+            yield Advice(
+                "data", f"The device waits for its batches {statistics.median(idle):.0%} of the time: {remedy}."
+            )
         if self.usual_mfu is not None and max(mfu) <= SLOW * self.usual_mfu:
             text = (
                 f"MFU is {statistics.median(mfu):.0%}, but others reach about {self.usual_mfu:.0%} on this device; check the Device line "

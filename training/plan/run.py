@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from accelerate import Accelerator
 
@@ -49,13 +48,10 @@ def begin_run(run: Run, arguments: RunArguments, config: str, planned: dict[str,
     """Prepare the run folder and record the start: `config` (YAML), the estimate (`planned`) and the hardware.
     Called by every process; the main process writes after all have read the folder."""
     run.accelerator.wait_for_everyone()
-    hardware = describe(run.accelerator, run.setup, run.plan.model)
-    on_main(run.accelerator, lambda: _write_beginning(run, arguments, config, planned, hardware))
+    on_main(run.accelerator, lambda: _write_beginning(run, arguments, config, planned))
 
 
-def _write_beginning(
-    run: Run, arguments: RunArguments, config: str, planned: dict[str, float | None], hardware: str
-) -> None:
+def _write_beginning(run: Run, arguments: RunArguments, config: str, planned: dict[str, float | None]) -> None:
     folder, start = run.folder, run.start
     own = start.checkpoint if start.is_own(folder) else None
     earlier = []  # the starts of the run that this one branches off from
@@ -76,8 +72,8 @@ def _write_beginning(
             run.backup.submit()
     write_status(folder.status, "running", start.step)
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
-    details: dict[str, Any] = {"batches": asdict(run.plan.batches), "planned": planned}
-    details["environment"] = f"{hardware}; {versions}"
+    hardware = describe(run.accelerator, run.setup, run.plan.model)
+    details = {"batches": asdict(run.plan.batches), "planned": planned, "environment": f"{hardware}; {versions}"}
     if start.checkpoint is not None:
         details |= {"checkpoint": start.checkpoint.name, "changes": start.changes}
     if earlier:

@@ -97,6 +97,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     """Gather the facts from the current files of the run."""
     entries, events, samples = read_metrics(folder.metrics), read_events(folder.events), read_samples(folder.samples)
     settings, starts = read_yaml(folder.config), starts_in_force(events)
+    scored, reference = [entry for entry in entries if "eval_loss" in entry], find_reference(folder)
     written = {step: texts for step, texts in samples.items() if texts}
     timed = [entry for entry in entries if "tokens_per_second" in entry]
     first_step = next((entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry), 0.0)
@@ -104,8 +105,8 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     return {
         "name": folder.path.name,
         "prompt": [*settings.get("sample_prompts", []), *openings, "Once"][0],
-        "results": _results(entries, written),
-        "reference": _compared(folder, entries),
+        "results": _results(entries, scored, written) if scored else None,
+        "reference": reference.compared(scored[-1]) if scored and reference is not None else "",
         "samples": [{"step": step, "texts": written[step]} for step in evenly(sorted(written), MAX_MOMENTS)],
         "settings": {name: value for name, value in settings.items() if not _is_private(name, value)},
         "pretrained": _pretrained(settings.get("init_from")),
@@ -138,11 +139,8 @@ def evenly(items: list[Any], most: int) -> list[Any]:
     return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)]
 
 
-def _results(entries: Entries, samples: dict[int, list[str]]) -> dict[str, Any] | None:
-    """Return one row per validation, with scores, training time and a sample, or None before the first validation."""
-    scored = [entry for entry in entries if "eval_loss" in entry]
-    if not scored:
-        return None
+def _results(entries: Entries, scored: Entries, samples: dict[int, list[str]]) -> dict[str, Any]:
+    """Return one row per validation (`scored`), with scores, training time and a sample."""
     logged = {entry["step"]: entry for entry in entries if "loss" in entry}
     seconds, best = seconds_until(entries), best_evaluation(scored)
     return {
@@ -157,12 +155,6 @@ def _results(entries: Entries, samples: dict[int, list[str]]) -> dict[str, Any] 
         "is_sampled": any(map(scores_more, scored)),  # if so, losses are comparable only on the sample
         "best": {"step": best["step"], "loss": comparable_loss(best)},
     }
-
-
-def _compared(folder: RunFolder, entries: Entries) -> str:
-    """Return how far the last validation is from the reference of these settings and this text, or an empty text."""
-    scored, reference = [entry for entry in entries if "eval_loss" in entry], find_reference(folder)
-    return reference.compared(scored[-1]) if scored and reference is not None else ""
 
 
 def _environments(starts: Entries) -> list[dict[str, Any]]:

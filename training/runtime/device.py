@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
-from common.errors import Problems, UserError
+from common.errors import Problems, UserError, counted
 from common.limits import free, setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.runtime.compilation import decide_compilation
@@ -224,11 +224,10 @@ def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -
         best = "MFU unknown" if peak is None else f"{peak / 1e12:g} TFLOP/s"
         where = f"{device_name(accelerator.device)} ({best})"
     else:
-        threads = torch.get_num_threads()
-        where = f"{accelerator.device.type.upper()} ({threads} thread{'s' if threads > 1 else ''})"
+        where = f"{accelerator.device.type.upper()} ({counted(torch.get_num_threads(), 'thread')})"
     precision = {"no": "fp32"}.get(setup.mixed_precision, setup.mixed_precision)
     compiled = "compiled" if setup.torch_compile else "not compiled"
-    processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
+    processes = counted(accelerator.num_processes, "process", "processes")
     shared = ", model and optimizer sharded" if setup.shards(accelerator) else ""
     attention = setup.attn_implementation
     if attention == "sdpa" and accelerator.device.type in ("cpu", "cuda"):
