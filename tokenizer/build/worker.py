@@ -40,7 +40,7 @@ from tokenizer.encoding import encode
 from tokenizer.store.store import RESUMES, SPLITS
 
 PLAN_VERSION = 1
-ROOT = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 BATCH_BYTES = 4 << 20  # bytes encoded together: smaller batches reuse fewer words, larger batches need more memory
 
 
@@ -269,7 +269,7 @@ def share(text: bytes, seed: int) -> float:
 # Let glibc keep the memory of short-lived arrays of a few megabytes. Returning it to the system took a fifth
 # of a worker's time.
 WORKER_ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "USE_TORCH": "0",  # otherwise `datasets` imports torch to read a Hub dataset

@@ -1,4 +1,4 @@
-"""Data sets with a name, such as `tinystories`: one YAML file each in tokenizer/named/, or a file of the user."""
+"""Data sets with a name, such as `tinystories`: one YAML file each in tokenizer/corpus/named/, or a file of the user."""
 
 import re
 from collections.abc import Iterator
