@@ -35,8 +35,9 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from training.budget import scaling
 from training.checkpoints.metrics import read_metrics
 from training.config import read_config
-from training.log.speed import flops_per_token, product_parameters
+from training.log.speed import flops_per_token
 from training.report.plots import BLUE, ORANGE, STYLE
+from training.step.size import size_of
 
 # FLOPs of the runs of a row, by family, with their numbers of layers.
 LADDER = {
@@ -128,7 +129,7 @@ def measure(run: Run, vocab_size: int) -> Run:
     chosen = ("n_positions", "tokens_per_step", "max_steps", "weight_decay", *RATES)
     return {
         "run": run,
-        "parameters": product_parameters(model_of(run, vocab_size)),
+        "parameters": size_of(model_of(run, vocab_size)).products,
         "tokens": config["max_steps"] * config["tokens_per_step"],
         "settings": {name: config[name] for name in chosen},
         "eval_loss": round(last["eval_loss"], 5),

@@ -109,6 +109,16 @@ class GPT2ScratchConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
+    @property
+    def is_modern(self) -> bool:
+        """True if the model has the parts that come with `rms_norm`: see `normalization`."""
+        return self.normalization == "rms_norm"
+
+    @property
+    def has_large_embedding(self) -> bool:
+        """True if the embedding is normalized and not a head. It starts with standard deviation 1, and the head at zero."""
+        return self.is_modern and not self.tie_word_embeddings
+
     def validate_architecture(self):
         """Raise a `ValueError` with all problems. `@strict` calls this after construction and before saving."""
         problems = []

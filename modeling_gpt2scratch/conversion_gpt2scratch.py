@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from contextlib import suppress
+from inspect import get_annotations
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ SHARED_FIELDS = (
     *("embd_pdrop", "attn_pdrop", "resid_pdrop", "layer_norm_epsilon", "initializer_range"),
     *("tie_word_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
+# Fields of GPT2ScratchConfig that a twin may have with other values than the default.
+CONVERTED = {*SHARED_FIELDS, "normalization", "rope_parameters", "attention_scale", "use_bias"}
 # Options that only GPT2Config has, with the only value that GPT2Scratch supports.
 GPT2_ONLY = {
     "scale_attn_weights": True,
@@ -96,20 +99,25 @@ def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
 def native_kind(config: GPT2ScratchConfig, to: str = "native") -> str:
     """Return the `model_type` of the native twin: `to`, or for "native" the class of Transformers that computes the same.
     Raise a `ModelError` that names the fields and values that the class does not support."""
-    best = {"layer_norm": "gpt2", "rms_norm": "apertus"}[config.normalization]
+    best = "apertus" if config.is_modern else "gpt2"
     kind = best if to == "native" else to
-    supported = {
+    required = {
         "gpt2": {"normalization": "layer_norm", "rope_parameters": None, "attention_scale": None},
         "apertus": {"normalization": "rms_norm", "rope_parameters": config.rope_parameters or "rotary positions"}
         | {"use_bias": False, "activation_function": "relu2"},
     }[kind]
-    wrong = ", ".join(f"{name}={value!r}" for name in supported if (value := getattr(config, name)) != supported[name])
-    if wrong and kind != best:
-        raise ModelError(f"a {kind} model does not support {wrong}; use --to native")
-    if wrong:
+    required |= {
+        name: getattr(GPT2ScratchConfig, name) for name in sorted(get_annotations(GPT2ScratchConfig).keys() - CONVERTED)
+    }
+    differences = [f"{name}={getattr(config, name)!r}" for name in required if getattr(config, name) != required[name]]
+    if differences and kind != best:
+        raise ModelError(f"a {kind} model does not support {', '.join(differences)}; use --to native")
+    if differences:
+        normalization = f"normalization={config.normalization!r}"
+        combination = ", ".join(text for text in differences if text != normalization)
         raise ModelError(
-            f"no native class of Transformers supports normalization={config.normalization!r} with {wrong}; publish it with "
-            f"--format gpt2scratch and without --gguf"
+            f"no native class of Transformers supports {normalization}{' with ' * bool(combination)}{combination}; "
+            f"publish it with --format gpt2scratch and without --gguf"
         )
     return kind
 

@@ -57,14 +57,13 @@ def residual_projection(config: GPT2ScratchConfig, in_features: int) -> nn.Linea
     custom code that have no parameters of their own, such as attention and MLP.
     """
     linear = nn.Linear(in_features, config.n_embd, bias=config.use_bias)
-    is_modern = config.normalization == "rms_norm"
-    linear.initial_std = 0.0 if is_modern else config.initializer_range / math.sqrt(2 * config.n_layer)
+    linear.initial_std = 0.0 if config.is_modern else config.initializer_range / math.sqrt(2 * config.n_layer)
     return linear
 
 
 def normalization(config: GPT2ScratchConfig) -> nn.Module:
     """Return the normalization of the residual stream (..., C)."""
-    if config.normalization == "rms_norm":
+    if config.is_modern:
         return nn.RMSNorm(config.n_embd, eps=config.layer_norm_epsilon, elementwise_affine=False)
     return nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.use_bias)
 
@@ -114,7 +113,7 @@ class GPT2ScratchAttention(nn.Module):
         input_shape = hidden_states.shape[:-1]  # (B, T)
         fused, shape = self.c_attn(hidden_states), (*input_shape, -1, self.head_dim)  # (B, T, 3C)
         query, key, value = (part.view(shape) for part in fused.chunk(3, dim=-1))  # (B, T, nh, hs) each
-        if self.config.normalization == "rms_norm":  # QK-norm (Henry et al. 2020), without weights
+        if self.config.is_modern:  # QK-norm (Henry et al. 2020), without weights
             eps = self.config.layer_norm_epsilon
             query, key = (nn.functional.rms_norm(heads, (self.head_dim,), eps=eps) for heads in (query, key))
         if position_embeddings is not None:
@@ -226,9 +225,9 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         super().__init__(config)
         config.validate_architecture()  # `from_pretrained(path, field=value)` changes a valid configuration without a check
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        is_modern, has_rope = config.normalization == "rms_norm", config.rope_parameters is not None
-        self.wte.initial_std = 1.0 if is_modern and not config.tie_word_embeddings else None
-        self.ln_e = normalization(config) if is_modern else nn.Identity()
+        self.wte.initial_std = 1.0 if config.has_large_embedding else None
+        self.ln_e = normalization(config) if config.is_modern else nn.Identity()
+        has_rope = config.rope_parameters is not None
         self.wpe = None if has_rope else GPT2ScratchPositionEmbedding(config.n_positions, config.n_embd)
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList([GPT2ScratchBlock(config, layer_idx) for layer_idx in range(config.n_layer)])
@@ -363,7 +362,7 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.transformer = GPT2ScratchModel(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.normalization == "rms_norm" and not config.tie_word_embeddings:
+        if config.has_large_embedding:
             self.lm_head.initial_std = 0.0
         self.post_init()
 

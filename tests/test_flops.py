@@ -6,9 +6,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import MODERN
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training.log.speed import flops_per_token, model_size
+from training.log.speed import flops_per_token
 from training.runtime import hardware
 from training.runtime.hardware import peak_flops, watts
+from training.step.size import size_of
 
 
 @pytest.mark.parametrize(
@@ -34,9 +35,8 @@ def test_flops_formula_matches_the_count_of_torch(shape):
 
 def test_untied_model_has_two_sizes():
     shape = {"vocab_size": 50257, "n_positions": 1024, "n_head": 6}
-    said = model_size(GPT2ScratchConfig(**MODERN, **shape), 162_129_408)
-    assert said == "162,129,408 parameters, 123,532,032 of them in matrix products"
-    assert model_size(GPT2ScratchConfig(**shape, tie_word_embeddings=True), 124_439_808) == "124,439,808 parameters"
+    assert size_of(GPT2ScratchConfig(**MODERN, **shape))[:2] == (162_129_408, 123_532_032)
+    assert size_of(GPT2ScratchConfig(**shape, tie_word_embeddings=True))[:2] == (124_439_808, 123_532_032)
 
 
 BF16 = {"H200": 989.4, "H200 NVL": 835.5, "H100 80GB HBM3": 989.4, "H100 PCIe": 756.5, "GH200 480GB": 989.4}

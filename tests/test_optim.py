@@ -135,7 +135,7 @@ def test_defaults_follow_the_optimizer_unless_a_flag_or_a_named_file_sets_them(t
     assert (muon.lr_scheduler_type, muon.weight_decay, muon.warmup_steps) == ("warmup_stable_decay", 0.13, 0)
     mine = read("--optimizer", "muon", "--config", str(tmp_path / "mine.yaml"), "--weight_decay", "0.1")
     assert (mine.learning_rate, mine.weight_decay, mine.embedding_learning_rate) == (0.005, 0.1, 0.016)
-    large = with_defaults(OptimArguments("muon"), set(), 2**21, 768, True)
+    large = with_defaults(OptimArguments("muon"), set(), 2**21, GPT2ScratchConfig(**MODERN))
     described = "0.04 (blocks, muon), 0.6 (embedding), 0.008 (head); the default rates are multiplied by "
     assert describe_rates(large, 2**21) == described + "sqrt(tokens_per_step / 2^19) = 2"
     assert describe_rates(OptimArguments(), 2**21) == ""

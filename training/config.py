@@ -150,7 +150,7 @@ class TrainConfig:
                 yield f"{name} {source} is in {self.run.output_dir}, which --overwrite_output_dir replaces; use another --output_dir."
         for name in sorted(self.flags & TEXT_SETTINGS - {"vocab_size"}) if not self.text else ():
             yield f"{name} applies to text only, but {self.data.data} is already a token store; leave it out."
-        layers, family = self.model.n_layer, "modern" if self.model.normalization == "rms_norm" else "gpt2"
+        layers, family = self.model.n_layer, "modern" if self.model.is_modern else "gpt2"
         has_file = "n_layer" in self.given - self.flags
         ignored = {
             "init_from": "resume_from_checkpoint" in self.flags and "resume_from_checkpoint has other weights",
@@ -201,9 +201,7 @@ def _composed(
     config.data.data = os.path.normpath(config.data.data)
     if config.pretrained_source is not None:
         config = _with_pretrained(config)
-    model, tokens = config.model, config.batch.tokens_per_step
-    has_large_embedding = model.normalization == "rms_norm" and not model.tie_word_embeddings
-    optim = with_defaults(config.optim, flags | in_file, tokens, model.n_embd, has_large_embedding)
+    optim = with_defaults(config.optim, flags | in_file, config.batch.tokens_per_step, config.model)
     config = replace(config, optim=optim)
     if not (named or resumed):
         _drop_quickstart_text_settings(config)

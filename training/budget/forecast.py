@@ -23,7 +23,6 @@ from training.budget.sizing import Sizing, resolve
 from training.budget.throughput import AFTER_VALIDATION, SCORING, Throughput, assumed_speed, measure_speed
 from training.config import TrainConfig, dump_config
 from training.data.run_data import bytes_of, find_store, open_store
-from training.log.speed import model_size, product_parameters
 from training.plan.plan import Plan
 from training.plan.run import Run
 from training.preflight import make_plan, setup_of, with_attention
@@ -33,6 +32,7 @@ from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_o
 from training.runtime.distributed import start_accelerator
 from training.runtime.hardware import FILLS_A_GPU, RENTALS, Rental, device_name
 from training.step.optim import MUON_RATES, describe_rates, usual_learning_rate
+from training.step.size import size_of
 
 VALIDATION_GRAPH = 0.4  # time to compile the validation, as a fraction of the time until the first step (quickstart)
 # Thresholds of advice:
@@ -188,8 +188,7 @@ def describe_forecast(
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     facts = {
         "model": plan.model,
-        "size": model_size(plan.model, N),
-        "N": product_parameters(plan.model),
+        "N": size_of(plan.model).products,
         "hardware": hardware,
         "estimate": estimate,
         "about_tokens": round(n_tokens, 3 - len(str(n_tokens))),
@@ -211,7 +210,7 @@ def describe_forecast(
 def advice(forecast: Forecast) -> Iterator[str]:
     """Yield suggested improvements that are known before the first step."""
     config, setup, plan = forecast.config, forecast.setup, forecast.plan
-    batches, model, N, on_gpu = plan.batches, plan.model, product_parameters(plan.model), plan.memory.on_gpu
+    batches, model, N, on_gpu = plan.batches, plan.model, size_of(plan.model).products, plan.memory.on_gpu
     is_here = on_gpu and config.cost.plan_device is None
     gigabytes, fits = forecast.store_bytes / 1e9, forecast.store_bytes < psutil.virtual_memory().available / 2
     if config.data.data_placement == "mmap" and fits:

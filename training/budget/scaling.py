@@ -1,10 +1,12 @@
 """Published rules that derive model size, tokens, batch and rates from a compute budget. docs/budget.md compares them with runs.
 
-Symbols: N weights in matrix products (`speed.product_parameters`), D training tokens, U tokens of the text, B tokens per step.
+Symbols: N weights in matrix products (`size.products`), D training tokens, U tokens of the text, B tokens per step.
 """
 
 import math
 from typing import NamedTuple
+
+from common.errors import UserError
 
 
 class Rule(NamedTuple):
@@ -33,6 +35,7 @@ MOST_EPOCHS = 4  # up to which repeated tokens are worth nearly as much as new o
 EXPONENT = 0.353  # of N and D in the loss (same source, equation 12)
 REPEATS, EXCESS = 15.4, 5.3  # decay of the value of repeated tokens, and of parameters beyond the best number for U
 LARGEST_DECAY = 0.5  # runs of few steps would have more; nothing above was tried
+TIMESCALES = {"muon": 0.308, "adamw": 0.583}  # B / (rate decay D) of the records that `weight_decay` names
 SMALLEST_BATCH, FEW_TOKENS = 4096, 4e6  # measured here: the best batch of runs with few tokens (docs/log.md)
 
 
@@ -92,7 +95,12 @@ def adam_rate(width: int) -> float:
 def weight_decay(optimizer: str, rate: float, batch: float, tokens: float) -> float:
     """Return the decay that keeps the timescale B / (rate decay D) constant (Wang and Aitchison 2024), at that of modded-nanogpt's
     records track_3_optimization, 36, for Muon, and track_1_short/2024-06-06_AdamW for AdamW."""
-    return min(LARGEST_DECAY, batch / ({"muon": 0.308, "adamw": 0.583}[optimizer] * rate * tokens))
+    if optimizer not in TIMESCALES:
+        raise UserError(
+            f"optimizer is {optimizer}, for which --budget and --depth have no rates; use {' or '.join(TIMESCALES)}, or leave out "
+            f"--budget and --depth."
+        )
+    return min(LARGEST_DECAY, batch / (TIMESCALES[optimizer] * rate * tokens))
 
 
 def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float, float] | None:

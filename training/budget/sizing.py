@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import psutil
@@ -21,7 +22,7 @@ from training.checkpoints.metrics import read_events
 from training.checkpoints.status import hours
 from training.config import CHOSEN, LENGTHS, PRESETS, TrainConfig
 from training.data.run_data import open_store
-from training.log.speed import flops_per_token, product_parameters
+from training.log.speed import flops_per_token
 from training.preflight import available_memory, make_plan
 from training.runtime.budget import price_of
 from training.runtime.console import printer
@@ -31,6 +32,7 @@ from training.runtime.hardware import FILLS_A_GPU, MFU_OF_OTHERS, RENTALS, devic
 from training.runtime.restart import restarted
 from training.step.model import ModelArguments, model_config
 from training.step.optim import with_defaults
+from training.step.size import size_of
 
 PRESET_OF = {"gpt2": PRESETS / "gpt2.yaml", "modern": PRESETS / "gpt2_modern.yaml"}
 # Settings that a family takes from its preset.
@@ -183,12 +185,12 @@ class Sizer:
     def _needed(self, model: GPT2ScratchConfig) -> float:
         """Return the bytes of weights, gradients and moments in each process."""
         shards = self.accelerator.num_processes if self.setup.shards(self.accelerator) else 1
-        stored = product_parameters(model) + model.vocab_size * model.n_embd * (not model.tie_word_embeddings)
-        return BYTES_PER_PARAMETER * stored / shards
+        return BYTES_PER_PARAMETER * size_of(model).parameters / shards
 
     def _options(self, factor: float) -> list[Option]:
         """Return the options for `factor` times the budget that have a step and fit into memory."""
-        return [option for depth in self.depths if (option := self._option(depth, factor)) is not None]
+        depths = takewhile(lambda depth: self._needed(self._model(depth)) <= self.memory, self.depths)
+        return [option for depth in depths if (option := self._option(depth, factor)) is not None]
 
     def _best(self, factor: float) -> Option | None:
         """Return the option with the lowest loss for `factor` times the budget, if possible with few epochs, or None."""
@@ -198,7 +200,7 @@ class Sizer:
 
     def _option(self, depth: int, factor: float) -> Option | None:
         model, amount = self._model(depth), self.config.budget.amount
-        N = product_parameters(model)
+        N = size_of(model).products
         if self.left is not None:
             tokens = self._pace(model) * (self.left * factor - self._seconds(model, 0))
         elif amount is not None:
@@ -209,7 +211,7 @@ class Sizer:
         batch = self._batch(model, tokens)
         limit = self._length(batch)
         tokens = min(tokens, limit or tokens)
-        if tokens < batch or self._needed(model) > self.memory:
+        if tokens < batch:
             return None
         steps = int(tokens / batch)
         settings = self._shape(depth) | self._recipe(model, batch, steps) | self.given | {"max_steps": steps}
@@ -253,8 +255,7 @@ class Sizer:
             rates = {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
             rates["warmup_steps"] = round(0.05 * steps)
         given = recipe | rates | self.architecture | self.given
-        is_large = model.normalization == "rms_norm" and not model.tie_word_embeddings
-        optim = with_defaults(self._part("optim", given), set(given), batch, model.n_embd, is_large)
+        optim = with_defaults(self._part("optim", given), set(given), batch, model)
         rates = vars(optim) | {
             "weight_decay": scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
         }

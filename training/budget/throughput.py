@@ -14,11 +14,13 @@ from tokenizer.store.store import TokenStore
 from training.config import TrainConfig
 from training.data.batches import TrainBatches, WindowOrder
 from training.data.run_data import place_tokens
-from training.log.speed import Speed, flops_per_token, peak_memory, product_parameters
+from training.log.speed import Speed, flops_per_token, peak_memory
 from training.plan.plan import Plan
 from training.runtime.device import Setup
 from training.runtime.distributed import on_main
 from training.runtime.hardware import FILLS_A_GPU, MFU_OF_OTHERS, peak_flops, reported_mfu
+from training.step.optim import step_work
+from training.step.size import size_of
 from training.step.train_step import build_train_step
 
 SCORING = 1 / 3  # cost of scoring a token in a validation, as a fraction of training on it: only the forward pass
@@ -90,9 +92,7 @@ def measure_speed(
         batches.plan = replace(one, accumulation=2)
         accelerator.gradient_accumulation_steps, accelerator.step = 2, 0
         each = min(total, max(0.0, seconds_per_step(1) - total))
-        of_optimizer = plan.memory.parameters / replace(plan.memory, model=model).parameters
-        if config.optim.optimizer == "muon":  # its operations per weight grow with the width
-            of_optimizer *= plan.model.n_embd / model.n_embd
+        of_optimizer = step_work(config.optim.optimizer, plan.model) / step_work(config.optim.optimizer, model)
         of_model = flops_per_token(plan.model) / flops_per_token(model)
         total = number * of_model * each + of_optimizer * (total - each)
         scaled = f" of {micro * model.n_positions:,} tokens with {counted(model.n_layer, 'layer')} of width {model.n_embd}, scaled by operations"
@@ -125,7 +125,7 @@ def _bounded(plan: Plan, flops: float) -> tuple[GPT2ScratchConfig, int]:
 def assumed_speed(device: str, model: GPT2ScratchConfig, mixed_precision: str, devices: int) -> Throughput | None:
     """Return the throughput assumed for a device from published results, or None if its peak is unknown or the model too small."""
     peak = peak_flops(device, mixed_precision)
-    if peak is None or product_parameters(model) < FILLS_A_GPU:
+    if peak is None or size_of(model).products < FILLS_A_GPU:
         return None
     at_peak = peak * devices / flops_per_token(model)
     least, usual, most = reported_mfu(device) or MFU_OF_OTHERS

@@ -15,10 +15,11 @@ from training.data.batches import TrainBatches
 from training.log.advice import Advisor
 from training.log.reference import find_reference
 from training.log.screen import Screen
-from training.log.speed import Speed, product_parameters
+from training.log.speed import Speed
 from training.log.trackers import log_to_trackers, open_trackers
 from training.plan.run import Run
 from training.runtime.hardware import FILLS_A_GPU, device_name, reported_mfu
+from training.step.size import size_of
 
 LINES_OF_ETA = 100  # last log lines whose mean speed gives the ETA
 
@@ -40,7 +41,7 @@ class RunLog(AbstractContextManager):
         if self.main:
             self.began = time.monotonic() - 3600 * hours(read_events(run.folder.events), datetime.now(UTC))
             device = run.accelerator.device
-            reported = reported_mfu(device_name(device)) if product_parameters(run.plan.model) >= FILLS_A_GPU else None
+            reported = reported_mfu(device_name(device)) if size_of(run.plan.model).products >= FILLS_A_GPU else None
             self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", reported and reported[1])
             self.reference = find_reference(run.folder, print)
             losses = [loss for _, loss in self.advisor.losses]

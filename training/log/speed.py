@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.data.batches import TrainBatches
 from training.runtime.hardware import device_name, peak_flops
+from training.step.size import size_of
 
 # Measurements by name in metrics.jsonl, with their format on the screen. Widths are fixed, so that columns of the log do not shift.
 SHOWN = {
@@ -78,25 +79,12 @@ class Speed:
 def flops_per_token(config: GPT2ScratchConfig, causal: bool = True) -> int:
     """Return the floating-point operations to train on one token of a full context, forward and backward.
 
-        6 N + 6 L C T, where N = `product_parameters`
+        6 N + 6 L C T, where N is the number of weights in matrix products, with the head, tied or not
 
-    docs/speed.md derives it. With `causal=False`, each token attends to all T tokens: 12 L C T, as PaLM and nanoGPT count."""
+    docs/speed.md derives it. An untied embedding is only looked up: GPT-2 with 124M parameters and its modern variant with 162M both
+    have 123.5M weights in products. With `causal=False`, each token attends to all T tokens: 12 L C T, as PaLM and nanoGPT count."""
     attention = config.n_layer * config.n_embd * config.n_positions
-    return 6 * product_parameters(config) + (6 if causal else 12) * attention
-
-
-def product_parameters(config: GPT2ScratchConfig) -> int:
-    """Return the number of weights in matrix products, L (4 C^2 + 2 C n_inner) + V C, where V C is the head, tied or not.
-    They determine the cost of a token. An untied embedding is stored but only looked up: GPT-2 with 124M parameters and its
-    modern variant with 162M both have 123.5M weights in products."""
-    L, C, V = config.n_layer, config.n_embd, config.vocab_size
-    return L * (4 * C**2 + 2 * C * (config.n_inner or 4 * C)) + V * C
-
-
-def model_size(config: GPT2ScratchConfig, parameters: int) -> str:
-    """Format a number of parameters. An untied model adds `, 123,532,032 of them in matrix products`."""
-    products = "" if config.tie_word_embeddings else f", {product_parameters(config):,} of them in matrix products"
-    return f"{parameters:,} parameters{products}"
+    return 6 * size_of(config).products + (6 if causal else 12) * attention
 
 
 def in_words(measured: dict[str, float]) -> str:

@@ -2,14 +2,12 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
 
-import torch
-
-from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from modeling_gpt2scratch import GPT2ScratchConfig
 from training.runtime.device import Setup
 from training.step.loss import rows_of_chunk
-from training.step.optim import moment_bytes
+from training.step.optim import moment_bytes, step_bytes
+from training.step.size import size_of
 
 USABLE = 0.8  # fraction of free memory; the rest is for workspaces, fragmentation and memory kept by compilation
 LARGEST_MICRO_BATCH = 1 << 30  # sequences: the maximum of --per_device_train_batch_size
@@ -21,9 +19,6 @@ KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
 KEPT_BY_QUERIES, KEPT_BY_EAGER_QK_NORM, KEPT_BY_EAGER_SQUARE, SQUARE_BACKWARD = (8, 4), (0, 8), (0, 16), 16
 # Bytes that eager attention keeps, per token, head and attended position.
 SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
-# Temporary bytes of Muon's step per weight of the MLPs, whose matrices are its largest stack, with products in (fp32, bf16):
-# X, the next X and A, or the updates and their stack. Counted for 12 layers of width 768 and 1,024 (tests/fake_cuda).
-MUON = (9, 8)
 # Additional temporary bytes, each as (fp32, half). On a GPU as counted by its allocator for 1, 3, 4 and 12 layers
 # (tests/fake_cuda); on a CPU a logit is computed once and held twice in fp32.
 LOSS_ON_CPU, LOSS_ON_GPU, LOSS_COMPILED = (12, 10), (21, 19), (8, 4)  # bytes per logit of a chunk
@@ -46,16 +41,14 @@ class Memory:
         """True if matrix products use bf16 or fp16."""
         return self.setup.mixed_precision != "no"
 
-    @cached_property
+    @property
     def parameters(self) -> int:
-        with torch.device("meta"):
-            return GPT2ScratchForCausalLM(self.model).num_parameters()
+        return size_of(self.model).parameters
 
     @property
     def moments(self) -> int:
         """Bytes of the optimizer's moments."""
-        attention = self.model.n_layer * 4 * self.model.n_embd**2
-        return moment_bytes(self.optimizer, self.parameters, attention + self._mlp_weights)
+        return moment_bytes(self.optimizer, size_of(self.model))
 
     def fixed(self) -> dict[str, int]:
         """Return the components that do not depend on the micro-batch."""
@@ -74,10 +67,9 @@ class Memory:
         parts = self.fixed() | {"activations": self._activations(micro_batch), passing: self._passing(micro_batch)}
         # The optimizer's step follows when all of these are free, and needs more only with small micro-batches.
         freed = parts["activations"] + parts[passing] + parts.get("weights in half precision", 0)
-        # Of Muon's step: the update of all matrices of the MLPs, and the iterations on them.
-        muon = MUON[self.setup.mixed_precision == "bf16"] * self._mlp_weights if self.optimizer == "muon" else 0
-        if muon > freed:
-            parts["Muon's step"] = muon - freed
+        step = step_bytes(self.optimizer, size_of(self.model), self.setup.mixed_precision == "bf16")
+        if step > freed:
+            parts["Muon's step"] = step - freed
         return parts | ({"Python and PyTorch": self.program} if self.program else {})
 
     def total(self, micro_batch: int) -> int:
@@ -89,28 +81,23 @@ class Memory:
         sizes = range(1, LARGEST_MICRO_BATCH + 1)
         return max(1, bisect_right(sizes, left, key=lambda size: self._activations(size) + self._passing(size)))
 
-    @property
-    def _mlp_weights(self) -> int:
-        return self.model.n_layer * 2 * self.model.n_embd * (self.model.n_inner or 4 * self.model.n_embd)
-
     def _activations(self, micro_batch: int) -> int:
         layers, block = self.model.n_layer, self._block(micro_batch)
         stream = 4 * micro_batch * self.model.n_positions * self.model.n_embd  # bytes of the residual stream
         blocks = layers * block
         if self.setup.gradient_checkpointing:  # on a CPU, plus the block that is being recomputed
             blocks = layers * stream + (0 if self.on_gpu else block)
-        norms = 2 + (self.model.normalization == "rms_norm" and not self.setup.torch_compile)  # after the embedding
+        norms = 2 + (self.model.is_modern and not self.setup.torch_compile)  # after the embedding
         return int(blocks + norms * stream)  # plus the stream before and after the last normalization
 
     def _block(self, micro_batch: int) -> float:
         """Return the bytes that one block keeps for its backward pass."""
         model, tokens = self.model, micro_batch * self.model.n_positions
-        is_modern = model.normalization == "rms_norm"
         kept = KEPT_IN_HALF if self.in_half else KEPT_IN_FP32
         is_eager = self.setup.attn_implementation == "eager"  # keeps contiguous copies of queries and keys in any case
-        if is_modern or (model.rope_parameters is not None and not is_eager):
+        if model.is_modern or (model.rope_parameters is not None and not is_eager):
             kept += KEPT_BY_QUERIES[self.in_half]
-        if is_modern and not self.setup.torch_compile:
+        if model.is_modern and not self.setup.torch_compile:
             kept += KEPT_BY_EAGER_QK_NORM[self.in_half]
         if self.on_gpu and self._squares_in_eager_mode:
             kept += KEPT_BY_EAGER_SQUARE[self.in_half]

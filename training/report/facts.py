@@ -32,9 +32,10 @@ from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.samples import read_samples
 from training.checkpoints.status import hours, read_status, starts_in_force
 from training.log.reference import find_reference
-from training.log.speed import flops_per_token, product_parameters
+from training.log.speed import flops_per_token
 from training.plan.compatibility import model_fields
 from training.runtime.launcher import launch_command
+from training.step.size import size_of
 
 FORMAT_VERSION = 1
 MAX_ROWS = 16  # rows of the results table; metrics.jsonl has all validations
@@ -55,7 +56,7 @@ def begin_report(
     facts = {
         "model": {name: getattr(model, name) for name in model_fields(type(model))},
         "parameters": parameters,
-        "product_parameters": product_parameters(model),
+        "product_parameters": size_of(model).products,
         "flops_per_token": {"causal": flops_per_token(model), "palm": flops_per_token(model, causal=False)},
         "watts": watts,
         "data": {

@@ -44,6 +44,8 @@ class ModelArguments:
     layer_norm_epsilon: float = setting(1e-5, "Added to the variance in normalizations.", minimum=1e-12, maximum=1)
     initializer_range: float = setting(0.02, "Standard deviation of the initial weights.", minimum=1e-6, maximum=10)
 
+    is_modern, has_large_embedding = GPT2ScratchConfig.is_modern, GPT2ScratchConfig.has_large_embedding
+
 
 def model_config(
     arguments: ModelArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None

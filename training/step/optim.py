@@ -14,7 +14,10 @@ from torch import nn
 
 from common.errors import UserError
 from common.limits import setting
+from modeling_gpt2scratch import GPT2ScratchConfig
+from training.step.model import ModelArguments
 from training.step.muon import Muon, momentum_at
+from training.step.size import ModelSize, size_of
 from training.step.tensors import open_tensors, shard_like, verified
 
 
@@ -67,19 +70,18 @@ MUON_DEFAULTS = {
 
 
 def with_defaults(
-    arguments: OptimArguments, given: set[str], tokens_per_step: int, width: int, has_large_embedding: bool
+    arguments: OptimArguments, given: set[str], tokens_per_step: int, model: ModelArguments | GPT2ScratchConfig
 ) -> OptimArguments:
     """Return the arguments with Muon's defaults for the settings that are not `given`. AdamW's arguments are returned as they are.
     Muon's rate does not depend on the width. Adam's rates are those of width 768 times sqrt(768 / width). All rates are multiplied
-    by `batch_factor`. An embedding that is a head too, or is not normalized, has small values and therefore the head's rate:
-    `has_large_embedding` is false."""
+    by `batch_factor`. An embedding that is a head too, or is not normalized, has small values and therefore the head's rate."""
     if arguments.optimizer != "muon":
         return arguments
     scale = batch_factor(tokens_per_step)
     rates = {name: rate * scale for name, rate in MUON_RATES.items()}
     for name in ("embedding_learning_rate", "head_learning_rate"):
-        rates[name] *= math.sqrt(768 / width)
-    if not has_large_embedding:
+        rates[name] *= math.sqrt(768 / model.n_embd)
+    if not model.has_large_embedding:
         rates["embedding_learning_rate"] = arguments.head_learning_rate or rates["head_learning_rate"]
     defaults = {name: value for name, value in (rates | MUON_DEFAULTS).items() if name not in given}
     return replace(arguments, **defaults)
@@ -106,6 +108,9 @@ def describe_rates(arguments: OptimArguments, tokens_per_step: int) -> str:
 # Keys of the fp32 tensors in the optimizer's state of a parameter, by the rule of its group.
 MOMENTS = {"adam": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 SCALARS = {"step"}  # a single number instead of one per weight
+# Temporary bytes of Muon's step per weight of its largest stack, with products in (fp32, bf16): X, the next X and A, or the updates
+# and their stack. Counted for 12 layers of width 768 and 1,024 (tests/fake_cuda).
+MUON_BYTES = (9, 8)
 
 
 def build_optimizer(
@@ -190,10 +195,19 @@ def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor
         optimizer.zero_grad()
 
 
-def moment_bytes(optimizer: str, parameters: int, matrices: int) -> int:
-    """Return the bytes of the moments of a model, without the scalars per tensor.
-    Of its parameters, `matrices` are weights in matrices of the blocks."""
-    return 4 * (2 * parameters - (matrices if optimizer == "muon" else 0))
+def moment_bytes(optimizer: str, size: ModelSize) -> int:
+    """Return the bytes of the moments of a model, without the scalars per tensor."""
+    return 4 * (2 * size.parameters - (size.block_products if optimizer == "muon" else 0))
+
+
+def step_bytes(optimizer: str, size: ModelSize, in_bf16: bool) -> int:
+    """Return the temporary bytes of an optimizer's step: with Muon, for the MLPs, whose matrices are its largest stack."""
+    return MUON_BYTES[in_bf16] * size.mlp_products if optimizer == "muon" else 0
+
+
+def step_work(optimizer: str, model: GPT2ScratchConfig) -> int:
+    """Return the operations of an optimizer's step, up to a factor. Muon's operations per weight grow with the width."""
+    return size_of(model).parameters * (model.n_embd if optimizer == "muon" else 1)
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str]]:
